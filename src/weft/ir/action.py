@@ -1,0 +1,78 @@
+"""Actions and cells: the letters a schedule is written in.
+
+F3.1            forward of micro-batch 3 through chunk 1
+B3.1            its whole backward
+I3.1, W3.1      the backward's two halves: input gradient, weight gradient
+(F4.1|B3.1)     one overlapped cell: a forward and a backward that run together
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+
+class Kind(IntEnum):
+    """What an action does. The name is the letter, the value is what columns hold."""
+
+    F = 0
+    B = 1
+    I = 2
+    W = 3
+
+
+class Action(NamedTuple):
+    """One kind of work on one micro-batch in one of a rank's chunks."""
+
+    kind: Kind
+    mb: int
+    chunk: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this cell, itself: an Action is the simplest Cell."""
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}{self.mb}.{self.chunk}"
+
+    def __or__(self, backward: Action) -> Pair:
+        return Pair(self, backward)
+
+
+class Pair(NamedTuple):
+    """An overlapped cell: a forward and a whole backward that start and end together."""
+
+    forward: Action
+    backward: Action
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Forward first, as it is written."""
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"({self.forward}|{self.backward})"
+
+
+Cell: TypeAlias = Action | Pair
+
+
+def F(mb: int, chunk: int = 0) -> Action:
+    """Forward."""
+    return Action(Kind.F, mb, chunk)
+
+
+def B(mb: int, chunk: int = 0) -> Action:
+    """Whole backward."""
+    return Action(Kind.B, mb, chunk)
+
+
+def I(mb: int, chunk: int = 0) -> Action:
+    """Input-gradient half of a backward."""
+    return Action(Kind.I, mb, chunk)
+
+
+def W(mb: int, chunk: int = 0) -> Action:
+    """Weight-gradient half of a backward."""
+    return Action(Kind.W, mb, chunk)

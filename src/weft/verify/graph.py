@@ -1,0 +1,229 @@
+"""The graph of a Program: what must end before what, with ops that go together taken as one node.
+
+Three kinds of edges lead to a node: from the op before it on its lane, from what it needs, and, with a ring of
+buffers, from the reader that frees the buffer it fills. It is a deadlock exactly if this graph has a cycle, or a
+node can never end for another reason (no match, a need that nothing provides).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.ir.kernel import kernel
+from weft.ir.program import NEVER, Bools, Bytes, Ints, LaneKind, Longs, Program
+
+
+class Edge(IntEnum):
+    """Why one op waits for another."""
+
+    LANE = 0
+    NEED = 1
+    RING = 2
+    ARRIVAL = 3
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Sends with their receives, the k-th with the k-th of each channel, and those left over."""
+
+    send: Ints
+    recv: Ints
+    unmatched: Ints
+
+
+def match(program: Program) -> Matching:
+    """Matches by place alone: channels have no tags."""
+    pp = int(program.lane_rank.max(initial=0)) + 1
+    rank, peer = program.lane_rank.astype(np.int64), program.lane_peer
+    sending, receiving = program.lane_kind == LaneKind.SEND, program.lane_kind == LaneKind.RECV
+    channel = np.where(sending, rank * pp + peer, np.where(receiving, peer * pp + rank, NEVER))
+    recv_lane = {int(channel[lane]): int(lane) for lane in np.flatnonzero(receiving)}
+    send_lane = {int(channel[lane]): int(lane) for lane in np.flatnonzero(sending)}
+    sends, recvs, unmatched = [], [], []
+    for key in sorted(send_lane.keys() | recv_lane.keys()):
+        send, recv = _lane_ops(program, send_lane.get(key)), _lane_ops(program, recv_lane.get(key))
+        both = min(len(send), len(recv))
+        sends.append(send[:both])
+        recvs.append(recv[:both])
+        unmatched += [send[both:], recv[both:]]
+    empty = [np.empty(0, np.int32)]
+    return Matching(*(np.concatenate(empty + part).astype(np.int32) for part in (sends, recvs, unmatched)))
+
+
+def _lane_ops(program: Program, lane: int | None) -> Ints:
+    if lane is None:
+        return np.empty(0, np.int32)
+    return np.arange(program.lane_ptr[lane], program.lane_ptr[lane + 1], dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`node[op]`, and edges between ops: `source` must end before `target` starts.
+
+    Edges are kept between ops, so that a witness can say which of a node's ops waits for which.
+    """
+
+    node: Ints
+    num_nodes: int
+    source: Ints
+    target: Ints
+    kind: Bytes
+
+    @classmethod
+    def of(cls, program: Program, matching: Matching, *, eager: bool, ring: int | None) -> Graph:
+        """The graph of a program; `eager` sends do not wait, `ring` buffers on each channel."""
+        together = np.arange(program.num_ops, dtype=np.int32)
+        joined = np.flatnonzero(program.joined)
+        together[joined] = joined - 1
+        if not eager:
+            together[matching.recv] = matching.send
+        leads = together == np.arange(program.num_ops)
+        node = (np.cumsum(leads, dtype=np.int32) - 1)[together]
+        parts = [
+            (*_lane_edges(program), Edge.LANE),
+            (*_need_edges(program), Edge.NEED),
+        ]
+        if ring is not None:
+            parts.append((*_ring_edges(program, ring), Edge.RING))
+        if eager:
+            parts.append((matching.send, matching.recv, Edge.ARRIVAL))
+        source, target = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+        kind = np.concatenate([np.full(len(part[0]), part[2], np.uint8) for part in parts])
+        return cls(node.astype(np.int32), int(leads.sum()), source, target, kind)
+
+    def stuck(self) -> Bools:
+        """The nodes that cannot end: on a cycle, or behind one."""
+        ptr, heads = _successors(self.node[self.source], self.node[self.target], self.num_nodes)
+        return _stuck(ptr, heads, self.num_nodes)
+
+    def cycle(self, stuck: Bools) -> list[int]:
+        """A short cycle among stuck nodes, as edge indices; each edge's source node is the next one's target node."""
+        src, dst = self.node[self.source], self.node[self.target]
+        inside = np.flatnonzero(stuck[src] & stuck[dst])
+        ptr, position = _successors(dst[inside], np.arange(len(inside), dtype=np.int32), self.num_nodes)
+        waits_for = src[inside]
+        start = _walk_back(ptr, position, waits_for, int(np.argmax(stuck)), self.num_nodes)
+        best: list[int] = []
+        node = start
+        for _ in range(32):  # the cycle the walk found is rarely the shortest through its own nodes
+            found = [int(e) for e in _shortest(ptr, position, waits_for, node, self.num_nodes)]
+            if not best or len(found) < len(best):
+                best = found
+            node = int(waits_for[found[0]])
+            if node == start:
+                break
+        return [int(inside[edge]) for edge in best]
+
+
+def _lane_edges(program: Program) -> tuple[Ints, Ints]:
+    after = np.ones(program.num_ops, bool)
+    after[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = False
+    after &= ~program.joined
+    target = np.flatnonzero(after).astype(np.int32)
+    return target - 1, target
+
+
+def _need_edges(program: Program) -> tuple[Ints, Ints]:
+    target = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
+    real = program.dep != NEVER
+    return program.dep[real], target[real]
+
+
+def _ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
+    """From the reader of a receive to the receive `ring` places behind it on the same lane."""
+    source, target = _need_edges(program)
+    lane = program.lane_of
+    read = program.lane_kind[lane[source]] == LaneKind.RECV
+    recv, reader = source[read], target[read]
+    later = recv + ring
+    inside = later < program.lane_ptr[lane[recv] + 1]
+    return reader[inside], later[inside].astype(np.int32)
+
+
+@kernel
+def _successors(source: Ints, value: Ints, num_nodes: int) -> tuple[Longs, Ints]:
+    """For each node the values of the edges that leave it, compressed."""
+    ptr = np.zeros(num_nodes + 1, np.int64)
+    for node in source:
+        ptr[node + 1] += 1
+    for node in range(num_nodes):
+        ptr[node + 1] += ptr[node]
+    fill = ptr[:-1].copy()
+    values = np.empty(len(source), np.int32)
+    for edge in range(len(source)):
+        node = source[edge]
+        values[fill[node]] = value[edge]
+        fill[node] += 1
+    return ptr, values
+
+
+@kernel
+def _stuck(ptr: Longs, heads: Ints, num_nodes: int) -> Bools:
+    """Ends whatever can end, one after the other; what is left cannot."""
+    waiting = np.zeros(num_nodes, np.int32)
+    for head in heads:
+        waiting[head] += 1
+    stuck = np.ones(num_nodes, np.bool_)
+    ready = np.empty(num_nodes, np.int32)
+    count = 0
+    for node in range(num_nodes):
+        if waiting[node] == 0:
+            ready[count] = node
+            count += 1
+    while count:
+        count -= 1
+        node = ready[count]
+        stuck[node] = False
+        for edge in range(ptr[node], ptr[node + 1]):
+            head = heads[edge]
+            waiting[head] -= 1
+            if waiting[head] == 0:
+                ready[count] = head
+                count += 1
+    return stuck
+
+
+@kernel
+def _walk_back(ptr: Longs, position: Ints, waits_for: Ints, start: int, num_nodes: int) -> int:
+    """Follows what is waited for until a node comes again: that node is on a cycle."""
+    seen = np.zeros(num_nodes, np.bool_)
+    node = start
+    while not seen[node]:
+        seen[node] = True
+        node = waits_for[position[ptr[node]]]
+    return int(node)
+
+
+@kernel
+def _shortest(ptr: Longs, position: Ints, waits_for: Ints, start: int, num_nodes: int) -> npt.NDArray[np.int32]:
+    """The shortest way from a node back to itself, breadth first; the edges in order of waiting."""
+    via = np.full(num_nodes, -1, np.int32)
+    origin = np.full(num_nodes, -1, np.int32)
+    queue = np.empty(num_nodes + 1, np.int32)
+    queue[0] = start
+    head, tail, last = 0, 1, -1
+    while head < tail and last < 0:
+        node = queue[head]
+        head += 1
+        for k in range(ptr[node], ptr[node + 1]):
+            edge = position[k]
+            nxt = waits_for[edge]
+            if nxt == start:
+                last = edge
+                origin[start] = node
+                break
+            if via[nxt] < 0:
+                via[nxt] = edge
+                origin[nxt] = node
+                queue[tail] = nxt
+                tail += 1
+    backwards = [np.int32(last)]
+    node = origin[start]
+    while node != start:
+        backwards.append(via[node])
+        node = origin[node]
+    return np.array(backwards[::-1], dtype=np.int32)

@@ -1,0 +1,168 @@
+"""The command line as a person or a script meets it: real processes, exit codes, what goes to which stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft.verify import CODES
+
+WEFT = str(Path(sys.executable).parent / "weft")
+
+
+def run(*args: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run([WEFT, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def on_a_terminal(*args: str) -> str:
+    """What a person sees, both streams on one terminal."""
+    done = subprocess.run(
+        ["script", "--quiet", "--return", "--command", " ".join([WEFT, *args]), "/dev/null"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout
+
+
+def test_show_prints_rows_and_reads_every_form_back(tmp_path: Path) -> None:
+    rows = run("show", "1f1b", "--pp", "2", "-m", "2", "--rows")
+    assert rows.stdout == "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 F1.0 B1.0\n"
+    assert rows.stderr == ""
+    for form in ("text", "torch-csv", "json"):
+        written = run("show", "zb-v", "--pp", "2", "--microbatches", "4", "--format", form).stdout
+        (tmp_path / "schedule").write_text(written)
+        again = run("show", "schedule", "--rows", cwd=tmp_path)
+        assert again.stdout == run("show", "-", "--rows", stdin=written).stdout
+        assert again.stdout.startswith("0: F0.0 F1.0 F2.0 F0.1 I0.1")
+
+
+@pytest.mark.parametrize("command", ["schedules", "explain"])
+def test_listings_as_json(command: str) -> None:
+    listed = json.loads(run(command, "--json").stdout)
+    names = list(listed) if isinstance(listed, dict) else [entry["name"] for entry in listed]
+    assert names == list(CODES if command == "explain" else weft.schedules.SCHEDULES)
+
+
+def test_verify_says_clean_in_a_line_and_exits_0() -> None:
+    done = run("verify", "dualpipe", "--pp", "8", "-m", "20")
+    assert (done.returncode, done.stdout) == (0, "clean: 8 ranks, 282 cells, peak 9 activations\n")
+
+
+def test_verify_exits_1_and_names_both_sides(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 F1.0 (F2.0|B0.0) B1.0 B2.0\n")
+    done = run("verify", "mine.txt", "--all", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "W101 rank 0: F2.0 of stage 0 is missing" in lines
+    assert "W202 rank 1: receive F2.0 from rank 0 is number 3 on its channel, but rank 0 sends only 2" in lines
+
+
+def test_verify_points_at_the_cell() -> None:
+    done = run("verify", "-", stdin="0: F0.0 F1.0 B1.0 B0.0 F1.0\n")
+    assert done.returncode == 1
+    first, row, caret = done.stdout.splitlines()[:3]
+    assert first == "W102 rank 0: F1.0 runs more than once"
+    assert row.strip() == "0: F0.0 F1.0 B1.0 B0.0 F1.0"
+    assert caret == " " * row.rindex("F1.0") + "^^^^"
+
+
+def test_verify_as_json() -> None:
+    done = run("verify", "gpipe", "--pp", "2", "-m", "4", "--max-activations", "3", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert report["clean"] is False
+    assert report["peak_activations"] == [4, 4]
+    assert {finding["code"] for finding in report["findings"]} == {"W301"}
+
+
+def test_options_of_verify_change_the_verdict() -> None:
+    zb_v = ("verify", "zb-v", "--pp", "4", "-m", "8")
+    assert run(*zb_v).returncode == 0
+    assert "W204" in run(*zb_v, "--receives", "use").stdout
+    assert "needs the buffer that is freed by" in run(*zb_v, "--ring", "1").stdout
+    assert run(*zb_v, "--ring", "8", "--eager").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("show", "dualpip", "--pp", "4", "-m", "8"), ["did you mean 'dualpipe'?"]),
+        (("show", "dualpipe", "--pp", "7", "-m", "16"), ["even number of ranks", "nearest size", "pp=8"]),
+        (("show", "1f1b", "--pp", "4", "--vpp", "2", "-m", "8"), ["puts 1 stage", "'interleaved' takes more"]),
+        (("show", "1f1b"), ["--pp and --microbatches", "--pp 4 -m 8"]),
+        (("show", "1f1b", "--pp", "0", "-m", "8"), ["at least 1", "pp=1"]),
+        (("verify", "nothing.txt"), ["nothing.txt: No such file"]),
+        (("verify", "."), ["Is a directory"]),
+        (("show", "dualpipe", "--pp", "4", "-m", "8", "--format", "torch-csv"), ["second direction", "dualpipev"]),
+        (("show", "1f1b", "--pp", "2", "-m", "2", "--rows", "--json"), ["--rows is for the text form"]),
+        (("verify", "1f1b", "--pp", "2", "-m", "2", "--ring", "0"), ["at least 1 buffer"]),
+        (("explain", "W999"), ["not a code", "W101"]),
+        (("verify", "1f1b", "--pp", "2", "-m", "2", "--placement", "v"), ["brings its own placement"]),
+    ],
+)
+def test_a_users_mistake_is_a_sentence(args: tuple[str, ...], parts: list[str]) -> None:
+    done = run(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_trailing_junk_is_pointed_at() -> None:
+    done = run("verify", "-", stdin="0: F0.0 B0.0x\n")
+    assert done.returncode == 2
+    assert "<stdin>:1:13" in done.stderr
+    assert done.stderr.splitlines()[2] == " " * (2 + 12) + "^"
+
+
+def test_a_file_and_a_size_that_disagree() -> None:
+    done = run("verify", "-", "--pp", "3", stdin="0: F0.0 B0.0\n")
+    assert done.returncode == 2
+    assert "<stdin> has pp 1, got --pp 3" in done.stderr
+
+
+def test_rows_alone_take_a_placement() -> None:
+    rows = run("show", "zb-v", "--pp", "4", "-m", "8", "--rows").stdout
+    assert run("verify", "-", stdin=rows).returncode == 1
+    assert run("verify", "-", "--placement", "v", stdin=rows).returncode == 0
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    done = subprocess.run(
+        f"{WEFT} show interleaved --pp 64 -m 1024 | head -c 10", shell=True, capture_output=True, timeout=120
+    )
+    assert done.stdout == b"# weft-sch"
+    assert done.stderr == b""
+
+
+def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
+    assert "next: weft explain W301" in _plain(
+        on_a_terminal("verify", "1f1b", "--pp", "4", "-m", "8", "--max-activations", "1")
+    )
+    assert "next:" not in run("verify", "1f1b", "--pp", "4", "-m", "8").stderr
+
+
+def test_long_work_shows_progress() -> None:
+    seen = _plain(on_a_terminal("verify", "interleaved", "--pp", "128", "--vpp", "4", "-m", "1024"))
+    assert "generating interleaved" in seen
+    assert "clean: 128 ranks" in seen
+
+
+@pytest.mark.parametrize("command", ["schedules", "show", "verify", "explain"])
+def test_every_help_has_an_example(command: str) -> None:
+    assert f"weft {command}" in run(command, "--help").stdout.split("Example")[1]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -1,0 +1,40 @@
+"""Schedules that torch's own validation accepts and Weft does not: each hangs or computes wrong gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import weft
+from weft.export import torch_csv
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+PAIRED_WITH_ITSELF = "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 (F1.0|B1.0)\n"
+CIRCLE = "0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"
+FORWARD_TWICE = "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 F0.0 B0.0 F1.0 B1.0\n"
+
+
+def torch_accepts(schedule: weft.Schedule) -> bool:
+    """Does torch's validation of a compute-only schedule pass."""
+    rows = torch_csv.dump(schedule).splitlines()
+    actions = {rank: [schedules._Action.from_str(entry) for entry in row.split(",")] for rank, row in enumerate(rows)}
+    validate: Callable[..., object] = schedules._validate_schedule
+    try:
+        validate(actions, schedule.pp, schedule.placement.num_stages, schedule.num_microbatches)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("text", "code"), [(PAIRED_WITH_ITSELF, "W104"), (CIRCLE, "W201"), (FORWARD_TWICE, "W102")])
+def test_torch_accepts_and_weft_does_not(text: str, code: str) -> None:
+    schedule = weft.loads(text)
+    assert torch_accepts(schedule)
+    assert code in {finding.code for finding in weft.verify(schedule).findings}
+
+
+def test_torch_does_check_something() -> None:
+    """So that the test above does not pass because nothing is checked."""
+    assert not torch_accepts(weft.loads("0: F0.0 F1.0 B0.0\n1: F0.0 B0.0 F1.0 B1.0\n"))
