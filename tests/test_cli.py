@@ -166,3 +166,66 @@ def test_every_help_has_an_example(command: str) -> None:
 
 def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_simulate_as_json() -> None:
+    result = json.loads(run("simulate", "dualpipe", "--pp", "8", "-m", "20", "--json").stdout)
+    assert result["makespan"] == 66
+    assert result["num_ops"] == 924
+    assert round(result["bubble"], 4) == 0.0909
+    assert len(result["ranks"]) == 8
+    assert max(result["peak_bytes"]) == 9
+    assert result["critical_path"]["num_ops"] > 0
+
+
+def test_a_program_and_its_trace_through_files(tmp_path: Path) -> None:
+    size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "2", "--moe", "--costs", "deepseek-v3-h800")
+    assert run("show", *size, "--lower", "-o", "program.npz", cwd=tmp_path).returncode == 0
+    assert run("verify", "program.npz", cwd=tmp_path).stdout.startswith("clean: 4 ranks, ")
+    costs = ("--costs", "deepseek-v3-h800")
+    makespans = set()
+    for name in ("trace.json", "trace.json.gz", "trace.npz"):
+        done = run("simulate", "program.npz", *costs, "-o", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        makespans.add(json.loads(run("simulate", name, "--json", cwd=tmp_path).stdout)["makespan"])
+    assert len(makespans) == 1
+    run("simulate", "program.npz", *costs, "--slowness", "0.1", "-o", "slow.npz", cwd=tmp_path)
+    compared = run("compare", "trace.json", "slow.npz", "--fit", "fitted.toml", "--json", cwd=tmp_path)
+    rows = json.loads(compared.stdout)["rows"]
+    assert rows[1]["makespan"]["ratio"] > 1
+    fitted = json.loads(run("simulate", "program.npz", "--costs", "fitted.toml", "--json", cwd=tmp_path).stdout)
+    assert rows[0]["makespan"]["value"] < fitted["makespan"] < 1.1 * rows[0]["makespan"]["value"]
+
+
+def test_memory_limit_and_offload() -> None:
+    size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "2", "--moe", "--costs", "deepseek-v3-h800")
+    over = run("verify", *size, "--memory-limit", "4GB")
+    assert over.returncode == 1
+    assert "W302 rank 0" in over.stdout
+    assert run("verify", *size, "--memory-limit", "4GB", "--offload").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--costs", "deepsek-v3-h800"), ["did you mean", "deepseek-v3"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--layers", "0"), ["--layers takes a number from 1"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--layers", "1,2,3"), ["one for each of 2 stages"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--offload"), ["--layers 4"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--ep", "4"), ["--layers N --moe"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "-o", "trace.txt"), [".json, .json.gz or .npz"]),
+        (("show", "1f1b", "--pp", "2", "-m", "2", "--lower", "--rank", "9"), ["ranks go from 0 to 1", "got 9"]),
+        (("show", "1f1b", "--pp", "2", "-m", "2", "-o", "x.npz"), ["add --lower"]),
+        (("verify", "1f1b", "--pp", "2", "-m", "2", "--memory-limit", "4GB"), ["--layers", "--max-activations"]),
+        (("verify", "1f1b", "--pp", "2", "-m", "2", "--layers", "1", "--memory-limit", "4XB"), ["80GB, 512MiB or 4e9"]),
+        (("compare", "1f1b", "--pp", "2", "-m", "2"), ["at least two"]),
+    ],
+)
+def test_mistakes_with_programs_are_sentences_too(args: tuple[str, ...], parts: list[str]) -> None:
+    test_a_users_mistake_is_a_sentence(args, parts)
+
+
+def test_a_schedule_that_is_not_sound_is_not_simulated() -> None:
+    done = run("simulate", "-", stdin="0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
+    assert done.returncode == 2
+    assert "the schedule is not sound: W201" in done.stderr

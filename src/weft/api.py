@@ -1,11 +1,13 @@
-"""What Python users call besides the data types: schedules from names, files and text, and back to text."""
+"""What Python users call besides the data types: schedules, programs and traces from files and text, and back."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from weft.export import FORMATS, parse_any
+from weft.export import FORMATS, chrome, npz, parse_any
 from weft.ir import Schedule
+from weft.ir.program import Program
+from weft.ir.trace import Trace
 
 
 def loads(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
@@ -18,7 +20,7 @@ def loads(text: str, source: str = "<text>", *, placement: str | None = None) ->
 
 def load(path: str | Path, *, placement: str | None = None) -> Schedule:
     """A schedule from a file in any of the forms that `dumps` writes."""
-    return loads(Path(path).read_text(encoding="utf-8"), str(path), placement=placement)
+    return loads(_read_text(Path(path)), str(path), placement=placement)
 
 
 def dumps(schedule: Schedule, format: str = "text") -> str:
@@ -26,3 +28,42 @@ def dumps(schedule: Schedule, format: str = "text") -> str:
     if format not in FORMATS:
         raise ValueError(f"{format!r} is not a form of a schedule; use {', '.join(FORMATS)}")
     return FORMATS[format].dump(schedule)
+
+
+def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Program | Trace:
+    """What a file holds: a schedule, a program (.npz) or a trace (.npz, .json, .json.gz)."""
+    name = str(path)
+    if name.endswith(".npz"):
+        return npz.load(path)
+    if name.endswith(".gz"):
+        return chrome.load(path)
+    text = _read_text(Path(path))
+    if name.endswith(".json") and '"traceEvents"' in text:
+        return chrome.load(path)
+    return loads(text, name, placement=placement)
+
+
+def load_traces(directory: str | Path) -> Trace:
+    """Traces in the files of a directory, one rank or some ranks a file, as one."""
+    paths = sorted(p for p in Path(directory).iterdir() if p.name.endswith((".json", ".json.gz")))
+    if not paths:
+        raise ValueError(f"{directory}: no traces; they are files that end in .json or .json.gz")
+    return chrome.merge(paths)
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Writes a trace in the form that the name's ending says."""
+    name = str(path)
+    if name.endswith(".npz"):
+        npz.save_trace(trace, path)
+    elif name.endswith((".json", ".json.gz")):
+        chrome.dump(trace, Path(path))
+    else:
+        raise ValueError(f"a trace's name ends in .json, .json.gz or .npz, got {name!r}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not text; a program or a trace in columns ends in .npz") from None

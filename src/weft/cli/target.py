@@ -1,4 +1,4 @@
-"""The schedule a command is about: a name with its size, a file, or what comes on stdin."""
+"""What a command is about: a schedule by name and size, or a schedule, a program or a trace from a file."""
 
 from __future__ import annotations
 
@@ -12,46 +12,50 @@ import typer
 from weft import api
 from weft.cli.terminal import working
 from weft.ir import Schedule
+from weft.ir.program import Program
+from weft.ir.trace import Trace
 from weft.schedules import family, known
 
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME|FILE", help="A schedule's name, a file (text, torch-csv or json), or - for stdin."),
-]
+_NAME = typer.Argument(
+    metavar="NAME|FILE",
+    help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
+    "schedule on stdin.",
+)
+_PLACEMENT = typer.Option(
+    "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
+)
 Pp = Annotated[int | None, typer.Option("--pp", help="Ranks of the pipeline.")]
 Vpp = Annotated[int | None, typer.Option("--vpp", help="Chunks on each rank, where the schedule leaves a choice.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Micro-batches in a step.")]
-PlacementName = Annotated[
-    str | None,
-    typer.Option(help="For rows without a '# placement' line: loop, v, bidirectional or a table such as 0,2/1,3."),
-]
-Json = Annotated[bool, typer.Option("--json", help="JSON for programs to read.")]
 
 
 @dataclass(frozen=True)
 class Target:
     """What the user named, before it is read or generated."""
 
-    name: str
-    pp: int | None
-    vpp: int | None
-    microbatches: int | None
-    placement: str | None = None
+    name: Annotated[str, _NAME]
+    pp: Pp = None
+    vpp: Vpp = None
+    microbatches: Microbatches = None
+    placement: Annotated[str | None, _PLACEMENT] = None
+
+    def load(self) -> Schedule | Program | Trace:
+        """Generated, or read."""
+        return self._generate() if self.is_name() else self._read()
 
     def schedule(self) -> Schedule:
-        """The schedule, generated or read."""
-        return self._generate() if self._is_name() else self._read()
+        """The schedule, or a ValueError where the file holds something else."""
+        loaded = self.load()
+        if not isinstance(loaded, Schedule):
+            raise ValueError(f"{self.name} is a {type(loaded).__name__.lower()}; this needs a schedule")
+        return loaded
 
     def __str__(self) -> str:
-        options = (
-            ("--pp", self.pp),
-            ("--vpp", self.vpp),
-            ("-m", self.microbatches),
-            ("--placement", self.placement),
-        )
+        options = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
         return " ".join([self.name, *(f"{option} {value}" for option, value in options if value is not None)])
 
-    def _is_name(self) -> bool:
+    def is_name(self) -> bool:
+        """Is it a schedule's name, not a file."""
         if self.name == "-" or self.name in known():
             return self.name != "-"
         looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
@@ -68,14 +72,20 @@ class Target:
         with working(f"generating {self.name}") as advance:
             return chosen.generate(size, advance)
 
-    def _read(self) -> Schedule:
+    def _read(self) -> Schedule | Program | Trace:
         source = "<stdin>" if self.name == "-" else self.name
-        text = sys.stdin.read() if self.name == "-" else Path(self.name).read_text(encoding="utf-8")
         with working(f"reading {source}"):
-            schedule = api.loads(text, source, placement=self.placement)
+            if self.name == "-":
+                loaded: Schedule | Program | Trace = api.loads(sys.stdin.read(), source, placement=self.placement)
+            else:
+                loaded = api.load_any(self.name, placement=self.placement)
+        if isinstance(loaded, Schedule):
+            self._check_size(loaded, source)
+        return loaded
+
+    def _check_size(self, schedule: Schedule, source: str) -> None:
         given = (("--pp", self.pp), ("--vpp", self.vpp), ("--microbatches", self.microbatches))
         holds = (schedule.pp, schedule.vpp, schedule.num_microbatches)
         for (option, value), held in zip(given, holds, strict=True):
             if value is not None and value != held:
                 raise ValueError(f"{source} has {option[2:]} {held}, got {option} {value}; leave the option out")
-        return schedule

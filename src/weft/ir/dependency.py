@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from weft.ir.action import Action, Kind
 from weft.ir.placement import Placement
+from weft.ir.program import OpKind
 
 
 class Need(NamedTuple):
@@ -41,3 +42,16 @@ def needs(placement: Placement, rank: int, action: Action) -> list[tuple[int, tu
             peer, chunk = place
             found.append((peer, tuple(Action(kind, action.mb, chunk) for kind in need.kinds)))
     return found
+
+
+# The same rule inside a layer: the parts of a forward and of a backward, each needing the one before it.
+FORWARD = (
+    OpKind.ATTN_F,
+    OpKind.COUNTS,
+    OpKind.HOST,
+    OpKind.DISPATCH_F,
+    OpKind.MLP_F,
+    OpKind.COMBINE_F,
+)
+BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
+WEIGHT_OF = {OpKind.W: OpKind.I, OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}

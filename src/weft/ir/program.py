@@ -2,12 +2,13 @@
 
 A lane is an in-order queue. Ops are stored lane by lane, in order, so the op before `i` on its lane is `i - 1`
 unless `i` opens the lane. What an op waits for besides is in `dep`: a compressed list of op indices for each op,
-where NEVER stands for something that no op provides.
+where NEVER stands for something that no op provides. Lanes of one group do their ops together: the k-th op of each
+with the k-th of the others, a send with its receive, a collective with its like on every member.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import TypeAlias
@@ -15,8 +16,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from weft.ir.placement import Placement
+
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
+Shorts: TypeAlias = npt.NDArray[np.int16]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
@@ -24,7 +28,7 @@ NEVER = -1
 
 
 class OpKind(IntEnum):
-    """What an op does. The first four are Kind's."""
+    """What an op does. The first four are whole actions (the grain of cells); the rest are parts of them."""
 
     F = 0
     B = 1
@@ -34,6 +38,21 @@ class OpKind(IntEnum):
     SEND_B = 5
     RECV_F = 6
     RECV_B = 7
+    ATTN_F = 8
+    COUNTS = 9
+    HOST = 10
+    DISPATCH_F = 11
+    MLP_F = 12
+    COMBINE_F = 13
+    COMBINE_B = 14
+    MLP_B = 15
+    DISPATCH_B = 16
+    ATTN_B = 17
+    MLP_W = 18
+    ATTN_W = 19
+    OFFLOAD = 20
+    ONLOAD = 21
+    REDUCE_GRAD = 22
 
     @property
     def is_send(self) -> bool:
@@ -47,11 +66,35 @@ class OpKind(IntEnum):
 
 
 class LaneKind(IntEnum):
-    """What a lane is a queue of."""
+    """What a lane is a queue of. A rank has one SEND and one RECV lane for each peer, one at most of the others."""
 
     COMPUTE = 0
     SEND = 1
     RECV = 2
+    EP = 3
+    OUT = 4
+    IN = 5
+    DP = 6
+    HOST = 7
+
+
+LANE_OF: dict[OpKind, LaneKind] = {
+    **dict.fromkeys((OpKind.F, OpKind.B, OpKind.I, OpKind.W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.MLP_W, OpKind.ATTN_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
+    **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
+    **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
+    **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), LaneKind.EP),
+    OpKind.HOST: LaneKind.HOST,
+    OpKind.OFFLOAD: LaneKind.OUT,
+    OpKind.ONLOAD: LaneKind.IN,
+    OpKind.REDUCE_GRAD: LaneKind.DP,
+}
+"""The lane that each kind of op runs on."""
+
+COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+"""The lanes that have a communicator, and so a place in their rank's launch order."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +105,16 @@ class Lane:
     kind: LaneKind
     peer: int
 
+    @property
+    def name(self) -> str:
+        """Without the rank: `compute`, `send to rank 3`."""
+        if self.kind in (LaneKind.SEND, LaneKind.RECV):
+            preposition = "to" if self.kind is LaneKind.SEND else "from"
+            return f"{self.kind.name.lower()} {preposition} rank {self.peer}"
+        return self.kind.name.lower()
+
     def __str__(self) -> str:
-        if self.kind is LaneKind.COMPUTE:
-            return f"rank {self.rank} compute"
-        preposition = "to" if self.kind is LaneKind.SEND else "from"
-        return f"rank {self.rank} {self.kind.name.lower()} {preposition} rank {self.peer}"
+        return f"rank {self.rank} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -78,12 +126,17 @@ class Op:
     lane: Lane
     mb: int
     chunk: int
+    layer: int
     cell: int
 
     @property
     def label(self) -> str:
-        """The action, or the message: `F3.1`."""
-        return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
+        """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`."""
+        if self.kind <= OpKind.RECV_B:
+            return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
+        if self.kind is OpKind.REDUCE_GRAD:
+            return f"reduce_grad .{self.chunk}"
+        return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"
 
     def __str__(self) -> str:
         if self.kind.is_send:
@@ -93,23 +146,79 @@ class Op:
         return self.label
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """Columns over ops (kind, mb, chunk, cell, joined), over lanes (rank, kind, peer), and dependencies.
+@dataclass(frozen=True)
+class Layout:
+    """What the labels of a Program's ops refer to: the pipeline, its layers, and the mesh it is spread over.
 
-    `joined[i]`: op i starts and ends together with op i - 1 of its lane (the halves of an overlapped cell).
-    `cell[i]`: which cell of its rank's row an op belongs to, or -1.
+    `layers[stage]` is 0 at the grain of cells. `forward` and `backward` are the parts of a layer in order, at the
+    grain of cells (F) and (B). `saved` says what a part's forward leaves in memory until its weight half ends (or its
+    backward, where that is not split); `kept` is the fraction that stays between the two. Ranks are numbered
+    `(pp * dp + d) * ep + e`.
     """
 
+    placement: Placement
+    num_mb: int
+    layers: tuple[int, ...]
+    forward: tuple[OpKind, ...]
+    backward: tuple[OpKind, ...]
+    weights: tuple[OpKind, ...]
+    ep: int = 1
+    dp: int = 1
+    saved: dict[OpKind, int] = field(default_factory=dict)
+    kept: float = 1.0
+
+    @property
+    def max_layers(self) -> int:
+        """Layers of the deepest stage; at the grain of cells 1."""
+        return max(1, *self.layers)
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines side by side."""
+        return self.ep * self.dp
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipelines."""
+        return self.placement.pp * self.num_replicas
+
+    @property
+    def by_layer(self) -> bool:
+        """Is this the grain of layers, not of cells."""
+        return max(self.layers) > 0
+
+
+_OP_COLUMNS = ("kind", "mb", "chunk", "layer", "cell", "launch", "size_bytes", "joined")
+_LANE_COLUMNS = ("lane_ptr", "lane_rank", "lane_kind", "lane_peer", "lane_group")
+COLUMNS = (*_OP_COLUMNS, *_LANE_COLUMNS, "dep_ptr", "dep")
+"""The arrays of a Program, in the order they are stored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Columns over ops, columns over lanes, and dependencies.
+
+    `cell[i]`: which cell of its rank's row an op runs in or beside (a send with its maker, a receive with its reader),
+    or -1.
+    `joined[i]`: op i starts and ends together with op i - 1 of its lane (the halves of an overlapped cell).
+    `launch[i]`: the op's place in the order in which its rank launches communication, or -1.
+    `lane_group[l]`: lanes of one group do their ops together; -1 for a lane on its own.
+    """
+
+    layout: Layout
     kind: Bytes
     mb: Ints
-    chunk: Ints
+    chunk: Shorts
+    layer: Shorts
     cell: Ints
+    launch: Ints
+    size_bytes: Longs
     joined: Bools
     lane_ptr: Longs
     lane_rank: Ints
     lane_kind: Bytes
     lane_peer: Ints
+    lane_group: Ints
     dep_ptr: Longs
     dep: Ints
 
@@ -123,10 +232,23 @@ class Program:
         """Lanes over all ranks."""
         return len(self.lane_rank)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have lanes."""
+        return int(self.lane_rank.max(initial=-1)) + 1
+
     @cached_property
     def lane_of(self) -> Ints:
         """The lane of each op."""
         return np.repeat(np.arange(self.num_lanes, dtype=np.int32), np.diff(self.lane_ptr))
+
+    @cached_property
+    def groups(self) -> tuple[Longs, Ints]:
+        """The lanes of each group, compressed; within a group in the order of the lanes."""
+        grouped = np.flatnonzero(self.lane_group >= 0).astype(np.int32)
+        order = np.argsort(self.lane_group[grouped], kind="stable")
+        count = np.bincount(self.lane_group[grouped], minlength=int(self.lane_group.max(initial=-1)) + 1)
+        return np.r_[0, np.cumsum(count)].astype(np.int64), grouped[order]
 
     def lane(self, index: int) -> Lane:
         """A lane as a person sees it."""
@@ -141,6 +263,7 @@ class Program:
             self.lane(lane),
             int(self.mb[index]),
             int(self.chunk[index]),
+            int(self.layer[index]),
             int(self.cell[index]),
         )
 

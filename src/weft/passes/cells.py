@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weft.ir.action import Kind
 from weft.ir.dependency import RULE, Need
-from weft.ir.program import NEVER, Bools, Ints, LaneKind, Longs, OpKind, Program
+from weft.ir.program import NEVER, Bools, Ints, LaneKind, Layout, Longs, OpKind, Program
 from weft.ir.schedule import Actions, Schedule
 
 ReceiveOrder: TypeAlias = Literal["sender", "use"]
@@ -198,12 +198,15 @@ def _assemble(
     """Puts the lanes one behind the other: every rank's compute, then each channel's two ends."""
     pp, first_send = schedule.pp, len(actions)
     first_recv = first_send + len(sends.action)
-    send_ptr, send_lanes = _channel_lanes(sends.channel, first_send, pp, LaneKind.SEND)
-    recv_ptr, recv_lanes = _channel_lanes(posted.channel, first_recv, pp, LaneKind.RECV)
-    compute_ptr = np.searchsorted(actions.rank, np.arange(pp))
-    ranks = np.arange(pp, dtype=np.int32)
-    compute_lanes = np.stack([ranks, np.full_like(ranks, LaneKind.COMPUTE), np.full_like(ranks, NEVER)], 1)
-    lanes = np.concatenate([compute_lanes, send_lanes, recv_lanes])
+    channels = np.union1d(sends.channel, posted.channel)
+    send_ptr = first_send + np.searchsorted(sends.channel, channels)
+    recv_ptr = first_recv + np.searchsorted(posted.channel, channels)
+    src, dst, ranks = channels // pp, channels % pp, np.arange(pp)
+    lane_rank = np.concatenate([ranks, src, dst]).astype(np.int32)
+    lane_peer = np.concatenate([np.full(pp, NEVER), dst, src]).astype(np.int32)
+    kinds = (LaneKind.COMPUTE, LaneKind.SEND, LaneKind.RECV)
+    lane_kind = np.repeat(np.array(kinds, np.uint8), [pp, len(channels), len(channels)])
+    lane_group = np.concatenate([np.full(pp, NEVER), np.arange(len(channels)), np.arange(len(channels))])
     total = first_recv + len(posted.action)
 
     who, filled = edges.locals()
@@ -211,28 +214,40 @@ def _assemble(
     consumer = np.concatenate([who, readers.action, np.arange(first_send, first_recv, dtype=np.int32)])
     producer = np.concatenate([filled, np.where(read_from == NEVER, NEVER, read_from + first_recv), sends.action])
     dep_ptr, dep = _compress(consumer, producer, total)
-    no_cell = np.full(total - first_send, NEVER, np.int32)
+    posted_cell = np.full(len(posted.action), NEVER, np.int32)
+    read = read_from != NEVER
+    posted_cell[read_from[read]] = actions.cell[readers.action[read]]
+    kind = np.concatenate([actions.kind, sends.what + OpKind.SEND_F, posted.what + OpKind.RECV_F])
     return Program(
-        kind=np.concatenate([actions.kind, sends.what + OpKind.SEND_F, posted.what + OpKind.RECV_F]).astype(np.uint8),
+        layout=_layout(schedule),
+        kind=kind.astype(np.uint8),
         mb=np.concatenate([actions.mb, sends.mb, posted.mb]),
-        chunk=np.concatenate([actions.chunk, sends.chunk, posted.chunk]),
-        cell=np.concatenate([actions.cell, no_cell]),
-        joined=np.concatenate([actions.joined, np.zeros(len(no_cell), bool)]),
-        lane_ptr=np.r_[compute_ptr, send_ptr, recv_ptr, total].astype(np.int64),
-        lane_rank=np.ascontiguousarray(lanes[:, 0]),
-        lane_kind=lanes[:, 1].astype(np.uint8),
-        lane_peer=np.ascontiguousarray(lanes[:, 2]),
+        chunk=np.concatenate([actions.chunk, sends.chunk, posted.chunk]).astype(np.int16),
+        layer=np.zeros(total, np.int16),
+        cell=np.concatenate([actions.cell, actions.cell[sends.action], posted_cell]),
+        launch=np.full(total, NEVER, np.int32),
+        size_bytes=np.zeros(total, np.int64),
+        joined=np.concatenate([actions.joined, np.zeros(total - first_send, bool)]),
+        lane_ptr=np.r_[np.searchsorted(actions.rank, ranks), send_ptr, recv_ptr, total].astype(np.int64),
+        lane_rank=lane_rank,
+        lane_kind=lane_kind,
+        lane_peer=lane_peer,
+        lane_group=lane_group.astype(np.int32),
         dep_ptr=dep_ptr,
         dep=dep,
     )
 
 
-def _channel_lanes(channel: Ints, first: int, pp: int, kind: LaneKind) -> tuple[Longs, Ints]:
-    """Where each channel's lane begins, and its (rank, kind, peer)."""
-    used, start = np.unique(channel, return_index=True)
-    src, dst = used // pp, used % pp
-    own, peer = (src, dst) if kind is LaneKind.SEND else (dst, src)
-    return start + first, np.stack([own, np.full_like(own, kind), peer], axis=1).astype(np.int32)
+def _layout(schedule: Schedule) -> Layout:
+    return Layout(
+        placement=schedule.placement,
+        num_mb=schedule.microbatches_per_pipe,
+        layers=(0,) * schedule.placement.num_stages,
+        forward=(OpKind.F,),
+        backward=(OpKind.B,),
+        weights=(OpKind.W,),
+        saved={OpKind.F: 1},
+    )
 
 
 def _compress(consumer: Ints, producer: Ints, num_ops: int) -> tuple[Longs, Ints]:

@@ -82,12 +82,41 @@ CODES: dict[str, Explanation] = {
         "# receive 0>1: F1.0 F0.0      (sent as F0.0 F1.0)",
         "Post receives in the sender's order ('--receives sender', the default), not in the order of use.",
     ),
+    "W205": Explanation(
+        "ops that go together differ in kind or size",
+        "The k-th collective of a group meets the k-th of every member, a send its receive. If one of them is another "
+        "kind of op or moves another number of bytes, none of them ends: on a cluster that is a hang until a timeout.",
+        "rank 0 ep: dispatch, combine\nrank 1 ep: combine, dispatch",
+        "Give every member of a group the same ops in the same order, with sizes that agree.",
+    ),
+    "W206": Explanation(
+        "ranks launch their communication in orders that contradict each other",
+        "A rank launches on all its communicators in one order. Two ranks that launch two collectives of different "
+        "groups in opposite orders can deadlock, even on different streams: each occupies what the other waits for.",
+        "rank 0 launches: dispatch of its expert group, then reduce_grad\n"
+        "rank 1 launches: reduce_grad, then the dispatch",
+        "Number the launches of every rank by one order over the whole program; lowering does so by the time of start.",
+    ),
     "W301": Explanation(
         "more activations alive than the limit",
         "Activations of (mb, chunk) live from the start of F to the end of B, or of W where the backward is split.",
         "weft verify gpipe --pp 4 -m 8 --max-activations 4",
         "Run backwards earlier, take a schedule that holds less ('weft schedules' lists what each holds), or raise "
         "the limit.",
+    ),
+    "W302": Explanation(
+        "more bytes of activations than the limit",
+        "What forward parts save is held until their weight halves end, or is out on the host between its offload and "
+        "its onload. The peak is over the execution in which every op starts as soon as it can under the given costs.",
+        "weft verify 1f1b --pp 4 -m 8 --layers 4 --costs deepseek-v3-h800 --memory-limit 4e9",
+        "Offload ('--offload'), take a schedule that holds less, or raise the limit.",
+    ),
+    "W401": Explanation(
+        "an op that does not wait for what it reads",
+        "By the dependency rule it reads what another op makes, but neither its lane nor its dependencies, nor any "
+        "chain of them, make it wait. It may come in time under some durations; under others it reads too early.",
+        "mlp_b of a layer that was offloaded, without a dependency on its onload",
+        "Add the dependency.",
     ),
 }
 

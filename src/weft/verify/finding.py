@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from weft.ir.program import Op
+
+MOST = 1000
+"""Findings of one code past this many say nothing new."""
+
 
 @dataclass(frozen=True)
 class Finding:
     """One objection: a code, where, a sentence, and a witness that a person can follow.
 
-    `cell` is the place in the rank's row, or None where the finding is about no single cell. `steps` is the
-    witness: for a deadlock the chain of ops that wait for each other, one a line.
+    `cell` is the place in the rank's row, `op` the index in the program, each None where there is no single one.
+    `steps` is the witness: for a deadlock the chain of ops that wait for each other, one a line.
     """
 
     code: str
@@ -19,6 +24,12 @@ class Finding:
     cell: int | None
     message: str
     steps: tuple[str, ...] = ()
+    op: int | None = None
+
+    @classmethod
+    def at(cls, code: str, op: Op, message: str, steps: tuple[str, ...] = ()) -> Finding:
+        """A finding about an op of a program."""
+        return cls(code, op.lane.rank, op.cell if op.cell >= 0 else None, message, steps, op.index)
 
     def __str__(self) -> str:
         return f"{self.code} rank {self.rank}: {self.message}"
@@ -29,6 +40,7 @@ class Finding:
             "code": self.code,
             "rank": self.rank,
             "cell": self.cell,
+            "op": self.op,
             "message": self.message,
             "steps": list(self.steps),
         }
@@ -36,13 +48,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What verifying found; `findings` is empty for a clean schedule."""
+    """What verifying found; `findings` is empty where all is well.
+
+    Peaks are counted a rank: for a schedule in activations of (mb, chunk), for a program in bytes.
+    """
 
     num_ranks: int
     num_cells: int
     num_ops: int
-    peak_activations: tuple[int, ...]
     findings: tuple[Finding, ...]
+    peak_activations: tuple[int, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -52,6 +68,8 @@ class Report:
     def __str__(self) -> str:
         if self.findings:
             return "\n".join(map(str, self.findings))
+        if self.peak_bytes:
+            return f"clean: {self.num_ranks} ranks, {self.num_ops} ops, peak {max(self.peak_bytes)} bytes"
         peak = max(self.peak_activations, default=0)
         return f"clean: {self.num_ranks} ranks, {self.num_cells} cells, peak {peak} activations"
 
@@ -63,5 +81,6 @@ class Report:
             "num_cells": self.num_cells,
             "num_ops": self.num_ops,
             "peak_activations": list(self.peak_activations),
+            "peak_bytes": list(self.peak_bytes),
             "findings": [finding.as_dict() for finding in self.findings],
         }

@@ -13,8 +13,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from weft.ir.execute import leaders
 from weft.ir.kernel import kernel
 from weft.ir.program import NEVER, Bools, Bytes, Ints, LaneKind, Longs, Program
+from weft.verify.finding import Finding
 
 
 class Edge(IntEnum):
@@ -24,40 +26,7 @@ class Edge(IntEnum):
     NEED = 1
     RING = 2
     ARRIVAL = 3
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Sends with their receives, the k-th with the k-th of each channel, and those left over."""
-
-    send: Ints
-    recv: Ints
-    unmatched: Ints
-
-
-def match(program: Program) -> Matching:
-    """Matches by place alone: channels have no tags."""
-    pp = int(program.lane_rank.max(initial=0)) + 1
-    rank, peer = program.lane_rank.astype(np.int64), program.lane_peer
-    sending, receiving = program.lane_kind == LaneKind.SEND, program.lane_kind == LaneKind.RECV
-    channel = np.where(sending, rank * pp + peer, np.where(receiving, peer * pp + rank, NEVER))
-    recv_lane = {int(channel[lane]): int(lane) for lane in np.flatnonzero(receiving)}
-    send_lane = {int(channel[lane]): int(lane) for lane in np.flatnonzero(sending)}
-    sends, recvs, unmatched = [], [], []
-    for key in sorted(send_lane.keys() | recv_lane.keys()):
-        send, recv = _lane_ops(program, send_lane.get(key)), _lane_ops(program, recv_lane.get(key))
-        both = min(len(send), len(recv))
-        sends.append(send[:both])
-        recvs.append(recv[:both])
-        unmatched += [send[both:], recv[both:]]
-    empty = [np.empty(0, np.int32)]
-    return Matching(*(np.concatenate(empty + part).astype(np.int32) for part in (sends, recvs, unmatched)))
-
-
-def _lane_ops(program: Program, lane: int | None) -> Ints:
-    if lane is None:
-        return np.empty(0, np.int32)
-    return np.arange(program.lane_ptr[lane], program.lane_ptr[lane + 1], dtype=np.int32)
+    LAUNCH = 4
 
 
 @dataclass(frozen=True)
@@ -74,26 +43,25 @@ class Graph:
     kind: Bytes
 
     @classmethod
-    def of(cls, program: Program, matching: Matching, *, eager: bool, ring: int | None) -> Graph:
-        """The graph of a program; `eager` sends do not wait, `ring` buffers on each channel."""
-        together = np.arange(program.num_ops, dtype=np.int32)
-        joined = np.flatnonzero(program.joined)
-        together[joined] = joined - 1
-        if not eager:
-            together[matching.recv] = matching.send
+    def of(cls, program: Program, *, eager: bool = False, ring: int | None = None, launch: bool = False) -> Graph:
+        """The graph of a program: `eager` sends do not wait, `ring` buffers on each channel, `launch` order kept."""
+        together = leaders(program)
+        kind = program.lane_kind[program.lane_of]
+        channel = (kind == LaneKind.SEND) | (kind == LaneKind.RECV)
+        sent = np.flatnonzero(channel & (together != np.arange(program.num_ops)))
+        edges = {Edge.LANE: lane_edges(program), Edge.NEED: need_edges(program)}
+        if eager:
+            edges[Edge.ARRIVAL] = together[sent], sent.astype(np.int32)
+            together[sent] = sent
+        if ring is not None:
+            edges[Edge.RING] = ring_edges(program, ring)
+        if launch:
+            edges[Edge.LAUNCH] = launch_edges(program)
         leads = together == np.arange(program.num_ops)
         node = (np.cumsum(leads, dtype=np.int32) - 1)[together]
-        parts = [
-            (*_lane_edges(program), Edge.LANE),
-            (*_need_edges(program), Edge.NEED),
-        ]
-        if ring is not None:
-            parts.append((*_ring_edges(program, ring), Edge.RING))
-        if eager:
-            parts.append((matching.send, matching.recv, Edge.ARRIVAL))
-        source, target = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
-        kind = np.concatenate([np.full(len(part[0]), part[2], np.uint8) for part in parts])
-        return cls(node.astype(np.int32), int(leads.sum()), source, target, kind)
+        source, target = (np.concatenate([pair[side] for pair in edges.values()]) for side in (0, 1))
+        kinds = np.repeat(np.array(list(edges), np.uint8), [len(pair[0]) for pair in edges.values()])
+        return cls(node.astype(np.int32), int(leads.sum()), source, target, kinds)
 
     def stuck(self) -> Bools:
         """The nodes that cannot end: on a cycle, or behind one."""
@@ -119,7 +87,8 @@ class Graph:
         return [int(inside[edge]) for edge in best]
 
 
-def _lane_edges(program: Program) -> tuple[Ints, Ints]:
+def lane_edges(program: Program) -> tuple[Ints, Ints]:
+    """From each op to the next of its lane."""
     after = np.ones(program.num_ops, bool)
     after[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = False
     after &= ~program.joined
@@ -127,21 +96,31 @@ def _lane_edges(program: Program) -> tuple[Ints, Ints]:
     return target - 1, target
 
 
-def _need_edges(program: Program) -> tuple[Ints, Ints]:
+def need_edges(program: Program) -> tuple[Ints, Ints]:
+    """From what is waited for to who waits."""
     target = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
     real = program.dep != NEVER
     return program.dep[real], target[real]
 
 
-def _ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
+def ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
     """From the reader of a receive to the receive `ring` places behind it on the same lane."""
-    source, target = _need_edges(program)
+    source, target = need_edges(program)
     lane = program.lane_of
     read = program.lane_kind[lane[source]] == LaneKind.RECV
     recv, reader = source[read], target[read]
     later = recv + ring
     inside = later < program.lane_ptr[lane[recv] + 1]
     return reader[inside], later[inside].astype(np.int32)
+
+
+def launch_edges(program: Program) -> tuple[Ints, Ints]:
+    """From each communication op to the one its rank launches next."""
+    ops = np.flatnonzero(program.launch >= 0)
+    rank = program.lane_rank[program.lane_of[ops]]
+    order = ops[np.lexsort((program.launch[ops], rank))].astype(np.int32)
+    same = np.diff(np.sort(rank)) == 0
+    return order[:-1][same], order[1:][same]
 
 
 @kernel
@@ -227,3 +206,30 @@ def _shortest(ptr: Longs, position: Ints, waits_for: Ints, start: int, num_nodes
         backwards.append(via[node])
         node = origin[node]
     return np.array(backwards[::-1], dtype=np.int32)
+
+
+_BECAUSE = {
+    Edge.LANE: "is behind",
+    Edge.NEED: "needs",
+    Edge.RING: "needs the buffer that is freed by",
+    Edge.ARRIVAL: "waits for",
+    Edge.LAUNCH: "is launched after",
+}
+
+
+def deadlock(program: Program, graph: Graph, stuck: Bools, code: str = "W201") -> Finding:
+    """W201 (W206 where the launch order makes it), with the chain of ops that leads back to its beginning."""
+    cycle = graph.cycle(stuck)
+    steps = []
+    arrived = program.op(int(graph.source[cycle[-1]]))
+    for edge in cycle:
+        waiting, wanted = program.op(int(graph.target[edge])), program.op(int(graph.source[edge]))
+        meets = f" (together with {arrived})" if arrived.index != waiting.index else ""
+        steps.append(f"rank {waiting.lane.rank}: {waiting}{meets} {_BECAUSE[Edge(int(graph.kind[edge]))]} {wanted}")
+        arrived = wanted
+    places = [program.op(int(graph.target[edge])) for edge in cycle]
+    shown = next((op for op in places if op.lane.kind is LaneKind.COMPUTE), places[0])
+    circle = f"{len(steps)} ops wait for each other in a circle" if len(steps) > 1 else "an op waits for itself"
+    what = "deadlock" if code == "W201" else "no launch order"
+    message = f"{what}: {circle}; {int(stuck[graph.node].sum())} of {program.num_ops} ops never end"
+    return Finding.at(code, shown, message, tuple(steps))

@@ -10,10 +10,7 @@ import numpy.typing as npt
 
 from weft.ir.action import Action, Kind
 from weft.ir.schedule import Actions, Schedule
-from weft.verify.finding import Finding
-
-MOST = 1000
-"""Findings of one code past this many say nothing new."""
+from weft.verify.finding import MOST, Finding
 
 
 def check_actions(schedule: Schedule, actions: Actions) -> Iterator[Finding]:

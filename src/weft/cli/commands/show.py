@@ -1,0 +1,63 @@
+"""`weft show`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import weft
+from weft.cli.model import Model
+from weft.cli.options import Json, spread_options
+from weft.cli.target import Target
+from weft.cli.terminal import plain, suggest
+from weft.export import FORMATS, npz
+from weft.ir import text
+from weft.view.lanes import lanes_text
+
+
+class Format(StrEnum):
+    """The forms a schedule is written in."""
+
+    TEXT = "text"
+    TORCH_CSV = "torch-csv"
+    JSON = "json"
+
+
+assert {f.value for f in Format} == set(FORMATS)
+
+
+@spread_options
+def show(
+    target: Target,
+    model: Model,
+    rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
+    format: Annotated[Format, typer.Option(help="The form to write.")] = Format.TEXT,
+    as_json: Json = False,
+    lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
+    rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="With --lower: the program as .npz instead.")
+    ] = None,
+) -> None:
+    """Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to."""
+    form = Format.JSON if as_json else format
+    if rows and form is not Format.TEXT:
+        raise ValueError(f"--rows is for the text form, got --format {form.value}")
+    schedule = target.schedule()
+    if output is not None and not lower:
+        raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
+    if not lower:
+        plain(text.dump(schedule, header=False) if rows else weft.dumps(schedule, form.value))
+        suggest(f"weft verify {target}")
+        return
+    program = model.lower(schedule)
+    if output is not None:
+        npz.save_program(program, output)
+        suggest(f"weft verify {output}")
+        return
+    cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
+    plain(lanes_text(program, rank, cells))
+    suggest(f"weft simulate {target} {model}".rstrip())

@@ -1,0 +1,110 @@
+"""`weft simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from weft import api
+from weft.cli.model import Model
+from weft.cli.options import Json, spread_options
+from weft.cli.target import Target
+from weft.cli.terminal import out, plain, suggest, working
+from weft.ir import Schedule
+from weft.ir.program import Program
+from weft.ir.trace import Clock, Trace
+from weft.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
+from weft.simulate import simulate as simulate_program
+
+SHOWN_RANKS = 16
+
+
+@spread_options
+def simulate(
+    target: Target,
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the trace: .json, .json.gz (Perfetto) or .npz.")
+    ] = None,
+    slowness: Annotated[float, typer.Option(help="Each rank slower by a random share of up to so much: 0.05.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of that randomness.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
+    if not 0 <= slowness <= 10:
+        raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {slowness}")
+    loaded = target.load()
+    trace = loaded if isinstance(loaded, Trace) else _predict(loaded, model, slowness, seed)
+    with working("measuring"):
+        metrics = measure(trace)
+        path = summarize_path(trace, critical_path(trace))
+    if output is not None:
+        with working(f"writing {output}"):
+            api.save_trace(trace, output)
+    if as_json:
+        plain(json.dumps(_as_dict(metrics, path, trace), indent=1) + "\n")
+        return
+    _print(metrics, path, trace)
+    suggest(f"weft compare {output} ..." if output is not None else f"weft simulate {target} {model} -o trace.json")
+
+
+def _predict(loaded: Schedule | Program, model: Model, slowness: float, seed: int) -> Trace:
+    program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
+    with working("simulating"):
+        return simulate_program(program, model.costs, slowness=slowness, seed=seed)
+
+
+def _as_dict(metrics: Metrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
+    return {**metrics.as_dict(), "about": trace.about, "critical_path": path.as_dict()}
+
+
+def show_time(clock: Clock, ticks: float) -> str:
+    """A time as a person reads it, with its unit where it is a real one."""
+    if clock.unit == "unit":
+        return f"{clock.show(ticks):.6g}"
+    seconds = ticks / clock.ticks * {"us": 1e-6, "ms": 1e-3}[clock.unit]
+    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
+    return f"{seconds / scale:.4g} {unit}"
+
+
+def show_bytes(size: int) -> str:
+    """A size as a person reads it."""
+    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= s), ("", 1))
+    return f"{size / scale:.4g}{' ' + unit if unit else ''}"
+
+
+def _print(metrics: Metrics, path: PathSummary, trace: Trace) -> None:
+    clock = metrics.clock
+    out.print(
+        f"[bold]makespan {show_time(clock, metrics.makespan)}[/], bubble {metrics.bubble:.2%}, "
+        f"{metrics.num_ops} ops on {len(metrics.ranks)} ranks; {escape(trace.about)}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    copies = any(row.copies.total for row in metrics.ranks)
+    columns = ("rank", "busy", "idle", "bubble", "comm hidden", "exposed")
+    for column in (*columns, *(("copies hidden", "exposed") if copies else ()), "peak"):
+        table.add_column(column, justify="right")
+    for rank, row in list(enumerate(metrics.ranks))[:SHOWN_RANKS]:
+        covers = [row.communication.hidden, row.communication.exposed]
+        covers += [row.copies.hidden, row.copies.exposed] if copies else []
+        times = [show_time(clock, value) for value in (row.busy, row.idle)]
+        hidden = [show_time(clock, value) for value in covers]
+        table.add_row(str(rank), *times, f"{row.bubble:.1%}", *hidden, show_bytes(metrics.peak_bytes[rank]))
+    out.print(table)
+    if len(metrics.ranks) > SHOWN_RANKS:
+        out.print(f"... and {len(metrics.ranks) - SHOWN_RANKS} more ranks (--json has them all)", style="dim")
+    _print_path(path, clock)
+
+
+def _print_path(path: PathSummary, clock: Clock) -> None:
+    kinds = sorted(path.by_kind.items(), key=lambda item: -item[1])
+    total = max(1, path.length)
+    parts = [f"{name} {show_time(clock, ticks)} ({ticks / total:.0%})" for name, ticks in kinds if ticks > 0]
+    parts += [f"gaps {show_time(clock, path.gaps)} ({path.gaps / total:.0%})"] if path.gaps else []
+    out.print(f"critical path: {path.num_ops} ops over {len(path.by_rank)} ranks: {', '.join(parts)}", soft_wrap=True)

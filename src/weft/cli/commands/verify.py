@@ -1,0 +1,69 @@
+"""`weft verify`."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from weft.cli.findings import print_report
+from weft.cli.model import Model
+from weft.cli.options import Json, parse_bytes, spread_options
+from weft.cli.target import Target
+from weft.cli.terminal import plain, suggest, working
+from weft.costs import durations
+from weft.ir import Schedule
+from weft.ir.trace import Trace
+from weft.verify import Report, verify_program, verify_schedule
+
+
+class Receives(StrEnum):
+    """In which order a rank posts the receives of a channel."""
+
+    SENDER = "sender"
+    USE = "use"
+
+
+@spread_options
+def verify(
+    target: Target,
+    model: Model,
+    eager: Annotated[bool, typer.Option("--eager", help="Sends do not wait for their receives.")] = False,
+    receives: Annotated[Receives, typer.Option(help="Order of receives where the file gives none.")] = Receives.SENDER,
+    ring: Annotated[int | None, typer.Option(help="Receive buffers on each channel; any number if left out.")] = None,
+    max_activations: Annotated[int | None, typer.Option(help="Most activations alive at once on a rank.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Most bytes of activations on a rank, with --layers: 60GB.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show every finding.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not."""
+    limit = parse_bytes(memory_limit) if memory_limit is not None else None
+    loaded = target.load()
+    schedule, program = (loaded, None) if isinstance(loaded, Schedule) else (None, loaded)
+    if isinstance(program, Trace):
+        program = program.program
+    report: Report | None = None
+    if schedule is not None:
+        with working("verifying"):
+            report = verify_schedule(
+                schedule, eager=eager, receives=receives.value, ring=ring, max_activations=max_activations
+            )
+        if model.layers is not None and report.clean:
+            program = model.lower(schedule)
+    if limit is not None and program is None:
+        raise ValueError("--memory-limit is about bytes, which need --layers; --max-activations counts activations")
+    if program is not None:
+        with working("verifying the program"):
+            report = verify_program(program, durations(program, model.costs), ring=ring, memory_limit=limit)
+    assert report is not None
+    if as_json:
+        plain(json.dumps(report.as_dict(), indent=1) + "\n")
+    else:
+        print_report(report, schedule, program, everything=everything)
+        simulate = f"weft simulate {target} {model}".rstrip()
+        suggest(f"weft explain {report.findings[0].code}" if report.findings else simulate)
+    raise typer.Exit(0 if report.clean else 1)

@@ -1,0 +1,423 @@
+"""The dependency rule over a Program's columns: which ops each op needs, by its label alone.
+
+    first part of a layer     the last part of the layer before; of the first layer, what comes from the stage before
+    any other part            the part before it
+    first part of a backward  the last part of the layer after; of the last layer, what comes from the stage after, and
+                              its own forward
+    weight half               its backward part
+    first reader of what was saved    its onload, where it was offloaded
+    send                      the last part of what it sends
+    offload, onload           the last forward part of its layer; its offload
+    reduce_grad               the last op of the chunk that makes a weight gradient
+
+Lowering writes these down as dependencies; the verifier asks whether they are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.ir.dependency import WEIGHT_OF
+from weft.ir.kernel import kernel
+from weft.ir.program import LANE_OF, NEVER, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
+
+LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
+"""`[kind]` -> the kind of lane it belongs on."""
+
+UNKNOWN = -2
+"""Stands in `key` for an op whose label the layout has no place for."""
+
+# Kernels see plain numbers.
+_I, _SEND_F, _SEND_B = int(OpKind.I), int(OpKind.SEND_F), int(OpKind.SEND_B)
+_RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
+_OUT, _IN, _REDUCE_GRAD = int(OpKind.OFFLOAD), int(OpKind.ONLOAD), int(OpKind.REDUCE_GRAD)
+
+# What a kind is to the rule; the kernels below see these numbers in `role[kind]`.
+_FORWARD_PART, _BACKWARD_PART, _WEIGHT_HALF, _SEND, _OFFLOAD, _ONLOAD, _REDUCE, _NOTHING = range(8)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A layout as the tables that the kernels read."""
+
+    layout: Layout
+
+    @cached_property
+    def stage(self) -> Ints:
+        """`[pp, chunk]` -> stage."""
+        return np.array(self.layout.placement.stages, np.int32)
+
+    @cached_property
+    def pipe(self) -> Ints:
+        """`[chunk]` -> pipe."""
+        return np.array(self.layout.placement.pipes, np.int32)
+
+    @cached_property
+    def holder(self) -> Ints:
+        """`[pipe, stage]` -> (pp, chunk)."""
+        placement = self.layout.placement
+        table = [
+            [placement.holder(stage, pipe) for stage in range(placement.num_stages)]
+            for pipe in range(placement.num_pipes)
+        ]
+        return np.array(table, np.int32)
+
+    @cached_property
+    def depth(self) -> Ints:
+        """`[stage]` -> layers, 1 at the grain of cells."""
+        return np.maximum(1, np.array(self.layout.layers, np.int32))
+
+    @cached_property
+    def slot(self) -> Ints:
+        """`[kind]` -> its place in the index, or -1 for kinds that the layout does not have."""
+        slot = np.full(len(OpKind), NEVER, np.int32)
+        for place, kind in enumerate(self.kinds):
+            slot[kind] = place
+        return slot
+
+    @cached_property
+    def kinds(self) -> tuple[OpKind, ...]:
+        """The kinds of ops that this layout's labels name, each with a place in the index."""
+        layout = self.layout
+        messages = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
+        halves = () if layout.by_layer else (OpKind.I,)
+        copies = (OpKind.OFFLOAD, OpKind.ONLOAD) if layout.by_layer else ()
+        return (*layout.forward, *layout.backward, *halves, *layout.weights, *messages, *copies)
+
+    @cached_property
+    def tables(self) -> tuple[Bytes, Ints]:
+        """`role[kind]` and `before[kind]`: the part it follows, or -1 for the first of a chain."""
+        role, before = np.full(len(OpKind), _NOTHING, np.uint8), np.full(len(OpKind), NEVER, np.int32)
+        for chain, part in ((self.layout.forward, _FORWARD_PART), (self.layout.backward, _BACKWARD_PART)):
+            for place, kind in enumerate(chain):
+                role[kind] = part
+                before[kind] = chain[place - 1] if place else NEVER
+        if not self.layout.by_layer:
+            role[OpKind.I] = _BACKWARD_PART
+        for kind in self.layout.weights:
+            role[kind], before[kind] = _WEIGHT_HALF, WEIGHT_OF[kind]
+        role[[OpKind.SEND_F, OpKind.SEND_B]] = _SEND
+        role[OpKind.OFFLOAD], role[OpKind.ONLOAD], role[OpKind.REDUCE_GRAD] = _OFFLOAD, _ONLOAD, _REDUCE
+        return role, before
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the index: rank, chunk, micro-batch, layer, kind."""
+        layout = self.layout
+        return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
+
+    @property
+    def first_reader(self) -> int:
+        """The backward part that first reads what was saved, and so waits for an onload."""
+        readers = (OpKind.MLP_B, OpKind.B)
+        return int(next(kind for kind in readers if kind in self.layout.backward))
+
+    @property
+    def makes_gradient(self) -> npt.NDArray[np.bool_]:
+        """`[kind]`: does its end add to a weight gradient."""
+        made = np.zeros(len(OpKind), bool)
+        made[list(self.layout.weights)] = True
+        split = {WEIGHT_OF[kind] for kind in self.layout.weights}
+        whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in self.layout.backward and k not in split]
+        made[whole] = True
+        return made
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where each labelled op is: `key[op]` into `first`, which holds the first op of a key, or NEVER."""
+
+    rule: Rule
+    key: Longs
+    first: Ints
+    count: Bytes
+    last_gradient: Ints
+    num_unknown: int
+    num_double: int
+
+    @classmethod
+    def of(cls, program: Program) -> Index:
+        """One pass over the ops."""
+        rule = Rule(program.layout)
+        return cls(
+            rule,
+            *_index(
+                program.kind,
+                program.mb,
+                program.chunk,
+                program.layer,
+                program.lane_ptr,
+                program.lane_rank,
+                program.lane_kind,
+                program.lane_peer,
+                LANES,
+                program.layout.num_replicas,
+                rule.stage,
+                rule.pipe,
+                rule.holder,
+                rule.depth,
+                rule.slot,
+                rule.makes_gradient,
+                np.array(rule.shape, np.int64),
+            ),
+        )
+
+    def needs(self, program: Program) -> tuple[Longs, Ints]:
+        """What each op needs, compressed; NEVER where nothing provides it."""
+        return _needs(None, None, *self._arrays(program))[:2]
+
+    def unmet(self, program: Program) -> Ints:
+        """Pairs (op, what it needs) where neither the op's lane nor its dependencies say plainly that it waits.
+
+        A dependency on something that stands behind the needed op on its lane counts as plain. A chain of waits may
+        still lead from the one to the other.
+        """
+        waits = (program.dep_ptr, program.dep, program.lane_of)
+        joined = program.joined if program.joined.any() else None
+        return _needs(waits, joined, *self._arrays(program))[2]
+
+    def _arrays(self, program: Program) -> tuple[Any, ...]:
+        rule = self.rule
+        layout = program.layout
+        role, before = rule.tables
+        return (
+            program.kind,
+            program.lane_ptr,
+            program.lane_rank,
+            self.key,
+            self.first,
+            self.last_gradient,
+            program.chunk,
+            program.layer,
+            layout.num_replicas,
+            rule.stage,
+            rule.pipe,
+            rule.holder,
+            rule.depth,
+            rule.slot,
+            role,
+            before,
+            rule.first_reader,
+            layout.forward[-1],
+            layout.backward[-1],
+            np.array(rule.shape, np.int64),
+        )
+
+
+@kernel
+def _index(
+    kind: Bytes,
+    mb: Ints,
+    chunk: Shorts,
+    layer: Shorts,
+    lane_ptr: Longs,
+    lane_rank: Ints,
+    lane_kind: Bytes,
+    lane_peer: Ints,
+    belongs: Bytes,
+    num_replicas: int,
+    stage: Ints,
+    pipe: Ints,
+    holder: Ints,
+    depth: Ints,
+    slot: Ints,
+    makes_gradient: npt.NDArray[np.bool_],
+    shape: Longs,
+) -> tuple[Longs, Ints, Bytes, Ints, int, int]:
+    num_ranks, num_chunks, num_mb, num_layers, num_slots = shape
+    key = np.empty(len(kind), np.int64)
+    first = np.full(num_ranks * num_chunks * num_mb * num_layers * num_slots, -1, np.int32)
+    count = np.zeros(len(first), np.uint8)
+    last_gradient = np.full(num_ranks * num_chunks, -1, np.int32)
+    num_stages = holder.shape[1]
+    num_known, num_double = 0, 0
+    for lane in range(len(lane_rank)):
+        rank, peer = lane_rank[lane], lane_peer[lane]
+        pp = rank // num_replicas
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            k, m, c, at = kind[op], mb[op], chunk[op], layer[op]
+            key[op] = UNKNOWN
+            if belongs[k] != lane_kind[lane]:
+                continue
+            if k == _REDUCE_GRAD:  # has no micro-batch and no place in the index
+                if m == NEVER and at == 0 and 0 <= c < num_chunks:
+                    key[op] = NEVER
+                    num_known += 1
+                continue
+            if slot[k] < 0 or m < 0 or m >= num_mb or c < 0 or c >= num_chunks or at < 0:
+                continue
+            if k in (_SEND_F, _SEND_B):  # named by its reader, but found here by the chunk that sends it
+                if peer < 0 or peer % num_replicas != rank % num_replicas:
+                    continue
+                maker = stage[peer // num_replicas, c] + (1 if k == _SEND_B else -1)
+                if maker < 0 or maker >= num_stages or holder[pipe[c], maker, 0] != pp:
+                    continue
+                c = holder[pipe[c], maker, 1]
+            if at >= depth[stage[pp, c]] or (_SEND_F <= k <= _RECV_B and at > 0):
+                continue
+            place = (((rank * num_chunks + c) * num_mb + m) * num_layers + at) * num_slots + slot[k]
+            key[op] = place
+            num_known += 1
+            if first[place] < 0:
+                first[place] = op
+            else:
+                num_double += 1
+            if count[place] < 255:
+                count[place] += 1
+            if makes_gradient[k] and op > last_gradient[rank * num_chunks + c]:
+                last_gradient[rank * num_chunks + c] = op
+    return key, first, count, last_gradient, len(kind) - num_known, num_double
+
+
+@kernel
+def _needs(
+    waits: tuple[Longs, Ints, Ints] | None,
+    joined: Bools | None,
+    kind: Bytes,
+    lane_ptr: Longs,
+    lane_rank: Ints,
+    key: Longs,
+    first: Ints,
+    last_gradient: Ints,
+    chunk: Shorts,
+    layer: Shorts,
+    num_replicas: int,
+    stage: Ints,
+    pipe: Ints,
+    holder: Ints,
+    depth: Ints,
+    slot: Ints,
+    role: Bytes,
+    before: Ints,
+    first_reader: int,
+    last_forward: int,
+    last_backward: int,
+    shape: Longs,
+) -> tuple[Longs, Ints, Ints]:
+    num_chunks, num_mb, num_layers, num_slots = shape[1], shape[2], shape[3], shape[4]
+    num_stages = holder.shape[1]
+    of_chunk = num_mb * num_layers * num_slots
+    ptr = np.zeros(len(kind) + 1 if waits is None else 1, np.int64)
+    written = np.empty(2 * len(kind) + 16 if waits is None else 1, np.int32)
+    unmet = np.empty((1024, 2), np.int32)
+    num_unmet, total = 0, 0
+    need = np.empty(4, np.int32)
+    for lane in range(len(lane_rank)):
+        rank = lane_rank[lane]
+        pp = rank // num_replicas
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            place, k = key[op], kind[op]
+            what = role[k]
+            count = 0
+            if place < 0:
+                what = _REDUCE if what == _REDUCE and place == NEVER else _NOTHING
+            base = max(place - slot[k], 0)  # of this (rank, chunk, mb, layer)
+            at = layer[op]
+            whole = base - at * num_slots  # of layer 0
+            c = chunk[op] if what != _SEND else (place // of_chunk) % num_chunks
+            if what == _NOTHING:
+                c = 0
+            s = stage[pp, c]
+            last_layer = depth[s] - 1
+            if what == _REDUCE:
+                need[count] = last_gradient[rank * num_chunks + chunk[op]]
+                count += 1
+            elif what == _FORWARD_PART:
+                if before[k] >= 0:
+                    need[count] = first[base + slot[before[k]]]
+                    count += 1
+                elif at > 0:
+                    need[count] = first[base - num_slots + slot[last_forward]]
+                    count += 1
+                elif s > 0:
+                    if holder[pipe[c], s - 1, 0] == pp:
+                        other = holder[pipe[c], s - 1, 1]
+                        far = whole + (other - c) * of_chunk + (depth[s - 1] - 1) * num_slots
+                        need[count] = first[far + slot[last_forward]]
+                    else:
+                        need[count] = first[whole + slot[_RECV_F]]
+                    count += 1
+            elif what == _BACKWARD_PART:
+                if before[k] >= 0:
+                    need[count] = first[base + slot[before[k]]]
+                    count += 1
+                elif at < last_layer:
+                    need[count] = first[base + num_slots + slot[last_backward]]
+                    count += 1
+                else:
+                    need[count] = first[whole + last_layer * num_slots + slot[last_forward]]
+                    count += 1
+                    if s < num_stages - 1:
+                        if holder[pipe[c], s + 1, 0] == pp:
+                            far = whole + (holder[pipe[c], s + 1, 1] - c) * of_chunk
+                            made = first[far + slot[last_backward]]
+                            if slot[_I] >= 0:  # at the grain of cells either B or I makes it, whichever is first
+                                half = first[far + slot[_I]]
+                                if made < 0 or (half >= 0 and half < made):
+                                    made = half
+                            need[count] = made
+                        else:
+                            need[count] = first[whole + slot[_RECV_B]]
+                        count += 1
+                if (
+                    k == first_reader
+                    and slot[_IN] >= 0
+                    and (first[base + slot[_OUT]] >= 0 or first[base + slot[_IN]] >= 0)
+                ):
+                    need[count] = first[base + slot[_IN]]
+                    count += 1
+            elif what == _WEIGHT_HALF:
+                need[count] = first[base + slot[before[k]]]
+                count += 1
+            elif what == _SEND:
+                if k == _SEND_F:
+                    need[count] = first[whole + last_layer * num_slots + slot[last_forward]]
+                else:
+                    made = first[whole + slot[last_backward]]
+                    if slot[_I] >= 0:
+                        half = first[whole + slot[_I]]
+                        if made < 0 or (half >= 0 and half < made):
+                            made = half
+                    need[count] = made
+                count += 1
+            elif what == _OFFLOAD:
+                need[count] = first[base + slot[last_forward]]
+                count += 1
+            elif what == _ONLOAD:
+                need[count] = first[base + slot[_OUT]]
+                count += 1
+            if waits is None:
+                for k in range(count):
+                    written[total] = need[k]
+                    total += 1
+                ptr[op + 1] = total
+            else:
+                dep_ptr, dep, lane_of = waits
+                for n in range(count):
+                    wanted = need[n]
+                    lead = op  # the first of the ops that start with this one
+                    if joined is not None:
+                        while lead > lane_ptr[lane] and joined[lead]:
+                            lead -= 1
+                    met = wanted >= lane_ptr[lane] and wanted < lead
+                    if not met and wanted >= 0:
+                        for d in range(dep_ptr[op], dep_ptr[op + 1]):
+                            met = met or dep[d] == wanted
+                        if not met:
+                            for d in range(dep_ptr[op], dep_ptr[op + 1]):
+                                met = met or (dep[d] > wanted and lane_of[dep[d]] == lane_of[wanted])
+                    if met:
+                        continue
+                    if num_unmet == len(unmet):
+                        larger = np.empty((2 * num_unmet, 2), np.int32)
+                        larger[:num_unmet] = unmet
+                        unmet = larger
+                    unmet[num_unmet, 0] = op
+                    unmet[num_unmet, 1] = wanted
+                    num_unmet += 1
+    return ptr, written[:total], unmet[:num_unmet]

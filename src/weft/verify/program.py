@@ -1,0 +1,160 @@
+"""Verifying a Program: labels, groups, waits, execution, launch order, memory. ARCHITECTURE.md has the semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from weft.ir.execute import execute
+from weft.ir.kernel import kernel
+from weft.ir.memory import peaks
+from weft.ir.needs import Index
+from weft.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
+from weft.verify.finding import Finding, Report
+from weft.verify.graph import Graph, deadlock, ring_edges
+from weft.verify.groups import check_groups
+from weft.verify.labels import check_labels
+from weft.verify.waits import check_never, check_waits
+
+
+def verify_program(program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None) -> Report:
+    """Everything there is to object to. `dur` is the ticks of each op, which memory depends on and nothing else does.
+
+    `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
+    """
+    if ring is not None:
+        program = with_ring(program, ring)
+    index = Index.of(program)
+    times = execute(program, dur)
+    findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
+    findings += check_waits(program, index, times)
+    if not times.finished:
+        findings += _deadlocks(program)
+    if (program.launch >= 0).any():
+        hangs = not times.finished or any(finding.code == "W205" for finding in findings)
+        findings += check_launch(program, dur, finished=not hangs)
+    sizes: tuple[int, ...] = ()
+    if times.finished:
+        held = peaks(program, times)
+        sizes = tuple(int(size) for size in held.size)
+        findings += _over(sizes, memory_limit)
+    return Report(program.num_ranks, 0, program.num_ops, tuple(findings), peak_bytes=sizes)
+
+
+def with_ring(program: Program, ring: int) -> Program:
+    """The same program with `ring` receive buffers on each channel: a receive waits until its buffer is free."""
+    if ring < 1:
+        raise ValueError(f"a ring has at least 1 buffer, got {ring}")
+    freed_by, receive = ring_edges(program, ring)
+    return _with_deps(program, receive, freed_by)
+
+
+def _with_deps(program: Program, op: Ints, waits_for: Ints) -> Program:
+    """More dependencies; `op` may come in any order."""
+    order = np.argsort(op, kind="stable")
+    ptr = np.searchsorted(op[order], np.arange(program.num_ops + 1))
+    dep_ptr, dep = _merged(program.dep_ptr, program.dep, ptr, waits_for[order])
+    return replace(program, dep_ptr=dep_ptr, dep=dep)
+
+
+@kernel
+def _merged(ptr: Longs, dep: Ints, more_ptr: Longs, more: Ints) -> tuple[Longs, Ints]:
+    merged_ptr = ptr + more_ptr
+    merged = np.empty(len(dep) + len(more), np.int32)
+    for op in range(len(ptr) - 1):
+        at = merged_ptr[op]
+        for k in range(ptr[op], ptr[op + 1]):
+            merged[at] = dep[k]
+            at += 1
+        for k in range(more_ptr[op], more_ptr[op + 1]):
+            merged[at] = more[k]
+            at += 1
+    return merged_ptr, merged
+
+
+def _deadlocks(program: Program) -> Iterator[Finding]:
+    graph = Graph.of(program)
+    stuck = graph.stuck()
+    if stuck.any():
+        yield deadlock(program, graph, stuck)
+
+
+def check_launch(program: Program, dur: Longs, *, finished: bool) -> Iterator[Finding]:
+    """W206: the ranks' launch orders are none, or, of a program that finishes without them, lead in a circle."""
+    malformed = _malformed_launch(program)
+    if malformed is not None:
+        yield malformed
+    if malformed is not None or not finished:
+        return
+    previous = _previous(program.launch, program.lane_ptr, program.lane_rank, program.num_ranks)
+    if not execute(program, dur, after=previous).finished:
+        graph = Graph.of(program, launch=True)
+        yield deadlock(program, graph, graph.stuck(), code="W206")
+
+
+def _malformed_launch(program: Program) -> Finding | None:
+    wrong = _misnumbered(
+        program.launch,
+        program.lane_ptr,
+        program.lane_rank,
+        np.isin(program.lane_kind, COMMUNICATION),
+        program.num_ranks,
+    )
+    if wrong < 0:
+        return None
+    op = program.op(int(wrong))
+    message = f"{op} is launched as number {int(program.launch[wrong])}: a rank numbers its communication 0, 1, 2, ..."
+    return Finding.at("W206", op, message)
+
+
+@kernel
+def _misnumbered(launch: Ints, lane_ptr: Longs, lane_rank: Ints, talks: Bools, num_ranks: int) -> int:
+    """The first op whose launch number is not one of its rank's, or taken, or should not be; -1 if all is well."""
+    count = np.zeros(num_ranks + 1, np.int64)
+    for lane in range(len(lane_rank)):
+        if talks[lane]:
+            count[lane_rank[lane] + 1] += lane_ptr[lane + 1] - lane_ptr[lane]
+    for rank in range(num_ranks):
+        count[rank + 1] += count[rank]
+    taken = np.zeros(count[num_ranks], np.bool_)
+    for lane in range(len(lane_rank)):
+        rank = lane_rank[lane]
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            place = count[rank] + launch[op]
+            if not talks[lane]:
+                if launch[op] != -1:
+                    return op
+                continue
+            if launch[op] < 0 or place >= count[rank + 1] or taken[place]:
+                return op
+            taken[place] = True
+    return -1
+
+
+@kernel
+def _previous(launch: Ints, lane_ptr: Longs, lane_rank: Ints, num_ranks: int) -> Ints:
+    """For each communication op the one its rank launches before it, or -1."""
+    count = np.zeros(num_ranks + 1, np.int64)
+    for lane in range(len(lane_rank)):
+        if lane_ptr[lane] < lane_ptr[lane + 1] and launch[lane_ptr[lane]] >= 0:
+            count[lane_rank[lane] + 1] += lane_ptr[lane + 1] - lane_ptr[lane]
+    for rank in range(num_ranks):
+        count[rank + 1] += count[rank]
+    order = np.empty(count[num_ranks], np.int32)
+    for lane in range(len(lane_rank)):
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            if launch[op] >= 0:
+                order[count[lane_rank[lane]] + launch[op]] = op
+    previous = np.full(len(launch), -1, np.int32)
+    for rank in range(num_ranks):
+        for place in range(count[rank] + 1, count[rank + 1]):
+            previous[order[place]] = order[place - 1]
+    return previous
+
+
+def _over(sizes: tuple[int, ...], limit: int | None) -> Iterator[Finding]:
+    for rank, size in enumerate(sizes):
+        if limit is not None and size > limit:
+            yield Finding("W302", rank, None, f"holds {size} bytes of activations at once, over the limit of {limit}")
