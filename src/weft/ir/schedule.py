@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.ir.action import Action, Cell
+from weft.ir.action import Action, Cell, Pair
 from weft.ir.placement import Placement
 
 Channel: TypeAlias = tuple[int, int]
@@ -105,9 +105,9 @@ class Schedule:
     @cached_property
     def columns(self) -> Actions:
         """The same rows as arrays; made once."""
-        num_actions = [np.fromiter((len(cell.actions) for cell in row), np.int32, len(row)) for row in self.rows]
+        num_actions = [_actions_in(row) for row in self.rows]
         per_cell = np.concatenate(num_actions)
-        flat = chain.from_iterable(chain.from_iterable(self.actions(rank)) for rank in range(self.pp))
+        flat = chain.from_iterable(chain.from_iterable(map(_flat, self.rows, num_actions)))
         kind, mb, chunk = np.fromiter(flat, np.int32, 3 * int(per_cell.sum())).reshape(-1, 3).T.copy()
         rank = np.repeat(np.arange(self.pp, dtype=np.int32), [n.sum() for n in num_actions])
         cells = np.concatenate([np.arange(len(row), dtype=np.int32) for row in self.rows])
@@ -119,3 +119,16 @@ class Schedule:
         stage = np.where(known, np.array(self.placement.stages, np.int32)[rank, safe], -1).astype(np.int32)
         pipe = np.array(self.placement.pipes, np.int32)[safe]
         return Actions(kind, mb, chunk, rank, cell, joined, stage, pipe)
+
+
+def _actions_in(row: Row) -> _Ints:
+    """How many actions each cell has. An Action is a tuple of 3, a Pair one of 2, and `len` is quick to ask."""
+    lengths = np.fromiter(map(len, row), np.int32, len(row))
+    return np.where(lengths == len(Pair._fields), 2, 1).astype(np.int32)
+
+
+def _flat(row: Row, num_actions: _Ints) -> Iterable[Iterable[int]]:
+    """The actions of a row. One without pairs is that already."""
+    if num_actions.max(initial=1) == 1:
+        return cast(Iterable[Action], row)
+    return [action for cell in row for action in cell.actions]

@@ -10,6 +10,7 @@ in the opposite order of chunks. A group has P micro-batches, or as near to it a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from weft.ir import Action, B, Cell, F, Placement
 from weft.schedules.family import Family, Size
@@ -28,12 +29,13 @@ def refuse(size: Size) -> str | None:
     return None
 
 
-def order(size: Size) -> tuple[list[Action], list[Action]]:
-    """All forwards and all backwards of a rank, each in the order they run; the same on every rank."""
+@lru_cache(maxsize=2)
+def order(size: Size) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """All forwards and all backwards of a rank, each in the order they run; the same on every rank, so made once."""
     group, chunks = group_size(size), range(size.vpp)
     starts = range(0, size.microbatches, group)
-    forwards = [F(s + k, c) for s in starts for c in chunks for k in range(group)]
-    backwards = [B(s + k, c) for s in starts for c in reversed(chunks) for k in range(group)]
+    forwards = tuple(F(s + k, c) for s in starts for c in chunks for k in range(group))
+    backwards = tuple(B(s + k, c) for s in starts for c in reversed(chunks) for k in range(group))
     return forwards, backwards
 
 

@@ -7,7 +7,7 @@ node can never end for another reason (no match, a need that nothing provides).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -112,6 +112,39 @@ def ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
     later = recv + ring
     inside = later < program.lane_ptr[lane[recv] + 1]
     return reader[inside], later[inside].astype(np.int32)
+
+
+def with_ring(program: Program, ring: int | None) -> Program:
+    """The same program with `ring` receive buffers on each channel: a receive waits until its buffer is free."""
+    if ring is None:
+        return program
+    if ring < 1:
+        raise ValueError(f"a ring has at least 1 buffer, got {ring}")
+    freed_by, receive = ring_edges(program, ring)
+    return _with_deps(program, receive, freed_by)
+
+
+def _with_deps(program: Program, op: Ints, waits_for: Ints) -> Program:
+    """More dependencies; `op` may come in any order."""
+    order = np.argsort(op, kind="stable")
+    ptr = np.searchsorted(op[order], np.arange(program.num_ops + 1))
+    dep_ptr, dep = _merged(program.dep_ptr, program.dep, ptr, waits_for[order])
+    return replace(program, dep_ptr=dep_ptr, dep=dep)
+
+
+@kernel
+def _merged(ptr: Longs, dep: Ints, more_ptr: Longs, more: Ints) -> tuple[Longs, Ints]:
+    merged_ptr = ptr + more_ptr
+    merged = np.empty(len(dep) + len(more), np.int32)
+    for op in range(len(ptr) - 1):
+        at = merged_ptr[op]
+        for k in range(ptr[op], ptr[op + 1]):
+            merged[at] = dep[k]
+            at += 1
+        for k in range(more_ptr[op], more_ptr[op + 1]):
+            merged[at] = more[k]
+            at += 1
+    return merged_ptr, merged
 
 
 def launch_edges(program: Program) -> tuple[Ints, Ints]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from weft.ir.memory import peaks
 from weft.ir.needs import Index
 from weft.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
 from weft.verify.finding import Finding, Report
-from weft.verify.graph import Graph, deadlock, ring_edges
+from weft.verify.graph import Graph, deadlock, with_ring
 from weft.verify.groups import check_groups
 from weft.verify.labels import check_labels
 from weft.verify.waits import check_never, check_waits
@@ -24,54 +24,25 @@ def verify_program(program: Program, dur: Longs, *, ring: int | None = None, mem
 
     `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
     """
-    if ring is not None:
-        program = with_ring(program, ring)
-    index = Index.of(program)
-    times = execute(program, dur)
+    program = with_ring(program, ring)
+    # Kernels hold no lock, so what does not depend on each other runs side by side.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        executed = pool.submit(execute, program, dur)
+        launched = pool.submit(_launches, program, dur)
+        index = Index.of(program)
+        unmet = index.unmet(program)
+        times, launch_findings = executed.result(), launched.result()
     findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
-    findings += check_waits(program, index, times)
+    findings += check_waits(program, unmet, times)
     if not times.finished:
         findings += _deadlocks(program)
-    if (program.launch >= 0).any():
-        hangs = not times.finished or any(finding.code == "W205" for finding in findings)
-        findings += check_launch(program, dur, finished=not hangs)
+    hangs = not times.finished or any(finding.code == "W205" for finding in findings)
+    findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
     sizes: tuple[int, ...] = ()
     if times.finished:
-        held = peaks(program, times)
-        sizes = tuple(int(size) for size in held.size)
+        sizes = tuple(int(size) for size in peaks(program, times).size)
         findings += _over(sizes, memory_limit)
     return Report(program.num_ranks, 0, program.num_ops, tuple(findings), peak_bytes=sizes)
-
-
-def with_ring(program: Program, ring: int) -> Program:
-    """The same program with `ring` receive buffers on each channel: a receive waits until its buffer is free."""
-    if ring < 1:
-        raise ValueError(f"a ring has at least 1 buffer, got {ring}")
-    freed_by, receive = ring_edges(program, ring)
-    return _with_deps(program, receive, freed_by)
-
-
-def _with_deps(program: Program, op: Ints, waits_for: Ints) -> Program:
-    """More dependencies; `op` may come in any order."""
-    order = np.argsort(op, kind="stable")
-    ptr = np.searchsorted(op[order], np.arange(program.num_ops + 1))
-    dep_ptr, dep = _merged(program.dep_ptr, program.dep, ptr, waits_for[order])
-    return replace(program, dep_ptr=dep_ptr, dep=dep)
-
-
-@kernel
-def _merged(ptr: Longs, dep: Ints, more_ptr: Longs, more: Ints) -> tuple[Longs, Ints]:
-    merged_ptr = ptr + more_ptr
-    merged = np.empty(len(dep) + len(more), np.int32)
-    for op in range(len(ptr) - 1):
-        at = merged_ptr[op]
-        for k in range(ptr[op], ptr[op + 1]):
-            merged[at] = dep[k]
-            at += 1
-        for k in range(more_ptr[op], more_ptr[op + 1]):
-            merged[at] = more[k]
-            at += 1
-    return merged_ptr, merged
 
 
 def _deadlocks(program: Program) -> Iterator[Finding]:
@@ -81,17 +52,19 @@ def _deadlocks(program: Program) -> Iterator[Finding]:
         yield deadlock(program, graph, stuck)
 
 
-def check_launch(program: Program, dur: Longs, *, finished: bool) -> Iterator[Finding]:
-    """W206: the ranks' launch orders are none, or, of a program that finishes without them, lead in a circle."""
+def _launches(program: Program, dur: Longs) -> list[Finding]:
+    """W206: the ranks' launch orders are none, or, taken together, lead in a circle."""
+    if not (program.launch >= 0).any():
+        return []
     malformed = _malformed_launch(program)
     if malformed is not None:
-        yield malformed
-    if malformed is not None or not finished:
-        return
+        return [malformed]
     previous = _previous(program.launch, program.lane_ptr, program.lane_rank, program.num_ranks)
-    if not execute(program, dur, after=previous).finished:
-        graph = Graph.of(program, launch=True)
-        yield deadlock(program, graph, graph.stuck(), code="W206")
+    if execute(program, dur, after=previous).finished:
+        return []
+    graph = Graph.of(program, launch=True)
+    stuck = graph.stuck()
+    return [deadlock(program, graph, stuck, code="W206")] if stuck.any() else []
 
 
 def _malformed_launch(program: Program) -> Finding | None:

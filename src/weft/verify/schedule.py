@@ -8,11 +8,12 @@ import numpy as np
 
 from weft.ir.action import Action, Kind
 from weft.ir.dependency import needs
+from weft.ir.execute import execute
 from weft.ir.program import NEVER, LaneKind, Op, Program
 from weft.ir.schedule import Schedule
 from weft.passes.cells import ReceiveOrder, lower_cells
 from weft.verify.finding import MOST, Finding, Report
-from weft.verify.graph import Graph, deadlock
+from weft.verify.graph import Graph, deadlock, with_ring
 from weft.verify.groups import check_groups
 from weft.verify.structure import check_actions, check_limit, peak_activations
 
@@ -47,6 +48,8 @@ def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: 
     yield from _out_of_order(program)
     yield from _never_provided(program, schedule)
     yield from check_groups(program)
+    if not eager and execute(with_ring(program, ring), np.zeros(program.num_ops, np.int64)).finished:
+        return
     graph = Graph.of(program, eager=eager, ring=ring)
     stuck = graph.stuck()
     if stuck.any():

@@ -34,11 +34,10 @@ def _count(schedule: Schedule, actions: Actions) -> npt.NDArray[np.int32]:
     """`[kind, pipe, stage, mb]` -> how often it is there."""
     placement = schedule.placement
     shape = (len(Kind), placement.num_pipes, placement.num_stages, schedule.microbatches_per_pipe)
-    table = np.zeros(shape, np.int32)
     real = actions.stage >= 0
     where = (actions.kind[real], actions.pipe[real], actions.stage[real], actions.mb[real])
-    np.add.at(table, where, 1)
-    return table
+    count = np.bincount(np.ravel_multi_index(where, shape), minlength=int(np.prod(shape)))
+    return count.reshape(shape).astype(np.int32)
 
 
 def _unknown(schedule: Schedule, actions: Actions) -> Iterator[Finding]:

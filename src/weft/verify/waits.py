@@ -8,17 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from weft.ir.execute import Times, leaders
-from weft.ir.needs import Index
-from weft.ir.program import NEVER, LaneKind, Program
+from weft.ir.program import NEVER, Ints, LaneKind, Program
 from weft.verify.finding import MOST, Finding
 
 _CHAINS = 200
 """Needs for which a chain is searched for; a sound program has none, a broken one is broken by then."""
 
 
-def check_waits(program: Program, index: Index, times: Times) -> Iterator[Finding]:
-    """W401: an op that reads what nothing makes, or what need not be there yet."""
-    unmet = index.unmet(program)
+def check_waits(program: Program, unmet: Ints, times: Times) -> Iterator[Finding]:
+    """W401: an op that reads what nothing makes, or what need not be there yet. `unmet` are the suspects."""
     searched = 0
     yielded = 0
     search: _Chains | None = None
