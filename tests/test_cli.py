@@ -154,9 +154,9 @@ def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
 
 
 def test_long_work_shows_progress() -> None:
-    seen = _plain(on_a_terminal("verify", "interleaved", "--pp", "128", "--vpp", "4", "-m", "1024"))
-    assert "generating interleaved" in seen
-    assert "clean: 128 ranks" in seen
+    seen = _plain(on_a_terminal("verify", "zb-h1", "--pp", "256", "-m", "2048"))
+    assert "generating zb-h1" in seen
+    assert "clean: 256 ranks" in seen
 
 
 @pytest.mark.parametrize("command", ["schedules", "show", "verify", "explain"])
