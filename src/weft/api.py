@@ -51,13 +51,15 @@ def load_traces(directory: str | Path) -> Trace:
     return chrome.merge(paths)
 
 
-def save_trace(trace: Trace, path: str | Path) -> None:
-    """Writes a trace in the form that the name's ending says."""
+def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) -> None:
+    """Writes a trace in the form that the name's ending says; only some `ranks` of it as JSON."""
     name = str(path)
     if name.endswith(".npz"):
+        if ranks is not None:
+            raise ValueError(f"{name}: columns are written for all ranks; some ranks are for .json and .json.gz")
         npz.save_trace(trace, path)
     elif name.endswith((".json", ".json.gz")):
-        chrome.dump(trace, Path(path))
+        chrome.dump(trace, Path(path), ranks=ranks)
     else:
         raise ValueError(f"a trace's name ends in .json, .json.gz or .npz, got {name!r}")
 

@@ -8,6 +8,7 @@ import typer
 
 import weft
 from weft.cli.commands.compare import compare
+from weft.cli.commands.draw import draw
 from weft.cli.commands.explain import explain
 from weft.cli.commands.schedules import schedules
 from weft.cli.commands.show import show
@@ -17,7 +18,7 @@ from weft.cli.terminal import plain
 
 app = typer.Typer(
     name="weft",
-    help="Distributed training schedules as data: list, show, verify, simulate and compare them.",
+    help="Distributed training schedules as data: list, show, verify, simulate, draw and compare them.",
     epilog="Start with: weft schedules",
     no_args_is_help=True,
     add_completion=False,
@@ -52,4 +53,9 @@ app.command(
     epilog="Examples: weft compare 1f1b zb-h1 dualpipe --pp 4 -m 16   |   "
     "weft compare predicted.json measured/ --fit fitted.toml"
 )(compare)
+app.command(
+    epilog="Examples: weft draw 1f1b --pp 4 -m 8   |   "
+    "weft draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
+    "weft draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html"
+)(draw)
 app.command(epilog="Example: weft explain W201")(explain)

@@ -79,3 +79,14 @@ def parse_layers(text: str | None) -> int | tuple[int, ...] | None:
         raise ValueError(f"--layers takes a number from 1, or one for each stage such as 4,4,3,3, got {text!r}")
     numbers = tuple(map(int, text.split(",")))
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def parse_ranks(text: str | None) -> range | None:
+    """`3`, or from the first to the last: `0-7`."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
+    if last < first:
+        raise ValueError(f"ranks are one, or the first and the last such as 0-7, got {text!r}")
+    return range(first, last + 1)

@@ -16,18 +16,25 @@ Lowering writes these down as dependencies; the verifier asks whether they are k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.ir.dependency import WEIGHT_OF
 from weft.ir.kernel import kernel
-from weft.ir.program import LANE_OF, NEVER, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
-
-LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
-"""`[kind]` -> the kind of lane it belongs on."""
+from weft.ir.program import NEVER, Bools, Bytes, Ints, Longs, OpKind, Program, Shorts
+from weft.ir.rule import (
+    BACKWARD_PART,
+    FORWARD_PART,
+    LANES,
+    NOTHING,
+    OFFLOAD,
+    ONLOAD,
+    REDUCE,
+    SEND,
+    WEIGHT_HALF,
+    Rule,
+)
 
 UNKNOWN = -2
 """Stands in `key` for an op whose label the layout has no place for."""
@@ -36,96 +43,6 @@ UNKNOWN = -2
 _I, _SEND_F, _SEND_B = int(OpKind.I), int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 _OUT, _IN, _REDUCE_GRAD = int(OpKind.OFFLOAD), int(OpKind.ONLOAD), int(OpKind.REDUCE_GRAD)
-
-# What a kind is to the rule; the kernels below see these numbers in `role[kind]`.
-_FORWARD_PART, _BACKWARD_PART, _WEIGHT_HALF, _SEND, _OFFLOAD, _ONLOAD, _REDUCE, _NOTHING = range(8)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A layout as the tables that the kernels read."""
-
-    layout: Layout
-
-    @cached_property
-    def stage(self) -> Ints:
-        """`[pp, chunk]` -> stage."""
-        return np.array(self.layout.placement.stages, np.int32)
-
-    @cached_property
-    def pipe(self) -> Ints:
-        """`[chunk]` -> pipe."""
-        return np.array(self.layout.placement.pipes, np.int32)
-
-    @cached_property
-    def holder(self) -> Ints:
-        """`[pipe, stage]` -> (pp, chunk)."""
-        placement = self.layout.placement
-        table = [
-            [placement.holder(stage, pipe) for stage in range(placement.num_stages)]
-            for pipe in range(placement.num_pipes)
-        ]
-        return np.array(table, np.int32)
-
-    @cached_property
-    def depth(self) -> Ints:
-        """`[stage]` -> layers, 1 at the grain of cells."""
-        return np.maximum(1, np.array(self.layout.layers, np.int32))
-
-    @cached_property
-    def slot(self) -> Ints:
-        """`[kind]` -> its place in the index, or -1 for kinds that the layout does not have."""
-        slot = np.full(len(OpKind), NEVER, np.int32)
-        for place, kind in enumerate(self.kinds):
-            slot[kind] = place
-        return slot
-
-    @cached_property
-    def kinds(self) -> tuple[OpKind, ...]:
-        """The kinds of ops that this layout's labels name, each with a place in the index."""
-        layout = self.layout
-        messages = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
-        halves = () if layout.by_layer else (OpKind.I,)
-        copies = (OpKind.OFFLOAD, OpKind.ONLOAD) if layout.by_layer else ()
-        return (*layout.forward, *layout.backward, *halves, *layout.weights, *messages, *copies)
-
-    @cached_property
-    def tables(self) -> tuple[Bytes, Ints]:
-        """`role[kind]` and `before[kind]`: the part it follows, or -1 for the first of a chain."""
-        role, before = np.full(len(OpKind), _NOTHING, np.uint8), np.full(len(OpKind), NEVER, np.int32)
-        for chain, part in ((self.layout.forward, _FORWARD_PART), (self.layout.backward, _BACKWARD_PART)):
-            for place, kind in enumerate(chain):
-                role[kind] = part
-                before[kind] = chain[place - 1] if place else NEVER
-        if not self.layout.by_layer:
-            role[OpKind.I] = _BACKWARD_PART
-        for kind in self.layout.weights:
-            role[kind], before[kind] = _WEIGHT_HALF, WEIGHT_OF[kind]
-        role[[OpKind.SEND_F, OpKind.SEND_B]] = _SEND
-        role[OpKind.OFFLOAD], role[OpKind.ONLOAD], role[OpKind.REDUCE_GRAD] = _OFFLOAD, _ONLOAD, _REDUCE
-        return role, before
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Of the index: rank, chunk, micro-batch, layer, kind."""
-        layout = self.layout
-        return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
-
-    @property
-    def first_reader(self) -> int:
-        """The backward part that first reads what was saved, and so waits for an onload."""
-        readers = (OpKind.MLP_B, OpKind.B)
-        return int(next(kind for kind in readers if kind in self.layout.backward))
-
-    @property
-    def makes_gradient(self) -> npt.NDArray[np.bool_]:
-        """`[kind]`: does its end add to a weight gradient."""
-        made = np.zeros(len(OpKind), bool)
-        made[list(self.layout.weights)] = True
-        split = {WEIGHT_OF[kind] for kind in self.layout.weights}
-        whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in self.layout.backward and k not in split]
-        made[whole] = True
-        return made
 
 
 @dataclass(frozen=True)
@@ -315,19 +232,19 @@ def _needs(
             what = role[k]
             count = 0
             if place < 0:
-                what = _REDUCE if what == _REDUCE and place == NEVER else _NOTHING
+                what = REDUCE if what == REDUCE and place == NEVER else NOTHING
             base = max(place - slot[k], 0)  # of this (rank, chunk, mb, layer)
             at = layer[op]
             whole = base - at * num_slots  # of layer 0
-            c = chunk[op] if what != _SEND else (place // of_chunk) % num_chunks
-            if what == _NOTHING:
+            c = chunk[op] if what != SEND else (place // of_chunk) % num_chunks
+            if what == NOTHING:
                 c = 0
             s = stage[pp, c]
             last_layer = depth[s] - 1
-            if what == _REDUCE:
+            if what == REDUCE:
                 need[count] = last_gradient[rank * num_chunks + chunk[op]]
                 count += 1
-            elif what == _FORWARD_PART:
+            elif what == FORWARD_PART:
                 if before[k] >= 0:
                     need[count] = first[base + slot[before[k]]]
                     count += 1
@@ -342,7 +259,7 @@ def _needs(
                     else:
                         need[count] = first[whole + slot[_RECV_F]]
                     count += 1
-            elif what == _BACKWARD_PART:
+            elif what == BACKWARD_PART:
                 if before[k] >= 0:
                     need[count] = first[base + slot[before[k]]]
                     count += 1
@@ -371,10 +288,10 @@ def _needs(
                 ):
                     need[count] = first[base + slot[_IN]]
                     count += 1
-            elif what == _WEIGHT_HALF:
+            elif what == WEIGHT_HALF:
                 need[count] = first[base + slot[before[k]]]
                 count += 1
-            elif what == _SEND:
+            elif what == SEND:
                 if k == _SEND_F:
                     need[count] = first[whole + last_layer * num_slots + slot[last_forward]]
                 else:
@@ -385,10 +302,10 @@ def _needs(
                             made = half
                     need[count] = made
                 count += 1
-            elif what == _OFFLOAD:
+            elif what == OFFLOAD:
                 need[count] = first[base + slot[last_forward]]
                 count += 1
-            elif what == _ONLOAD:
+            elif what == ONLOAD:
                 need[count] = first[base + slot[_OUT]]
                 count += 1
             if waits is None:

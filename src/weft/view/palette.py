@@ -63,52 +63,81 @@ NAMES: dict[OpKind, str] = {
 
 @dataclass(frozen=True)
 class Look:
-    """A fill, the colour of text on it, and a hatch where the fill alone does not tell it from its neighbours."""
+    """A fill, the colour of text on it, and a hatch where the fill alone does not tell it from its neighbours.
+
+    `later` is the fill for chunks after the first, with white text; where it is empty, chunks look alike.
+    """
 
     fill: str
     text: str = "#000000"
     hatch: str = ""
+    later: str = ""
+
+    @property
+    def lightness(self) -> float:
+        """CIE L* of the fill: what a grey printer leaves of it."""
+        red, green, blue = (_linear(int(self.fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
+        luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        return float(116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance)
+
+    def of_later_chunk(self) -> Look:
+        """How it looks in a chunk after the first."""
+        return Look(self.later, "#ffffff", self.hatch) if self.later else self
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else float(((channel + 0.055) / 1.055) ** 2.4)
+
+
+LEAST_DIFFERENCE = 15
+"""In L*, between neighbours without a hatch."""
+
+
+def told_apart(one: Look, other: Look) -> bool:
+    """Can the two be told apart on a grey printer."""
+    return one.hatch != other.hatch or abs(one.lightness - other.lightness) >= LEAST_DIFFERENCE
 
 
 Palette = dict[Role, Look]
 
+_COPIES = {
+    Role.OUT: Look("#d9d2c3", hatch="/////"),
+    Role.IN: Look("#efe9dc", hatch="\\\\\\\\\\"),
+    Role.HOST: Look("#b9b9b9", hatch="..."),
+}
+
+# Forward and backward, first and later chunks, are four steps of lightness: they meet each other on every lane.
 PALETTES: dict[str, Palette] = {
     "kimi": {
-        Role.FORWARD: Look("#8fb8ea"),
-        Role.BACKWARD: Look("#e0736b"),
-        Role.INPUT: Look("#f0a39c"),
-        Role.WEIGHT: Look("#c4463f", "#ffffff"),
+        Role.FORWARD: Look("#bcd7f5", later="#3d7cc9"),
+        Role.BACKWARD: Look("#e98d84", later="#8f2a24"),
+        Role.INPUT: Look("#f9d3cf", hatch="/////", later="#b0564f"),
+        Role.WEIGHT: Look("#eba9a2", hatch="\\\\\\\\\\", later="#9c4640"),
         Role.PP: Look("#57a05a"),
         Role.EP: Look("#f7dd72"),
-        Role.OUT: Look("#d9d2c3", hatch="///"),
-        Role.IN: Look("#efe9dc", hatch="\\\\\\"),
-        Role.DP: Look("#8d78b5", "#ffffff"),
-        Role.HOST: Look("#b9b9b9", hatch="..."),
+        Role.DP: Look("#6b5a94", "#ffffff"),
+        **_COPIES,
     },
     "dualpipe": {
-        Role.FORWARD: Look("#f2b03d"),
-        Role.BACKWARD: Look("#5fa94a"),
-        Role.INPUT: Look("#b5e08d"),
-        Role.WEIGHT: Look("#6ea8e0", hatch="///"),
+        Role.FORWARD: Look("#f7c35a", later="#a86400"),
+        Role.BACKWARD: Look("#66b052", later="#1f5a1a"),
+        Role.INPUT: Look("#c3e8a0", hatch="/////", later="#4d8a35"),
+        Role.WEIGHT: Look("#9ccbf2", hatch="\\\\\\\\\\", later="#2f6fb0"),
         Role.PP: Look("#8a8a8a"),
         Role.EP: Look("#f7ef9a"),
-        Role.OUT: Look("#d9d2c3", hatch="///"),
-        Role.IN: Look("#efe9dc", hatch="\\\\\\"),
-        Role.DP: Look("#8d78b5", "#ffffff"),
-        Role.HOST: Look("#b9b9b9", hatch="..."),
+        Role.DP: Look("#5d4d85", "#ffffff"),
+        **_COPIES,
     },
-    # Okabe and Ito's colours, told apart with any common colour blindness.
+    # From Okabe and Ito's colours, told apart with any common colour blindness.
     "colourblind": {
-        Role.FORWARD: Look("#56b4e9"),
-        Role.BACKWARD: Look("#d55e00", "#ffffff"),
-        Role.INPUT: Look("#e69f00", hatch="///"),
-        Role.WEIGHT: Look("#0072b2", "#ffffff"),
-        Role.PP: Look("#009e73", hatch="..."),
+        Role.FORWARD: Look("#a6daf7", later="#0072b2"),
+        Role.BACKWARD: Look("#ee8645", later="#682c00"),
+        Role.INPUT: Look("#f7d58a", hatch="/////", later="#8a6100"),
+        Role.WEIGHT: Look("#e6b3cf", hatch="\\\\\\\\\\", later="#96486f"),
+        Role.PP: Look("#009e73"),
         Role.EP: Look("#f0e442"),
-        Role.OUT: Look("#cccccc", hatch="///"),
-        Role.IN: Look("#ededed", hatch="\\\\\\"),
-        Role.DP: Look("#cc79a7"),
-        Role.HOST: Look("#999999", hatch="xxx"),
+        Role.DP: Look("#44355e", "#ffffff"),
+        **_COPIES,
     },
 }
 

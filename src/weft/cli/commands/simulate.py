@@ -12,7 +12,7 @@ from rich.table import Table
 
 from weft import api
 from weft.cli.model import Model
-from weft.cli.options import Json, spread_options
+from weft.cli.options import Json, parse_ranks, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import out, plain, suggest, working
 from weft.ir import Schedule
@@ -31,6 +31,7 @@ def simulate(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the trace: .json, .json.gz (Perfetto) or .npz.")
     ] = None,
+    ranks: Annotated[str | None, typer.Option(help="Write only these ranks' part of a .json trace: 0-7.")] = None,
     slowness: Annotated[float, typer.Option(help="Each rank slower by a random share of up to so much: 0.05.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of that randomness.")] = 0,
     as_json: Json = False,
@@ -45,7 +46,7 @@ def simulate(
         path = summarize_path(trace, critical_path(trace))
     if output is not None:
         with working(f"writing {output}"):
-            api.save_trace(trace, output)
+            api.save_trace(trace, output, ranks=parse_ranks(ranks))
     if as_json:
         plain(json.dumps(_as_dict(metrics, path, trace), indent=1) + "\n")
         return

@@ -1,0 +1,129 @@
+"""Draws the figures of the documentation into this directory: `python docs/figures.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import weft
+from weft.costs import UNIT_COSTS
+from weft.costs.costs import UNIT
+from weft.ir.trace import Trace
+from weft.view.boxes import Boxes, Grid, cell_boxes
+from weft.view.figure import compare_figure, draw, timeline
+from weft.view.frame import LEFT, end_of, put_about, put_title
+from weft.view.held import MemoryUnit
+from weft.view.palette import Palette, palette
+from weft.view.panels import PANEL_NAMES, cell_panel, draw_panel
+from weft.view.parts import EXTRA, entries, legend, time_axis
+from weft.view.phases import Phase, pick_cell
+from weft.view.sheet import Scale, Sheet
+
+HERE = Path(__file__).parent
+FORMS = (".svg", ".png")
+
+HALF, QUARTER = UNIT.ticks // 2, UNIT.ticks // 4
+LAYER_COSTS = weft.Costs(
+    "one layer",
+    UNIT,
+    cells={"f": 4 * HALF, "b": 6 * HALF, "fb": 6 * HALF},
+    layer=dict.fromkeys(("attn_f", "mlp_f", "mlp_b", "attn_b", "mlp_w", "attn_w"), HALF)
+    | dict.fromkeys(("dispatch_f", "combine_f", "combine_b", "dispatch_b"), HALF),
+    message={"send": QUARTER, "offload": 3 * HALF, "onload": 3 * HALF},
+    saved_bytes={"attn": 1, "mlp": 1},
+)
+"""Computing and all-to-alls take half a unit each: alone a forward is 2 and a backward 3, overlapped both are 3."""
+LAYER_ABOUT = (
+    "Assumed: attention, experts, their backward and weight halves and each all-to-all take 0.5, a message 0.25, "
+    "a copy 1.5; so a forward alone takes 2, a backward alone 3, both together 3. In the rows of devices, messages "
+    "take no time. Numbers are micro-batches."
+)
+
+
+def kimi_k2() -> None:
+    """Interleaved with overlap: what its three kinds of cells do on their lanes, above where they stand."""
+    schedule = weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
+    options = weft.Options(layers=1, padded=True, offload=True, hold=False, early=False)
+    lanes = weft.simulate(weft.lower(schedule, LAYER_COSTS, options), LAYER_COSTS)
+    free = replace(LAYER_COSTS, message={})  # at this grain a message would not hide under a weight half
+    cells = weft.simulate(weft.lower(schedule, free, weft.Options()), free)
+    colours = palette("kimi")
+    for form in FORMS:
+        sheet = Sheet(640)
+        put_title(sheet, "interleaved-overlap: 4 devices, 2 chunks each, 8 micro-batches")
+        panels = _panels(sheet, lanes, colours)
+        boxes = cell_boxes(cells, range(4), Grid(16, 1.5))
+        scale = Scale(LEFT, 0, (sheet.width - LEFT - 12) / end_of(cells))
+        sheet.y += 24
+        scale = timeline(sheet, cells, boxes, colours, scale, by_lane=False)
+        for which, (left, right, bottom) in panels.items():
+            _connect(sheet, cells, boxes, scale, which, (left, right, bottom))
+        time_axis(sheet, scale, end_of(cells), "unit")
+        shown = [entry for which in panels for entry in entries(lanes, cell_panel(lanes, which), colours)]
+        legend(sheet, LEFT, [*entries(cells, boxes, colours), EXTRA, *shown])
+        put_about(sheet, LAYER_ABOUT, LEFT)
+        sheet.save(HERE / f"kimi_k2{form}")
+
+
+def _panels(sheet: Sheet, lanes: Trace, colours: Palette) -> dict[Phase, tuple[float, float, float]]:
+    """The three panels side by side on one time scale; where each stands: left, right, bottom."""
+    boxes = {which: cell_panel(lanes, which) for which in PANEL_NAMES}
+    span = {which: float(b.right.max() - b.left.min()) for which, b in boxes.items()}
+    left, gap = 74.0, 16.0
+    per_unit = (sheet.width - left - 12 - 2 * gap) / sum(span.values())
+    found: dict[Phase, tuple[float, float, float]] = {}
+    for which, panel in boxes.items():
+        right = left + span[which] * per_unit
+        _, _, what = PANEL_NAMES[which].partition(": ")
+        sheet.text((left + right) / 2, sheet.y + 6, what, size=7.5, across="center")
+        scale = Scale(left, sheet.y + 15, per_unit, float(panel.left.min()))
+        draw_panel(sheet, panel, colours, scale, named=not found)
+        found[which] = (left, right, scale.top + panel.height)
+        left = right + gap
+    sheet.y = max(bottom for *_, bottom in found.values())
+    return found
+
+
+def _connect(
+    sheet: Sheet, cells: Trace, boxes: Boxes, scale: Scale, which: Phase, panel: tuple[float, float, float]
+) -> None:
+    """Light lines from a panel to such a cell on the first device."""
+    rank = 0
+    cell = pick_cell(cells, which, rank)
+    mine = (cells.program.cell[boxes.op] == cell) & (boxes.row == rank)
+    corners = scale.corners(boxes)[mine]
+    left, right, top = corners[:, 0].min(), corners[:, 2].max(), corners[:, 1].min()
+    sheet.lines([[(panel[0], panel[2] + 2), (left, top)], [(panel[1], panel[2] + 2), (right, top)]], "#aaaaaa", 0.6)
+
+
+def dualpipe() -> None:
+    """DualPipe at the size at which it was published."""
+    schedule = weft.generate("dualpipe", pp=8, microbatches=20)
+    trace = weft.simulate(weft.lower(schedule, UNIT_COSTS, weft.Options()), UNIT_COSTS)
+    trace = replace(trace, about=f"Assumed: {UNIT_COSTS.about}. Numbers are micro-batches of a direction.")
+    for form in FORMS:
+        title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
+        draw(trace, HERE / f"dualpipe{form}", palette_name="dualpipe", title=title)
+
+
+def schedules() -> None:
+    """The same model under five schedules: 4 devices, 16 micro-batches; a chunk of two is half of a stage."""
+    halved = replace(UNIT_COSTS, cells={name: ticks // 2 for name, ticks in UNIT_COSTS.cells.items()})
+    about = f"Assumed of a device's whole share of the model: {UNIT_COSTS.about}; a chunk is half of it."
+    names = ("1f1b", "interleaved", "interleaved-overlap", "zb-v", "dualpipev")
+    traces, units = [], []
+    for name in names:
+        schedule = weft.generate(name, pp=4, microbatches=16)
+        costs = UNIT_COSTS if schedule.vpp == 1 else halved
+        trace = weft.simulate(weft.lower(schedule, costs, weft.Options()), costs)
+        traces.append(replace(trace, about=about))
+        units.append(MemoryUnit("stage activations", schedule.vpp))
+    for form in FORMS:
+        title = "The same model under five schedules: 4 devices, 16 micro-batches"
+        compare_figure(traces, HERE / f"schedules{form}", titles=names, units=units, title=title)
+
+
+if __name__ == "__main__":
+    kimi_k2()
+    dualpipe()
+    schedules()

@@ -1,0 +1,103 @@
+"""`weft draw`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.model import Model
+from weft.cli.options import spread_options
+from weft.cli.target import Target
+from weft.cli.terminal import out, suggest, working
+from weft.ir import Schedule
+from weft.ir.trace import Trace
+from weft.simulate import simulate
+from weft.view.terminal import terminal_rows
+
+
+class Grain(StrEnum):
+    """What a row is."""
+
+    CELLS = "cells"
+    LANES = "lanes"
+
+
+class CellName(StrEnum):
+    """The cell whose lanes are drawn."""
+
+    WARMUP = "warmup"
+    STEADY = "steady"
+    COOLDOWN = "cooldown"
+
+
+@spread_options
+def draw(
+    target: Target,
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A figure (.svg, .png, .pdf) or a page to explore (.html).")
+    ] = None,
+    grain: Annotated[
+        Grain | None, typer.Option(help="A row a device, or its computation, communication and offload rows.")
+    ] = None,
+    cell: Annotated[CellName | None, typer.Option(help="Draw one cell's lanes, with --layers.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="The memory curve below, with its peak.")] = False,
+    palette: Annotated[str, typer.Option(help="kimi, dualpipe or colourblind.")] = "kimi",
+    against: Annotated[
+        Path | None, typer.Option("--against", help="A second trace below the first, on one time axis (.html).")
+    ] = None,
+) -> None:
+    """Draws a schedule, program or trace: on the terminal, as a figure for a paper, or as a page to explore."""
+    trace = _trace(target, model)
+    if output is None:
+        lanes = grain is Grain.LANES
+        for row in terminal_rows(
+            trace, out.width, colour=out.color_system is not None, palette_name=palette, lanes=lanes
+        ):
+            out.print(row, soft_wrap=True)
+        suggest(f"weft draw {target} {model} -o figure.svg".replace("  ", " "))
+        return
+    with working(f"drawing {output}"):
+        _write(trace, output, grain, cell, memory, palette, against)
+    suggest(f"weft draw {target} {model} -o page.html".replace("  ", " "))
+
+
+def _trace(target: Target, model: Model) -> Trace:
+    loaded = target.load()
+    if isinstance(loaded, Trace):
+        return loaded
+    program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
+    with working("simulating"):
+        return simulate(program, model.costs)
+
+
+def _write(
+    trace: Trace,
+    output: Path,
+    grain: Grain | None,
+    cell: CellName | None,
+    memory: bool,
+    palette: str,
+    against: Path | None,
+) -> None:
+    if output.suffix == ".html":
+        from weft.view.page import page
+
+        second = [(str(against), _trace(Target(str(against)), Model()))] if against is not None else []
+        output.write_text(page([("predicted" if not trace.measured else "measured", trace), *second], palette), "utf-8")
+        return
+    if against is not None:
+        raise ValueError("--against is for a page; give -o a name that ends in .html")
+    try:
+        from weft.view import figure
+    except ImportError as error:
+        raise ValueError(f"figures need matplotlib ({error}); pip install 'weft[view]', or -o page.html") from None
+    if cell is not None:
+        figure.draw_cell(trace, cell.value, output, palette_name=palette)
+    else:
+        figure.draw(
+            trace, output, grain=grain.value if grain is not None else None, memory=memory, palette_name=palette
+        )

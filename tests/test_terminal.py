@@ -1,0 +1,67 @@
+"""The terminal's rows: what runs when, in characters, with and without colour."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from weft.costs import UNIT_COSTS, load_costs
+from weft.ir.trace import Trace
+from weft.plan import Options, lower
+from weft.simulate import simulate
+from weft.view.terminal import terminal_rows
+
+
+def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
+    costs = UNIT_COSTS if layers is None else load_costs("deepseek-v3-h800")
+    schedule = weft.generate(name, pp=pp, microbatches=num_mb)
+    return simulate(lower(schedule, costs, Options(layers=layers)), costs)
+
+
+def rows(drawn: Trace, width: int, *, lanes: bool = False) -> list[str]:
+    return [row.plain.rstrip() for row in terminal_rows(drawn, width, colour=False, lanes=lanes)]
+
+
+def test_rows_show_what_runs_when() -> None:
+    """1f1b P2 M2 takes 9 units; at three columns a unit each box is where its times say."""
+    assert rows(trace("1f1b", 2, 2), 3 + 27)[:2] == [
+        "0  F0-F1-      B0----   B1----",
+        "1     F0-B0----F1-B1----",
+    ]
+
+
+def test_the_halves_of_a_pair_stand_side_by_side() -> None:
+    """At unit costs a pair takes 3: one for its forward, two for its backward."""
+    drawn = rows(trace("dualpipev", 1, 3), 3 + 3 * 18)
+    assert drawn[0] == "0  F0-F0-F1-B0----F1-B0----F2-B1----F2-B1----B2----I2-W2-"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved-overlap"])
+def test_rows_fit_the_terminal(name: str, width: int) -> None:
+    drawn = trace(name, 4, 16)
+    lines = rows(drawn, width)
+    assert len([line for line in lines if line[:1].isdigit()]) == 4
+    assert all(len(line) <= width for line in lines[:4])
+
+
+def test_a_note_says_what_was_scaled_away() -> None:
+    assert "shorter than a column" in rows(trace("zb-v", 4, 16), 50)[-1]
+    assert "shorter than a column" not in rows(trace("1f1b", 2, 2), 80)[-1]
+
+
+def test_lanes_have_a_row_each() -> None:
+    names = [line.split("  ")[0] for line in rows(trace("1f1b", 2, 2, layers=1), 120, lanes=True)]
+    assert names[:3] == ["0 compute", "0 ep", "0 send to 1"]
+
+
+def test_colour_says_the_same_as_letters() -> None:
+    drawn = trace("zb-h1", 2, 4)
+    plain = [row.plain for row in terminal_rows(drawn, 80, colour=False)]
+    coloured = [row.plain for row in terminal_rows(drawn, 80, colour=True)]
+    assert [line.replace("-", " ") for line in plain] == [line.replace("-", " ") for line in coloured]
+    assert any(span.style for row in terminal_rows(drawn, 80, colour=True) for span in row.spans)
+
+
+def test_many_ranks_are_cut_with_a_note() -> None:
+    assert "more rows" in rows(trace("1f1b", 80, 4), 80)[-1]
