@@ -229,3 +229,36 @@ def test_a_schedule_that_is_not_sound_is_not_simulated() -> None:
     done = run("simulate", "-", stdin="0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
     assert done.returncode == 2
     assert "the schedule is not sound: W201" in done.stderr
+
+
+def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
+    rows = run("draw", "1f1b", "--pp", "2", "-m", "2").stdout.splitlines()
+    assert rows[0].startswith("0  F0")
+    assert rows[1].startswith("1  ")
+    size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "1", "--moe", "--offload")
+    for name, options in (
+        ("cells.svg", ()),
+        ("lanes.png", ("--grain", "lanes", "--memory", "--ranks", "0-1")),
+        ("cell.pdf", ("--cell", "steady")),
+        ("page.html", ()),
+    ):
+        target = size if name != "cells.svg" else size[:5]
+        done = run("draw", *target, *options, "-o", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.gif"), [".svg, .png or .pdf"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "--grain", "lanes", "-o", "x.png"), ["--layers"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "--palette", "kim"), ["did you mean 'kimi'"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--against", "y.json"), [".html"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--ranks", "3-1"), ["such as 0-7"]),
+        (("show", "dualpipe", "--pp", "1000000001", "-m", "8"), ["at most 65536 ranks"]),
+        (("show", "gpipe", "--pp", "4", "-m", "5000000"), ["at most 1000000 micro-batches"]),
+    ],
+)
+def test_mistakes_with_pictures_and_sizes_are_sentences_too(args: tuple[str, ...], parts: list[str]) -> None:
+    test_a_users_mistake_is_a_sentence(args, parts)

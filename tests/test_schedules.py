@@ -62,7 +62,7 @@ def test_many_sizes_are_done(name: str) -> None:
         ("1f1b", 4, 2, 8, Size(4, 1, 8)),
         ("dualpipe", 7, 2, 20, Size(8, 2, 20)),
         ("dualpipe", 8, 2, 19, Size(8, 2, 20)),
-        ("dualpipe", 8, 2, 10, Size(6, 2, 12)),
+        ("dualpipe", 8, 2, 10, Size(8, 2, 16)),
         ("dualpipe", 7, 2, 8, Size(4, 2, 8)),
         ("zb-v", 4, 2, 6, Size(4, 2, 7)),
         ("interleaved", 4, 2, 9, Size(4, 2, 10)),

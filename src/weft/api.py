@@ -66,6 +66,8 @@ def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) ->
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not text; a program or a trace in columns ends in .npz") from None
+        raise ValueError(
+            f"{path}: not UTF-8 text; save it as UTF-8, or, if it is a program or a trace in columns, as .npz"
+        ) from None

@@ -19,6 +19,9 @@ def main() -> None:
             sys.exit(0)
         fail(_sentence(error))
         sys.exit(2)
+    except MemoryError:
+        fail("out of memory; a smaller size, or a machine with more")
+        sys.exit(2)
 
 
 def _sentence(error: ValueError | OSError) -> str:

@@ -28,13 +28,15 @@ _TEXT_LINE = re.compile(r"^(#|[0-9]+:)", re.MULTILINE)
 
 def format_of(content: str) -> str:
     """The name of the form that a file's content is in, told by how its lines begin."""
-    if content.lstrip().startswith("{"):
+    if content.lstrip().startswith(("{", "[")):
         return "json"
     return "text" if _TEXT_LINE.search(content) else "torch-csv"
 
 
 def parse_any(content: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
     """Reads a schedule in any of the forms. `placement` is for rows in the text form that do not name one."""
+    if not content.strip():
+        raise ValueError(f"{source}: empty; a schedule has a row such as '0: F0.0 B0.0' for each rank")
     name = format_of(content)
     if name == "text":
         return text.parse(content, source, placement=placement)

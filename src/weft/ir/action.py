@@ -37,6 +37,8 @@ class Action(NamedTuple):
         return f"{self.kind.name}{self.mb}.{self.chunk}"
 
     def __or__(self, backward: Action) -> Pair:
+        if (self.kind, backward.kind) != (Kind.F, Kind.B):
+            raise ValueError(f"a pair is a forward and a whole backward, F | B, got {self} | {backward}")
         return Pair(self, backward)
 
 

@@ -20,7 +20,10 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
         if compiled is None:
             import numba
 
-            compiled = numba.njit(cache=True, nogil=True)(function)
+            try:
+                compiled = numba.njit(cache=True, nogil=True)(function)
+            except RuntimeError:  # nowhere to write: a read-only install without a home
+                compiled = numba.njit(nogil=True)(function)
         assert compiled is not None
         return compiled(*args, **kwargs)
 

@@ -32,6 +32,8 @@ class Placement:
     pipes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if self.vpp > MOST_CHUNKS:
+            raise ValueError(f"a rank holds at most {MOST_CHUNKS} chunks, got {self.vpp}")
         widths = {len(row) for row in self.stages}
         if widths != {len(self.pipes)}:
             raise ValueError(

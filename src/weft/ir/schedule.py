@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from weft.ir.action import Action, Cell, Pair
+from weft.ir.action import Action, Cell, Kind, Pair
 from weft.ir.placement import Placement
 
 Channel: TypeAlias = tuple[int, int]
@@ -22,6 +22,9 @@ Row: TypeAlias = tuple[Cell, ...]
 
 MOST_MICROBATCHES = 1_000_000
 """In a step; more is a slip of the pen."""
+
+MOST_FORWARDS = 100_000_000
+"""Over all ranks; more does not fit into memory."""
 
 _Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -67,10 +70,18 @@ class Schedule:
             raise ValueError(f"a schedule's name is one line of printable text, got {self.name!r}")
         if not 1 <= self.num_microbatches <= MOST_MICROBATCHES:
             raise ValueError(f"a step has 1 to {MOST_MICROBATCHES} micro-batches, got {self.num_microbatches}")
+        if self.pp * self.vpp * self.num_microbatches > MOST_FORWARDS:
+            size = f"{self.pp} ranks, {self.vpp} chunks and {self.num_microbatches} micro-batches"
+            raise ValueError(f"a schedule has at most {MOST_FORWARDS} forwards, got {size}")
         if len(self.rows) != self.placement.pp:
             raise ValueError(
                 f"a schedule has a row for each of its {self.placement.pp} ranks, got {len(self.rows)} rows"
             )
+        for (src, dst), labels in self.receives.items():
+            if not (0 <= src < self.pp and 0 <= dst < self.pp and src != dst):
+                raise ValueError(f"no channel {src}>{dst} between {self.pp} ranks")
+            if any(label.kind not in (Kind.F, Kind.B) for label in labels):
+                raise ValueError(f"messages on channel {src}>{dst} are named F or B, got {' '.join(map(str, labels))}")
         if self.num_microbatches % self.placement.num_pipes:
             raise ValueError(
                 f"{self.placement.num_pipes} pipes share the micro-batches equally, "
@@ -114,7 +125,7 @@ class Schedule:
         cell = np.repeat(cells, per_cell)
         joined = np.ones(len(kind), bool)
         joined[np.cumsum(per_cell) - per_cell] = False
-        known = (chunk < self.vpp) & (mb < self.microbatches_per_pipe)
+        known = (chunk >= 0) & (mb >= 0) & (chunk < self.vpp) & (mb < self.microbatches_per_pipe)
         safe = np.where(known, chunk, 0)
         stage = np.where(known, np.array(self.placement.stages, np.int32)[rank, safe], -1).astype(np.int32)
         pipe = np.array(self.placement.pipes, np.int32)[safe]

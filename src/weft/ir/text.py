@@ -100,6 +100,8 @@ class _Reader:
 
     def _read_header(self, line: str) -> None:
         match = _HEADER.fullmatch(line)
+        if match is None and self.strict and not line.startswith("##"):
+            raise self.error(f"not a line of a schedule: they are '# key: value' with {', '.join(KEYS)}; '##' comments")
         if match is None or (match[1] not in KEYS and not self.strict):
             return
         key, value = match[1], match[4]
@@ -139,6 +141,9 @@ class _Reader:
             yield action
 
     def finish(self, placement: str | None) -> Schedule:
+        absent = [key for key in KEYS[1:5] if self.strict and key not in self.values]
+        if absent:
+            raise ValueError(f"{self.source}: '# {absent[0]}: ...' is missing after '{MAGIC}'")
         if not self.rows:
             raise ValueError(f"{self.source}: no rows; a schedule has a line such as '0: F0.0 B0.0' for each rank")
         actions = [action for row in self.rows for cell in row for action in cell.actions]
@@ -185,9 +190,12 @@ def _junk(token: str) -> int:
 def parse(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
     """Reads the text form. `placement` is used only where the text does not name one."""
     lines = text.splitlines()
-    reader = _Reader(source, strict=MAGIC in lines[:1])
-    if lines and lines[0].startswith("# weft-schedule") and lines[0] != MAGIC:
-        raise ValueError(f"{source}: {lines[0][2:]!r} is not a form this version reads; it reads {MAGIC[2:]!r}")
+    versions = [line for line in lines if line.startswith("# weft-schedule")]
+    if versions and versions != [MAGIC]:
+        raise ValueError(
+            f"{source}: {versions[-1][2:]!r} is not a form this version reads; it reads {MAGIC[2:]!r}, once"
+        )
+    reader = _Reader(source, strict=bool(versions))
     for number, line in enumerate(lines, start=1):
         if line != MAGIC:
             reader.read(number, line)

@@ -45,6 +45,8 @@ class _Messages:
 
 def lower_cells(schedule: Schedule, *, receives: ReceiveOrder = "sender") -> Program:
     """The Program of a schedule at the grain of cells."""
+    if receives not in ("sender", "use"):
+        raise ValueError(f"receives are posted in the order of the sender or of use, got {receives!r}")
     actions = schedule.columns
     edges = _Edges(schedule, actions)
     sends = _stable(edges.sends(), key="channel")

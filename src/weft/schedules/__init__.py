@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -37,8 +38,20 @@ ENTRY_POINT = "weft.schedules"
 @cache
 def known() -> dict[str, Family]:
     """The schedules here and those that installed packages bring."""
-    outside = {point.name: point.load() for point in entry_points(group=ENTRY_POINT)}
-    return {**outside, **SCHEDULES}
+    found = dict(SCHEDULES)
+    for point in entry_points(group=ENTRY_POINT):
+        try:
+            loaded = point.load()
+        except Exception as error:  # whatever a foreign package does on import, the schedules here still work
+            warnings.warn(f"schedule {point.name!r} of {point.value!r} does not load: {error!r}", stacklevel=2)
+            continue
+        if isinstance(loaded, Family) and point.name not in found:
+            found[point.name] = loaded
+        else:
+            warnings.warn(
+                f"schedule {point.name!r} of {point.value!r} is no Family, or its name is taken", stacklevel=2
+            )
+    return found
 
 
 def family(name: str) -> Family:

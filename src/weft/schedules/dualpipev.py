@@ -38,6 +38,6 @@ FAMILY = Family(
     refuse=refuse,
     vpps=(2,),
     demands="any P, V=2, M >= 2P",
-    bubble="(P-1)(FB+B-3W)",
+    bubble="(P-1)(FB+B-3W) in times of one chunk, exact where F=I=W",
     memory="(2P+1)/2 micro-batches",
 )

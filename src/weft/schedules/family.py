@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.ir import Cell, Placement, Schedule
+from weft.ir.placement import MOST_CHUNKS
+from weft.ir.schedule import MOST_FORWARDS, MOST_MICROBATCHES
+
+MOST_RANKS = 65_536
+"""Of a pipeline; more is a slip of the pen."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class Family:
 
     def nearest(self, size: Size) -> Size | None:
         """The closest size that can be done: least relative change, then the larger."""
-        asked = Size(max(1, size.pp), max(1, size.vpp), max(1, size.microbatches))
+        asked = Size(
+            min(MOST_RANKS, max(1, size.pp)), max(1, size.vpp), min(MOST_MICROBATCHES, max(1, size.microbatches))
+        )
 
         def distance(other: Size) -> tuple[float, int]:
             changes = (
@@ -76,14 +83,17 @@ class Family:
             )
             return sum(changes), -(other.pp + other.vpp + other.microbatches)
 
-        near_pp = range(max(1, asked.pp - 4), asked.pp + 5)
-        found = (
-            closest
-            for pp in near_pp
-            for vpp in self.vpps or range(1, asked.vpp + 1)
-            if (closest := self._nearest_microbatches(Size(pp, vpp, asked.microbatches))) is not None
-        )
-        return min(found, key=distance, default=None)
+        def closest(pps: Iterable[int]) -> Size | None:
+            found = (
+                done
+                for pp in pps
+                for vpp in self.vpps or range(1, min(asked.vpp, MOST_CHUNKS) + 1)
+                if (done := self._nearest_microbatches(Size(pp, vpp, asked.microbatches))) is not None
+            )
+            return min(found, key=distance, default=None)
+
+        # A cluster is what it is: another number of ranks only where no number of micro-batches helps.
+        return closest([asked.pp]) or closest(range(max(1, asked.pp - 4), asked.pp + 5))
 
     def _nearest_microbatches(self, size: Size) -> Size | None:
         """The same ranks and chunks with the nearest number of micro-batches that can be done."""
@@ -102,6 +112,12 @@ class Family:
         ):
             if value < 1:
                 return f"needs at least 1 of its {what}"
+        most = ((size.pp, MOST_RANKS, "ranks"), (size.vpp, MOST_CHUNKS, "chunks a rank"))
+        for value, limit, what in (*most, (size.microbatches, MOST_MICROBATCHES, "micro-batches")):
+            if value > limit:
+                return f"does at most {limit} {what}"
+        if size.pp * size.vpp * size.microbatches > MOST_FORWARDS:
+            return f"does at most {MOST_FORWARDS} forwards in all"
         if self.vpps and size.vpp not in self.vpps:
             wayout = "" if self.vpps != (1,) else " ('interleaved' takes more)"
             return f"puts {' or '.join(map(str, self.vpps))} {_chunks(self.vpps)} on each rank{wayout}"

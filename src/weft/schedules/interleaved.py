@@ -66,5 +66,5 @@ FAMILY = Family(
     vpps=(),
     demands="any P, any V, M in max(1, M//P) equal groups",
     bubble="(P-1)(F+B)/V",
-    memory="(2(P-1-r)+(V-1)P+1)/V micro-batches",
+    memory="(2(P-1-r)+(V-1)G+1)/V micro-batches, G of a group",
 )

@@ -37,5 +37,5 @@ FAMILY = Family(
     vpps=(1,),
     demands="any P, V=1, any M",
     bubble="(P-1)(F+B)",
-    memory="P micro-batches",
+    memory="min(P, M) micro-batches",
 )

@@ -86,6 +86,6 @@ FAMILY = Family(
     refuse=refuse,
     vpps=(2,),
     demands="any P, V=2, M >= 2P-1",
-    bubble="0 where F=I=W",
+    bubble="(P-1)F/V where F=I=W; 0 from step to step without a flush",
     memory="P micro-batches",
 )

@@ -46,6 +46,16 @@ class Finding:
         }
 
 
+def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """One of each code before the second of any, a deadlock first: what a person should see in the first lines."""
+    seen: dict[str, int] = {}
+    ranked = []
+    for finding in findings:
+        nth = seen[finding.code] = seen.get(finding.code, -1) + 1
+        ranked.append((nth, finding.code != "W201", finding))
+    return tuple(finding for *_, finding in sorted(ranked, key=lambda entry: entry[:2]))
+
+
 @dataclass(frozen=True)
 class Report:
     """What verifying found; `findings` is empty where all is well.
@@ -67,7 +77,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.findings:
-            return "\n".join(map(str, self.findings))
+            return "\n".join("\n    ".join([str(finding), *finding.steps]) for finding in self.findings)
         if self.peak_bytes:
             return f"clean: {self.num_ranks} ranks, {self.num_ops} ops, peak {max(self.peak_bytes)} bytes"
         peak = max(self.peak_activations, default=0)

@@ -250,7 +250,7 @@ _BECAUSE = {
 }
 
 
-def deadlock(program: Program, graph: Graph, stuck: Bools, code: str = "W201") -> Finding:
+def deadlock(program: Program, graph: Graph, stuck: Bools, num_never: int, code: str = "W201") -> Finding:
     """W201 (W206 where the launch order makes it), with the chain of ops that leads back to its beginning."""
     cycle = graph.cycle(stuck)
     steps = []
@@ -264,5 +264,5 @@ def deadlock(program: Program, graph: Graph, stuck: Bools, code: str = "W201") -
     shown = next((op for op in places if op.lane.kind is LaneKind.COMPUTE), places[0])
     circle = f"{len(steps)} ops wait for each other in a circle" if len(steps) > 1 else "an op waits for itself"
     what = "deadlock" if code == "W201" else "no launch order"
-    message = f"{what}: {circle}; {int(stuck[graph.node].sum())} of {program.num_ops} ops never end"
+    message = f"{what}: {circle}; {num_never} of {program.num_ops} ops never end"
     return Finding.at(code, shown, message, tuple(steps))

@@ -12,7 +12,7 @@ from weft.ir.kernel import kernel
 from weft.ir.memory import peaks
 from weft.ir.needs import Index
 from weft.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
-from weft.verify.finding import Finding, Report
+from weft.verify.finding import Finding, Report, worst_first
 from weft.verify.graph import Graph, deadlock, with_ring
 from weft.verify.groups import check_groups
 from weft.verify.labels import check_labels
@@ -35,21 +35,21 @@ def verify_program(program: Program, dur: Longs, *, ring: int | None = None, mem
     findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
     findings += check_waits(program, unmet, times)
     if not times.finished:
-        findings += _deadlocks(program)
+        findings += _deadlocks(program, int((times.end < 0).sum()))
     hangs = not times.finished or any(finding.code == "W205" for finding in findings)
     findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
     sizes: tuple[int, ...] = ()
     if times.finished:
         sizes = tuple(int(size) for size in peaks(program, times).size)
         findings += _over(sizes, memory_limit)
-    return Report(program.num_ranks, 0, program.num_ops, tuple(findings), peak_bytes=sizes)
+    return Report(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
 
 
-def _deadlocks(program: Program) -> Iterator[Finding]:
+def _deadlocks(program: Program, num_never: int) -> Iterator[Finding]:
     graph = Graph.of(program)
     stuck = graph.stuck()
     if stuck.any():
-        yield deadlock(program, graph, stuck)
+        yield deadlock(program, graph, stuck, num_never)
 
 
 def _launches(program: Program, dur: Longs) -> list[Finding]:
@@ -60,11 +60,13 @@ def _launches(program: Program, dur: Longs) -> list[Finding]:
     if malformed is not None:
         return [malformed]
     previous = _previous(program.launch, program.lane_ptr, program.lane_rank, program.num_ranks)
-    if execute(program, dur, after=previous).finished:
+    times = execute(program, dur, after=previous)
+    if times.finished:
         return []
     graph = Graph.of(program, launch=True)
     stuck = graph.stuck()
-    return [deadlock(program, graph, stuck, code="W206")] if stuck.any() else []
+    never = int((times.end < 0).sum())
+    return [deadlock(program, graph, stuck, never, code="W206")] if stuck.any() else []
 
 
 def _malformed_launch(program: Program) -> Finding | None:

@@ -12,7 +12,7 @@ from weft.ir.execute import execute
 from weft.ir.program import NEVER, LaneKind, Op, Program
 from weft.ir.schedule import Schedule
 from weft.passes.cells import ReceiveOrder, lower_cells
-from weft.verify.finding import MOST, Finding, Report
+from weft.verify.finding import MOST, Finding, Report, worst_first
 from weft.verify.graph import Graph, deadlock, with_ring
 from weft.verify.groups import check_groups
 from weft.verify.structure import check_actions, check_limit, peak_activations
@@ -40,7 +40,7 @@ def verify_schedule(
     if max_activations is not None:
         findings += check_limit(schedule, actions, max_activations)
     peaks = peak_activations(schedule, actions)
-    return Report(schedule.pp, schedule.num_cells, program.num_ops, tuple(findings), peak_activations=peaks)
+    return Report(schedule.pp, schedule.num_cells, program.num_ops, worst_first(findings), peak_activations=peaks)
 
 
 def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: int | None) -> Iterator[Finding]:
@@ -48,12 +48,13 @@ def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: 
     yield from _out_of_order(program)
     yield from _never_provided(program, schedule)
     yield from check_groups(program)
-    if not eager and execute(with_ring(program, ring), np.zeros(program.num_ops, np.int64)).finished:
+    times = execute(with_ring(program, ring), np.zeros(program.num_ops, np.int64))
+    if times.finished and not eager:
         return
     graph = Graph.of(program, eager=eager, ring=ring)
     stuck = graph.stuck()
     if stuck.any():
-        yield deadlock(program, graph, stuck)
+        yield deadlock(program, graph, stuck, int((times.end < 0).sum()))
 
 
 def _out_of_order(program: Program) -> Iterator[Finding]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from weft.cli.model import Model
-from weft.cli.options import spread_options
+from weft.cli.options import parse_ranks, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import out, suggest, working
 from weft.ir import Schedule
@@ -46,6 +47,7 @@ def draw(
     cell: Annotated[CellName | None, typer.Option(help="Draw one cell's lanes, with --layers.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="The memory curve below, with its peak.")] = False,
     palette: Annotated[str, typer.Option(help="kimi, dualpipe or colourblind.")] = "kimi",
+    ranks: Annotated[str | None, typer.Option(help="Only these ranks in a figure: 0-3.")] = None,
     against: Annotated[
         Path | None, typer.Option("--against", help="A second trace below the first, on one time axis (.html).")
     ] = None,
@@ -61,7 +63,7 @@ def draw(
         suggest(f"weft draw {target} {model} -o figure.svg".replace("  ", " "))
         return
     with working(f"drawing {output}"):
-        _write(trace, output, grain, cell, memory, palette, against)
+        _write(target.name, trace, output, grain, cell, memory, palette, against, parse_ranks(ranks))
     suggest(f"weft draw {target} {model} -o page.html".replace("  ", " "))
 
 
@@ -71,10 +73,12 @@ def _trace(target: Target, model: Model) -> Trace:
         return loaded
     program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
     with working("simulating"):
-        return simulate(program, model.costs)
+        trace = simulate(program, model.costs)
+    return replace(trace, about=f"{trace.about}: {model.costs.about}") if model.costs.about else trace
 
 
 def _write(
+    name: str,
     trace: Trace,
     output: Path,
     grain: Grain | None,
@@ -82,6 +86,7 @@ def _write(
     memory: bool,
     palette: str,
     against: Path | None,
+    ranks: range | None,
 ) -> None:
     if output.suffix == ".html":
         from weft.view.page import page
@@ -93,11 +98,12 @@ def _write(
         raise ValueError("--against is for a page; give -o a name that ends in .html")
     try:
         from weft.view import figure
+        from weft.view.frame import described
     except ImportError as error:
         raise ValueError(f"figures need matplotlib ({error}); pip install 'weft[view]', or -o page.html") from None
     if cell is not None:
         figure.draw_cell(trace, cell.value, output, palette_name=palette)
     else:
-        figure.draw(
-            trace, output, grain=grain.value if grain is not None else None, memory=memory, palette_name=palette
-        )
+        rows: Literal["cells", "lanes"] | None = grain.value if grain is not None else None
+        title = f"{name}: {described(trace)}"
+        figure.draw(trace, output, grain=rows, memory=memory, palette_name=palette, ranks=ranks, title=title)
