@@ -1,7 +1,8 @@
 """The graph of a Program: what must end before what, with ops that go together taken as one node.
 
-Three kinds of edges lead to a node: from the op before it on its lane, from what it needs, and, with a ring of
-buffers, from the reader that frees the buffer it fills. It is a deadlock exactly if this graph has a cycle, or a
+Edges lead to a node from the op before it on its lane and from what it needs; with a ring of buffers, from the reader
+that frees the buffer it fills; with eager sends, from a send to its receive; with launch orders, from what its rank
+launches before it. It is a deadlock exactly if this graph has a cycle, or a
 node can never end for another reason (no match, a need that nothing provides).
 """
 
