@@ -18,15 +18,16 @@ from weft.ir.program import Bools, Bytes, Ints, Longs, Program, Shorts
 
 
 class Times(NamedTuple):
-    """Start and end of each op; -1 for those that never start."""
+    """Start and end of each op; -1 for those that never start, of which there are `num_left`."""
 
     start: Longs
     end: Longs
+    num_left: int = 0
 
     @property
     def finished(self) -> bool:
         """Did every op end."""
-        return bool((self.end >= 0).all()) if len(self.end) else True
+        return self.num_left == 0
 
 
 class Ticks(NamedTuple):
@@ -91,7 +92,7 @@ def _sweep(
     table: Longs | None,
     pair: int,
     factor: npt.NDArray[np.float64] | None,
-) -> tuple[Longs, Longs]:
+) -> tuple[Longs, Longs, int]:
     num_lanes, num_ops = len(lane_group), len(dep_ptr) - 1
     start = np.empty(num_ops, np.int64)  # of what never starts: set at the end
     end = np.full(num_ops, -1, np.int64)
@@ -195,9 +196,11 @@ def _sweep(
                     todo[count] = member
                     count += 1
             break
+    num_left = 0
     for lane in range(num_lanes):
         for op in range(lane_ptr[lane + 1] - 1, lane_ptr[lane] - 1, -1):
             if end[op] >= 0:
                 break
             start[op] = -1
-    return start, end
+            num_left += 1
+    return start, end, num_left

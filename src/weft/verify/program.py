@@ -35,7 +35,7 @@ def verify_program(program: Program, dur: Longs, *, ring: int | None = None, mem
     findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
     findings += check_waits(program, unmet, times)
     if not times.finished:
-        findings += _deadlocks(program, int((times.end < 0).sum()))
+        findings += _deadlocks(program, times.num_left)
     hangs = not times.finished or any(finding.code == "W205" for finding in findings)
     findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
     sizes: tuple[int, ...] = ()
@@ -65,8 +65,7 @@ def _launches(program: Program, dur: Longs) -> list[Finding]:
         return []
     graph = Graph.of(program, launch=True)
     stuck = graph.stuck()
-    never = int((times.end < 0).sum())
-    return [deadlock(program, graph, stuck, never, code="W206")] if stuck.any() else []
+    return [deadlock(program, graph, stuck, times.num_left, code="W206")] if stuck.any() else []
 
 
 def _malformed_launch(program: Program) -> Finding | None:

@@ -54,7 +54,7 @@ def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: 
     graph = Graph.of(program, eager=eager, ring=ring)
     stuck = graph.stuck()
     if stuck.any():
-        yield deadlock(program, graph, stuck, int((times.end < 0).sum()))
+        yield deadlock(program, graph, stuck, times.num_left)
 
 
 def _out_of_order(program: Program) -> Iterator[Finding]:
