@@ -14,7 +14,9 @@ from weft.cli.terminal import working
 from weft.costs import Costs, load_costs
 from weft.ir import Schedule
 from weft.ir.program import OpKind, Program
+from weft.ir.trace import Trace
 from weft.plan import Options, lower
+from weft.simulate import simulate
 from weft.verify import verify_schedule
 
 
@@ -80,6 +82,14 @@ class Model:
             raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'weft verify' shows it all")
         with working("lowering"):
             return lower(schedule, self.costs, options)
+
+    def trace(self, loaded: Schedule | Program | Trace, *, slowness: float = 0.0, seed: int = 0) -> Trace:
+        """What was loaded, as a trace: itself, or predicted from the program it is or is lowered to."""
+        if isinstance(loaded, Trace):
+            return loaded
+        program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
+        with working("simulating"):
+            return simulate(program, self.costs, slowness=slowness, seed=seed)
 
     def __str__(self) -> str:
         words = [f"--layers {self.layers}"] if self.layers is not None else []

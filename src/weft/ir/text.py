@@ -158,10 +158,10 @@ class _Reader:
         seen = 1 + max((a.mb for a in actions), default=0)
         num = self._integer("microbatches", seen * where.num_pipes)
         name = self.values.get("name", "custom")
-        for channel in self.receives:
-            if not (channel[0] < pp and channel[1] < pp and channel[0] != channel[1]):
-                raise ValueError(f"{self.source}: no channel {channel[0]}>{channel[1]} between {pp} ranks")
-        return Schedule(name, where, num, tuple(self.rows), self.receives)
+        try:
+            return Schedule(name, where, num, tuple(self.rows), self.receives)
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from None
 
     def _integer(self, key: str, default: int) -> int:
         text = self.values.get(key, str(default))

@@ -17,11 +17,9 @@ from weft.cli.options import Json, spread_options
 from weft.cli.target import Microbatches, Pp, Target, Vpp
 from weft.cli.terminal import out, plain, suggest, working
 from weft.costs import dump as dump_costs
-from weft.ir import Schedule
 from weft.ir.trace import Clock, Trace
 from weft.simulate import Comparison, Difference, Group, fit
 from weft.simulate import compare as compare_traces
-from weft.simulate import simulate as simulate_program
 
 
 @spread_options
@@ -66,12 +64,7 @@ def _trace(name: str, pp: int | None, vpp: int | None, microbatches: int | None,
         with working(f"reading {name}"):
             return api.load_traces(name)
     target = Target(name, pp, vpp, microbatches)
-    loaded = target.load() if target.is_name() else Target(name).load()
-    if isinstance(loaded, Trace):
-        return loaded
-    program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
-    with working(f"simulating {name}"):
-        return simulate_program(program, model.costs)
+    return model.trace(target.load() if target.is_name() else Target(name).load())
 
 
 def _ratio(ratio: float | None) -> str:

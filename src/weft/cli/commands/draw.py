@@ -13,9 +13,7 @@ from weft.cli.model import Model
 from weft.cli.options import parse_ranks, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import out, suggest, working
-from weft.ir import Schedule
 from weft.ir.trace import Trace
-from weft.simulate import simulate
 from weft.view.terminal import terminal_rows
 
 
@@ -69,12 +67,9 @@ def draw(
 
 def _trace(target: Target, model: Model) -> Trace:
     loaded = target.load()
-    if isinstance(loaded, Trace):
-        return loaded
-    program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
-    with working("simulating"):
-        trace = simulate(program, model.costs)
-    return replace(trace, about=f"{trace.about}: {model.costs.about}") if model.costs.about else trace
+    trace = model.trace(loaded)
+    assumed = model.costs.about if trace is not loaded else ""
+    return replace(trace, about=f"{trace.about}: {assumed}") if assumed else trace
 
 
 def _write(

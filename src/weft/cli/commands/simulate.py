@@ -15,11 +15,8 @@ from weft.cli.model import Model
 from weft.cli.options import Json, parse_ranks, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import out, plain, suggest, working
-from weft.ir import Schedule
-from weft.ir.program import Program
 from weft.ir.trace import Clock, Trace
 from weft.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
-from weft.simulate import simulate as simulate_program
 
 SHOWN_RANKS = 16
 
@@ -39,8 +36,7 @@ def simulate(
     """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
     if not 0 <= slowness <= 10:
         raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {slowness}")
-    loaded = target.load()
-    trace = loaded if isinstance(loaded, Trace) else _predict(loaded, model, slowness, seed)
+    trace = model.trace(target.load(), slowness=slowness, seed=seed)
     with working("measuring"):
         metrics = measure(trace)
         path = summarize_path(trace, critical_path(trace))
@@ -52,12 +48,6 @@ def simulate(
         return
     _print(metrics, path, trace)
     suggest(f"weft compare {output} ..." if output is not None else f"weft simulate {target} {model} -o trace.json")
-
-
-def _predict(loaded: Schedule | Program, model: Model, slowness: float, seed: int) -> Trace:
-    program = model.lower(loaded) if isinstance(loaded, Schedule) else loaded
-    with working("simulating"):
-        return simulate_program(program, model.costs, slowness=slowness, seed=seed)
 
 
 def _as_dict(metrics: Metrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
