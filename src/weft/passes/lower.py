@@ -1,4 +1,4 @@
-"""The lanes of a Program at the grain of layers: templates laid out in columns, messages, copies, reductions.
+"""The lanes of a Program at the grain of layers: templates laid out in columns, messages, copies.
 
 Each function here makes one kind of lane for every rank; `lower_layers` puts them one behind the other and writes
 down what each op needs.
@@ -18,6 +18,7 @@ from weft.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Progra
 from weft.ir.schedule import Schedule
 from weft.passes.cells import lower_cells
 from weft.passes.layers import CellKind, Cells, Half, Shape
+from weft.passes.reduce import with_reduce
 
 
 class Lanes(NamedTuple):
@@ -52,9 +53,10 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
     if shape.offload:
         lanes += _copy_lanes(schedule, cells, layout)
     lanes += _channel_lanes(schedule)
+    program = with_needs(_assemble([part for part in lanes if len(part.kind)], layout, shape))
     if reduce or layout.placement.num_pipes > 1:
-        lanes.append(reduce_lanes(schedule, lanes[0], layout))
-    return with_needs(_assemble([part for part in lanes if len(part.kind)], layout, shape))
+        return with_reduce(program, shape.moved.get(OpKind.REDUCE_GRAD, 0))
+    return program
 
 
 def _cell_lanes(schedule: Schedule, cells: Cells, lane: LaneKind) -> Lanes:
@@ -155,28 +157,6 @@ def _channel_lanes(schedule: Schedule) -> list[Lanes]:
             )
         )
     return lanes
-
-
-def reduce_lanes(schedule: Schedule, compute: Lanes, layout: Layout) -> Lanes:
-    """REDUCE_GRAD of each chunk, in the order in which the chunks' last weight gradients are made.
-
-    Where every stage lives on two ranks their lanes are one group, so that the copies' gradients meet.
-    """
-    last = Index.of(_assemble([compute], layout, Shape())).last_gradient.reshape(schedule.pp, schedule.vpp)
-    order = np.argsort(last, axis=1, kind="stable").astype(np.int32)
-    total = schedule.pp * schedule.vpp
-    fill = np.full(total, NEVER, np.int32)
-    columns = {
-        "kind": np.full(total, OpKind.REDUCE_GRAD, np.int32),
-        "mb": fill,
-        "chunk": order.reshape(-1),
-        "layer": np.zeros(total, np.int32),
-        "cell": fill,
-    }
-    ranks = np.arange(schedule.pp, dtype=np.int32)
-    lanes = _on_own_lanes(columns, fill, np.full(schedule.pp, schedule.vpp, np.int32), LaneKind.DP)
-    copies = np.minimum(ranks, schedule.pp - 1 - ranks) if layout.placement.num_pipes > 1 else fill[: schedule.pp]
-    return lanes._replace(group=copies)
 
 
 def _assemble(lanes: list[Lanes], layout: Layout, shape: Shape) -> Program:

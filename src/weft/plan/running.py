@@ -1,0 +1,107 @@
+"""What a pipeline runs: the Program of a schedule with its reductions, its receive rings and its launch order.
+
+A rank has one thread that launches. So the order in which it comes to its ops, of all lanes, is part of the plan:
+`host_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from weft.ir import Action, Cell, Kind, Schedule
+from weft.ir.execute import execute
+from weft.ir.program import COMMUNICATION, NEVER, Ints, LaneKind, Longs, OpKind, Program
+from weft.passes.cells import lower_cells
+from weft.passes.launch import order_launches
+from weft.passes.reduce import with_reduce
+from weft.verify.graph import launch_edges, with_ring
+
+_TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8}
+_MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there
+
+
+def lower_running(schedule: Schedule, *, reduce: bool) -> Program:
+    """The Program of one pipeline, as a rank with one compute thread runs it.
+
+    The halves of an overlapped cell run one after the other. Each channel has as few receive buffers as the schedule
+    can do with, and at least two, so that one fills while the other is read.
+    """
+    program = lower_cells(schedule)
+    program = replace(program, joined=np.zeros(program.num_ops, bool))
+    if reduce:
+        program = with_reduce(program)
+    ticks = expected(program)
+    for ring in count(2):
+        bounded = with_ring(program, ring)
+        if ring >= schedule.num_microbatches * schedule.vpp or execute(bounded, ticks).finished:
+            return order_launches(bounded, ticks)
+    raise AssertionError("a ring as long as the step is no ring")
+
+
+def expected(program: Program) -> Longs:
+    """How long ops take while the order of a rank's launches is made: only their proportions matter."""
+    table = np.array([_TICKS.get(kind, _MESSAGE) for kind in OpKind], np.int64)
+    ticks: Longs = table[program.kind]
+    return ticks
+
+
+def ring_size(program: Program) -> int:
+    """Receive buffers of the busiest channel: the most messages that are posted before the first of them is read."""
+    return max((_posted_ahead(program, lane) for lane in range(program.num_lanes)), default=0)
+
+
+def _posted_ahead(program: Program, lane: int) -> int:
+    if program.lane_kind[lane] != LaneKind.RECV:
+        return 0
+    first, last = int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])
+    waits = np.diff(program.dep_ptr[first : last + 1]) > 0
+    return int(np.argmax(waits)) if waits.any() else last - first
+
+
+def host_order(program: Program) -> list[Ints]:
+    """For each rank its ops of all lanes in the order in which its thread comes to them.
+
+    Communication is launched before the compute op during which it would start if the thread were free, as it cannot
+    depend on that op. Whatever an op waits for ended before that moment in one execution of the whole program, so ranks
+    that go through their lists, and wait where they must, all come to the end.
+    """
+    source, target = launch_edges(program)
+    after = np.full(program.num_ops, NEVER, np.int32)
+    after[target] = source
+    times = execute(program, expected(program) * 2 + 1, after=after)
+    assert times.finished, "the verifier has looked at the launch order"
+    rank = program.lane_rank[program.lane_of]
+    talks = np.isin(program.lane_kind, COMMUNICATION)[program.lane_of]
+    lists = []
+    for r in range(program.num_ranks):
+        compute = np.flatnonzero((rank == r) & ~talks)
+        messages = np.flatnonzero((rank == r) & talks)
+        place = np.searchsorted(times.end[compute], times.start[messages], side="right")
+        ops = np.concatenate([messages, compute])
+        turn = np.concatenate([place, np.arange(len(compute))])
+        within = np.concatenate([program.launch[messages], np.full(len(compute), program.num_ops)])
+        lists.append(ops[np.lexsort((within, turn))].astype(np.int32))
+    return lists
+
+
+def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Schedule:
+    """The schedule with whole backwards on those (rank, chunk) whose modules cannot run the two halves apart."""
+
+    def joined(rank: int, cell: Cell) -> Cell | None:
+        if not isinstance(cell, Action) or (rank, cell.chunk) not in places:
+            return cell
+        if cell.kind is Kind.W:
+            return None
+        return cell._replace(kind=Kind.B) if cell.kind is Kind.I else cell
+
+    if not places:
+        return schedule
+    rows = tuple(
+        tuple(cell for cell in (joined(rank, c) for c in row) if cell is not None)
+        for rank, row in enumerate(schedule.rows)
+    )
+    return replace(schedule, rows=rows)

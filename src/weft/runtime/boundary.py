@@ -1,0 +1,99 @@
+"""What crosses from one stage to the next: some tensors, each of one shape and type for all micro-batches.
+
+The first time a stage's output is sent, a header goes before it, so that its reader knows what to make room for; from
+then on receives are posted ahead. The header is numbers in a tensor of fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_MOST_TENSORS, _MOST_DIMS = 16, 8
+_FIELDS = 3 + _MOST_DIMS
+HEADER_SIZE = 1 + _MOST_TENSORS * _FIELDS
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor's shape and type, and whether a gradient comes back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one such tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{'' if self.grad else ' without gradient'}"
+
+
+Boundary = tuple[Spec, ...]
+
+
+def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
+    """The specs of a stage's outputs."""
+    return tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
+    """Are these tensors what the boundary says."""
+    if len(tensors) != len(boundary):
+        return False
+    for tensor, spec in zip(tensors, boundary, strict=True):
+        if tensor.shape != spec.shape or tensor.dtype is not spec.dtype or tensor.requires_grad is not spec.grad:
+            return False
+    return True
+
+
+def to_header(boundary: Boundary, stage: int) -> Tensor:
+    """The boundary as numbers."""
+    header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+    if len(boundary) > _MOST_TENSORS:
+        raise ValueError(
+            f"stage {stage} returns {len(boundary)} tensors; {_MOST_TENSORS} is the most that can be sent on"
+        )
+    header[0] = len(boundary)
+    for number, spec in enumerate(boundary):
+        if spec.dtype not in _DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+            raise ValueError(f"stage {stage} returns {spec.dtype}, which cannot be sent; use one of {allowed}")
+        if len(spec.shape) > _MOST_DIMS:
+            raise ValueError(
+                f"stage {stage} returns a tensor of {len(spec.shape)} dimensions; {_MOST_DIMS} is the most"
+            )
+        fields = [_DTYPES.index(spec.dtype), int(spec.grad), len(spec.shape), *spec.shape]
+        header[1 + number * _FIELDS :][: len(fields)] = torch.tensor(fields)
+    return header
+
+
+def from_header(header: Tensor) -> Boundary:
+    """The boundary that `to_header` wrote down."""
+    values = header.tolist()
+    specs = []
+    for number in range(values[0]):
+        dtype, grad, dims, *shape = values[1 + number * _FIELDS :][:_FIELDS]
+        specs.append(Spec(tuple(shape[:dims]), _DTYPES[dtype], bool(grad)))
+    return tuple(specs)

@@ -1,0 +1,106 @@
+"""All communicators of a rank: one for each channel's direction, and circles for reductions and agreement.
+
+Few, as each takes memory on a GPU, and each made by its members only, in one order over the whole Program, so that
+making them neither blocks nor grows with the world. Each is used by one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft.ir.program import LaneKind, Program
+from weft.runtime.channel import Channel
+from weft.runtime.groups import Circle, Group, make_group
+from weft.runtime.place import Place
+from weft.runtime.watch import Sockets
+
+MOST = 8
+"""Communicators a rank may have."""
+
+
+@dataclass
+class Communicators:
+    """What a rank talks through. `pipe` are the ranks of its pipeline, `replicas` those of its place in others.
+
+    `copies` are the ranks with the same stages where micro-batches enter at both ends; gradients meet there, else at
+    `replicas`. Channels are made once the Program is known. `name` tells this pipeline's from another's.
+    """
+
+    name: str
+    place: Place
+    deadline: timedelta
+    pipe: Circle
+    replicas: Circle | None
+    copies: Circle | None = None
+    outgoing: Mapping[int, Channel] = field(default_factory=dict)
+    incoming: Mapping[int, Channel] = field(default_factory=dict)
+    sockets: Sockets = field(default_factory=Sockets)
+
+    @classmethod
+    def make(cls, name: str, place: Place, deadline: timedelta) -> Communicators:
+        """The circles in which ranks can meet."""
+        sockets, replicas = Sockets(), None
+        with sockets.recording():
+            pipe = Circle(f"{name}/pipe/{place.dp_rank}", place.pipe, place.rank, deadline)
+            if place.dp > 1:
+                replicas = Circle(f"{name}/replicas/{place.pp_rank}", place.replicas, place.rank, deadline)
+        return cls(name, place, deadline, pipe, replicas, sockets=sockets)
+
+    def connect(self, program: Program, device: torch.device) -> None:
+        """Makes the rank's channels. Ranks meet pair by pair, in the order of the channels, the same for all."""
+        place, own = self.place, _own_channels(program, self.place.pp_rank)
+        two_ended = program.layout.placement.num_pipes > 1
+        num = len(self) + len(own) + two_ended
+        if num > MOST:
+            raise ValueError(
+                f"rank {place.rank} would need {num} communicators, {MOST} is the most: it has {len(own)} channels; "
+                "place neighbouring stages so that each rank talks to fewer others"
+            )
+        with self.sockets.recording():
+            self._make_channels(own, device)
+            if two_ended:
+                name = f"{self.name}/copies/{min(place.copies)}"
+                self.copies = Circle(name, place.copies, place.rank, self.deadline)
+
+    def _make_channels(self, own: list[tuple[int, int]], device: torch.device) -> None:
+        place = self.place
+        sides: tuple[dict[int, Channel], dict[int, Channel]] = {}, {}
+        for src, dst in own:
+            side, peer = (sides[0], dst) if src == place.pp_rank else (sides[1], src)
+            ranks = sorted((place.rank, place.neighbour(peer)))
+            group = make_group(f"{self.name}/{place.dp_rank}/{src}>{dst}", ranks, place.rank, self.deadline)
+            side[peer] = Channel(group, ranks.index(place.neighbour(peer)), device, self.deadline)
+        self.outgoing, self.incoming = sides
+
+    @property
+    def reduce(self) -> Circle | None:
+        """Where gradients meet, if they have to."""
+        return self.copies if self.copies is not None else self.replicas
+
+    @property
+    def groups(self) -> list[Group]:
+        """All of them."""
+        channels = [channel.group for side in (self.outgoing, self.incoming) for channel in side.values()]
+        return channels + [circle.group for circle in (self.pipe, self.replicas, self.copies) if circle is not None]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def break_off(self) -> None:
+        """Gets a thread that waits on any of them out of its wait, which then raises."""
+        self.sockets.shut()
+        if dist.get_backend() == "nccl":
+            for group in self.groups:
+                group.abort()
+
+
+def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
+    """(from, to) of each channel of a rank, in the order of all channels."""
+    sends = program.lane_kind == LaneKind.SEND
+    ends = zip(program.lane_rank[sends].tolist(), program.lane_peer[sends].tolist(), strict=True)
+    return sorted(channel for channel in ends if pp_rank in channel)

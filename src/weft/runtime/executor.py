@@ -1,0 +1,175 @@
+"""A rank's part of a Program as a list of instructions, and the loop that goes through it.
+
+One thread does everything, in the order that `plan.running.host_order` made: it posts receives, waits for one just
+before its reader, computes, launches sends and reductions. Communication goes on by itself in between. The list is
+made once; a step only walks it, noting the time behind each instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter_ns
+from typing import NamedTuple
+
+from weft.ir.program import LaneKind, Op, OpKind, Program
+from weft.plan.running import host_order
+from weft.runtime.boundary import Boundary, to_header
+from weft.runtime.channel import Channel, Posted
+from weft.runtime.gradients import Gradients
+from weft.runtime.stage import Stage, Tensors
+
+NOBODY = -1
+"""Whom computation waits for. A message waits for a rank; a reduction for some of them, which have a number below."""
+
+
+class Instruction(NamedTuple):
+    """`op` is the Program's op it belongs to; `peer` the rank it may have to wait for, or NOBODY."""
+
+    op: int
+    run: Callable[[], None]
+    peer: int
+
+
+@dataclass
+class Part:
+    """What a rank's instructions work on."""
+
+    program: Program
+    pp_rank: int
+    stages: Mapping[int, Stage]
+    outgoing: Mapping[int, Channel]
+    incoming: Mapping[int, Channel]
+    gradients: Gradients
+    reducers: int
+    global_rank: Callable[[int], int]
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    """What arrives at a chunk, once its header came."""
+
+
+def instructions(part: Part) -> list[Instruction]:
+    """The rank's ops, in the order its thread comes to them, with a wait before each reader."""
+    program = part.program
+    posted: dict[int, Posted] = {}
+    made: list[Instruction] = []
+    last: list[Instruction] = []
+    for index in host_order(program)[part.pp_rank]:
+        op = program.op(int(index))
+        if op.lane.kind is LaneKind.COMPUTE:
+            for needed in map(program.op, program.deps(op.index)):
+                if needed.kind.is_recv:
+                    peer = part.global_rank(needed.lane.peer)
+                    made.append(Instruction(needed.index, _arrive(part, needed, posted), peer))
+            made.append(Instruction(op.index, _compute(part, op), NOBODY))
+        elif op.kind.is_recv:
+            made.append(Instruction(op.index, _post(part, op, posted), part.global_rank(op.lane.peer)))
+        elif op.kind.is_send:
+            peer = part.global_rank(op.lane.peer)
+            made.append(Instruction(op.index, _send(part, op), peer))
+            if op.index + 1 in program.lane_ptr:  # the last of its channel
+                last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
+        else:
+            made.append(Instruction(op.index, partial(part.gradients.reduce, op.chunk), part.reducers))
+            last.append(Instruction(op.index, partial(part.gradients.arrive, op.chunk), part.reducers))
+    return made + last
+
+
+def _compute(part: Part, op: Op) -> Callable[[], None]:
+    stage, mb = part.stages[op.chunk], op.mb
+    if op.kind is OpKind.W:
+        return partial(stage.weight_half, mb, part.gradients.add)
+    if op.kind is OpKind.F:
+        after = _neighbour(part, op.chunk, +1)
+        return partial(stage.forward, mb) if after is None else partial(_forward_here, stage, after, mb)
+    run = stage.input_half if op.kind is OpKind.I else stage.backward
+    before = _neighbour(part, op.chunk, -1)
+    return partial(run, mb) if before is None else partial(_backward_here, run, stage, before, mb)
+
+
+def _neighbour(part: Part, chunk: int, step: int) -> Stage | None:
+    """The stage beside this one, if it is on the same rank: then nothing is sent."""
+    place = part.program.layout.placement.neighbour(part.pp_rank, chunk, step)
+    return part.stages[place[1]] if place is not None and place[0] == part.pp_rank else None
+
+
+def _forward_here(stage: Stage, after: Stage, mb: int) -> None:
+    stage.forward(mb)
+    assert stage.boundary is not None
+    after.inputs[mb] = _as_leaves(stage.outputs.pop(mb), stage.boundary)
+
+
+def _backward_here(run: Callable[[int], None], stage: Stage, before: Stage, mb: int) -> None:
+    run(mb)
+    before.output_grads[mb] = stage.input_grads.pop(mb)
+
+
+def _as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
+    for tensor, spec in zip(tensors, boundary, strict=True):
+        if spec.grad:
+            tensor.requires_grad_()
+    return tensors
+
+
+def _post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
+
+    def post_forward() -> None:
+        if op.chunk not in boundaries:
+            boundaries[op.chunk] = channel.receive_header()
+        posted[op.index] = channel.post(boundaries[op.chunk])
+
+    def post_gradient() -> None:
+        assert stage.boundary is not None, "its forward has run"
+        posted[op.index] = channel.post(tuple([spec for spec in stage.boundary if spec.grad]))
+
+    return post_forward if op.kind is OpKind.RECV_F else post_gradient
+
+
+def _arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
+    index, chunk, mb = op.index, op.chunk, op.mb
+
+    def forward() -> None:
+        stage.inputs[mb] = _as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
+
+    def gradient() -> None:
+        stage.output_grads[mb] = channel.wait_for(posted.pop(index))
+
+    return forward if op.kind is OpKind.RECV_F else gradient
+
+
+def _send(part: Part, op: Op) -> Callable[[], None]:
+    """A send's label is its reader's; what it sends is made by the op it waits for."""
+    channel, mb = part.outgoing[op.lane.peer], op.mb
+    maker = next(m for m in map(part.program.op, part.program.deps(op.index)) if m.lane.kind is LaneKind.COMPUTE)
+    stage = part.stages[maker.chunk]
+    leaving: dict[int, Tensors] = stage.outputs if op.kind is OpKind.SEND_F else stage.input_grads
+
+    def send() -> None:
+        channel.send(leaving.pop(mb))
+
+    def send_forward() -> None:
+        if stage.header_due:
+            stage.header_due = False
+            assert stage.boundary is not None, "its forward has run"
+            channel.send_header(to_header(stage.boundary, stage.number))
+        channel.send(leaving.pop(mb))
+
+    return send_forward if op.kind is OpKind.SEND_F else send
+
+
+def walk(listed: list[Instruction], slots: memoryview, ends: list[int]) -> None:
+    """Runs a step. `slots` shows others where this rank is; `ends` gets the times."""
+    now, note = perf_counter_ns, ends.append
+    note(now())
+    for op, run, peer in listed:
+        slots[0] = op
+        slots[1] = peer
+        run()
+        note(now())
+
+
+def where(listed: list[Instruction], ends: list[int]) -> Instruction:
+    """The instruction that a step which failed was at."""
+    return listed[len(ends) - 1]

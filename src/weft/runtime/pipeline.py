@@ -1,0 +1,314 @@
+"""A schedule on real processes: `Pipeline` makes a rank's part of it and runs steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.ir import Kind, Schedule
+from weft.ir.program import OpKind, Program
+from weft.ir.trace import Trace
+from weft.passes.mesh import spread
+from weft.plan.running import expected, join_halves, lower_running
+from weft.runtime import split
+from weft.runtime.batch import StepReport, agree, microbatches
+from weft.runtime.boundary import Boundary
+from weft.runtime.clock import clock_offset
+from weft.runtime.communicators import Communicators
+from weft.runtime.executor import Instruction, Part, instructions, walk, where
+from weft.runtime.gradients import Gradients
+from weft.runtime.groups import next_name
+from weft.runtime.guard import PIPE, REPLICAS, Guard
+from weft.runtime.meeting import Met, check_copies, meet
+from weft.runtime.place import place_in
+from weft.runtime.recorder import Recorder, merge
+from weft.runtime.seeding import Seeds, generator_of, layers_of, step_seed
+from weft.runtime.split import Halves, Split
+from weft.runtime.stage import LossFn, Stage
+from weft.verify import verify_program, verify_schedule
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A Program with this rank's instructions."""
+
+    program: Program
+    listed: list[Instruction]
+    recorder: Recorder
+
+
+class Pipeline:
+    """A rank's part of a pipeline that runs `schedule`.
+
+    `stages`: for each of this rank's chunks its module. `mesh`: a DeviceMesh with the dimension pp, and perhaps dp.
+    `loss_fn(output, target)`: one number for a micro-batch, on the ranks that hold the last stage.
+    `deadline_s`: how long a rank waits for another before it takes it for lost.
+    `seed`: what randomness in the stages starts from; None leaves it alone.
+    `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
+    `address`: where other hosts reach this one, if it is not the address from which this one reaches torch's store.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        *,
+        mesh: DeviceMesh,
+        loss_fn: LossFn,
+        deadline_s: float = 600.0,
+        seed: int | None = 0,
+        boundaries: Mapping[int, Boundary] | None = None,
+        address: str | None = None,
+    ) -> None:
+        self.place = place_in(mesh, schedule.pp)
+        self.device = _device(stages, mesh)
+        self._control = torch.device("cpu") if self.device.type == "meta" else self.device
+        self.splits: dict[int, Split] = {}
+        self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
+        self._modules = dict(stages)
+        self.talk = Communicators.make(next_name(self.place), self.place, self._deadline)
+        self._guard = Guard()
+        met = self._meet(schedule)
+        self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
+        _verify(self.schedule)
+        copies = schedule.placement.num_pipes > 1
+        self.program = self._plan(reduce=copies or self.place.dp > 1)
+        self.talk.connect(self.program, self.device)
+        self._guard.program = self.program
+        if dist.get_backend() != "fake":
+            self._guard.join(self.talk, deadline_s, self._control, address)
+        order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
+        self.gradients = Gradients(self._modules, order, self.talk.reduce)
+        check_copies(self.gradients, self.device)
+        self.stages = self._make_stages(loss_fn, met, boundaries or {})
+        self._boundaries = self._incoming(boundaries or {})
+        self._last: _Walk | None = None
+        self.report: StepReport | None = None
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, schedule: Schedule) -> Met:
+        """Holds this rank's modules against the schedule, and what the other ranks have."""
+        problem: ValueError | None = None
+        chunks = range(schedule.vpp)
+        try:
+            if sorted(self._modules) != list(chunks):
+                raise ValueError(
+                    f"stages are a module for each chunk of this rank, {list(chunks)}, got {sorted(self._modules)}; "
+                    f"by the schedule they are stages {schedule.placement.stages[self.place.pp_rank]} of the model"
+                )
+            for chunk, module in self._modules.items():
+                if isinstance(module, nn.parallel.DistributedDataParallel):
+                    raise ValueError(
+                        f"chunk {chunk} is a DistributedDataParallel; give the module inside, Weft reduces"
+                    )
+            halved = {
+                action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W
+            }
+            self.splits = {c: split.examine(self._modules[c]) for c in chunks if c in halved}
+        except ValueError as error:
+            problem = error
+        can = [self.splits[c].possible if c in self.splits else True for c in chunks]
+        layers = [len(layers_of(self._modules[c])) if c in self._modules else 0 for c in chunks]
+        return meet(self.talk, schedule, can, layers, problem, self._control)
+
+    def _plan(self, *, reduce: bool) -> Program:
+        program = lower_running(self.schedule, reduce=reduce)
+        report = verify_program(program, expected(program))
+        if not report.clean:
+            raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
+        return program
+
+    def _make_stages(self, loss_fn: LossFn, met: Met, boundaries: Mapping[int, Boundary]) -> dict[int, Stage]:
+        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
+        layers = [met.layers[placement.holder(stage)] for stage in range(placement.num_stages)]
+        made = {}
+        for chunk, module in self._modules.items():
+            number = placement.stage(self.place.pp_rank, chunk)
+            seeds = Seeds(module, self.device, sum(layers[:number]), sum(layers)) if self._seed is not None else None
+            halves = Halves() if chunk in self.splits and self.splits[chunk].possible else None
+            if halves is not None:
+                split.apply(module, halves)
+            offset = self.place.dp_rank * self.schedule.num_microbatches + placement.pipes[chunk] * per_pipe
+            made[chunk] = stage = Stage(number, module, halves, seeds, offset)
+            if number == placement.num_stages - 1:
+                stage.loss_fn = loss_fn
+            if number in boundaries:
+                stage.boundary, stage.header_due = boundaries[number], False
+        return made
+
+    def _incoming(self, boundaries: Mapping[int, Boundary]) -> dict[int, Boundary]:
+        return {c: boundaries[s.number - 1] for c, s in self.stages.items() if s.number - 1 in boundaries}
+
+    @cached_property
+    def _with_reduce(self) -> _Walk:
+        return self._make_walk(self.program)
+
+    @cached_property
+    def _without_reduce(self) -> _Walk:
+        return self._make_walk(self._plan(reduce=False))
+
+    def _make_walk(self, program: Program) -> _Walk:
+        part = Part(
+            program,
+            self.place.pp_rank,
+            self.stages,
+            self.talk.outgoing,
+            self.talk.incoming,
+            self.gradients,
+            PIPE if self.talk.copies is not None else REPLICAS,
+            self.place.neighbour,
+            self._boundaries,
+        )
+        listed = instructions(part)
+        return _Walk(program, listed, Recorder(program, listed))
+
+    # -- running it --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        num_tokens: float | None = None,
+        reduce: bool = True,
+    ) -> Tensor:
+        """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
+
+        `inputs` are needed where the first stage is, `targets` where the last is: a tensor that is cut into
+        micro-batches, or a list of them. What they are on other ranks does not matter. The gradient is that of
+        sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
+        step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
+        says more.
+        """
+        with_reduce = reduce and self.gradients.circle is not None
+        walk_list = self._with_reduce if with_reduce or self.gradients.circle is None else self._without_reduce
+        scale = self._scale(num_tokens)
+        self._feed(inputs, targets)
+        self.gradients.begin(reduce=reduce)
+        factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
+        for stage in self.stages.values():
+            stage.begin_step(factor)
+        self._last = walk_list
+        with self._guard.step(self._step):
+            self._run(walk_list)
+            self.gradients.finish(reduce=reduce)
+            return self._finish(scale)
+
+    def _scale(self, num_tokens: float | None) -> float:
+        if num_tokens is None:
+            return 1.0 / (self.schedule.num_microbatches * self.place.dp)
+        if not num_tokens > 0:
+            raise ValueError(f"num_tokens is what the sum of the losses is divided by, more than 0, got {num_tokens}")
+        return 1.0 / float(num_tokens)
+
+    def _feed(self, inputs: Any, targets: Any) -> None:
+        """Gives the first and the last stages their micro-batches."""
+        placement, num = self.schedule.placement, self.schedule.num_microbatches
+        per_pipe = self.schedule.microbatches_per_pipe
+        last = placement.num_stages - 1
+        for chunk, stage in self.stages.items():
+            first_mb = placement.pipes[chunk] * per_pipe
+            stage.inputs.clear()
+            stage.targets.clear()
+            if stage.number == 0:
+                mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
+                stage.inputs.update((mb, x if isinstance(x, tuple) else (x,)) for mb, x in enumerate(mine))
+            if stage.number == last:
+                stage.targets.update(enumerate(microbatches(targets, num, "targets")[first_mb : first_mb + per_pipe]))
+
+    def _run(self, chosen: _Walk) -> None:
+        ends = chosen.recorder.ends = []
+        generator = generator_of(self.device)
+        state = generator.get_state() if self._seed is not None else None
+        if self._seed is not None:
+            base = step_seed(self._seed, self._step)
+            for stage in self.stages.values():
+                assert stage.seeds is not None
+                stage.seeds.begin_step(base)
+        try:
+            walk(chosen.listed, self._guard.slots, ends)
+        except Exception as error:
+            self._guard.blame(error, where(chosen.listed, ends))
+        finally:
+            if state is not None:
+                generator.set_state(state)
+        self._step += 1
+
+    def _finish(self, scale: float) -> Tensor:
+        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
+        losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
+        for chunk, stage in self.stages.items():
+            for mb, loss in stage.losses.items() if self.device.type != "meta" else ():
+                losses[placement.pipes[chunk] * per_pipe + mb] += loss
+        with self._guard.together("the agreement on the loss"):
+            loss, losses, num_bad, alike = agree(self.talk, losses, scale, self.gradients.num_bad())
+        if not alike:
+            raise ValueError(
+                "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
+            )
+        finite = num_bad == 0 and bool(loss.isfinite())
+        self.report = StepReport(loss, losses, finite, self.gradients.reduced)
+        return loss
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace:
+        """What the last step's ops took, all ranks on one clock. Every rank of the mesh has to ask for it."""
+        if self._last is None:
+            raise ValueError("there is no step yet to have a trace of")
+        program = spread(self._last.program, ep=1, dp=self.place.dp)
+        times = torch.from_numpy(self._last.recorder.times(self._last.program.num_ops)).to(self._control)
+        mine = times >= 0
+        with self._guard.step(self._step), self._guard.together("the trace"):
+            times = torch.where(mine, times + self._clock_offset, 0)
+            self.talk.pipe.all_reduce(times)
+            replicas = self.talk.replicas.all_gather(times) if self.talk.replicas is not None else [times]
+        start, end = torch.cat(replicas, dim=1).cpu().numpy()
+        return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
+
+    @cached_property
+    def _clock_offset(self) -> int:
+        along_pp = clock_offset(self.talk.pipe, self._control)
+        if self.talk.replicas is None:
+            return along_pp
+        along_dp = torch.tensor([clock_offset(self.talk.replicas, self._control)], device=self._control)
+        return along_pp + int(self.talk.pipe.all_gather(along_dp)[0])
+
+    def close(self) -> None:
+        """Gives the modules back as they were, and says goodbye to the other ranks."""
+        self._guard.close()
+        self.gradients.close()
+        for stage in self.stages.values():
+            split.restore(stage.module)
+            if stage.seeds is not None:
+                stage.seeds.close()
+
+
+def _verify(schedule: Schedule) -> None:
+    report = verify_schedule(schedule)
+    if not report.clean:
+        raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'weft verify' shows it all")
+
+
+def _reduce_order(program: Program, pp_rank: int) -> list[int]:
+    """The rank's chunks in the order in which their gradients are reduced."""
+    mine = (program.kind == OpKind.REDUCE_GRAD) & (program.lane_rank[program.lane_of] == pp_rank)
+    return [int(chunk) for chunk in program.chunk[mine]]
+
+
+def _device(stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> torch.device:
+    """Where the stages are; without parameters, where the mesh is."""
+    found = {p.device for module in stages.values() for p in module.parameters()}
+    if len(found) > 1:
+        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(map(str, found)))}")
+    return found.pop() if found else torch.device(mesh.device_type)

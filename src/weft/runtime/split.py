@@ -1,0 +1,179 @@
+"""Weight halves as closures: a linear's input gradient now, its weight gradient when the schedule says.
+
+While an input half runs, each `nn.Linear` of the chunk computes only the gradient of its input, and puts aside what
+the other half needs: its own input and the gradient of its output. The weight half multiplies the two. No graph is
+kept or walked for it, and nothing else that autograd saved stays alive in between. All other parameters (norms,
+embeddings, what custom modules own) get their gradients in the input half, so gradients never depend on how much
+could be put off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+AddGradient = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Half:
+    """What the weight half of one linear needs."""
+
+    linear: nn.Linear
+    x: Tensor
+    grad: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """What it keeps alive."""
+        return self.x.nbytes + self.grad.nbytes
+
+    def run(self, add: AddGradient) -> None:
+        """Makes the weight's gradient, and the bias's."""
+        grad, x = self.grad.flatten(0, -2), self.x.flatten(0, -2)
+        if self.linear.weight.requires_grad:
+            add(self.linear.weight, grad.t() @ x)
+        if self.linear.bias is not None and self.linear.bias.requires_grad:
+            add(self.linear.bias, grad.sum(0))
+
+
+class Halves:
+    """Where the linears of one chunk put their weight halves; closed, they run with the rest of the backward."""
+
+    def __init__(self) -> None:
+        self._open: list[Half] | None = None
+
+    def open(self) -> None:
+        """From here on weight halves are put aside."""
+        self._open = []
+
+    def close(self) -> list[Half]:
+        """What was put aside since `open`."""
+        halves, self._open = self._open, None
+        assert halves is not None, "closed without being opened"
+        return halves
+
+    def take(self, linear: nn.Linear, x: Tensor, grad: Tensor) -> bool:
+        """Puts a weight half aside, if it is open."""
+        if self._open is None:
+            return False
+        self._open.append(Half(linear, x, grad))
+        return True
+
+
+def _as_it_is(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast: what precision a linear has was settled before it."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+class _Linear(torch.autograd.Function):
+    """`functional.linear` in one precision, whose backward leaves the weight half to `Halves` while that is open."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: Halves, linear: nn.Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.halves, ctx.linear = halves, linear
+        with _as_it_is(x):
+            return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with _as_it_is(x):
+            dx = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+            if ctx.halves.take(ctx.linear, x, grad):
+                return dx, None, None, None, None
+            flat = grad.flatten(0, -2)
+            dw = (flat.t() @ x.flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            db = flat.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None
+
+
+class SplitForward:
+    """Stands in for a linear's `forward`. Where nothing trains it is the plain one."""
+
+    def __init__(self, linear: nn.Linear, halves: Halves) -> None:
+        self.linear, self.halves = linear, halves
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """The linear's output, in autocast's precision if that is on."""
+        linear = self.linear
+        if not torch.is_grad_enabled() or input.dim() < 2:
+            return functional.linear(input, linear.weight, linear.bias)
+        kind = input.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        out: Tensor = _Linear.apply(input, linear.weight, linear.bias, self.halves, linear)  # type: ignore[no-untyped-call]
+        return out
+
+
+@dataclass(frozen=True)
+class Split:
+    """How much of a chunk's backward can run apart. `why` says what stands against it, if all does."""
+
+    num_params: int
+    num_deferred: int
+    why: str | None
+
+    @property
+    def possible(self) -> bool:
+        """Has it a weight half at all."""
+        return self.why is None
+
+    def __str__(self) -> str:
+        if self.why is not None:
+            return f"backward runs whole: {self.why}"
+        return f"{self.num_deferred} of {self.num_params} parameters get their gradient in the weight half"
+
+
+def examine(module: nn.Module) -> Split:
+    """Can the weight half of this module's backward run apart, and for how many of its parameters."""
+    params = {p for p in module.parameters() if p.requires_grad}
+    deferred = {p for linear in _linears(module) for p in linear.parameters(recurse=False) if p.requires_grad}
+    why = _against(module) or (None if deferred else "it has no nn.Linear that trains")
+    return Split(len(params), len(deferred), why)
+
+
+def apply(module: nn.Module, halves: Halves) -> None:
+    """Lets the linears of a module put their weight halves into `halves`."""
+    for linear in _linears(module):
+        linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]
+
+
+def restore(module: nn.Module) -> None:
+    """Gives the linears their own `forward` back."""
+    for part in module.modules():
+        if isinstance(part.__dict__.get("forward"), SplitForward):
+            del part.__dict__["forward"]
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Linear]:
+    """Exactly `nn.Linear`: a subclass, or one whose forward was replaced, may compute something else."""
+    for part in module.modules():
+        own = part.__dict__.get("forward")
+        if type(part) is nn.Linear and (own is None or isinstance(own, SplitForward)):
+            yield part
+
+
+def _against(module: nn.Module) -> str | None:
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds; without it nothing is compiled
+    compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
+    for name, part in module.named_modules():
+        where = f" ({name})" if name else ""
+        if isinstance(part, compiled) or part._compiled_call_impl is not None:
+            return f"it is compiled{where}"
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"it is scripted{where}"
+    if any(type(p.data) is not Tensor for p in module.parameters()):
+        return "its parameters are not plain tensors (DTensor?)"
+    return None

@@ -1,0 +1,145 @@
+"""One chunk of a rank: a module with its forwards, backwards and halves, cut off from the stages beside it.
+
+Each forward starts from leaves of its own and leaves behind only the edges at which its backward starts, so a stage's
+output is free as soon as it has been sent. What arrives and what leaves is kept by micro-batch, never by order of
+arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from weft.runtime.boundary import Boundary, boundary_of, fits
+from weft.runtime.seeding import Seeds
+from weft.runtime.split import AddGradient, Half, Halves
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+class Output(NamedTuple):
+    """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one."""
+
+    output: Tensor | Tensors
+    aux_loss: Tensor
+
+
+class _Kept(NamedTuple):
+    """What a backward needs of its forward, besides what autograd saved."""
+
+    inputs: Tensors
+    roots: tuple[GradientEdge, ...]
+    loss: tuple[Tensor, ...]
+
+
+class Stage:
+    """A chunk's module. `mb_offset` turns a micro-batch of its pipe into one of the global batch."""
+
+    def __init__(
+        self, number: int, module: nn.Module, halves: Halves | None, seeds: Seeds | None, mb_offset: int
+    ) -> None:
+        self.number, self.module, self.halves, self.seeds, self.mb_offset = number, module, halves, seeds, mb_offset
+        self.loss_fn: LossFn | None = None
+        self.boundary: Boundary | None = None
+        self.header_due = True
+        self.inputs: dict[int, Tensors] = {}
+        self.targets: dict[int, Any] = {}
+        self.outputs: dict[int, Tensors] = {}
+        self.output_grads: dict[int, Tensors] = {}
+        self.input_grads: dict[int, Tensors] = {}
+        self.losses: dict[int, Tensor] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._halves_of: dict[int, list[Half]] = {}
+        self._scale: Tensor | None = None
+
+    def begin_step(self, scale: Tensor) -> None:
+        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
+        for left in (self.outputs, self.output_grads, self.input_grads, self.losses, self._kept, self._halves_of):
+            left.clear()
+        self._scale = scale
+
+    def forward(self, mb: int) -> None:
+        """F: from `inputs` to `outputs`, or to the loss on the last stage."""
+        inputs = self.inputs.pop(mb)
+        if self.seeds is not None:
+            self.seeds.begin(self.mb_offset + mb)
+        result = self.module(*inputs)
+        aux: tuple[Tensor, ...] = ()
+        if isinstance(result, Output):
+            aux, result = (result.aux_loss,), result.output
+        if self.loss_fn is not None:
+            main = self.loss_fn(result, self.targets.pop(mb))
+            self._keep_loss(mb, inputs, (main, *aux))
+            return
+        outputs = result if isinstance(result, tuple) else (result,)
+        if self.boundary is None or not fits(outputs, self.boundary):
+            self._check(mb, outputs)
+        roots = tuple([get_gradient_edge(o) for o in outputs if o.requires_grad])
+        for loss in aux:
+            self.losses[mb] = loss.detach()
+        self._kept[mb] = _Kept(inputs, roots, aux)
+        self.outputs[mb] = tuple([o.detach() for o in outputs])
+
+    def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
+        for loss in losses:
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"a loss is one number for a micro-batch, got {got}; return its sum or its mean")
+        self._kept[mb] = _Kept(inputs, (), losses)
+        total = losses[0].detach()
+        self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
+
+    def _check(self, mb: int, outputs: Tensors) -> None:
+        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise ValueError(
+                    f"stage {self.number} returned {type(output).__name__}; a stage returns a tensor, a tuple of "
+                    "tensors, or weft.Output(output, aux_loss)"
+                )
+        if self.boundary is None:
+            self.boundary = boundary_of(outputs)
+            return
+        got, first = (", ".join(map(str, b)) for b in (boundary_of(outputs), self.boundary))
+        raise ValueError(
+            f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have one "
+            "shape: pad them, or make a new Pipeline for the new shape"
+        )
+
+    def backward(self, mb: int) -> None:
+        """B: from the gradients of the outputs to those of the inputs and of all parameters."""
+        inputs, roots, losses = self._kept.pop(mb)
+        grads: tuple[Tensor | None, ...] = self.output_grads.pop(mb) if self.loss_fn is None else ()
+        if self.seeds is not None:
+            self.seeds.begin(self.mb_offset + mb)  # for what is computed again
+        starts: list[Any] = list(roots)
+        if losses:
+            starts += [loss for loss in losses if loss.requires_grad]
+            assert self._scale is not None
+            grads = (*grads, *[self._scale.to(loss.dtype) for loss in losses if loss.requires_grad])
+        if starts:
+            torch.autograd.backward(starts, grads)
+        self.input_grads[mb] = tuple(
+            [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs if x.requires_grad]
+        )
+
+    def input_half(self, mb: int) -> None:
+        """I: as B, but the linears' weight gradients are put off."""
+        assert self.halves is not None
+        self.halves.open()
+        self.backward(mb)
+        self._halves_of[mb] = self.halves.close()
+
+    def halves_of(self, mb: int) -> list[Half]:
+        """What a weight half has yet to do."""
+        return self._halves_of[mb]
+
+    def weight_half(self, mb: int, add: AddGradient) -> None:
+        """W: the weight gradients that were put off."""
+        for half in self._halves_of.pop(mb):
+            half.run(add)

@@ -1,0 +1,122 @@
+"""How ranks find each other: cards exchanged once over the given groups, after which no store is needed.
+
+In each group the ranks form a ring, in the order of the group. A rank has a connection to the rank before and after it
+in each ring: four at most on a mesh of two dimensions, whatever its size, and news goes round both ways.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+_CARD = struct.Struct("!I46sHIi16s16s16s")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Where a rank is called and how it is known: `host` is its host and pid namespace, `network` its network's."""
+
+    rank: int
+    address: str
+    port: int
+    pid: int
+    progress_fd: int
+    token: bytes
+    host: bytes
+    network: bytes
+
+    @property
+    def mark(self) -> int:
+        """What its page is marked with."""
+        return int.from_bytes(self.token[:8], "little", signed=True)
+
+    def pack(self) -> bytes:
+        """The card in a fixed number of bytes."""
+        address = self.address.encode()
+        head = (self.rank, address, self.port, self.pid, self.progress_fd)
+        return _CARD.pack(*head, self.token, self.host, self.network)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Card:
+        """The card that was packed."""
+        rank, address, *rest = _CARD.unpack(data)
+        return cls(rank, address.rstrip(b"\0").decode(), *rest)
+
+
+class Ring(Protocol):
+    """Ranks that can gather: their numbers in the world, in the order of the ring."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everyone's tensor, in the order of `ranks`."""
+        ...
+
+
+def beside(ranks: Sequence[int], rank: int) -> set[int]:
+    """The ranks before and after `rank` in the ring of `ranks`."""
+    at = list(ranks).index(rank)
+    return {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}
+
+
+def exchange(groups: Sequence[Ring], card: Card, device: torch.device) -> dict[int, Card]:
+    """The cards of this rank's neighbours in all rings."""
+    neighbours: dict[int, Card] = {}
+    own = torch.tensor(list(card.pack()), dtype=torch.uint8, device=device)
+    for group in groups:
+        if len(group.ranks) == 1:
+            continue
+        gathered = group.all_gather(own)
+        for rank in beside(group.ranks, card.rank):
+            other = Card.unpack(bytes(gathered[group.ranks.index(rank)].tolist()))
+            _refuse_loopback(card, other)
+            neighbours[rank] = other
+    return neighbours
+
+
+def own_address() -> str:
+    """The address at which neighbours can call this process.
+
+    It is the one from which the store is reached, as the other ranks reach the store too; where there is no such
+    store, what the host's name stands for, or the address of the default route if that is a loopback.
+    """
+    with suppress(Exception):  # a private way to the store: any failure leaves the ways below
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return _address_towards(str(getattr(store, "host")))  # noqa: B009
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    with suppress(OSError):
+        return _address_towards("192.0.2.1")  # reserved for documentation; nothing is sent
+    return "127.0.0.1"
+
+
+def _address_towards(host: str) -> str:
+    """The address this process has towards `host`: a datagram socket is given one without sending anything."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _refuse_loopback(one: Card, other: Card) -> None:
+    for card in (one, other):
+        if one.network != other.network and ipaddress.ip_address(card.address).is_loopback:
+            raise ValueError(
+                f"ranks {one.rank} and {other.rank} are on different networks, but rank {card.rank} has the address "
+                f"{card.address}, which no other host can reach; give it another with address="
+            )

@@ -1,0 +1,279 @@
+"""The watch without processes: what is said, what a person reads, who may come in, what is shut."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.runtime.watch import RankLost, Sockets
+from weft.runtime.watch.links import Neighbour, open_door
+from weft.runtime.watch.loss import from_network, rank_lost, timed_out
+from weft.runtime.watch.meet import Card, beside, own_address
+from weft.runtime.watch.news import (
+    UNKNOWN,
+    Ask,
+    Beat,
+    Bye,
+    Cause,
+    Condition,
+    Frames,
+    Hello,
+    Kind,
+    Lost,
+    MalformedError,
+    Message,
+    Sight,
+    State,
+    encode,
+)
+from weft.runtime.watch.post import Post
+from weft.runtime.watch.progress import Onlooker, Progress, Slots
+
+TOKEN = bytes(range(16))
+
+
+# What is said.
+
+ints = st.integers(-(2**63), 2**63 - 1)
+naturals = st.integers(0, 2**32 - 1)
+slots = st.builds(Slots, ints, ints, ints)
+messages = st.one_of(
+    st.builds(Hello, st.binary(min_size=16, max_size=16), naturals),
+    st.builds(Beat, slots),
+    st.builds(Bye, slots),
+    st.builds(
+        Lost,
+        *(naturals, naturals, naturals, st.sampled_from(Kind), ints, ints, ints, naturals),
+        *(st.booleans(), st.booleans(), st.booleans(), st.text(st.characters(categories=["L", "N"]), max_size=100)),
+    ),
+    st.builds(Ask, naturals, naturals, st.sampled_from(Cause)),
+    st.builds(
+        State,
+        *(naturals, naturals, st.tuples(naturals, naturals)),
+        st.builds(
+            Sight,
+            *(naturals, st.sampled_from(Condition), ints, ints, naturals, st.booleans()),
+            st.lists(naturals, max_size=20).map(tuple),
+        ),
+    ),
+)
+
+
+@given(st.lists(messages, max_size=8), st.integers(1, 50))
+def test_what_is_said_is_heard(said: list[Message], piece: int) -> None:
+    data = b"".join(map(encode, said))
+    frames = Frames()
+    assert [message for at in range(0, len(data), piece) for message in frames.feed(data[at : at + piece])] == said
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_messages_or_malformed(data: bytes) -> None:
+    frames = Frames()
+    try:
+        frames.feed(data)
+    except MalformedError:
+        return
+
+
+def test_text_of_others_is_cut_and_printable() -> None:
+    lost = Lost(1, 1, 1, Kind.RAISED, 0, 0, 0, 0, text="ValueError: \x1b[2J" + "x" * 5000)
+    (heard,) = Frames().feed(encode(lost))
+    assert isinstance(heard, Lost)
+    assert len(heard.text) <= 600
+    assert heard.text.isprintable()
+
+
+# What a person reads.
+
+
+def told(lost: Lost, waiting_for: str | None = None) -> RankLost:
+    here = Slots(1, 1, 7)
+    return rank_lost(
+        lost, rank=0, here=here, name=lambda rank, op: f"F{op}.{rank}", deadline_s=60, waiting_for=waiting_for
+    )
+
+
+def test_the_words_of_a_loss() -> None:
+    killed = Lost(1, 1, 2, Kind.KILLED, 3, 7, 0, 0)
+    error = told(killed, "B1.0 from rank 1")
+    assert str(error) == (
+        "rank 2 was lost first: killed at F3.2 (step 7). This rank (0) was at F1.0, waiting for B1.0 from rank 1."
+    )
+    assert (error.rank, error.kind, error.op, error.waiting_for) == (2, "killed", "F3.2", "B1.0 from rank 1")
+    assert "killed, last seen at F3.2" in str(told(replace(killed, exact=False)))
+    assert "killed between steps, after step 7." in str(told(replace(killed, op=-1)))
+    assert "killed before its first step." in str(told(replace(killed, op=-1, step=-1)))
+    assert told(replace(killed, op=UNKNOWN)).op is None
+    assert "raised KeyError at F3.2 (step 7): 'a: b'. This" in str(
+        told(replace(killed, kind=Kind.RAISED, text="KeyError: 'a: b'"))
+    )
+    assert "for 61.0 s. If it was only slow, give more than 60 s." in str(
+        told(replace(killed, kind=Kind.HUNG, still_ms=61000))
+    )
+    assert "ranks 0, 2 wait for each other" in str(told(replace(killed, kind=Kind.HUNG, text="0, 2")))
+
+
+def test_errors_of_the_network_are_known_by_their_text() -> None:
+    late = RuntimeError("[/pytorch/gloo] Timed out waiting 1500ms for recv operation to complete")
+    closed = RuntimeError("[/pytorch/gloo] Connection closed by peer [127.0.0.1]:1234")
+    assert (timed_out(late), from_network(late)) == (True, True)
+    assert (timed_out(closed), from_network(closed)) == (False, True)
+    assert not from_network(ValueError("shapes differ"))
+
+
+# Who may come in.
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+        self.missed: list[tuple[int, bool]] = []
+
+    def hear(self, neighbour: Neighbour, message: Message) -> None:
+        self.heard.append(message)
+
+    def miss(self, neighbour: Neighbour, *, died: bool) -> None:
+        self.missed.append((neighbour.rank, died))
+
+
+def card(rank: int) -> Card:
+    return Card(rank, "127.0.0.1", 1, os.getpid(), 0, TOKEN, b"h" * 16, b"n" * 16)
+
+
+@pytest.fixture
+def open_post() -> Iterator[tuple[Post, Ears, tuple[str, int]]]:
+    ears, door = Ears(), open_door("127.0.0.1")
+    post = Post(ears, [Neighbour(card(3), None)], door, TOKEN)
+    post.open({})
+    yield post, ears, door.getsockname()
+    post.close()
+
+
+def is_hung_up(post: Post, caller: socket.socket) -> bool:
+    caller.settimeout(0.01)
+    for _ in range(100):
+        post.turn(0.01)
+        try:
+            return caller.recv(1) == b""
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 5000,
+        encode(Hello(bytes(16), 3)),
+        encode(Hello(TOKEN, 4)),
+        encode(Beat(Slots(0, 0, 0))),
+        encode(Hello(TOKEN, 3))[:3] + b"\0" * 28,
+    ],
+    ids=["http", "noise", "wrong token", "not a neighbour", "no hello", "wrong magic"],
+)
+def test_strangers_are_refused(open_post: tuple[Post, Ears, tuple[str, int]], said: bytes) -> None:
+    post, ears, address = open_post
+    with socket.create_connection(address) as caller, socket.create_connection(address) as friend:
+        caller.sendall(said)
+        assert is_hung_up(post, caller)
+        assert not post.met.is_set()
+        friend.sendall(encode(Hello(TOKEN, 3)) + encode(Beat(Slots(1, 2, 3))))
+        for _ in range(10):
+            post.turn(0.01)
+        assert post.met.is_set()
+        assert ears.heard == [Beat(Slots(1, 2, 3))]
+        with pytest.raises(ConnectionError):
+            socket.create_connection(address)  # the door is shut
+
+
+def test_a_neighbour_that_sends_no_message_is_dropped(open_post: tuple[Post, Ears, tuple[str, int]]) -> None:
+    post, ears, address = open_post
+    with socket.create_connection(address) as friend:
+        friend.sendall(encode(Hello(TOKEN, 3)))
+        post.turn(0.1)  # the call
+        post.turn(0.1)  # the hello
+        friend.sendall(b"\xff" * 10)
+        assert is_hung_up(post, friend)
+    assert ears.missed == [(3, False)]
+
+
+def test_a_neighbour_that_hangs_up_is_missed_after_its_last_words(
+    open_post: tuple[Post, Ears, tuple[str, int]],
+) -> None:
+    post, ears, address = open_post
+    with socket.create_connection(address) as friend:
+        friend.sendall(encode(Hello(TOKEN, 3)))
+        post.turn(0.1)  # the call
+        post.turn(0.1)  # the hello
+        post.spread(Beat(Slots(0, 0, 0)))  # unread by the friend, so that its close resets the connection
+        friend.sendall(encode(Ask(3, 1, Cause.CLOSED)))
+    for _ in range(3):
+        post.turn(0.1)
+    assert ears.heard == [Ask(3, 1, Cause.CLOSED)]
+    assert ears.missed == [(3, True)]
+
+
+# Small things.
+
+
+def test_neighbours_in_a_ring() -> None:
+    assert beside([4, 5, 6, 7], 4) == {7, 5}
+    assert beside([4, 6], 6) == {4}
+    assert beside([4], 4) == set()
+
+
+def test_cards_come_back_whole() -> None:
+    one = replace(card(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
+    assert Card.unpack(one.pack()) == one
+
+
+def test_own_address_can_be_listened_at() -> None:
+    open_door(own_address()).close()
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(ValueError, match=r"cannot listen at 192\.0\.2\.1"):
+        open_door("192.0.2.1")
+
+
+def test_a_page_can_be_read_by_its_mark_only() -> None:
+    with closing(Progress(mark=42)) as progress:
+        progress.slots[0], progress.slots[1], progress.slots[2] = 3, 1, 7
+        assert Onlooker.open(os.getpid(), progress.fd, mark=43) is None
+        onlooker = Onlooker.open(os.getpid(), progress.fd, mark=42)
+        assert onlooker is not None
+        with closing(onlooker):
+            assert onlooker.look() == Slots(3, 1, 7)
+
+
+def test_exactly_the_recorded_connections_are_shut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outside = socket.create_connection(server.getsockname())
+        sockets = Sockets()
+        with sockets.recording():
+            listener = socket.create_server(("127.0.0.1", 0))
+            inside = socket.create_connection(server.getsockname())
+            reused = socket.create_connection(server.getsockname())
+        number = reused.fileno()
+        os.dup2(outside.fileno(), number)  # the number now is another socket's
+        sockets.shut()
+        sockets.shut()
+        assert len(sockets) == 3
+        assert inside.recv(1) == b""
+        outside.sendall(b"x")
+        with pytest.raises(BrokenPipeError):
+            inside.sendall(b"x")
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+        for each in (outside, inside, reused, listener):
+            each.close()
