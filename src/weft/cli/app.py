@@ -9,6 +9,7 @@ import typer
 import weft
 from weft.cli.commands.compare import compare
 from weft.cli.commands.draw import draw
+from weft.cli.commands.dryrun import dryrun
 from weft.cli.commands.explain import explain
 from weft.cli.commands.schedules import schedules
 from weft.cli.commands.show import show
@@ -18,7 +19,7 @@ from weft.cli.terminal import plain
 
 app = typer.Typer(
     name="weft",
-    help="Distributed training schedules as data: list, show, verify, simulate, draw and compare them.",
+    help="Distributed training schedules as data: list, show, verify, simulate, draw, compare and rehearse them.",
     epilog="Start with: weft schedules",
     no_args_is_help=True,
     add_completion=False,
@@ -58,4 +59,8 @@ app.command(
     "weft draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
     "weft draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html"
 )(draw)
+app.command(
+    epilog="Examples: weft dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
+    "weft dryrun mine.txt --width 4096 --layers 2"
+)(dryrun)
 app.command(epilog="Example: weft explain W201")(explain)

@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 
 from weft.ir import Action, Cell, Kind, Schedule
-from weft.ir.execute import execute
+from weft.ir.execute import execute, leaders
 from weft.ir.program import COMMUNICATION, NEVER, Ints, LaneKind, Longs, OpKind, Program
 from weft.passes.cells import lower_cells
 from weft.passes.launch import order_launches
@@ -105,3 +105,38 @@ def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Sche
         for rank, row in enumerate(schedule.rows)
     )
     return replace(schedule, rows=rows)
+
+
+def disagreements(program: Program) -> list[str]:
+    """Where the lists that ranks go through differ from the program that was verified, over all of its ranks.
+
+    Each rank's list has its ops once; each lane's are launched in the lane's order; and what two ends of a channel,
+    or the members of a group, launch as their k-th has one name.
+    """
+    place = np.full(program.num_ops, NEVER, np.int64)
+    rank = program.lane_rank[program.lane_of]
+    found = []
+    for r, ops in enumerate(host_order(program)):
+        if not np.array_equal(np.sort(ops), np.flatnonzero(rank == r)):
+            found.append(f"rank {r} does not go through its own ops, each once")
+        place[ops] = np.arange(len(ops))
+    for lane in range(program.num_lanes):
+        first, last = int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])
+        if (np.diff(place[first:last]) <= 0).any():
+            found.append(f"{program.lane(lane)} is launched in another order than its own")
+    lead = leaders(program)
+    led = np.flatnonzero(lead != np.arange(program.num_ops)).astype(np.int32)
+    for op in led[_name_of(program, led) != _name_of(program, lead[led])]:
+        found.append(f"{program.op(int(op))} goes together with {program.op(int(lead[op]))}")
+    return found
+
+
+def _name_of(program: Program, ops: Ints) -> Longs:
+    """A number for what ops have in common with those they go together with: a message's label, a reduction's stage."""
+    rank = program.lane_rank[program.lane_of[ops]] // program.layout.num_replicas
+    stage = np.array(program.layout.placement.stages, np.int64)[rank, program.chunk[ops]]
+    reduces = program.kind[ops] == OpKind.REDUCE_GRAD
+    what = np.where(reduces, stage, program.chunk[ops])
+    gradient = np.isin(program.kind[ops], (OpKind.SEND_B, OpKind.RECV_B))
+    number: Longs = ((program.mb[ops].astype(np.int64) + 1) * 2 + gradient) * (stage.max(initial=0) + 1) + what
+    return number

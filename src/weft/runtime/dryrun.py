@@ -71,7 +71,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank did in one step. Channels are keyed by (from, to), numbers of ranks along pp."""
+    """What a rank did in one step. Channels are keyed by (from, to), numbers of ranks along pp.
+
+    `gradient_bytes` is what gradients take while they are summed, `peak_saved_bytes` what forwards left for backwards.
+    """
 
     pp_rank: int
     dp_rank: int
@@ -146,7 +149,7 @@ def _run(pipe: Pipeline, toy: Toy) -> Rehearsal:
         circles={name: len(circle.ranks) for name, circle in circles.items() if circle is not None},
         num_communicators=len(pipe.talk),
         parameter_bytes=sum(p.nbytes for p in params),
-        gradient_bytes=sum(p.grad.nbytes for p in params if p.grad is not None),
+        gradient_bytes=sum(p.numel() * max(4, p.itemsize) for p in params if p.grad is not None),
         peak_saved_bytes=saved.peak,
         peak_buffer_bytes=buffers.peak,
     )
@@ -213,17 +216,16 @@ def _meter_receives(channel: Channel, sizes: list[int], meter: _Meter) -> None:
     channel.post, channel.wait_for = metered_post, metered_wait_for  # type: ignore[method-assign]
 
 
-def disagreements(schedule_program: Program, done: Rehearsal) -> list[str]:
-    """Where a rehearsal differs from the program that was verified: messages on each channel of the rank."""
-    found = []
-    for lane in range(schedule_program.num_lanes):
-        seen = schedule_program.lane(lane)
-        if seen.rank != done.pp_rank or seen.kind not in (LaneKind.SEND, LaneKind.RECV):
+def differences(done: Rehearsal) -> list[str]:
+    """Where a rehearsal differs from the program that was verified: the messages on each channel of the rank."""
+    program, found = done.program, []
+    for number in range(program.num_lanes):
+        lane = program.lane(number)
+        if lane.rank != done.pp_rank or lane.kind not in (LaneKind.SEND, LaneKind.RECV):
             continue
-        channel = (seen.rank, seen.peer) if seen.kind is LaneKind.SEND else (seen.peer, seen.rank)
-        planned = int(schedule_program.lane_ptr[lane + 1] - schedule_program.lane_ptr[lane])
-        sent = done.channels.get(channel)
-        if sent is None or sent.num_messages != planned:
-            got = sent.num_messages if sent is not None else "no channel"
-            found.append(f"channel {channel[0]}>{channel[1]}: {planned} messages in the program, {got} in the step")
+        channel = (lane.rank, lane.peer) if lane.kind is LaneKind.SEND else (lane.peer, lane.rank)
+        planned = int(program.lane_ptr[number + 1] - program.lane_ptr[number])
+        sent = done.channels[channel].num_messages if channel in done.channels else 0
+        if sent != planned:
+            found.append(f"channel {channel[0]}>{channel[1]}: {planned} messages in the program, {sent} in the step")
     return found

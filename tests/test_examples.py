@@ -1,0 +1,44 @@
+"""The examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import weft
+from weft.api import load_any
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def torchrun(num_ranks: int, script: str, directory: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script)], cwd=directory, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_any_model_learns_and_leaves_a_trace(tmp_path: Path) -> None:
+    shown = torchrun(4, "any_model.py", tmp_path).splitlines()
+    losses = [float(line.split()[-1]) for line in shown]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 2
+    trace = load_any(tmp_path / "trace.json.gz")
+    assert isinstance(trace, weft.Trace)
+    assert trace.measured
+    assert trace.program.num_ranks == 4
+
+
+def test_any_model_is_short() -> None:
+    lines = (EXAMPLES / "any_model.py").read_text().splitlines()
+    code = [line for line in lines if line.strip() and not line.strip().startswith(("#", '"""'))]
+    assert len(code) <= 40
+
+
+def test_a_schedule_of_your_own(tmp_path: Path) -> None:
+    shown = torchrun(2, "custom_schedule.py", tmp_path).splitlines()
+    assert len(shown) == 2
+    assert all("in one process 1.303400" in line and "loss 1.303400" in line for line in shown)
