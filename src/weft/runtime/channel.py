@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.runtime.boundary import HEADER_SIZE, Boundary, from_header
+from weft.runtime.device import Wait
 from weft.runtime.groups import Group
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
@@ -29,10 +29,10 @@ _LEAVING = 2
 class Channel:
     """The communicator of one direction between this rank and a peer, who has `place` in it.
 
-    `wait` is how long anything may take.
+    Its messages are made on `device`.
     """
 
-    def __init__(self, group: Group, place: int, device: torch.device, wait: timedelta) -> None:
+    def __init__(self, group: Group, place: int, device: torch.device, wait: Wait) -> None:
         self.group, self.place, self.device, self.wait = group, place, device, wait
         self._leaving: deque[dist.Work] = deque()
 
@@ -42,12 +42,12 @@ class Channel:
         for tensor in tensors:
             leaving.append(self.group.send([tensor.contiguous()], self.place, 0))
         while len(leaving) > _LEAVING:
-            leaving.popleft().wait(self.wait)
+            self.wait(leaving.popleft())
 
     def drain(self) -> None:
         """Waits until everything sent has left."""
         while self._leaving:
-            self._leaving.popleft().wait(self.wait)
+            self.wait(self._leaving.popleft())
 
     def post(self, boundary: Boundary) -> Posted:
         """Launches the receive of a message."""
@@ -58,7 +58,7 @@ class Channel:
         """The message, once it is there."""
         tensors, works = posted
         for work in works:
-            work.wait(self.wait)
+            self.wait(work)
         return tensors
 
     def send_header(self, header: Tensor) -> None:
@@ -68,5 +68,5 @@ class Channel:
     def receive_header(self) -> Boundary:
         """What the messages of a stage will be like."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
-        self.group.recv([header], self.place, 0).wait(self.wait)
+        self.wait(self.group.recv([header], self.place, 0))
         return from_header(header)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.ir.program import LaneKind, Program
 from weft.runtime.channel import Channel
+from weft.runtime.device import Wait
 from weft.runtime.groups import Circle, Group, make_group
 from weft.runtime.place import Place
 from weft.runtime.watch import Sockets
@@ -34,6 +35,7 @@ class Communicators:
     name: str
     place: Place
     deadline: timedelta
+    wait: Wait
     pipe: Circle
     replicas: Circle | None
     copies: Circle | None = None
@@ -42,14 +44,14 @@ class Communicators:
     sockets: Sockets = field(default_factory=Sockets)
 
     @classmethod
-    def make(cls, name: str, place: Place, deadline: timedelta) -> Communicators:
+    def make(cls, name: str, place: Place, deadline: timedelta, wait: Wait) -> Communicators:
         """The circles in which ranks can meet."""
         sockets, replicas = Sockets(), None
         with sockets.recording():
-            pipe = Circle(f"{name}/pipe/{place.dp_rank}", place.pipe, place.rank, deadline)
+            pipe = Circle(f"{name}/pipe/{place.dp_rank}", place.pipe, place.rank, deadline, wait)
             if place.dp > 1:
-                replicas = Circle(f"{name}/replicas/{place.pp_rank}", place.replicas, place.rank, deadline)
-        return cls(name, place, deadline, pipe, replicas, sockets=sockets)
+                replicas = Circle(f"{name}/replicas/{place.pp_rank}", place.replicas, place.rank, deadline, wait)
+        return cls(name, place, deadline, wait, pipe, replicas, sockets=sockets)
 
     def connect(self, program: Program, device: torch.device) -> None:
         """Makes the rank's channels. Ranks meet pair by pair, in the order of the channels, the same for all."""
@@ -65,7 +67,7 @@ class Communicators:
             self._make_channels(own, device)
             if two_ended:
                 name = f"{self.name}/copies/{min(place.copies)}"
-                self.copies = Circle(name, place.copies, place.rank, self.deadline)
+                self.copies = Circle(name, place.copies, place.rank, self.deadline, self.wait)
 
     def _make_channels(self, own: list[tuple[int, int]], device: torch.device) -> None:
         place = self.place
@@ -74,7 +76,7 @@ class Communicators:
             side, peer = (sides[0], dst) if src == place.pp_rank else (sides[1], src)
             ranks = sorted((place.rank, place.neighbour(peer)))
             group = make_group(f"{self.name}/{place.dp_rank}/{src}>{dst}", ranks, place.rank, self.deadline)
-            side[peer] = Channel(group, ranks.index(place.neighbour(peer)), device, self.deadline)
+            side[peer] = Channel(group, ranks.index(place.neighbour(peer)), device, self.wait)
         self.outgoing, self.incoming = sides
 
     @property

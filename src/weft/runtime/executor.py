@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.ir.program import LaneKind, Op, OpKind, Program
 from weft.plan.running import host_order
@@ -159,9 +158,9 @@ def _send(part: Part, op: Op) -> Callable[[], None]:
     return send_forward if op.kind is OpKind.SEND_F else send
 
 
-def walk(listed: list[Instruction], slots: memoryview, ends: list[int]) -> None:
-    """Runs a step. `slots` shows others where this rank is; `ends` gets the times."""
-    now, note = perf_counter_ns, ends.append
+def walk(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
+    """Runs a step. `slots` shows others where this rank is; `ends` gets the times, as `now` tells them."""
+    note = ends.append
     note(now())
     for op, run, peer in listed:
         slots[0] = op
@@ -170,6 +169,6 @@ def walk(listed: list[Instruction], slots: memoryview, ends: list[int]) -> None:
         note(now())
 
 
-def where(listed: list[Instruction], ends: list[int]) -> Instruction:
-    """The instruction that a step which failed was at."""
-    return listed[len(ends) - 1]
+def where(listed: list[Instruction], ends: list[Any]) -> Instruction:
+    """The instruction that a step which failed was at; behind the last it is the last."""
+    return listed[min(len(ends), len(listed)) - 1]

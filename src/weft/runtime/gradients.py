@@ -123,7 +123,7 @@ class Gradients:
         """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
         assert self.circle is not None
         for flight in self._flights.pop(chunk):
-            flight.work.wait(self.circle.deadline)
+            self.circle.wait(flight.work)
             self._land(flight)
 
     def finish(self, *, reduce: bool) -> None:

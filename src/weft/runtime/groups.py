@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from weft.runtime.device import Wait
 from weft.runtime.place import Place
 
 
@@ -68,19 +69,19 @@ def next_name(place: Place) -> str:
 class Circle:
     """Ranks that gather and reduce together."""
 
-    def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta) -> None:
-        self.ranks, self.at, self.deadline = ranks, ranks.index(rank), deadline
+    def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta, wait: Wait) -> None:
+        self.ranks, self.at, self.wait = ranks, ranks.index(rank), wait
         self.group = make_group(name, ranks, rank, deadline)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everyone's tensor, in the order of `ranks`."""
         gathered = [tensor.clone() for _ in self.ranks]  # on torch's fake backend everyone looks like this rank
-        self.group.allgather([gathered], [tensor]).wait(self.deadline)
+        self.wait(self.group.allgather([gathered], [tensor]))
         return gathered
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
         """Everyone's sum, or the largest, in place."""
-        self.launch_reduce(tensor, largest=largest).wait(self.deadline)
+        self.wait(self.launch_reduce(tensor, largest=largest))
 
     def launch_reduce(self, tensor: Tensor, *, largest: bool = False) -> dist.Work:
         """As `all_reduce`, to be waited for by the caller."""
@@ -90,8 +91,8 @@ class Circle:
 
     def send(self, tensor: Tensor, at: int) -> None:
         """To the one at this place of the circle."""
-        self.group.send([tensor], at, 0).wait(self.deadline)
+        self.wait(self.group.send([tensor], at, 0))
 
     def recv(self, tensor: Tensor, at: int) -> None:
         """From the one at this place of the circle."""
-        self.group.recv([tensor], at, 0).wait(self.deadline)
+        self.wait(self.group.recv([tensor], at, 0))

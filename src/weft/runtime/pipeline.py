@@ -23,6 +23,7 @@ from weft.runtime.batch import StepReport, agree, microbatches
 from weft.runtime.boundary import Boundary
 from weft.runtime.clock import clock_offset
 from weft.runtime.communicators import Communicators
+from weft.runtime.device import device_of
 from weft.runtime.executor import Instruction, Part, instructions, walk, where
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
@@ -74,7 +75,8 @@ class Pipeline:
         self.splits: dict[int, Split] = {}
         self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
         self._modules = dict(stages)
-        self.talk = Communicators.make(next_name(self.place), self.place, self._deadline)
+        self._device = device_of(self.device, self._deadline)
+        self.talk = Communicators.make(next_name(self.place), self.place, self._deadline, self._device.wait)
         self._guard = Guard()
         met = self._meet(schedule)
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
@@ -169,7 +171,7 @@ class Pipeline:
             self._boundaries,
         )
         listed = instructions(part)
-        return _Walk(program, listed, Recorder(program, listed))
+        return _Walk(program, listed, Recorder(program, listed, self._device))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -235,7 +237,8 @@ class Pipeline:
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)
         try:
-            walk(chosen.listed, self._guard.slots, ends)
+            walk(chosen.listed, self._guard.slots, self._device.now, ends)
+            self._device.catch_up()
         except Exception as error:
             self._guard.blame(error, where(chosen.listed, ends))
         finally:

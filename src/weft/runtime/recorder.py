@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from weft.ir.execute import leaders
 from weft.ir.program import COMMUNICATION, LaneKind, Longs, Program
 from weft.ir.trace import Trace
+from weft.runtime.device import Device
 from weft.runtime.executor import Instruction
 
 
 class Recorder:
     """Turns a rank's noted times into starts and ends of its ops."""
 
-    def __init__(self, program: Program, listed: Sequence[Instruction]) -> None:
-        self.program, self.listed = program, listed
-        self.ends: list[int] = []
+    def __init__(self, program: Program, listed: Sequence[Instruction], device: Device) -> None:
+        self.program, self.listed, self.device = program, listed, device
+        self.ends: list[Any] = []
 
     @cached_property
     def _places(self) -> tuple[Longs, Longs, Longs]:
@@ -38,7 +40,7 @@ class Recorder:
 
     def times(self, num_ops: int) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
-        noted = np.array(self.ends, np.int64)
+        noted = np.array(self.device.nanoseconds(self.ends), np.int64)
         both = np.full((2, num_ops), -1, np.int64)
         if len(noted) == len(self.listed) + 1:
             ops, first, last = self._places
@@ -48,8 +50,6 @@ class Recorder:
 
 def merge(program: Program, start: Longs, end: Longs, about: str) -> Trace:
     """One Trace of a whole Program from all ranks' times, which are on one clock: messages get both ends' view."""
-    begin = int(start[start >= 0].min(initial=np.iinfo(np.int64).max))
-    start, end = start - begin, end - begin
     lead = leaders(program)
     kinds = program.lane_kind[program.lane_of]
     talks = np.isin(kinds, COMMUNICATION)
@@ -62,7 +62,8 @@ def merge(program: Program, start: Longs, end: Longs, about: str) -> Trace:
     start[talks], end[talks] = launched[lead[talks]], done[lead[talks]]
     for lane in np.flatnonzero(np.isin(program.lane_kind, COMMUNICATION)):
         _in_order(start, end, slice(int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])))
-    return Trace(program, start, end, about=about, measured=True)
+    begin = int(start.min(initial=np.iinfo(np.int64).max))  # not a receive that was posted and then waited
+    return Trace(program, start - begin, end - begin, about=about, measured=True)
 
 
 def _in_order(start: Longs, end: Longs, lane: slice) -> None:

@@ -56,12 +56,16 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._halves_of: dict[int, list[Half]] = {}
         self._scale: Tensor | None = None
+        self._autocast: str | None = None
 
     def begin_step(self, scale: Tensor) -> None:
         """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
         for left in (self.outputs, self.output_grads, self.input_grads, self.losses, self._kept, self._halves_of):
             left.clear()
         self._scale = scale
+        kind = scale.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        self._autocast = kind if on else None
 
     def forward(self, mb: int) -> None:
         """F: from `inputs` to `outputs`, or to the loss on the last stage."""
@@ -122,7 +126,10 @@ class Stage:
             starts += [loss for loss in losses if loss.requires_grad]
             assert self._scale is not None
             grads = (*grads, *[self._scale.to(loss.dtype) for loss in losses if loss.requires_grad])
-        if starts:
+        if starts and self._autocast is not None:
+            with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
+                torch.autograd.backward(starts, grads)
+        elif starts:
             torch.autograd.backward(starts, grads)
         self.input_grads[mb] = tuple(
             [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs if x.requires_grad]
