@@ -72,7 +72,7 @@ class Cuda:
     def catch_up(self) -> None:
         """Polls, as a thread that blocks in the driver could not be told of a loss."""
         last, until = self.now(), time.monotonic() + self.deadline_s
-        while not last.query():  # type: ignore[no-untyped-call]
+        while not last.query():
             if time.monotonic() > until:
                 raise TimeoutError(f"Timed out: the GPU has not finished its step within {self.deadline_s:g} s")
             time.sleep(self.POLL_S)
