@@ -38,6 +38,7 @@ def trimmed(output: str) -> str:
 def test_console_examples(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
     env.pop("FORCE_COLOR", None)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     ran = 0
     for command, expected in commands():
         if command.startswith(SETUP):

@@ -1,7 +1,7 @@
 """A step under watch: what goes wrong in it is told to all ranks, and each of them raises the same loss.
 
-An error of a stage's own is told to the others and goes on up as it is. An error of a wait is somebody else's fault, so
-the watch finds out whose.
+A rank's own error is told to the others and goes on up as it is. An error of a wait is somebody else's fault, so the
+watch finds out whose.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -16,40 +17,57 @@ import torch
 from weft.ir.program import Program
 from weft.runtime.communicators import Communicators
 from weft.runtime.executor import NOBODY, Instruction
+from weft.runtime.place import Place
 from weft.runtime.watch import RankLost, Watch, waits_for_group
 
-PIPE, REPLICAS = waits_for_group(0), waits_for_group(1)
-"""Whom a collective waits for, in the order in which the watch knows the circles."""
+PIPE, REPLICAS, COPIES, ALL = map(waits_for_group, range(4))
+"""Whom a collective waits for. ALL are those of the pipe and of the replicas, for what is done with both in turn."""
 
 
 class Guard:
     """A rank's watch, and its place in the program that others can see. Without a watch errors go on up.
 
-    Numbers from the program's last op on stand for what is done behind the ops: agreeing on the loss, and so on.
+    Numbers from the program's last op on stand for what is done beside the ops: agreeing on the loss, and so on.
     """
 
-    AFTER = ("the agreement on the loss", "the trace")
+    AFTER = ("the agreement on the loss", "the trace", "making the pipeline")
 
     def __init__(self) -> None:
         self.program: Program | None = None
+        self.place: Place | None = None
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
+        self._agreed = False
 
     def join(self, talk: Communicators, deadline_s: float, device: torch.device, address: str | None) -> None:
         """Meets the other ranks; from here on their loss is noticed."""
+        self.place = talk.place
         circles = [circle for circle in (talk.pipe, talk.replicas) if circle is not None]
+        pipe, replicas = talk.pipe.ranks, talk.replicas.ranks if talk.replicas is not None else []
+        copies = talk.copies.ranks if talk.copies is not None else []
         self.watch = Watch.join(
-            circles, rank=talk.place.rank, name=self.name, deadline_s=deadline_s, device=device, address=address
+            circles,
+            rank=talk.place.rank,
+            name=self.name,
+            deadline_s=deadline_s,
+            device=device,
+            address=address,
+            waited=[pipe, replicas, copies, sorted({*pipe, *replicas})],
         )
         self.watch.on_alarm(talk.break_off)
         self.slots = self.watch.slots
 
     def name(self, rank: int, op: int) -> str:
-        """What an op number stands for; ops of all pipelines are numbered alike."""
+        """What an op number of a rank stands for; ops of all pipelines are numbered alike."""
         assert self.program is not None
-        if op < self.program.num_ops:
-            return str(self.program.op(op))
-        return self.AFTER[op - self.program.num_ops]
+        if op >= self.program.num_ops:
+            return self.AFTER[op - self.program.num_ops]
+        named = self.program.op(op)
+        if self.place is not None and (named.kind.is_send or named.kind.is_recv):
+            dp_rank = next(row.index(rank) for row in self.place.ranks if rank in row)
+            peer = self.place.ranks[named.lane.peer][dp_rank]  # in the world, where the program counts along the pipe
+            named = replace(named, lane=replace(named.lane, peer=peer))
+        return str(named)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -57,40 +75,65 @@ class Guard:
         if self.watch is not None and self.watch.alarm is not None:
             raise self.watch.noticed()
         self.slots[2] = number
+        self._agreed = False
         try:
             yield
+        except Exception as error:
+            if not self._agreed:  # else all ranks raise it, and none is lost
+                self._tell(error)
+            raise
         finally:
             self.slots[0] = self.slots[1] = NOBODY
 
     @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around what is left to do in making a pipeline: an error is told, and the watch is over."""
+        try:
+            with self.step(-1), self.together("making the pipeline"):
+                self._agreed = False
+                yield
+        except Exception:
+            self.close()
+            raise
+
+    @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around something that all ranks of a circle do together, one of `AFTER`."""
+        """Around something that all ranks do together, one of `AFTER`."""
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
-        self.slots[1] = PIPE
+        self.slots[1] = ALL
         try:
             yield
-        except RuntimeError as error:
-            if (loss := self.lost(error, what)) is error:
-                raise
-            raise loss from error
+        except Exception as error:
+            self._raise(error, what)
+        self._agreed = True
 
     def blame(self, error: Exception, at: Instruction) -> NoReturn:
-        """Raises what an instruction's error comes to: itself, if it is a stage's own."""
-        if at.peer == NOBODY and self.watch is not None:
-            self.watch.raised(error)
-        loss = self.lost(error, self.name(0, at.op)) if at.peer != NOBODY else error
-        if loss is error:
+        """Raises what an instruction's error comes to: itself, if it is this rank's own."""
+        if at.peer == NOBODY:
             raise error
-        raise loss from error
+        self._raise(error, self._name_own(at.op))
 
-    def lost(self, error: Exception, waiting_for: str) -> Exception:
-        """The loss behind an error of a wait."""
-        if self.watch is None or isinstance(error, RankLost):
-            return error
-        return self.watch.failed(error, waiting_for)
+    def _raise(self, error: Exception, waiting_for: str) -> NoReturn:
+        """Raises the loss behind an error of a wait."""
+        if self.watch is None or not _of_a_wait(error):
+            raise error
+        raise self.watch.failed(error, waiting_for) from error
+
+    def _name_own(self, op: int) -> str:
+        return self.name(self.place.rank if self.place is not None else 0, op)
+
+    def _tell(self, error: Exception) -> None:
+        if self.watch is not None:
+            self.watch.raised(error)
 
     def close(self) -> None:
         """Says goodbye."""
         if self.watch is not None:
             self.watch.close()
+
+
+def _of_a_wait(error: Exception) -> bool:
+    """Is it what waits raise. Memory that is not there is this rank's own trouble, wherever it comes to that."""
+    own = isinstance(error, (RankLost, torch.OutOfMemoryError))
+    return isinstance(error, (RuntimeError, OSError)) and not own

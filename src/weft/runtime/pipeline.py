@@ -27,7 +27,7 @@ from weft.runtime.device import device_of
 from weft.runtime.executor import Instruction, Part, instructions, walk, where
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
-from weft.runtime.guard import PIPE, REPLICAS, Guard
+from weft.runtime.guard import COPIES, REPLICAS, Guard
 from weft.runtime.meeting import Met, check_copies, meet
 from weft.runtime.place import place_in
 from weft.runtime.recorder import Recorder, merge
@@ -87,10 +87,11 @@ class Pipeline:
         self._guard.program = self.program
         if dist.get_backend() != "fake":
             self._guard.join(self.talk, deadline_s, self._control, address)
-        order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
-        self.gradients = Gradients(self._modules, order, self.talk.reduce)
-        check_copies(self.gradients, self.device)
-        self.stages = self._make_stages(loss_fn, met, boundaries or {})
+        with self._guard.making():
+            order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
+            self.gradients = Gradients(self._modules, order, self.talk.reduce)
+            check_copies(self.gradients, self.device)
+            self.stages = self._make_stages(loss_fn, met, boundaries or {})
         self._boundaries = self._incoming(boundaries or {})
         self._last: _Walk | None = None
         self.report: StepReport | None = None
@@ -166,7 +167,7 @@ class Pipeline:
             self.talk.outgoing,
             self.talk.incoming,
             self.gradients,
-            PIPE if self.talk.copies is not None else REPLICAS,
+            COPIES if self.talk.copies is not None else REPLICAS,
             self.place.neighbour,
             self._boundaries,
         )

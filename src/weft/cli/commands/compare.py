@@ -27,7 +27,7 @@ def compare(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="A B [C ...]",
+            metavar="A [B ...]",
             help="Schedules by name, or files: schedules, programs, traces; a directory of traces, one a rank, is one.",
         ),
     ],
@@ -41,13 +41,18 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Holds schedules, programs or traces against the first one; two traces of one program op by op."""
-    if len(names) < 2:
-        raise ValueError(f"comparing takes at least two, got {names[0]}; 'weft simulate' shows one")
+    if len(names) < 2 and fit_to is None:
+        raise ValueError(
+            f"comparing takes at least two, got {names[0]}; 'weft simulate' shows one, --fit fits costs to it"
+        )
     traces = [(name, _trace(name, pp, vpp, microbatches, model)) for name in names]
-    with working("comparing"):
-        comparison = compare_traces(traces)
     if fit_to is not None:
         fit_to.write_text(dump_costs(fit(traces[-1][1])), encoding="utf-8")
+    if len(names) < 2:
+        suggest(f"weft simulate ... --costs {fit_to}")
+        return
+    with working("comparing"):
+        comparison = compare_traces(traces)
     if as_json:
         plain(json.dumps(comparison.as_dict(), indent=1) + "\n")
         return

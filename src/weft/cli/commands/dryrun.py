@@ -83,7 +83,9 @@ def _print(done: Rehearsal, world: int, rank: int, found: list[str]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("channel", "messages", "bytes"):
         table.add_column(column, justify="left" if column == "channel" else "right")
-    for (source, target), sent in sorted(done.channels.items(), key=lambda item: (sum(item[0]), item[0])):
+    for (source, target), sent in sorted(
+        done.channels.items(), key=lambda item: (sum(item[0]), item[0][0] != done.pp_rank)
+    ):
         way = f"to {target}" if source == done.pp_rank else f"from {source}"
         table.add_row(way, str(sent.num_messages), show_bytes(sent.num_bytes))
     out.print(table)

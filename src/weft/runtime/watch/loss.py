@@ -81,7 +81,7 @@ def _place(lost: Lost, name: Naming) -> str:
     seen = "" if lost.exact else ", last seen"
     op = _op(lost.rank, lost.op, name)
     if op is not None:
-        return f"{seen} at {op} (step {lost.step})"
+        return f"{seen} at {op}{f' (step {lost.step})' if lost.step >= 0 else ''}"
     return f"{seen} {f'between steps, after step {lost.step}' if lost.step >= 0 else 'before its first step'}"
 
 

@@ -61,6 +61,19 @@ class Condition(IntEnum):
     LEFT = 3
 
 
+class Wait(IntEnum):
+    """How a rank's wait stands. OVERDUE: it ought to have timed out, so its thread hangs there, whatever it waits for.
+
+    UNSAID is what a neighbour says, who cannot know.
+    """
+
+    UNSAID = 0
+    RUNS = 1
+    TIMED_OUT = 2
+    CLOSED = 3
+    OVERDUE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message of a connection: the token of the rank that is called, the rank that calls."""
@@ -126,6 +139,7 @@ class Sight:
     still_ms: int
     exact: bool
     waits: tuple[int, ...]
+    wait: Wait = Wait.UNSAID
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +179,8 @@ def encode(message: Message) -> bytes:
             number, body = 5, _ASK.pack(origin, seq, cause)
         case State(origin, seq, ask, sight):
             waits = sight.waits[:MOST_WAITED_FOR]
-            head = (origin, seq, *ask, sight.rank, sight.condition, sight.op, sight.step, sight.still_ms, sight.exact)
+            flags = sight.exact | sight.wait << 1
+            head = (origin, seq, *ask, sight.rank, sight.condition, sight.op, sight.step, sight.still_ms, flags)
             number, body = 6, _STATE.pack(*head) + struct.pack(f"!{len(waits)}I", *waits)
     return _HEADER.pack(number, len(body)) + body
 
@@ -191,10 +206,11 @@ def _ask(body: bytes) -> Ask:
 
 
 def _state(body: bytes) -> State:
-    origin, seq, asker, asked, rank, condition, op, step, still_ms, exact = _STATE.unpack_from(body)
+    origin, seq, asker, asked, rank, condition, op, step, still_ms, flags = _STATE.unpack_from(body)
     tail = body[_STATE.size :]
     waits = struct.unpack(f"!{len(tail) // 4}I", tail)
-    return State(origin, seq, (asker, asked), Sight(rank, Condition(condition), op, step, still_ms, bool(exact), waits))
+    sight = Sight(rank, Condition(condition), op, step, still_ms, bool(flags & 1), waits, Wait(flags >> 1))
+    return State(origin, seq, (asker, asked), sight)
 
 
 _DECODERS: dict[int, tuple[int, Callable[[bytes], Any]]] = {

@@ -19,7 +19,7 @@ from typing import NoReturn
 from weft.runtime.watch.case import Case
 from weft.runtime.watch.links import Neighbour
 from weft.runtime.watch.loss import EXIT_LOST, RankLost
-from weft.runtime.watch.news import Beat, Bye, Condition, Flooded, Hello, Kind, Lost, Message, Sight
+from weft.runtime.watch.news import Beat, Bye, Condition, Flooded, Hello, Kind, Lost, Message, Sight, Wait
 from weft.runtime.watch.post import PARTING_S, Post
 from weft.runtime.watch.progress import OUTSIDE, Progress
 
@@ -30,6 +30,9 @@ AWAY_S = 1.0
 
 LEAST_SILENCE_S = 2.0
 """A rank that is silent for less is not lost, however short the deadline: a thread may have to wait for its turn."""
+
+OVERDUE_S = 0.75
+"""How long after its deadline a wait that timed out may take to say so."""
 
 GRACE_S = 3.0
 """How long a main thread in a step may go on after the alarm without taking notice."""
@@ -47,11 +50,12 @@ class Sentry:
         describe: Callable[[Lost], RankLost],
     ) -> None:
         self.rank, self._progress, self._groups, self._describe = rank, progress, groups, describe
-        self._silence_s = max(deadline_s, LEAST_SILENCE_S)
+        self.deadline_s, self._silence_s = deadline_s, max(deadline_s, LEAST_SILENCE_S)
         self.case = Case(rank, self, self._spread)  # the thread's: others reach it by errands
         self.alarm: RankLost | None = None
         self.alarmed = threading.Event()
         self.acknowledged = False
+        self.failed: Wait | None = None  # how the main thread's wait ended, once it has failed
         self._errands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unblocks: list[Callable[[], None]] = []
         self._last_turn = self._next_beat = self._still_since = time.monotonic()
@@ -113,8 +117,11 @@ class Sentry:
         waits: tuple[int, ...] = (waits_for,) if waits_for >= 0 else ()
         if 0 <= -2 - waits_for < len(self._groups):
             waits = tuple(rank for rank in self._groups[-2 - waits_for] if rank != self.rank)
-        still_ms = int((time.monotonic() - self._still_since) * 1000)
-        return Sight(self.rank, Condition.ANSWERS, op, step, still_ms, exact=True, waits=waits)
+        still_s = time.monotonic() - self._still_since
+        wait = self.failed
+        if wait is None:
+            wait = Wait.OVERDUE if still_s > self.deadline_s + OVERDUE_S else Wait.RUNS
+        return Sight(self.rank, Condition.ANSWERS, op, step, int(still_s * 1000), exact=True, waits=waits, wait=wait)
 
     def neighbours(self) -> Iterable[Sight]:
         """What its neighbours were last seen doing."""

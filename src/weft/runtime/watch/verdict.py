@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from weft.runtime.watch.news import UNKNOWN, Cause, Condition, Kind, Lost, Sight
+from weft.runtime.watch.news import UNKNOWN, Cause, Condition, Kind, Lost, Sight, Wait
 
 
 class Finding(NamedTuple):
@@ -25,8 +25,10 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
     """Who is behind the failed wait of `asker`, or None if what is known points to nobody.
 
     A rank that nothing is known of counts as silent: its neighbours would have spoken for it, had they been there.
+    Where all say that they wait, one may hang at its wait instead. It is found once all waits have had their time:
+    until then it is nobody.
     """
-    ends = _ends(asker, states)
+    seen, ends = _follow(asker, states)
     waits = states[asker].waits if asker in states else ()
     gone = [sight for sight in ends if sight.condition is not Condition.ANSWERS]
     if gone:
@@ -34,10 +36,16 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
         return Finding(Kind.LEFT if sight.condition is Condition.LEFT else Kind.HUNG, sight)
     if not waits:
         return None
-    if cause is Cause.CLOSED:  # nobody is gone, so it is the connection itself that broke
+    if cause is Cause.CLOSED and not any(sight.wait in (Wait.TIMED_OUT, Wait.OVERDUE) for sight in states.values()):
+        # Nobody is gone, and nobody has closed it by giving up, so it is the connection itself that broke.
         return Finding(Kind.CUT, states[waits[0]])
     if ends:
-        return Finding(Kind.HUNG, min(ends, key=lambda sight: (-sight.still_ms, sight.rank)))
+        return Finding(Kind.HUNG, min(ends, key=_longest))
+    overdue = [sight for sight in seen if sight.wait is Wait.OVERDUE]
+    if overdue:
+        return Finding(Kind.HUNG, min(overdue, key=_longest))
+    if any(sight.wait is Wait.RUNS for sight in seen):
+        return None
     circle = _circle(asker, states)
     if not circle:
         return None
@@ -60,25 +68,29 @@ def first(reports: Iterable[Lost]) -> Lost:
     return min(same, key=lambda lost: (not lost.exact, order(lost)))
 
 
-def _ends(asker: int, states: Mapping[int, Sight]) -> list[Sight]:
-    """The ranks at which who-waits-for-whom ends: they compute, or are gone.
+def _longest(sight: Sight) -> tuple[int, int]:
+    return -sight.still_ms, sight.rank
+
+
+def _follow(asker: int, states: Mapping[int, Sight]) -> tuple[list[Sight], list[Sight]]:
+    """The ranks to which who-waits-for-whom leads, and those at which it ends: they compute, or are gone.
 
     An asker that did not say whom it waits for may wait for anyone who is gone.
     """
     start = states[asker].waits if asker in states else ()
     to_see = list(start) if start else [rank for rank in states if rank != asker]
-    seen, ends = {asker}, []
+    seen: dict[int, Sight] = {}
+    ends = []
     while to_see:
         rank = to_see.pop()
-        if rank in seen:
+        if rank in seen or rank == asker:
             continue
-        seen.add(rank)
-        sight = states.get(rank) or Sight(rank, Condition.SILENT, UNKNOWN, 0, 0, exact=False, waits=())
+        seen[rank] = sight = states.get(rank) or Sight(rank, Condition.SILENT, UNKNOWN, 0, 0, exact=False, waits=())
         if sight.condition is Condition.ANSWERS and sight.waits:
             to_see += sight.waits
         else:
             ends.append(sight)
-    return ends
+    return list(seen.values()), ends
 
 
 def _circle(asker: int, states: Mapping[int, Sight]) -> list[int]:

@@ -28,9 +28,9 @@ import torch
 from weft.runtime.watch.links import Neighbour, call, open_door
 from weft.runtime.watch.loss import Naming, RankLost, from_network, rank_lost, timed_out
 from weft.runtime.watch.meet import Card, Ring, exchange, own_address
-from weft.runtime.watch.news import MOST_TEXT_BYTES, UNKNOWN, Cause, Kind, Lost
+from weft.runtime.watch.news import MOST_TEXT_BYTES, UNKNOWN, Cause, Kind, Lost, Wait
 from weft.runtime.watch.post import Post
-from weft.runtime.watch.progress import Onlooker, Progress, namespace_id
+from weft.runtime.watch.progress import COMPUTING, Onlooker, Progress, namespace_id
 from weft.runtime.watch.sentry import Sentry
 
 MEET_S = 30.0
@@ -39,7 +39,7 @@ MEET_S = 30.0
 NEWS_S = 1.0
 """How soon news of a death is there, after a peer has closed; if there is none by then, everyone is asked."""
 
-ANSWER_S = 2.0
+ANSWER_S = 1.5
 """How long an ask may take until its verdict is known everywhere."""
 
 TELL_S = 1.0
@@ -48,7 +48,7 @@ _CPU = torch.device("cpu")
 
 
 def waits_for_group(index: int) -> int:
-    """What to write into slot WAITS_FOR while waiting for all other ranks of `groups[index]`, as in a collective."""
+    """What to write into slot WAITS_FOR while waiting for all other ranks of `waited[index]`, as in a collective."""
     return -2 - index
 
 
@@ -72,12 +72,14 @@ class Watch:
         deadline_s: float,
         device: torch.device = _CPU,
         address: str | None = None,
+        waited: Sequence[Sequence[int]] | None = None,
     ) -> Watch:
         """Meets the neighbours in the ring of each group; all ranks of a group call it, with groups in one order.
 
         `name(rank, op)` is the text of an op of any rank. A rank that is silent for `deadline_s` is lost. `device` is
         where tensors must be to be gathered over the groups. `address` is where neighbours can reach this process,
-        for hosts where the address from which the store is reached is not the one.
+        for hosts where the address from which the store is reached is not the one. `waited` are the ranks that a
+        collective may wait for, those of each group if not given.
         """
         token = secrets.token_bytes(16)
         progress = Progress(int.from_bytes(token[:8], "little", signed=True))
@@ -96,7 +98,8 @@ class Watch:
             raise
         neighbours = [Neighbour(other, _onlooker(card, other)) for other in cards.values()]
         describe = _Describe(rank, progress, name, deadline_s)
-        sentry = Sentry(rank, progress, [group.ranks for group in groups], deadline_s, describe)
+        waited = waited if waited is not None else [group.ranks for group in groups]
+        sentry = Sentry(rank, progress, waited, deadline_s, describe)
         watch = cls(sentry, sentry.start(neighbours, door, token, called), progress, describe)
         watch._wait_until_met()
         return watch
@@ -146,13 +149,17 @@ class Watch:
         self._close()
 
     def _find_out(self, cause: Cause) -> None:
-        """Waits until the alarm is known: told by others, or found by asking, twice if need be."""
+        """Waits until the alarm is known: told by others, or found by asking, twice if need be.
+
+        A rank that waits asks on until all others' waits have had their time, as one of them may be no wait.
+        """
         sentry = self._sentry
+        sentry.failed = Wait.TIMED_OUT if cause is Cause.TIMED_OUT else Wait.CLOSED
+        until = time.monotonic() + 2 * ANSWER_S
+        until += sentry.deadline_s if self._progress.look().waits_for != COMPUTING else 0.0
         if cause is Cause.CLOSED and sentry.is_alive:
             sentry.alarmed.wait(NEWS_S)
-        for _ in range(2):
-            if sentry.alarmed.is_set() or not sentry.is_alive:
-                return
+        while not sentry.alarmed.is_set() and sentry.is_alive and time.monotonic() < until:
             sentry.do(lambda now: sentry.case.ask(cause, now))
             sentry.alarmed.wait(ANSWER_S)
 
