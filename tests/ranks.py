@@ -141,13 +141,14 @@ def run_ranks(
     group_timeout_s = group_timeout_s if group_timeout_s is not None else timeout_s
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    task = pickle.dumps((fn, args))  # by multiprocessing's own pickler, all ranks would share the memory of tensors
     processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         places = [_Place(rank, world, store.port, group_timeout_s, Path(directory)) for rank in range(world)]
         try:
             for place in places:
                 place.stderr.touch()
-                process = context.Process(target=_rank_main, args=(place, fn, args), name=f"rank {place.rank}")
+                process = context.Process(target=_rank_main, args=(place, task), name=f"rank {place.rank}")
                 processes.append(process)
                 process.start()  # returns when the rank was forked: what the forkserver preloads is not counted
             ended_s = _wait_all(processes, time.monotonic() + timeout_s)
@@ -215,7 +216,7 @@ def _outcome(place: _Place, process: ForkServerProcess, ended_s: float | None) -
     return outcome
 
 
-def _rank_main(place: _Place, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(place: _Place, task: bytes) -> None:
     """What a rank does. What is raised here goes on up: its traceback on stderr and exit code 1, as in a script."""
     with place.stderr.open("ab") as file:
         os.dup2(file.fileno(), 2)
@@ -225,6 +226,7 @@ def _rank_main(place: _Place, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name
     try:
+        fn, args = pickle.loads(task)
         dist.init_process_group(
             "gloo",
             store=TCPStore("127.0.0.1", place.port, is_master=False),

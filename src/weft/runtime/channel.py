@@ -22,7 +22,7 @@ from weft.runtime.groups import Group
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
-_LEAVING = 2
+_LEAVING = 4
 """Tensors that may be on their way at once: the next send waits for the one before the last, which has its receive."""
 
 

@@ -195,13 +195,13 @@ class Pipeline:
         with_reduce = reduce and self.gradients.circle is not None
         walk_list = self._with_reduce if with_reduce or self.gradients.circle is None else self._without_reduce
         scale = self._scale(num_tokens)
-        self._feed(inputs, targets)
         self.gradients.begin(reduce=reduce)
         factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             stage.begin_step(factor)
         self._last = walk_list
         with self._guard.step(self._step):
+            self._feed(inputs, targets)
             self._run(walk_list)
             self.gradients.finish(reduce=reduce)
             return self._finish(scale)

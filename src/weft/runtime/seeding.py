@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 _MASK = (1 << 63) - 1
+_CHANCES = ("p", "dropout", "dropout_p")  # of nn.Dropout and its like, of attention, of recurrent modules
+_ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -23,6 +25,16 @@ def step_seed(seed: int, step: int) -> int:
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The layers of a stage: the children of an `nn.Sequential`, or the module itself."""
     return list(module) if type(module) is nn.Sequential and len(module) > 0 else [module]
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Can a layer use randomness. torch's own modules tell by what they hold; of any other module it is not known."""
+    for part in layer.modules():
+        if not type(part).__module__.startswith("torch.nn.modules."):
+            return True
+        if any(getattr(part, name, 0) for name in _CHANCES) or isinstance(part, _ALWAYS):
+            return True
+    return False
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -40,12 +52,12 @@ class Seeds:
         self._base = 0
         self._mb = 0
         layers = layers_of(module)
-        self._hooks = []
-        if len(layers) > 1:
-            self._hooks = [
-                layer.register_forward_pre_hook(lambda *_, number=number: self._start(number))
-                for number, layer in enumerate(layers)
-            ]
+        self._whole = len(layers) == 1 and may_draw(module)
+        self._hooks = [
+            layer.register_forward_pre_hook(lambda *_, number=number: self._start(number))
+            for number, layer in enumerate(layers)
+            if len(layers) > 1 and may_draw(layer)
+        ]
 
     def begin_step(self, base: int) -> None:
         """Starts a step with its own number."""
@@ -54,11 +66,16 @@ class Seeds:
     def begin(self, mb: int) -> None:
         """What runs now, forward or recomputed, is of this micro-batch of the global batch."""
         self._mb = mb
-        if not self._hooks:
+        if self._whole:
             self._start(0)
 
-    def _start(self, number: int) -> None:
-        self._generator.manual_seed((self._base + self._mb * self._num_layers + self._first + number) & _MASK)
+    def begin_segment(self, mb: int, layer: int, part: int) -> None:
+        """What runs now is this part of a layer; the first part starts where the whole layer would."""
+        self._mb = mb
+        self._start(layer, part << 48)
+
+    def _start(self, number: int, shift: int = 0) -> None:
+        self._generator.manual_seed((self._base + self._mb * self._num_layers + self._first + number + shift) & _MASK)
 
     def close(self) -> None:
         """Takes the hooks off the layers."""

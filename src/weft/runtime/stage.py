@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from weft.runtime.boundary import Boundary, boundary_of, fits
+from weft.runtime.edge import edge_of
 from weft.runtime.seeding import Seeds
 from weft.runtime.split import AddGradient, Half, Halves
 
@@ -83,7 +84,7 @@ class Stage:
         outputs = result if isinstance(result, tuple) else (result,)
         if self.boundary is None or not fits(outputs, self.boundary):
             self._check(mb, outputs)
-        roots = tuple([get_gradient_edge(o) for o in outputs if o.requires_grad])
+        roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
         for loss in aux:
             self.losses[mb] = loss.detach()
         self._kept[mb] = _Kept(inputs, roots, aux)
@@ -124,8 +125,7 @@ class Stage:
         starts: list[Any] = list(roots)
         if losses:
             starts += [loss for loss in losses if loss.requires_grad]
-            assert self._scale is not None
-            grads = (*grads, *[self._scale.to(loss.dtype) for loss in losses if loss.requires_grad])
+            grads = (*grads, *[self._scale_as(loss.dtype) for loss in losses if loss.requires_grad])
         if starts and self._autocast is not None:
             with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
                 torch.autograd.backward(starts, grads)
@@ -134,6 +134,13 @@ class Stage:
         self.input_grads[mb] = tuple(
             [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs if x.requires_grad]
         )
+
+    def _scale_as(self, dtype: torch.dtype) -> Tensor:
+        """The scale in the precision of a loss, made once a step."""
+        assert self._scale is not None
+        if self._scale.dtype is not dtype:
+            self._scale = self._scale.to(dtype)
+        return self._scale
 
     def input_half(self, mb: int) -> None:
         """I: as B, but the linears' weight gradients are put off."""

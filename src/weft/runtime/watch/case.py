@@ -28,7 +28,7 @@ SPEAK_S = 0.4
 DECIDE_S = 0.8
 """How long the one that asked collects answers."""
 
-STALE_S = 1.5
+STALE_S = 1.0
 """After that an ask of another, that came to nothing, does not keep a rank from asking itself."""
 
 

@@ -39,7 +39,7 @@ MEET_S = 30.0
 NEWS_S = 1.0
 """How soon news of a death is there, after a peer has closed; if there is none by then, everyone is asked."""
 
-ANSWER_S = 1.5
+ANSWER_S = 1.0
 """How long an ask may take until its verdict is known everywhere."""
 
 TELL_S = 1.0
@@ -149,14 +149,14 @@ class Watch:
         self._close()
 
     def _find_out(self, cause: Cause) -> None:
-        """Waits until the alarm is known: told by others, or found by asking, twice if need be.
+        """Waits until the alarm is known: told by others, or found by asking.
 
         A rank that waits asks on until all others' waits have had their time, as one of them may be no wait.
         """
         sentry = self._sentry
         sentry.failed = Wait.TIMED_OUT if cause is Cause.TIMED_OUT else Wait.CLOSED
-        until = time.monotonic() + 2 * ANSWER_S
-        until += sentry.deadline_s if self._progress.look().waits_for != COMPUTING else 0.0
+        waits = self._progress.look().waits_for != COMPUTING
+        until = time.monotonic() + (sentry.deadline_s + 3 * ANSWER_S if waits else 2 * ANSWER_S)
         if cause is Cause.CLOSED and sentry.is_alive:
             sentry.alarmed.wait(NEWS_S)
         while not sentry.alarmed.is_set() and sentry.is_alive and time.monotonic() < until:
