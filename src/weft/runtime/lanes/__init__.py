@@ -1,0 +1,17 @@
+"""Lanes: in-order queues on which ops run, each as soon as what it waits for has ended.
+
+One small interface, `Lanes`: launch this on a lane after those ops. Backends:
+
+    thread    computation in the calling thread, every other lane in a thread of its own
+    paced     as thread, but an op takes the time its cost says, without using the CPU
+    virtual   everything in the calling thread, on a clock that only counts; to test orders with, never a measurement
+    cuda      a stream a lane, events between them
+"""
+
+from weft.runtime.lanes.cuda import CudaLanes
+from weft.runtime.lanes.interface import Lanes
+from weft.runtime.lanes.paced import PacedLanes
+from weft.runtime.lanes.thread import ThreadLanes
+from weft.runtime.lanes.virtual import VirtualLanes
+
+__all__ = ["CudaLanes", "Lanes", "PacedLanes", "ThreadLanes", "VirtualLanes"]

@@ -1,0 +1,133 @@
+"""One suite for all backends of lanes: order, waiting, errors, times."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+from weft.runtime.device import Cuda
+from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
+from weft.runtime.lanes.paced import MADE_UP_NS, Pace
+
+NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
+MS = 1_000_000
+DUR_NS = [MS] * NUM_OPS
+
+
+def cuda() -> Lanes:
+    if not torch.cuda.is_available():
+        pytest.skip("lanes as CUDA streams need a GPU")
+    return CudaLanes(NUM_LANES, NUM_OPS, Cuda(torch.device("cuda", 0), timedelta(seconds=DEADLINE_S)))
+
+
+BACKENDS: dict[str, Callable[[], Lanes]] = {
+    "thread": lambda: ThreadLanes(NUM_LANES, NUM_OPS, DEADLINE_S),
+    "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, DEADLINE_S),
+    "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
+    "cuda": cuda,
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
+    made = BACKENDS[request.param]()
+    yield made
+    made.close()
+
+
+def test_a_lane_runs_in_order(lanes: Lanes) -> None:
+    ran: list[int] = []
+    lanes.begin()
+    for op in range(10):
+        lanes.launch(1, op, lambda op=op: ran.append(op), ())  # type: ignore[misc]
+    lanes.finish()
+    assert ran == list(range(10))
+
+
+def test_an_op_waits_for_ops_of_other_lanes(lanes: Lanes) -> None:
+    """A chain that goes round the lanes, the caller's own included."""
+    ran: list[int] = []
+    lanes.begin()
+    for op in range(24):
+        lanes.launch(op % NUM_LANES, op, lambda op=op: ran.append(op), (op - 1,) if op else ())  # type: ignore[misc]
+    lanes.finish()
+    assert ran == list(range(24))
+    start, end = lanes.times()
+    assert all(end[op] <= start[op + 1] for op in range(23))
+    assert all(start[op] <= end[op] for op in range(24))
+    assert start[24] == end[24] == -1
+
+
+def test_lanes_run_side_by_side(lanes: Lanes) -> None:
+    """Two ops that do not wait for each other overlap, as each takes its time."""
+    lanes.begin()
+    wait = (lambda: None) if isinstance(lanes, VirtualLanes | PacedLanes | CudaLanes) else (lambda: time.sleep(0.02))
+    for op in (0, 1):
+        lanes.launch(1 + op, op, wait, ())
+    lanes.finish()
+    start, end = lanes.times()
+    if not isinstance(lanes, CudaLanes):
+        assert max(start[:2]) < min(end[:2])
+
+
+def test_an_error_comes_out_and_nothing_runs_behind_it(lanes: Lanes) -> None:
+    ran: list[int] = []
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    lanes.begin()
+    with pytest.raises(ValueError, match="no"):  # noqa: PT012 - where it comes out is the backend's
+        lanes.launch(1, 0, fails, ())
+        lanes.launch(2, 1, lambda: ran.append(1), (0,))
+        lanes.finish()
+    assert ran == []
+
+
+def test_a_step_after_an_error_runs(lanes: Lanes) -> None:
+    test_an_error_comes_out_and_nothing_runs_behind_it(lanes)
+    test_an_op_waits_for_ops_of_other_lanes(lanes)
+
+
+def test_a_wait_has_a_deadline() -> None:
+    lanes = ThreadLanes(NUM_LANES, NUM_OPS, 0.1)
+    stop = threading.Event()
+    lanes.begin()
+    lanes.launch(1, 0, lambda: (stop.wait(5), None)[1], ())
+    with pytest.raises(TimeoutError, match=r"op 0 has not ended within 0\.1 s"):
+        lanes.launch(0, 1, lambda: None, (0,))
+    stop.set()
+    lanes.close()
+
+
+def test_paced_ops_take_their_time_and_make_up_for_little() -> None:
+    """Ten ops of 5 ms take 50, though each wakes late; after a gap nothing is made up but a millisecond."""
+    lanes = PacedLanes(2, [5 * MS] * 12, [Pace.AFTER] * 12, DEADLINE_S)
+    lanes.begin()
+    for op in range(10):
+        lanes.launch(1, op, lambda: None, ())
+    lanes.finish()
+    start, end = lanes.times()
+    assert 49 * MS < end[9] - start[0] < 56 * MS
+    time.sleep(0.02)
+    lanes.launch(1, 10, lambda: None, ())
+    lanes.finish()
+    start, end = lanes.times()
+    assert end[10] - start[10] >= 5 * MS - MADE_UP_NS
+    lanes.close()
+
+
+def test_a_paced_message_leaves_when_its_time_is_over() -> None:
+    lanes = PacedLanes(2, [10 * MS] * 2, [Pace.BEFORE, Pace.TOGETHER], DEADLINE_S)
+    left: list[int] = []
+    lanes.begin()
+    lanes.launch(1, 0, lambda: left.append(time.perf_counter_ns()), ())
+    lanes.finish()
+    start, _ = lanes.times()
+    assert left[0] - start[0] >= 9 * MS
+    lanes.close()
