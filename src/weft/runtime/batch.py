@@ -24,7 +24,7 @@ def microbatches(given: Any, num: int, what: str) -> list[Any]:
                 f"give a multiple of {num}, or a list of {num}"
             )
         return list(given.chunk(num))
-    if isinstance(given, Sequence):
+    if isinstance(given, Sequence) and not isinstance(given, tuple):  # a tuple is one micro-batch of several tensors
         if len(given) != num:
             raise ValueError(f"the schedule has {num} micro-batches, got {len(given)} {what}")
         return list(given)

@@ -69,6 +69,7 @@ def instructions(part: Part) -> list[Instruction]:
             if op.index + 1 in program.lane_ptr:  # the last of its channel
                 last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
         else:
+            made.append(Instruction(op.index, partial(part.gradients.gather, op.chunk), NOBODY))
             made.append(Instruction(op.index, partial(part.gradients.reduce, op.chunk), part.reducers))
             last.append(Instruction(op.index, partial(part.gradients.arrive, op.chunk), part.reducers))
     return made + last

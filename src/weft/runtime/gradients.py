@@ -25,7 +25,7 @@ class _Flight:
 
     params: list[nn.Parameter]
     flat: Tensor
-    work: dist.Work
+    work: dist.Work | None = None
 
 
 class Gradients:
@@ -98,9 +98,8 @@ class Gradients:
             self._sums[param] = grad.float()
         param.grad = None
 
-    def reduce(self, chunk: int) -> None:
-        """Launches the reduction of a chunk's gradients."""
-        assert self.circle is not None
+    def gather(self, chunk: int) -> None:
+        """Puts a chunk's gradients side by side, for their reduction."""
         self._flights[chunk] = []
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for param in self.params[chunk]:
@@ -109,20 +108,26 @@ class Gradients:
             local = [self._sums.get(p, p.grad) for p in params]
             used = torch.tensor([g is not None for g in local], dtype=dtype, device=params[0].device)
             parts = [
-                g.reshape(-1) if g is not None else torch.zeros(p.numel(), dtype=dtype, device=p.device)
+                g.to_dense().reshape(-1) if g is not None else torch.zeros(p.numel(), dtype=dtype, device=p.device)
                 for p, g in zip(params, local, strict=True)
             ]
             flat = torch.cat([*parts, used])
             for param in params:
                 self._sums.pop(param, None)
                 param.grad = None
-            work = self.circle.launch_reduce(flat)
-            self._flights[chunk].append(_Flight(params, flat, work))
+            self._flights[chunk].append(_Flight(params, flat))
+
+    def reduce(self, chunk: int) -> None:
+        """Launches the reduction of a chunk's gradients."""
+        assert self.circle is not None
+        for flight in self._flights[chunk]:
+            flight.work = self.circle.launch_reduce(flight.flat)
 
     def arrive(self, chunk: int) -> None:
         """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
         assert self.circle is not None
         for flight in self._flights.pop(chunk):
+            assert flight.work is not None
             self.circle.wait(flight.work)
             self._land(flight)
 
@@ -153,6 +158,8 @@ class Gradients:
     def num_bad(self) -> int:
         """Parameters whose gradient is not finite."""
         grads = [p.grad for params in self.params.values() for p in params if p.grad is not None]
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        grads = [grad for grad in grads if grad.numel()]
         if not grads or grads[0].is_meta:
             return 0
         largest = torch.stack([n.double() for n in torch._foreach_norm(grads, float("inf"))])

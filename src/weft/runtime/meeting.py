@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from weft.ir import Schedule
 from weft.runtime.communicators import Communicators
 from weft.runtime.gradients import Gradients
 
-_FINE = -1
+_NOBODY = -1
+_PIECE = 1 << 22  # elements of a parameter that are looked at together, so that looking takes little memory
+_WEIGHTS = 8191  # of elements in a sum that tells their order
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,26 @@ def meet(
     device: torch.device,
 ) -> Met:
     """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so."""
-    text = repr((schedule.placement, schedule.rows))
+    _agree_to_start(talk, schedule, problem, device)
+    vpp = schedule.vpp
+    mine = torch.tensor([*splits, *layers], dtype=torch.int64, device=device)
+    culprit = _NOBODY
+    if talk.replicas is not None:  # what one replica cannot split, none does
+        everyone = torch.stack(talk.replicas.all_gather(mine))
+        mine[:vpp] = everyone[:, :vpp].min(0).values
+        culprit = talk.place.rank if bool((everyone[:, vpp:] != everyone[0, vpp:]).any()) else _NOBODY
+    raise_for_all(talk, culprit, device, "its replicas have stages of other depths; a stage is the same in all of them")
+    rows = [row.tolist() for row in talk.pipe.all_gather(mine)]
+    places = [(rank, chunk) for rank in range(len(rows)) for chunk in range(vpp)]
+    return Met({(r, c): bool(rows[r][c]) for r, c in places}, {(r, c): rows[r][vpp + c] for r, c in places})
+
+
+def _agree_to_start(talk: Communicators, schedule: Schedule, problem: ValueError | None, device: torch.device) -> None:
+    """What is exchanged is of one size, whatever the schedules: they may differ."""
+    text = repr((schedule.placement, schedule.rows, sorted(schedule.receives.items())))
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    rank, vpp = talk.place.rank, schedule.vpp
-    parts = [*splits, *layers] if problem is None else [0] * (2 * vpp)
-    head = [_FINE if problem is None else rank, _FINE, number]
-    mine = torch.tensor([*head, *parts], dtype=torch.int64, device=device)
-    rows: list[list[int]] = []
+    rank = talk.place.rank
+    mine = torch.tensor([_NOBODY if problem is None else rank, _NOBODY, number], dtype=torch.int64, device=device)
     for circle in (talk.replicas, talk.pipe):  # what one circle heard, the next one hears
         if circle is not None:
             rows = [row.tolist() for row in circle.all_gather(mine)]
@@ -48,29 +64,51 @@ def meet(
     broken, stranger = int(mine[0]), int(mine[1])
     if problem is not None:
         raise problem
-    if broken != _FINE:
+    if broken != _NOBODY:
         raise ValueError(f"rank {broken} could not make its part of the pipeline; its own error says why")
-    if stranger != _FINE:
+    if stranger != _NOBODY:
         raise ValueError(f"not all ranks have the same schedule, rank {stranger} has another; make one for all of them")
-    places = [(r, chunk) for r in range(len(rows)) for chunk in range(vpp)]
-    return Met(
-        {(r, c): bool(rows[r][len(head) + c]) for r, c in places},
-        {(r, c): rows[r][len(head) + vpp + c] for r, c in places},
-    )
 
 
-def check_copies(gradients: Gradients, device: torch.device) -> None:
-    """Refuses copies of a stage that do not start from the same parameters."""
-    params = [(chunk, p) for chunk in gradients.order for p in gradients.params[chunk]]
-    if gradients.circle is None or not params or device.type == "meta":
+def raise_for_all(talk: Communicators, culprit: int, device: torch.device, what: str) -> None:
+    """Raises on every rank if there is a culprit on one; the others point to it."""
+    told = torch.tensor([culprit], dtype=torch.int64, device=device)
+    for circle in (talk.replicas, talk.copies, talk.pipe):
+        if circle is not None:
+            circle.all_reduce(told, largest=True)
+    named = int(told)
+    if named != _NOBODY:
+        raise ValueError(f"rank {named}: {what}" if culprit != _NOBODY else f"rank {named} refuses; its error says why")
+
+
+def check_copies(
+    talk: Communicators, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device
+) -> None:
+    """Refuses copies of a stage that do not start from the same parameters, on all ranks."""
+    circle, culprit, what = gradients.circle, _NOBODY, ""
+    if circle is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
-    sums = torch.stack([p.detach().double().sum() for _, p in params])
+    named = [(chunk, name, p) for chunk in gradients.order for name, p in modules[chunk].named_parameters()]
+    sums = torch.stack([_digest(p) for _, _, p in named]) if named else torch.zeros(1, 2, device=device)
     both = torch.stack([sums, -sums])
-    gradients.circle.all_reduce(both, largest=True)
-    apart = torch.nonzero(both[0] != -both[1]).flatten().tolist()
+    circle.all_reduce(both, largest=True)
+    apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()
     if apart:
-        chunk, param = params[apart[0]]
-        raise ValueError(
-            f"copies of a stage start from different parameters, the first in chunk {chunk}, of shape "
+        chunk, name, param = named[apart[0]]
+        culprit = talk.place.rank
+        what = (
+            f"copies of a stage start from different parameters, the first {name} of chunk {chunk}, of shape "
             f"{tuple(param.shape)}; make them from one seed, or broadcast them before making the Pipeline"
         )
+    raise_for_all(talk, culprit, device, what)
+
+
+def _digest(param: nn.Parameter) -> Tensor:
+    """Two sums that tell parameters apart, also by the order of their elements."""
+    flat = param.detach().reshape(-1)
+    total = torch.zeros(2, dtype=torch.float64, device=param.device)
+    for first in range(0, flat.numel(), _PIECE):
+        piece = flat[first : first + _PIECE].double()
+        weight = torch.arange(first, first + len(piece), device=param.device) % _WEIGHTS + 1
+        total += torch.stack([piece.sum(), (piece * weight).sum()])
+    return total

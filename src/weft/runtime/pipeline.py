@@ -69,7 +69,7 @@ class Pipeline:
         boundaries: Mapping[int, Boundary] | None = None,
         address: str | None = None,
     ) -> None:
-        self.place = place_in(mesh, schedule.pp)
+        self.place = place_in(mesh)
         self.device = _device(stages, mesh)
         self._control = torch.device("cpu") if self.device.type == "meta" else self.device
         self.splits: dict[int, Split] = {}
@@ -90,7 +90,7 @@ class Pipeline:
         with self._guard.making():
             order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
             self.gradients = Gradients(self._modules, order, self.talk.reduce)
-            check_copies(self.gradients, self.device)
+            check_copies(self.talk, self._modules, self.gradients, self._control)
             self.stages = self._make_stages(loss_fn, met, boundaries or {})
         self._boundaries = self._incoming(boundaries or {})
         self._last: _Walk | None = None
@@ -103,6 +103,11 @@ class Pipeline:
         problem: ValueError | None = None
         chunks = range(schedule.vpp)
         try:
+            if schedule.pp != len(self.place.ranks):
+                raise ValueError(
+                    f"the schedule is for {schedule.pp} ranks, the mesh has {len(self.place.ranks)} along pp"
+                )
+            _one_device(self._modules)
             if sorted(self._modules) != list(chunks):
                 raise ValueError(
                     f"stages are a module for each chunk of this rank, {list(chunks)}, got {sorted(self._modules)}; "
@@ -139,7 +144,7 @@ class Pipeline:
             seeds = Seeds(module, self.device, sum(layers[:number]), sum(layers)) if self._seed is not None else None
             halves = Halves() if chunk in self.splits and self.splits[chunk].possible else None
             if halves is not None:
-                split.apply(module, halves)
+                split.apply(self.splits[chunk].linears, halves)
             offset = self.place.dp_rank * self.schedule.num_microbatches + placement.pipes[chunk] * per_pipe
             made[chunk] = stage = Stage(number, module, halves, seeds, offset)
             if number == placement.num_stages - 1:
@@ -224,7 +229,7 @@ class Pipeline:
             stage.targets.clear()
             if stage.number == 0:
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
-                stage.inputs.update((mb, x if isinstance(x, tuple) else (x,)) for mb, x in enumerate(mine))
+                stage.inputs.update((mb, _cut_off(x)) for mb, x in enumerate(mine))
             if stage.number == last:
                 stage.targets.update(enumerate(microbatches(targets, num, "targets")[first_mb : first_mb + per_pipe]))
 
@@ -253,8 +258,9 @@ class Pipeline:
         for chunk, stage in self.stages.items():
             for mb, loss in stage.losses.items() if self.device.type != "meta" else ():
                 losses[placement.pipes[chunk] * per_pipe + mb] += loss
+        num_bad = self.gradients.num_bad()
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.talk, losses, scale, self.gradients.num_bad())
+            loss, losses, num_bad, alike = agree(self.talk, losses, scale, num_bad)
         if not alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
@@ -294,8 +300,12 @@ class Pipeline:
         self.gradients.close()
         for stage in self.stages.values():
             split.restore(stage.module)
-            if stage.seeds is not None:
-                stage.seeds.close()
+
+
+def _cut_off(microbatch: Any) -> tuple[Any, ...]:
+    """The arguments of the first stage, without a graph behind them."""
+    given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
 
 
 def _verify(schedule: Schedule) -> None:
@@ -312,7 +322,11 @@ def _reduce_order(program: Program, pp_rank: int) -> list[int]:
 
 def _device(stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> torch.device:
     """Where the stages are; without parameters, where the mesh is."""
-    found = {p.device for module in stages.values() for p in module.parameters()}
+    params = [p for module in stages.values() for p in module.parameters()]
+    return params[0].device if params else torch.device(mesh.device_type)
+
+
+def _one_device(stages: Mapping[int, nn.Module]) -> None:
+    found = {str(p.device) for module in stages.values() for p in module.parameters()}
     if len(found) > 1:
-        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(map(str, found)))}")
-    return found.pop() if found else torch.device(mesh.device_type)
+        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(found))}; move them to one")

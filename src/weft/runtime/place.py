@@ -46,7 +46,7 @@ class Place:
         return self.ranks[pp_rank][self.dp_rank]
 
 
-def place_in(mesh: DeviceMesh, pp: int) -> Place:
+def place_in(mesh: DeviceMesh) -> Place:
     """Where this rank is in a mesh with a dimension `pp` and perhaps `dp`."""
     names = mesh.mesh_dim_names
     if names not in (("pp",), ("pp", "dp"), ("dp", "pp")):
@@ -54,8 +54,6 @@ def place_in(mesh: DeviceMesh, pp: int) -> Place:
             f"the mesh has the dimensions pp, or pp and dp, got {names}; "
             'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
         )
-    if mesh["pp"].size() != pp:
-        raise ValueError(f"the schedule is for {pp} ranks, the mesh has {mesh['pp'].size()} along pp")
     table = mesh.mesh if names[0] == "pp" else mesh.mesh.t()
-    ranks = tuple(tuple(row) for row in table.reshape(pp, -1).tolist())
+    ranks = tuple(tuple(row) for row in table.reshape(mesh["pp"].size(), -1).tolist())
     return Place(mesh.get_local_rank("pp"), mesh.get_local_rank("dp") if "dp" in names else 0, ranks)

@@ -6,6 +6,8 @@ the global batch. So dropout drops the same whether a model runs in one process 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,8 +25,10 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a stage: the children of an `nn.Sequential`, or the module itself."""
-    return list(module) if type(module) is nn.Sequential and len(module) > 0 else [module]
+    """The layers of a stage: the children of an `nn.Sequential` that nobody listens to, or the module itself."""
+    if type(module) is not nn.Sequential or len(module) == 0 or module._forward_pre_hooks or module._forward_hooks:
+        return [module]
+    return list(module)
 
 
 def may_draw(layer: nn.Module) -> bool:
@@ -48,26 +52,32 @@ class Seeds:
     """The seeds of one stage's layers. `first` is the number of its first layer, of `num_layers` in the model."""
 
     def __init__(self, module: nn.Module, device: torch.device, first: int, num_layers: int) -> None:
+        self.module = module
         self._generator, self._first, self._num_layers = generator_of(device), first, num_layers
         self._base = 0
         self._mb = 0
-        layers = layers_of(module)
-        self._whole = len(layers) == 1 and may_draw(module)
-        self._hooks = [
-            layer.register_forward_pre_hook(lambda *_, number=number: self._start(number))
-            for number, layer in enumerate(layers)
-            if len(layers) > 1 and may_draw(layer)
-        ]
+        self._layers = [(number, layer, may_draw(layer)) for number, layer in enumerate(layers_of(module))]
 
     def begin_step(self, base: int) -> None:
         """Starts a step with its own number."""
         self._base = base
 
-    def begin(self, mb: int) -> None:
-        """What runs now, forward or recomputed, is of this micro-batch of the global batch."""
+    def forward(self, mb: int, inputs: tuple[Any, ...]) -> Any:
+        """Runs the stage on a micro-batch of the global batch, each layer from its seed.
+
+        By place, not by hooks: one module may stand at several places.
+        """
         self._mb = mb
-        if self._whole:
-            self._start(0)
+        if len(self._layers) == 1:
+            if self._layers[0][2]:
+                self._start(0)
+            return self.module(*inputs)
+        (x,) = inputs
+        for number, layer, draws in self._layers:
+            if draws:
+                self._start(number)
+            x = layer(x)
+        return x
 
     def begin_segment(self, mb: int, layer: int, part: int) -> None:
         """What runs now is this part of a layer; the first part starts where the whole layer would."""
@@ -76,11 +86,6 @@ class Seeds:
 
     def _start(self, number: int, shift: int = 0) -> None:
         self._generator.manual_seed((self._base + self._mb * self._num_layers + self._first + number + shift) & _MASK)
-
-    def close(self) -> None:
-        """Takes the hooks off the layers."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def seed_layer(device: torch.device, seed: int, step: int, mb: int, layer: int, num_layers: int) -> None:

@@ -10,7 +10,7 @@ could be put off.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class Halves:
         """Puts a weight half aside, if it is open."""
         if self._open is None:
             return False
-        self._open.append(Half(linear, x, grad))
+        self._open.append(Half(linear, x.detach(), grad))  # the graph behind x would stay alive with it
         return True
 
 
@@ -111,7 +111,8 @@ class SplitForward:
         if not torch.is_grad_enabled() or input.dim() < 2:
             return functional.linear(input, linear.weight, linear.bias)
         kind = input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if lowers and input.dtype is not torch.float64:  # which autocast leaves alone
             input = input.to(torch.get_autocast_dtype(kind))
         out: Tensor = _Linear.apply(input, linear.weight, linear.bias, self.halves, linear)  # type: ignore[no-untyped-call]
         return out
@@ -124,6 +125,7 @@ class Split:
     num_params: int
     num_deferred: int
     why: str | None
+    linears: tuple[nn.Linear, ...]
 
     @property
     def possible(self) -> bool:
@@ -139,14 +141,15 @@ class Split:
 def examine(module: nn.Module) -> Split:
     """Can the weight half of this module's backward run apart, and for how many of its parameters."""
     params = {p for p in module.parameters() if p.requires_grad}
-    deferred = {p for linear in _linears(module) for p in linear.parameters(recurse=False) if p.requires_grad}
+    linears = tuple(_linears(module))
+    deferred = {p for linear in linears for p in linear.parameters(recurse=False) if p.requires_grad}
     why = _against(module) or (None if deferred else "it has no nn.Linear that trains")
-    return Split(len(params), len(deferred), why)
+    return Split(len(params), len(deferred), why, linears)
 
 
-def apply(module: nn.Module, halves: Halves) -> None:
-    """Lets the linears of a module put their weight halves into `halves`."""
-    for linear in _linears(module):
+def apply(linears: Sequence[nn.Linear], halves: Halves) -> None:
+    """Lets linears put their weight halves into `halves`."""
+    for linear in linears:
         linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]
 
 
@@ -158,11 +161,19 @@ def restore(module: nn.Module) -> None:
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    """Exactly `nn.Linear`: a subclass, or one whose forward was replaced, may compute something else."""
+    """Exactly `nn.Linear`: a subclass, or one that was changed, may compute something else, or be told of gradients."""
     for part in module.modules():
         own = part.__dict__.get("forward")
-        if type(part) is nn.Linear and (own is None or isinstance(own, SplitForward)):
+        if type(part) is not nn.Linear or not (own is None or isinstance(own, SplitForward)):
+            continue
+        params = part._parameters  # a weight that is made from others by a hook is not there
+        plain = params.get("weight") is not None and "bias" in params and not part._forward_pre_hooks
+        if plain and not any(p is not None and _has_hooks(p) for p in params.values()):
             yield part
+
+
+def _has_hooks(param: nn.Parameter) -> bool:
+    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
 
 def _against(module: nn.Module) -> str | None:

@@ -71,9 +71,8 @@ class Stage:
     def forward(self, mb: int) -> None:
         """F: from `inputs` to `outputs`, or to the loss on the last stage."""
         inputs = self.inputs.pop(mb)
-        if self.seeds is not None:
-            self.seeds.begin(self.mb_offset + mb)
-        result = self.module(*inputs)
+        seeds = self.seeds
+        result = self.module(*inputs) if seeds is None else seeds.forward(self.mb_offset + mb, inputs)
         aux: tuple[Tensor, ...] = ()
         if isinstance(result, Output):
             aux, result = (result.aux_loss,), result.output
@@ -85,16 +84,14 @@ class Stage:
         if self.boundary is None or not fits(outputs, self.boundary):
             self._check(mb, outputs)
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
-        for loss in aux:
-            self.losses[mb] = loss.detach()
+        if aux:
+            _check_losses(aux)
+            self.losses[mb] = aux[0].detach()
         self._kept[mb] = _Kept(inputs, roots, aux)
         self.outputs[mb] = tuple([o.detach() for o in outputs])
 
     def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
-        for loss in losses:
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"a loss is one number for a micro-batch, got {got}; return its sum or its mean")
+        _check_losses(losses)
         self._kept[mb] = _Kept(inputs, (), losses)
         total = losses[0].detach()
         self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
@@ -120,8 +117,6 @@ class Stage:
         """B: from the gradients of the outputs to those of the inputs and of all parameters."""
         inputs, roots, losses = self._kept.pop(mb)
         grads: tuple[Tensor | None, ...] = self.output_grads.pop(mb) if self.loss_fn is None else ()
-        if self.seeds is not None:
-            self.seeds.begin(self.mb_offset + mb)  # for what is computed again
         starts: list[Any] = list(roots)
         if losses:
             starts += [loss for loss in losses if loss.requires_grad]
@@ -157,3 +152,10 @@ class Stage:
         """W: the weight gradients that were put off."""
         for half in self._halves_of.pop(mb):
             half.run(add)
+
+
+def _check_losses(losses: tuple[Tensor, ...]) -> None:
+    for loss in losses:
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"a loss is one number for a micro-batch, got {got}; return its sum or its mean")
