@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.exchange import RankOwned
 
-class Experts(nn.Module):
+
+class Experts(RankOwned):
     """Gated MLPs, numbers `first` to `first + num - 1` of all. No other rank of its group has them."""
 
     def __init__(self, width: int, hidden: int, num: int, first: int = 0) -> None:

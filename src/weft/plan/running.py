@@ -12,12 +12,15 @@ from itertools import count
 
 import numpy as np
 
+from weft.costs import Costs, durations
 from weft.ir import Action, Cell, Kind, Schedule
 from weft.ir.execute import execute, leaders
-from weft.ir.program import COMMUNICATION, NEVER, Ints, LaneKind, Longs, OpKind, Program
+from weft.ir.program import NEVER, Ints, LaneKind, Longs, OpKind, Program
 from weft.passes.cells import lower_cells
 from weft.passes.launch import order_launches
+from weft.passes.lower import lower_layers
 from weft.passes.reduce import with_reduce
+from weft.plan.lowering import Options, choose
 from weft.verify.graph import launch_edges, with_ring
 
 _TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8}
@@ -34,7 +37,17 @@ def lower_running(schedule: Schedule, *, reduce: bool) -> Program:
     program = replace(program, joined=np.zeros(program.num_ops, bool))
     if reduce:
         program = with_reduce(program)
-    ticks = expected(program)
+    return _bounded(program, expected(program), schedule)
+
+
+def lower_weaving(schedule: Schedule, costs: Costs, options: Options, *, reduce: bool) -> Program:
+    """The Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it."""
+    program = lower_layers(schedule, choose(schedule, costs, options), reduce=reduce)
+    return _bounded(program, durations(program, costs), schedule)
+
+
+def _bounded(program: Program, ticks: Longs, schedule: Schedule) -> Program:
+    """With receive rings, and launches numbered."""
     for ring in count(2):
         bounded = with_ring(program, ring)
         if ring >= schedule.num_microbatches * schedule.vpp or execute(bounded, ticks).finished:
@@ -62,29 +75,28 @@ def _posted_ahead(program: Program, lane: int) -> int:
     return int(np.argmax(waits)) if waits.any() else last - first
 
 
-def host_order(program: Program) -> list[Ints]:
+def host_order(program: Program, ticks: Longs) -> list[Ints]:
     """For each rank its ops of all lanes in the order in which its thread comes to them.
 
-    Communication is launched before the compute op during which it would start if the thread were free, as it cannot
-    depend on that op. Whatever an op waits for ended before that moment in one execution of the whole program, so ranks
-    that go through their lists, and wait where they must, all come to the end.
+    What runs beside computation is launched before the compute op during which it would start if the thread were
+    free, as it cannot depend on that op. Whatever an op waits for ended before that moment in one execution of the
+    whole program, so ranks that go through their lists, and wait where they must, all come to the end.
     """
     source, target = launch_edges(program)
     after = np.full(program.num_ops, NEVER, np.int32)
     after[target] = source
-    times = execute(program, expected(program) * 2 + 1, after=after)
+    times = execute(program, ticks * 2 + 1, after=after)
     assert times.finished, "the verifier has looked at the launch order"
     rank = program.lane_rank[program.lane_of]
-    talks = np.isin(program.lane_kind, COMMUNICATION)[program.lane_of]
+    computes = (program.lane_kind == LaneKind.COMPUTE)[program.lane_of]
     lists = []
     for r in range(program.num_ranks):
-        compute = np.flatnonzero((rank == r) & ~talks)
-        messages = np.flatnonzero((rank == r) & talks)
-        place = np.searchsorted(times.end[compute], times.start[messages], side="right")
-        ops = np.concatenate([messages, compute])
+        compute, beside = np.flatnonzero((rank == r) & computes), np.flatnonzero((rank == r) & ~computes)
+        place = np.searchsorted(times.end[compute], times.start[beside], side="right")
+        ops = np.concatenate([beside, compute])
         turn = np.concatenate([place, np.arange(len(compute))])
-        within = np.concatenate([program.launch[messages], np.full(len(compute), program.num_ops)])
-        lists.append(ops[np.lexsort((within, turn))].astype(np.int32))
+        last = np.concatenate([np.zeros(len(beside), bool), np.ones(len(compute), bool)])
+        lists.append(ops[np.lexsort((program.launch[ops], times.start[ops], last, turn))].astype(np.int32))
     return lists
 
 
@@ -116,7 +128,7 @@ def disagreements(program: Program) -> list[str]:
     place = np.full(program.num_ops, NEVER, np.int64)
     rank = program.lane_rank[program.lane_of]
     found = []
-    for r, ops in enumerate(host_order(program)):
+    for r, ops in enumerate(host_order(program, expected(program))):
         if not np.array_equal(np.sort(ops), np.flatnonzero(rank == r)):
             found.append(f"rank {r} does not go through its own ops, each once")
         place[ops] = np.arange(len(ops))

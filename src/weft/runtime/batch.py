@@ -57,8 +57,10 @@ def agree(talk: Communicators, losses: Tensor, scale: float, num_bad: int) -> tu
     talk.pipe.all_reduce(both)
     losses = both[: len(losses)]
     total = torch.cat([losses.sum().reshape(1) * scale, both[len(losses) :]])
-    if talk.replicas is not None:
-        talk.replicas.all_reduce(total)
+    if talk.reduce is not None:
+        talk.reduce.all_reduce(total)
+    if talk.copies is not None:
+        total[0] /= 2  # each pipeline is there with two of its ranks
     loss, bad, num, plain, square = total
     alike = bool(num * square == plain * plain)
     return loss, losses, int(bad) if alike else 0, alike

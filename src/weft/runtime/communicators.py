@@ -28,8 +28,9 @@ MOST = 8
 class Communicators:
     """What a rank talks through. `pipe` are the ranks of its pipeline, `replicas` those of its place in others.
 
-    `copies` are the ranks with the same stages where micro-batches enter at both ends; gradients meet there, else at
-    `replicas`. Channels are made once the Program is known. `name` tells this pipeline's from another's.
+    Where micro-batches enter at both ends, `copies` take the place of `replicas`: the ranks with the same stages.
+    Gradients meet at either, those of experts at `experts`; `party` is the expert group. These, and channels, are made
+    once the Program is known. `name` tells this pipeline's from another's.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Communicators:
     pipe: Circle
     replicas: Circle | None
     copies: Circle | None = None
+    party: Circle | None = None
+    experts: Circle | None = None
     outgoing: Mapping[int, Channel] = field(default_factory=dict)
     incoming: Mapping[int, Channel] = field(default_factory=dict)
     sockets: Sockets = field(default_factory=Sockets)
@@ -57,7 +60,8 @@ class Communicators:
         """Makes the rank's channels. Ranks meet pair by pair, in the order of the channels, the same for all."""
         place, own = self.place, _own_channels(program, self.place.pp_rank)
         two_ended = program.layout.placement.num_pipes > 1
-        num = len(self) + len(own) + two_ended
+        alike = place.with_same_experts(two_ended=two_ended) if place.ep > 1 else []
+        num = len(self) + len(own) + (place.ep > 1) + (len(alike) > 1) + (two_ended and self.replicas is None)
         if num > MOST:
             raise ValueError(
                 f"rank {place.rank} would need {num} communicators, {MOST} is the most: it has {len(own)} channels; "
@@ -68,6 +72,12 @@ class Communicators:
             if two_ended:
                 name = f"{self.name}/copies/{min(place.copies)}"
                 self.copies = Circle(name, place.copies, place.rank, self.deadline, self.wait)
+                self.replicas = None
+            if place.ep > 1:
+                name = f"{self.name}/party/{place.party[0]}"
+                self.party = Circle(name, place.party, place.rank, self.deadline, self.wait)
+            if len(alike) > 1:
+                self.experts = Circle(f"{self.name}/experts/{alike[0]}", alike, place.rank, self.deadline, self.wait)
 
     def _make_channels(self, own: list[tuple[int, int]], device: torch.device) -> None:
         place = self.place
@@ -88,7 +98,8 @@ class Communicators:
     def groups(self) -> list[Group]:
         """All of them."""
         channels = [channel.group for side in (self.outgoing, self.incoming) for channel in side.values()]
-        return channels + [circle.group for circle in (self.pipe, self.replicas, self.copies) if circle is not None]
+        circles = (self.pipe, self.replicas, self.copies, self.party, self.experts)
+        return channels + [circle.group for circle in circles if circle is not None]
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -130,6 +130,7 @@ def _loss(output: Tensor, _: Any) -> Tensor:
 def _run(pipe: Pipeline, toy: Toy) -> Rehearsal:
     saved, buffers = _Meter(), _Meter()
     for chunk, stage in pipe.stages.items():
+        assert isinstance(stage, Stage)
         _meter_stage(stage, chunk, saved)
     traffic: dict[tuple[int, int], list[int]] = {}
     here = pipe.place.pp_rank

@@ -51,6 +51,10 @@ class _Swap(torch.autograd.Function):
         return ctx.party.swap(grad, ctx.receive, ctx.send), None, None, None
 
 
+class RankOwned(nn.Module):
+    """A module whose parameters no other rank of its expert group has; their gradients meet only those of the same."""
+
+
 class Exchange(nn.Module):
     """Moves rows between the ranks of an expert group. A Pipeline gives it the group, before its first step."""
 

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from weft.ir.program import LaneKind, Op, OpKind, Program
-from weft.plan.running import host_order
+from weft.plan.running import expected, host_order
 from weft.runtime.boundary import Boundary, to_header
 from weft.runtime.channel import Channel, Posted
 from weft.runtime.gradients import Gradients
+from weft.runtime.layered import LayeredStage
 from weft.runtime.stage import Stage, Tensors
 
 NOBODY = -1
@@ -37,7 +38,7 @@ class Part:
 
     program: Program
     pp_rank: int
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Stage | LayeredStage]
     outgoing: Mapping[int, Channel]
     incoming: Mapping[int, Channel]
     gradients: Gradients
@@ -53,19 +54,19 @@ def instructions(part: Part) -> list[Instruction]:
     posted: dict[int, Posted] = {}
     made: list[Instruction] = []
     last: list[Instruction] = []
-    for index in host_order(program)[part.pp_rank]:
+    for index in host_order(program, expected(program))[part.pp_rank]:
         op = program.op(int(index))
         if op.lane.kind is LaneKind.COMPUTE:
             for needed in map(program.op, program.deps(op.index)):
                 if needed.kind.is_recv:
                     peer = part.global_rank(needed.lane.peer)
-                    made.append(Instruction(needed.index, _arrive(part, needed, posted), peer))
+                    made.append(Instruction(needed.index, arrive(part, needed, posted), peer))
             made.append(Instruction(op.index, _compute(part, op), NOBODY))
         elif op.kind.is_recv:
-            made.append(Instruction(op.index, _post(part, op, posted), part.global_rank(op.lane.peer)))
+            made.append(Instruction(op.index, post(part, op, posted), part.global_rank(op.lane.peer)))
         elif op.kind.is_send:
             peer = part.global_rank(op.lane.peer)
-            made.append(Instruction(op.index, _send(part, op), peer))
+            made.append(Instruction(op.index, send(part, op), peer))
             if op.index + 1 in program.lane_ptr:  # the last of its channel
                 last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
         else:
@@ -77,41 +78,42 @@ def instructions(part: Part) -> list[Instruction]:
 
 def _compute(part: Part, op: Op) -> Callable[[], None]:
     stage, mb = part.stages[op.chunk], op.mb
+    assert isinstance(stage, Stage)
     if op.kind is OpKind.W:
         return partial(stage.weight_half, mb, part.gradients.add)
     if op.kind is OpKind.F:
-        after = _neighbour(part, op.chunk, +1)
+        after = neighbour(part, op.chunk, +1)
         return partial(stage.forward, mb) if after is None else partial(_forward_here, stage, after, mb)
     run = stage.input_half if op.kind is OpKind.I else stage.backward
-    before = _neighbour(part, op.chunk, -1)
+    before = neighbour(part, op.chunk, -1)
     return partial(run, mb) if before is None else partial(_backward_here, run, stage, before, mb)
 
 
-def _neighbour(part: Part, chunk: int, step: int) -> Stage | None:
+def neighbour(part: Part, chunk: int, step: int) -> Stage | LayeredStage | None:
     """The stage beside this one, if it is on the same rank: then nothing is sent."""
     place = part.program.layout.placement.neighbour(part.pp_rank, chunk, step)
     return part.stages[place[1]] if place is not None and place[0] == part.pp_rank else None
 
 
-def _forward_here(stage: Stage, after: Stage, mb: int) -> None:
+def _forward_here(stage: Stage, after: Stage | LayeredStage, mb: int) -> None:
     stage.forward(mb)
     assert stage.boundary is not None
-    after.inputs[mb] = _as_leaves(stage.outputs.pop(mb), stage.boundary)
+    after.inputs[mb] = as_leaves(stage.outputs.pop(mb), stage.boundary)
 
 
-def _backward_here(run: Callable[[int], None], stage: Stage, before: Stage, mb: int) -> None:
+def _backward_here(run: Callable[[int], None], stage: Stage, before: Stage | LayeredStage, mb: int) -> None:
     run(mb)
     before.output_grads[mb] = stage.input_grads.pop(mb)
 
 
-def _as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
+def as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
     for tensor, spec in zip(tensors, boundary, strict=True):
         if spec.grad:
             tensor.requires_grad_()
     return tensors
 
 
-def _post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
 
     def post_forward() -> None:
@@ -126,12 +128,12 @@ def _post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     return post_forward if op.kind is OpKind.RECV_F else post_gradient
 
 
-def _arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+def arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
     index, chunk, mb = op.index, op.chunk, op.mb
 
     def forward() -> None:
-        stage.inputs[mb] = _as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
+        stage.inputs[mb] = as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
 
     def gradient() -> None:
         stage.output_grads[mb] = channel.wait_for(posted.pop(index))
@@ -139,14 +141,14 @@ def _arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]
     return forward if op.kind is OpKind.RECV_F else gradient
 
 
-def _send(part: Part, op: Op) -> Callable[[], None]:
+def send(part: Part, op: Op) -> Callable[[], None]:
     """A send's label is its reader's; what it sends is made by the op it waits for."""
     channel, mb = part.outgoing[op.lane.peer], op.mb
-    maker = next(m for m in map(part.program.op, part.program.deps(op.index)) if m.lane.kind is LaneKind.COMPUTE)
-    stage = part.stages[maker.chunk]
+    needed = map(part.program.op, part.program.deps(op.index))
+    stage = part.stages[next(maker.chunk for maker in needed if not maker.kind.is_recv)]
     leaving: dict[int, Tensors] = stage.outputs if op.kind is OpKind.SEND_F else stage.input_grads
 
-    def send() -> None:
+    def send_gradient() -> None:
         channel.send(leaving.pop(mb))
 
     def send_forward() -> None:
@@ -156,7 +158,7 @@ def _send(part: Part, op: Op) -> Callable[[], None]:
             channel.send_header(to_header(stage.boundary, stage.number))
         channel.send(leaving.pop(mb))
 
-    return send_forward if op.kind is OpKind.SEND_F else send
+    return send_forward if op.kind is OpKind.SEND_F else send_gradient
 
 
 def walk(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.runtime.exchange import RankOwned
 from weft.runtime.groups import Circle
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -25,14 +26,29 @@ class _Flight:
 
     params: list[nn.Parameter]
     flat: Tensor
+    circle: Circle
     work: dist.Work | None = None
 
 
 class Gradients:
-    """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `circle`."""
+    """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `circle`.
 
-    def __init__(self, chunks: Mapping[int, nn.Module], order: Sequence[int], circle: Circle | None) -> None:
-        self.circle, self.order = circle, list(order or chunks)
+    Those of `RankOwned` modules are reduced over `experts` instead.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, nn.Module],
+        order: Sequence[int],
+        circle: Circle | None,
+        experts: Circle | None = None,
+        ep: int = 1,
+    ) -> None:
+        self.circle, self.experts, self.order = circle, experts, list(order or chunks)
+        self.owned: set[nn.Parameter] = set()
+        for module in chunks.values() if ep > 1 else ():
+            for part in module.modules():
+                self.owned |= set(part.parameters()) if isinstance(part, RankOwned) else set()
         self._sums: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
@@ -101,10 +117,14 @@ class Gradients:
     def gather(self, chunk: int) -> None:
         """Puts a chunk's gradients side by side, for their reduction."""
         self._flights[chunk] = []
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for param in self.params[chunk]:
-            by_type.setdefault(torch.float32 if param.dtype in _LOW else param.dtype, []).append(param)
-        for dtype, params in by_type.items():
+            dtype = torch.float32 if param.dtype in _LOW else param.dtype
+            alike.setdefault((dtype, param in self.owned), []).append(param)
+        for (dtype, owned), params in alike.items():
+            circle = self.experts if owned else self.circle
+            if circle is None:
+                continue
             local = [self._sums.get(p, p.grad) for p in params]
             used = torch.tensor([g is not None for g in local], dtype=dtype, device=params[0].device)
             parts = [
@@ -115,20 +135,18 @@ class Gradients:
             for param in params:
                 self._sums.pop(param, None)
                 param.grad = None
-            self._flights[chunk].append(_Flight(params, flat))
+            self._flights[chunk].append(_Flight(params, flat, circle))
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of a chunk's gradients."""
-        assert self.circle is not None
         for flight in self._flights[chunk]:
-            flight.work = self.circle.launch_reduce(flight.flat)
+            flight.work = flight.circle.launch_reduce(flight.flat)
 
     def arrive(self, chunk: int) -> None:
         """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
-        assert self.circle is not None
         for flight in self._flights.pop(chunk):
             assert flight.work is not None
-            self.circle.wait(flight.work)
+            flight.circle.wait(flight.work)
             self._land(flight)
 
     def finish(self, *, reduce: bool) -> None:

@@ -37,6 +37,12 @@ class Group(Protocol):
         """Launches a gathering."""
         ...
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
+    ) -> dist.Work:
+        """Launches an exchange of rows."""
+        ...
+
     def abort(self) -> None:
         """Gives up what is under way, where the backend can."""
         ...

@@ -20,8 +20,8 @@ from weft.runtime.executor import NOBODY, Instruction
 from weft.runtime.place import Place
 from weft.runtime.watch import RankLost, Watch, waits_for_group
 
-PIPE, REPLICAS, COPIES, ALL = map(waits_for_group, range(4))
-"""Whom a collective waits for. ALL are those of the pipe and of the replicas, for what is done with both in turn."""
+PIPE, ALIKE, PARTY, ALL = map(waits_for_group, range(4))
+"""Whom a collective waits for. ALL are all of these, for what is done with one after the other."""
 
 
 class Guard:
@@ -42,9 +42,9 @@ class Guard:
     def join(self, talk: Communicators, deadline_s: float, device: torch.device, address: str | None) -> None:
         """Meets the other ranks; from here on their loss is noticed."""
         self.place = talk.place
-        circles = [circle for circle in (talk.pipe, talk.replicas) if circle is not None]
-        pipe, replicas = talk.pipe.ranks, talk.replicas.ranks if talk.replicas is not None else []
-        copies = talk.copies.ranks if talk.copies is not None else []
+        circles = [circle for circle in (talk.pipe, talk.reduce) if circle is not None]
+        pipe, alike = talk.pipe.ranks, talk.reduce.ranks if talk.reduce is not None else []
+        party = talk.party.ranks if talk.party is not None else []
         self.watch = Watch.join(
             circles,
             rank=talk.place.rank,
@@ -52,7 +52,7 @@ class Guard:
             deadline_s=deadline_s,
             device=device,
             address=address,
-            waited=[pipe, replicas, copies, sorted({*pipe, *replicas})],
+            waited=[pipe, alike, party, sorted({*pipe, *alike, *party})],
         )
         self.watch.on_alarm(talk.break_off)
         self.slots = self.watch.slots

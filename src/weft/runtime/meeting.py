@@ -88,7 +88,12 @@ def check_copies(
     circle, culprit, what = gradients.circle, _NOBODY, ""
     if circle is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
-    named = [(chunk, name, p) for chunk in gradients.order for name, p in modules[chunk].named_parameters()]
+    named = [
+        (chunk, name, p)
+        for chunk in gradients.order
+        for name, p in modules[chunk].named_parameters()
+        if p not in gradients.owned
+    ]
     sums = torch.stack([_digest(p) for _, _, p in named]) if named else torch.zeros(1, 2, device=device)
     both = torch.stack([sums, -sums])
     circle.all_reduce(both, largest=True)

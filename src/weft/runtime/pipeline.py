@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.costs import UNIT_COSTS, Costs, durations
 from weft.ir import Kind, Schedule
-from weft.ir.program import OpKind, Program
+from weft.ir.program import Longs, Op, OpKind, Program
 from weft.ir.trace import Trace
 from weft.passes.mesh import spread
-from weft.plan.running import expected, join_halves, lower_running
+from weft.plan.lowering import Options
+from weft.plan.running import expected, join_halves, lower_running, lower_weaving
 from weft.runtime import split
 from weft.runtime.batch import StepReport, agree, microbatches
 from weft.runtime.boundary import Boundary
 from weft.runtime.clock import clock_offset
 from weft.runtime.communicators import Communicators
-from weft.runtime.device import device_of
-from weft.runtime.executor import Instruction, Part, instructions, walk, where
+from weft.runtime.device import Cuda, device_of
+from weft.runtime.exchange import Exchange, Party
+from weft.runtime.executor import Part
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
-from weft.runtime.guard import COPIES, REPLICAS, Guard
+from weft.runtime.guard import ALIKE, Guard
+from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
+from weft.runtime.layered import LayeredStage, is_layered, parts_of
 from weft.runtime.meeting import Met, check_copies, meet
 from weft.runtime.place import place_in
-from weft.runtime.recorder import Recorder, merge
+from weft.runtime.recorder import merge
 from weft.runtime.seeding import Seeds, generator_of, layers_of, step_seed
+from weft.runtime.segments import Plan
 from weft.runtime.split import Halves, Split
 from weft.runtime.stage import LossFn, Stage
+from weft.runtime.walk import Walk
+from weft.runtime.weave import PACE, Weave
 from weft.verify import verify_program, verify_schedule
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """A Program with this rank's instructions."""
-
-    program: Program
-    listed: list[Instruction]
-    recorder: Recorder
 
 
 class Pipeline:
@@ -54,6 +52,8 @@ class Pipeline:
     `deadline_s`: how long a rank waits for another before it takes it for lost.
     `seed`: what randomness in the stages starts from; None leaves it alone.
     `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
+    `lanes`: where stages' layers name their segments, what they run on: thread, paced or virtual (a GPU has streams).
+    `costs`: under which such ops are ordered, and which paced lanes take.
     `address`: where other hosts reach this one, if it is not the address from which this one reaches torch's store.
     """
 
@@ -68,6 +68,8 @@ class Pipeline:
         seed: int | None = 0,
         boundaries: Mapping[int, Boundary] | None = None,
         address: str | None = None,
+        lanes: LanesName = "thread",
+        costs: Costs = UNIT_COSTS,
     ) -> None:
         self.place = place_in(mesh)
         self.device = _device(stages, mesh)
@@ -75,25 +77,28 @@ class Pipeline:
         self.splits: dict[int, Split] = {}
         self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
         self._modules = dict(stages)
+        self._lanes, self._costs = lanes, costs
         self._device = device_of(self.device, self._deadline)
         self.talk = Communicators.make(next_name(self.place), self.place, self._deadline, self._device.wait)
         self._guard = Guard()
         met = self._meet(schedule)
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         _verify(self.schedule)
-        copies = schedule.placement.num_pipes > 1
-        self.program = self._plan(reduce=copies or self.place.dp > 1)
+        self._shape = self._examine(met)
+        self.program = self._plan(reduce=schedule.placement.num_pipes > 1 or self.place.dp > 1)
         self.talk.connect(self.program, self.device)
+        for module in self._modules.values():
+            _bind(module, self.talk)
         self._guard.program = self.program
         if dist.get_backend() != "fake":
             self._guard.join(self.talk, deadline_s, self._control, address)
         with self._guard.making():
             order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
-            self.gradients = Gradients(self._modules, order, self.talk.reduce)
+            self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
             check_copies(self.talk, self._modules, self.gradients, self._control)
             self.stages = self._make_stages(loss_fn, met, boundaries or {})
         self._boundaries = self._incoming(boundaries or {})
-        self._last: _Walk | None = None
+        self._last: Walk | Weave | None = None
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
@@ -125,28 +130,60 @@ class Pipeline:
         except ValueError as error:
             problem = error
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
-        layers = [len(layers_of(self._modules[c])) if c in self._modules else 0 for c in chunks]
+        layers = [_num_layers(self._modules[c]) if c in self._modules else 0 for c in chunks]
         return meet(self.talk, schedule, can, layers, problem, self._control)
 
+    def _examine(self, met: Met) -> Options | None:
+        """How the schedule is lowered, if the stages' layers name their segments."""
+        layered = [is_layered(module) for module in self._modules.values()]
+        if not any(layered):
+            return None
+        if not all(layered):
+            raise ValueError("either all stages have layers that name their segments, or none has")
+        first = Plan.of(parts_of(self._modules[0], 0)[1][0], "the first layer")
+        placement = self.schedule.placement
+        depths = tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
+        self.splits = {chunk: split.examine(module) for chunk, module in self._modules.items()}
+        can = all(found.possible for found in self.splits.values())
+        return Options(
+            layers=depths,
+            moe="dispatch" in first.segments,
+            padded="counts" not in first.segments,
+            split=(OpKind.MLP_W, OpKind.ATTN_W) if can else (),
+        )
+
     def _plan(self, *, reduce: bool) -> Program:
-        program = lower_running(self.schedule, reduce=reduce)
-        report = verify_program(program, expected(program))
+        if self._shape is None:
+            program = lower_running(self.schedule, reduce=reduce)
+            ticks = expected(program)
+        else:
+            program = lower_weaving(self.schedule, self._costs, self._shape, reduce=reduce)
+            ticks = durations(program, self._costs)
+        report = verify_program(program, ticks)
         if not report.clean:
             raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
         return program
 
-    def _make_stages(self, loss_fn: LossFn, met: Met, boundaries: Mapping[int, Boundary]) -> dict[int, Stage]:
+    def _make_stages(
+        self, loss_fn: LossFn, met: Met, boundaries: Mapping[int, Boundary]
+    ) -> dict[int, Stage | LayeredStage]:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         layers = [met.layers[placement.holder(stage)] for stage in range(placement.num_stages)]
-        made = {}
+        made: dict[int, Stage | LayeredStage] = {}
         for chunk, module in self._modules.items():
             number = placement.stage(self.place.pp_rank, chunk)
             seeds = Seeds(module, self.device, sum(layers[:number]), sum(layers)) if self._seed is not None else None
             halves = Halves() if chunk in self.splits and self.splits[chunk].possible else None
-            if halves is not None:
+            if halves is not None and self._shape is None:
                 split.apply(self.splits[chunk].linears, halves)
             offset = self.place.dp_rank * self.schedule.num_microbatches + placement.pipes[chunk] * per_pipe
-            made[chunk] = stage = Stage(number, module, halves, seeds, offset)
+            stage: Stage | LayeredStage = Stage(number, module, halves, seeds, offset)
+            if self._shape is not None:
+                halves = Halves()
+                split.apply(self.splits[chunk].linears if self._shape.split else (), halves)
+                stage = LayeredStage(number, module, halves, seeds, offset)
+                stage.deferred = tuple(_WEIGHTS[half] for half in self._shape.split)
+            made[chunk] = stage
             if number == placement.num_stages - 1:
                 stage.loss_fn = loss_fn
             if number in boundaries:
@@ -157,14 +194,14 @@ class Pipeline:
         return {c: boundaries[s.number - 1] for c, s in self.stages.items() if s.number - 1 in boundaries}
 
     @cached_property
-    def _with_reduce(self) -> _Walk:
+    def _with_reduce(self) -> Walk | Weave:
         return self._make_walk(self.program)
 
     @cached_property
-    def _without_reduce(self) -> _Walk:
+    def _without_reduce(self) -> Walk | Weave:
         return self._make_walk(self._plan(reduce=False))
 
-    def _make_walk(self, program: Program) -> _Walk:
+    def _make_walk(self, program: Program) -> Walk | Weave:
         part = Part(
             program,
             self.place.pp_rank,
@@ -172,12 +209,25 @@ class Pipeline:
             self.talk.outgoing,
             self.talk.incoming,
             self.gradients,
-            COPIES if self.talk.copies is not None else REPLICAS,
+            ALIKE,
             self.place.neighbour,
             self._boundaries,
         )
-        listed = instructions(part)
-        return _Walk(program, listed, Recorder(program, listed, self._device))
+        if self._shape is None:
+            return Walk(part, self._device)
+        ticks = durations(program, self._costs)
+        return Weave(part, ticks, partial(self._make_lanes, ticks))
+
+    def _make_lanes(self, ticks: Longs, num_lanes: int, ops: list[Op]) -> Lanes:
+        deadline_s = self._deadline.total_seconds()
+        dur_ns = [int(ticks[op.index]) for op in ops]
+        if isinstance(self._device, Cuda):
+            return CudaLanes(num_lanes, len(ops), self._device)
+        if self._lanes == "paced":
+            return PacedLanes(num_lanes, dur_ns, [PACE[op.lane.kind] for op in ops], deadline_s)
+        if self._lanes == "virtual":
+            return VirtualLanes(num_lanes, dur_ns)
+        return ThreadLanes(num_lanes, len(ops), deadline_s)
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -233,8 +283,7 @@ class Pipeline:
             if stage.number == last:
                 stage.targets.update(enumerate(microbatches(targets, num, "targets")[first_mb : first_mb + per_pipe]))
 
-    def _run(self, chosen: _Walk) -> None:
-        ends = chosen.recorder.ends = []
+    def _run(self, chosen: Walk | Weave) -> None:
         generator = generator_of(self.device)
         state = generator.get_state() if self._seed is not None else None
         if self._seed is not None:
@@ -243,10 +292,7 @@ class Pipeline:
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)
         try:
-            walk(chosen.listed, self._guard.slots, self._device.now, ends)
-            self._device.catch_up()
-        except Exception as error:
-            self._guard.blame(error, where(chosen.listed, ends))
+            chosen.run(self._guard)
         finally:
             if state is not None:
                 generator.set_state(state)
@@ -276,27 +322,33 @@ class Pipeline:
         """What the last step's ops took, all ranks on one clock. Every rank of the mesh has to ask for it."""
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
-        program = spread(self._last.program, ep=1, dp=self.place.dp)
-        times = torch.from_numpy(self._last.recorder.times(self._last.program.num_ops)).to(self._control)
+        program = spread(self._last.program, ep=self.place.ep, dp=self.place.dp // self.place.ep)
+        times = torch.from_numpy(self._last.times()).to(self._control)
         mine = times >= 0
         with self._guard.step(self._step), self._guard.together("the trace"):
             times = torch.where(mine, times + self._clock_offset, 0)
             self.talk.pipe.all_reduce(times)
-            replicas = self.talk.replicas.all_gather(times) if self.talk.replicas is not None else [times]
+            replicas = [times]
+            if self.talk.reduce is not None:
+                gathered = dict(zip(self.talk.reduce.ranks, self.talk.reduce.all_gather(times), strict=True))
+                replicas = [gathered[rank] for rank in self.place.replicas]
         start, end = torch.cat(replicas, dim=1).cpu().numpy()
         return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
 
     @cached_property
     def _clock_offset(self) -> int:
         along_pp = clock_offset(self.talk.pipe, self._control)
-        if self.talk.replicas is None:
+        if self.talk.reduce is None:
             return along_pp
-        along_dp = torch.tensor([clock_offset(self.talk.replicas, self._control)], device=self._control)
+        along_dp = torch.tensor([clock_offset(self.talk.reduce, self._control)], device=self._control)
         return along_pp + int(self.talk.pipe.all_gather(along_dp)[0])
 
     def close(self) -> None:
         """Gives the modules back as they were, and says goodbye to the other ranks."""
         self._guard.close()
+        for name in ("_with_reduce", "_without_reduce"):
+            if name in self.__dict__:
+                self.__dict__[name].close()
         self.gradients.close()
         for stage in self.stages.values():
             split.restore(stage.module)
@@ -306,6 +358,23 @@ def _cut_off(microbatch: Any) -> tuple[Any, ...]:
     """The arguments of the first stage, without a graph behind them."""
     given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+
+
+def _num_layers(module: nn.Module) -> int:
+    return len(parts_of(module, 0)[1]) if is_layered(module) else len(layers_of(module))
+
+
+LanesName: TypeAlias = Literal["thread", "paced", "virtual"]
+_WEIGHTS = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
+
+
+def _bind(module: nn.Module, talk: Communicators) -> None:
+    """Gives the exchanges of a stage their expert group."""
+    if talk.party is None:
+        return
+    for part in module.modules():
+        if isinstance(part, Exchange):
+            part.party = Party(talk.party.group, len(talk.party.ranks), talk.party.at, talk.wait)
 
 
 def _verify(schedule: Schedule) -> None:

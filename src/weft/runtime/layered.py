@@ -1,0 +1,211 @@
+"""One chunk of a rank at the grain of layers: what each op of the Program does to a micro-batch.
+
+The chunk is an `nn.Sequential`: layers that name their segments, on the first stage perhaps plain modules before them
+(an embedding), on the last plain modules behind them (a head). What comes before runs with the first op of the first
+layer; what comes behind, and the loss, with the last op of the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.ir.program import OpKind
+from weft.runtime.boundary import Boundary, boundary_of
+from weft.runtime.seeding import Seeds
+from weft.runtime.segments import COMPUTE, Cut, Plan, Segment, Value, drop, is_segmented
+from weft.runtime.split import AddGradient, Half, Halves
+from weft.runtime.stage import LossFn, Tensors
+
+SEGMENT_OF = {
+    OpKind.ATTN_F: "attn",
+    OpKind.COUNTS: "counts",
+    OpKind.HOST: "host",
+    OpKind.DISPATCH_F: "dispatch",
+    OpKind.MLP_F: "mlp",
+    OpKind.COMBINE_F: "combine",
+    OpKind.COMBINE_B: "combine",
+    OpKind.MLP_B: "mlp",
+    OpKind.DISPATCH_B: "dispatch",
+    OpKind.ATTN_B: "attn",
+    OpKind.MLP_W: "mlp",
+    OpKind.ATTN_W: "attn",
+}
+"""The segment that an op is the forward, the backward or the weight half of."""
+
+FORWARD = (OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.MLP_F, OpKind.COMBINE_F)
+BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
+AUX_LOSS = "aux_loss"
+"""A value of this name, which nobody reads, is a loss of the layer's own."""
+
+
+class _Passage:
+    """A micro-batch on its way through a chunk: values for segments to come, cuts for backwards to come."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.first: Value | None = None
+        self.last: Value | None = None
+        self.cuts: dict[tuple[int, str], Cut] = {}
+        self.halves: dict[tuple[int, str], list[Half]] = {}
+        self.zeros: Callable[[], Tensor] = torch.Tensor
+
+
+class LayeredStage:
+    """A chunk's layers. It has the face of a `Stage` for messages, and `run` for ops of layers."""
+
+    def __init__(self, number: int, module: nn.Module, halves: Halves, seeds: Seeds | None, mb_offset: int) -> None:
+        self.number, self.module, self.halves, self.seeds, self.mb_offset = number, module, halves, seeds, mb_offset
+        before, layers, behind = parts_of(module, number)
+        self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
+        self._before = Segment("before", nn.Sequential(*before), ("x",), ("x",)) if before else None
+        self._behind = nn.Sequential(*behind)
+        self.loss_fn: LossFn | None = None
+        self.boundary: Boundary | None = None
+        self.header_due = True
+        self.inputs: dict[int, Tensors] = {}
+        self.targets: dict[int, Any] = {}
+        self.outputs: dict[int, Tensors] = {}
+        self.output_grads: dict[int, Tensors] = {}
+        self.input_grads: dict[int, Tensors] = {}
+        self.losses: dict[int, Tensor] = {}
+        self._passing: dict[int, _Passage] = {}
+        self._scale: Tensor | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chunk."""
+        return len(self.plans)
+
+    def begin_step(self, scale: Tensor) -> None:
+        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
+        for left in (self.outputs, self.output_grads, self.input_grads, self.losses, self._passing):
+            left.clear()
+        self._scale = scale
+
+    def run(self, kind: OpKind, mb: int, layer: int, add: AddGradient) -> None:
+        """One op."""
+        name = SEGMENT_OF[kind]
+        if kind in FORWARD:
+            self._forward(name, mb, layer)
+        elif kind in BACKWARD:
+            self._backward(name, mb, layer, defer=kind in self.deferred)
+        else:
+            for half in self._passing[mb].halves.pop((layer, name)):
+                half.run(add)
+        self._leave(kind, mb, layer)
+
+    deferred: tuple[OpKind, ...] = ()
+    """Backward ops whose weight halves are ops of their own."""
+
+    def _forward(self, name: str, mb: int, layer: int) -> None:
+        plan = self.plans[layer]
+        self._seed(name, mb, layer)
+        if layer == 0 and name == "attn":
+            self._enter(mb)
+        passage = self._passing[mb]
+        segment = plan.segments[name]
+        cut = Cut.forward(segment, passage.values)
+        if AUX_LOSS in segment.writes:
+            self._own_loss(mb, passage.values[AUX_LOSS])
+        drop(passage.values, plan.dead[name])
+        passage.cuts[layer, name] = cut
+        if layer == self.num_layers - 1 and name == list(plan.segments)[-1]:
+            self._exit(mb, passage)
+
+    def _seed(self, name: str, mb: int, layer: int) -> None:
+        """Computation starts from a seed of its own; exchanges run beside it and draw nothing."""
+        if self.seeds is not None and name in COMPUTE:
+            self.seeds.begin_segment(self.mb_offset + mb, layer, COMPUTE.index(name))
+
+    def _enter(self, mb: int) -> None:
+        passage = self._passing[mb] = _Passage()
+        (x,) = self.inputs.pop(mb)
+        passage.first = passage.values["x"] = Value(x, x.requires_grad)
+        passage.zeros = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+        if self._before is not None:
+            passage.cuts[-1, "before"] = Cut.forward(self._before, passage.values)
+
+    def _exit(self, mb: int, passage: _Passage) -> None:
+        out = passage.values.pop("x")
+        passage.last = out
+        if self.loss_fn is None:
+            if self.boundary is None:
+                probe = out.thing.detach().requires_grad_(out.needs_grad)
+                self.boundary = boundary_of((probe,))
+            self.outputs[mb] = (out.thing,)
+            out.thing = None
+            return
+        target, loss_fn, behind = self.targets.pop(mb), self.loss_fn, self._behind
+        values = {"x": out}
+        end = Segment("loss", lambda x: loss_fn(behind(x), target), ("x",), ("loss",))
+        passage.cuts[self.num_layers, "loss"] = Cut.forward(end, values)
+        out.thing = None
+        self._own_loss(mb, values["loss"])
+
+    def _own_loss(self, mb: int, value: Value) -> None:
+        """A loss starts its own gradient, and is added to the micro-batch's."""
+        assert self._scale is not None
+        loss: Tensor = value.thing
+        if loss.dim() != 0:
+            raise ValueError(f"a loss is one number for a micro-batch, got a tensor of shape {tuple(loss.shape)}")
+        if value.needs_grad:
+            value.grad = self._scale.to(loss.dtype)
+        self.losses[mb] = self.losses[mb] + loss if mb in self.losses else loss
+
+    def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:
+        passage = self._passing[mb]
+        if layer == self.num_layers - 1 and name == list(self.plans[layer].segments)[-1]:
+            self._reenter(mb, passage)
+        self._seed(name, mb, layer)  # for what is computed again
+        if defer:
+            self.halves.open()
+        passage.cuts.pop((layer, name)).backward()
+        if defer:
+            passage.halves[layer, name] = self.halves.close()
+        if layer == 0 and name == "attn" and self._before is not None:
+            passage.cuts.pop((-1, "before")).backward()
+
+    def _reenter(self, mb: int, passage: _Passage) -> None:
+        """The gradient of the chunk's output: from the loss, or from the stage behind."""
+        assert passage.last is not None
+        if self.loss_fn is not None:
+            passage.cuts.pop((self.num_layers, "loss")).backward()
+        else:
+            passage.last.grad = self.output_grads.pop(mb)[0] if passage.last.needs_grad else None
+
+    def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
+        """Behind the last of a micro-batch's backward its input gradient is to be sent, and its passage may be over."""
+        passage = self._passing[mb]
+        if kind is OpKind.ATTN_B and layer == 0:
+            first = passage.first
+            assert first is not None
+            self.input_grads[mb] = ()
+            if first.needs_grad:
+                self.input_grads[mb] = (first.grad if first.grad is not None else passage.zeros(),)
+        if not passage.cuts and not passage.halves:
+            del self._passing[mb]
+
+
+def parts_of(module: nn.Module, number: int) -> tuple[list[nn.Module], list[Any], list[nn.Module]]:
+    """(what comes before the layers, the layers, what comes behind)."""
+    children = list(module) if isinstance(module, nn.Sequential) else [module]
+    named = [is_segmented(child) for child in children]
+    if not any(named):
+        raise ValueError(f"stage {number} has no layer that names its segments")
+    first, last = named.index(True), len(named) - 1 - named[::-1].index(True)
+    plain = [type(child).__name__ for child, is_named in zip(children, named, strict=True) if not is_named]
+    if not all(named[first : last + 1]):
+        raise ValueError(
+            f"stage {number} has plain modules ({', '.join(plain)}) between layers that name their segments"
+        )
+    return children[:first], children[first : last + 1], children[last + 1 :]
+
+
+def is_layered(module: nn.Module) -> bool:
+    """Does a stage have layers that name their segments."""
+    return any(is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module]))

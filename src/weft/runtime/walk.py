@@ -1,0 +1,38 @@
+"""A rank's part of a Program at the grain of cells: its list of instructions, walked by one thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.ir.program import Longs, Program
+from weft.runtime.device import Device
+from weft.runtime.executor import Part, instructions, walk, where
+from weft.runtime.guard import Guard
+from weft.runtime.recorder import Recorder
+
+
+class Walk:
+    """The list, and what the last step noted of it."""
+
+    def __init__(self, part: Part, device: Device) -> None:
+        self.program: Program = part.program
+        self.listed = instructions(part)
+        self.device = device
+        self.recorder = Recorder(part.program, self.listed, device)
+
+    def run(self, guard: Guard) -> None:
+        """A step."""
+        ends: list[Any] = []
+        self.recorder.ends = ends
+        try:
+            walk(self.listed, guard.slots, self.device.now, ends)
+            self.device.catch_up()
+        except Exception as error:
+            guard.blame(error, where(self.listed, ends))
+
+    def times(self) -> Longs:
+        """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
+        return self.recorder.times(self.program.num_ops)
+
+    def close(self) -> None:
+        """Nothing to give back."""

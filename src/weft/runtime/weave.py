@@ -1,0 +1,120 @@
+"""A rank's part of a Program at the grain of layers: every op launched on its lane, in one order, after what it needs.
+
+The thread that calls computes; other lanes go on beside it. It comes to the ops in the order that `host_order` made of
+one execution under the costs, which is also the order of launches on all communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from weft.ir.program import LaneKind, Longs, Op, OpKind
+from weft.plan.running import host_order
+from weft.runtime.channel import Posted
+from weft.runtime.executor import Instruction, Part, arrive, as_leaves, neighbour, post, send
+from weft.runtime.guard import ALL, Guard
+from weft.runtime.lanes import Lanes
+from weft.runtime.lanes.paced import Pace
+from weft.runtime.layered import LayeredStage
+from weft.runtime.stage import Stage
+
+PACE = {
+    LaneKind.COMPUTE: Pace.AFTER,
+    LaneKind.SEND: Pace.BEFORE,
+    LaneKind.RECV: Pace.NONE,
+    LaneKind.EP: Pace.TOGETHER,
+    LaneKind.OUT: Pace.AFTER,
+    LaneKind.IN: Pace.AFTER,
+    LaneKind.DP: Pace.TOGETHER,
+    LaneKind.HOST: Pace.AFTER,
+}
+"""How ops of a lane take their time where they are paced."""
+
+
+class Weave:
+    """What `Walk` is to cells. `own` are the rank's ops in the order in which they are launched; lanes know them so."""
+
+    def __init__(self, part: Part, ticks: Longs, make_lanes: Callable[[int, list[Op]], Lanes]) -> None:
+        program = part.program
+        self.program = program
+        self.own = [program.op(int(index)) for index in host_order(program, ticks)[part.pp_rank]]
+        lanes = sorted({op.lane for op in self.own}, key=lambda lane: (lane.kind, lane.peer))
+        assert lanes[0].kind is LaneKind.COMPUTE
+        self._lane = [lanes.index(op.lane) for op in self.own]
+        place = {op.index: at for at, op in enumerate(self.own)}
+        self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
+        self._runs = [_run(part, op, {}) for op in self.own]
+        self.lanes = make_lanes(len(lanes), self.own)
+
+    def run(self, guard: Guard) -> None:
+        """A step."""
+        slots = guard.slots
+        self.lanes.begin()
+        at = 0
+        try:
+            for at, op in enumerate(self.own):
+                slots[0], slots[1] = op.index, ALL
+                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+            self.lanes.finish()
+        except Exception as error:
+            guard.blame(error, Instruction(self.own[at].index, _nothing, ALL))
+
+    def times(self) -> Longs:
+        """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
+        both = np.full((2, self.program.num_ops), -1, np.int64)
+        indices = [op.index for op in self.own]
+        both[0, indices], both[1, indices] = self.lanes.times()
+        return both
+
+    def close(self) -> None:
+        """Gives the lanes back."""
+        self.lanes.close()
+
+
+def _nothing() -> None:
+    """Nothing."""
+
+
+def _run(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    if op.kind.is_recv:
+        return partial(_one_after_the_other, post(part, op, posted), arrive(part, op, posted))
+    if op.kind.is_send:
+        return send(part, op)
+    if op.kind is OpKind.REDUCE_GRAD:
+        return partial(_reduce, part, op.chunk)
+    stage = part.stages[op.chunk]
+    assert isinstance(stage, LayeredStage)
+    run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
+    layout = part.program.layout
+    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
+        after = neighbour(part, op.chunk, +1)
+        return run if after is None else partial(_forward_here, run, stage, after, op.mb)
+    if op.kind is layout.backward[-1] and op.layer == 0:
+        before = neighbour(part, op.chunk, -1)
+        return run if before is None else partial(_backward_here, run, stage, before, op.mb)
+    return run
+
+
+def _reduce(part: Part, chunk: int) -> None:
+    part.gradients.gather(chunk)
+    part.gradients.reduce(chunk)
+    part.gradients.arrive(chunk)
+
+
+def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def _forward_here(run: Callable[[], None], stage: LayeredStage, after: Stage | LayeredStage, mb: int) -> None:
+    run()
+    assert stage.boundary is not None
+    after.inputs[mb] = as_leaves(stage.outputs.pop(mb), stage.boundary)
+
+
+def _backward_here(run: Callable[[], None], stage: LayeredStage, before: Stage | LayeredStage, mb: int) -> None:
+    run()
+    before.output_grads[mb] = stage.input_grads.pop(mb)
