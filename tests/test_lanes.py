@@ -16,7 +16,7 @@ from weft.runtime.lanes.paced import MADE_UP_NS, Pace
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
 MS = 1_000_000
-DUR_NS = [MS] * NUM_OPS
+DUR_NS = [20 * MS] * NUM_OPS
 
 
 def cuda() -> Lanes:

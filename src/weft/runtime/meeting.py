@@ -20,10 +20,14 @@ _WEIGHTS = 8191  # of elements in a sum that tells their order
 
 @dataclass(frozen=True)
 class Met:
-    """Of each (rank along pp, chunk): whether its backward can be split, and how many layers it has."""
+    """Of each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
+
+    `layered`: do the layers name their segments, all of them or none.
+    """
 
     splits: Mapping[tuple[int, int], bool]
     layers: Mapping[tuple[int, int], int]
+    layered: bool
 
 
 def meet(
@@ -31,13 +35,14 @@ def meet(
     schedule: Schedule,
     splits: list[bool],
     layers: list[int],
+    layered: list[bool],
     problem: ValueError | None,
     device: torch.device,
 ) -> Met:
     """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so."""
     _agree_to_start(talk, schedule, problem, device)
     vpp = schedule.vpp
-    mine = torch.tensor([*splits, *layers], dtype=torch.int64, device=device)
+    mine = torch.tensor([*splits, *layers, *layered], dtype=torch.int64, device=device)
     culprit = _NOBODY
     if talk.replicas is not None:  # what one replica cannot split, none does
         everyone = torch.stack(talk.replicas.all_gather(mine))
@@ -46,7 +51,12 @@ def meet(
     raise_for_all(talk, culprit, device, "its replicas have stages of other depths; a stage is the same in all of them")
     rows = [row.tolist() for row in talk.pipe.all_gather(mine)]
     places = [(rank, chunk) for rank in range(len(rows)) for chunk in range(vpp)]
-    return Met({(r, c): bool(rows[r][c]) for r, c in places}, {(r, c): rows[r][vpp + c] for r, c in places})
+    named = {bool(flag) for row in rows for flag in row[2 * vpp :]}
+    if len(named) > 1:
+        raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
+    return Met(
+        {(r, c): bool(rows[r][c]) for r, c in places}, {(r, c): rows[r][vpp + c] for r, c in places}, named == {True}
+    )
 
 
 def _agree_to_start(talk: Communicators, schedule: Schedule, problem: ValueError | None, device: torch.device) -> None:

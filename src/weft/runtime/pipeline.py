@@ -131,15 +131,13 @@ class Pipeline:
             problem = error
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
         layers = [_num_layers(self._modules[c]) if c in self._modules else 0 for c in chunks]
-        return meet(self.talk, schedule, can, layers, problem, self._control)
+        layered = [c in self._modules and is_layered(self._modules[c]) for c in chunks]
+        return meet(self.talk, schedule, can, layers, layered, problem, self._control)
 
     def _examine(self, met: Met) -> Options | None:
         """How the schedule is lowered, if the stages' layers name their segments."""
-        layered = [is_layered(module) for module in self._modules.values()]
-        if not any(layered):
+        if not met.layered:
             return None
-        if not all(layered):
-            raise ValueError("either all stages have layers that name their segments, or none has")
         first = Plan.of(parts_of(self._modules[0], 0)[1][0], "the first layer")
         placement = self.schedule.placement
         depths = tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
