@@ -38,6 +38,13 @@ def test_any_model_is_short() -> None:
     assert len(code) <= 40
 
 
+def test_a_layer_in_segments_learns(tmp_path: Path) -> None:
+    losses = [float(line.split()[-1]) for line in torchrun(4, "moe_layer.py", tmp_path).splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert len((EXAMPLES / "moe_layer.py").read_text().splitlines()) < 80
+
+
 def test_a_schedule_of_your_own(tmp_path: Path) -> None:
     shown = torchrun(2, "custom_schedule.py", tmp_path).splitlines()
     assert len(shown) == 2

@@ -87,6 +87,7 @@ def test_an_error_comes_out_and_nothing_runs_behind_it(lanes: Lanes) -> None:
         lanes.launch(2, 1, lambda: ran.append(1), (0,))
         lanes.finish()
     assert ran == []
+    assert lanes.failed == 0
 
 
 def test_a_step_after_an_error_runs(lanes: Lanes) -> None:
@@ -106,14 +107,14 @@ def test_a_wait_has_a_deadline() -> None:
 
 
 def test_paced_ops_take_their_time_and_make_up_for_little() -> None:
-    """Ten ops of 5 ms take 50, though each wakes late; after a gap nothing is made up but a millisecond."""
+    """Ten ops of 5 ms take 50 at least; after a gap an op makes up for nothing but its own late start."""
     lanes = PacedLanes(2, [5 * MS] * 12, [Pace.AFTER] * 12, DEADLINE_S)
     lanes.begin()
     for op in range(10):
         lanes.launch(1, op, lambda: None, ())
     lanes.finish()
     start, end = lanes.times()
-    assert 49 * MS < end[9] - start[0] < 56 * MS
+    assert end[9] - start[0] >= 50 * MS - MADE_UP_NS
     time.sleep(0.02)
     lanes.launch(1, 10, lambda: None, ())
     lanes.finish()

@@ -35,6 +35,7 @@ def trimmed(output: str) -> str:
     return "".join(line.rstrip() + "\n" for line in output.splitlines())
 
 
+@pytest.mark.timeout(900)
 def test_console_examples(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
     env.pop("FORCE_COLOR", None)
@@ -43,7 +44,7 @@ def test_console_examples(tmp_path: Path) -> None:
     for command, expected in commands():
         if command.startswith(SETUP):
             continue
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         got = trimmed(done.stdout + done.stderr)
         assert doctest.OutputChecker().check_output(expected, got, doctest.ELLIPSIS), f"$ {command}\n{got}"
         ran += 1

@@ -86,12 +86,18 @@ class Guard:
             self.slots[0] = self.slots[1] = NOBODY
 
     @contextmanager
-    def making(self) -> Iterator[None]:
-        """Around what is left to do in making a pipeline: an error is told, and the watch is over."""
+    def making(self, *, all_refuse: bool = False) -> Iterator[None]:
+        """Around what is left to do in making a pipeline: an error is told, and the watch is over.
+
+        `all_refuse`: a ValueError is raised by all ranks, so it is no loss. Told, it would overtake a slow rank's own.
+        """
         try:
             with self.step(-1), self.together("making the pipeline"):
-                self._agreed = False
-                yield
+                try:
+                    yield
+                except ValueError:
+                    self._agreed = all_refuse
+                    raise
         except Exception:
             self.close()
             raise

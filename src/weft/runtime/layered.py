@@ -56,7 +56,12 @@ class _Passage:
 
 
 class LayeredStage:
-    """A chunk's layers. It has the face of a `Stage` for messages, and `run` for ops of layers."""
+    """A chunk's layers. It has the face of a `Stage` for messages, and `run` for ops of layers.
+
+    `deferred` are the backward ops whose weight halves are ops of their own.
+    """
+
+    deferred: tuple[OpKind, ...] = ()
 
     def __init__(self, number: int, module: nn.Module, halves: Halves, seeds: Seeds | None, mb_offset: int) -> None:
         self.number, self.module, self.halves, self.seeds, self.mb_offset = number, module, halves, seeds, mb_offset
@@ -98,9 +103,6 @@ class LayeredStage:
             for half in self._passing[mb].halves.pop((layer, name)):
                 half.run(add)
         self._leave(kind, mb, layer)
-
-    deferred: tuple[OpKind, ...] = ()
-    """Backward ops whose weight halves are ops of their own."""
 
     def _forward(self, name: str, mb: int, layer: int) -> None:
         plan = self.plans[layer]

@@ -92,10 +92,11 @@ class Pipeline:
         self._guard.program = self.program
         if dist.get_backend() != "fake":
             self._guard.join(self.talk, deadline_s, self._control, address)
-        with self._guard.making():
+        with self._guard.making(all_refuse=True):
             order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
             self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
             check_copies(self.talk, self._modules, self.gradients, self._control)
+        with self._guard.making():
             self.stages = self._make_stages(loss_fn, met, boundaries or {})
         self._boundaries = self._incoming(boundaries or {})
         self._last: Walk | Weave | None = None

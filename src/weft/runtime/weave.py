@@ -14,7 +14,7 @@ import numpy as np
 from weft.ir.program import LaneKind, Longs, Op, OpKind
 from weft.plan.running import host_order
 from weft.runtime.channel import Posted
-from weft.runtime.executor import Instruction, Part, arrive, as_leaves, neighbour, post, send
+from weft.runtime.executor import NOBODY, Instruction, Part, arrive, as_leaves, neighbour, post, send
 from weft.runtime.guard import ALL, Guard
 from weft.runtime.lanes import Lanes
 from weft.runtime.lanes.paced import Pace
@@ -46,12 +46,13 @@ class Weave:
         self._lane = [lanes.index(op.lane) for op in self.own]
         place = {op.index: at for at, op in enumerate(self.own)}
         self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
-        self._runs = [_run(part, op, {}) for op in self.own]
+        self._runs = [self._shown(op, _run(part, op, {})) for op in self.own]
+        self._slots: memoryview | None = None
         self.lanes = make_lanes(len(lanes), self.own)
 
     def run(self, guard: Guard) -> None:
         """A step."""
-        slots = guard.slots
+        slots = self._slots = guard.slots
         self.lanes.begin()
         at = 0
         try:
@@ -60,7 +61,21 @@ class Weave:
                 self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
             self.lanes.finish()
         except Exception as error:
-            guard.blame(error, Instruction(self.own[at].index, _nothing, ALL))
+            op = self.own[self.lanes.failed if self.lanes.failed is not None else at]
+            own = op.lane.kind is LaneKind.COMPUTE and not isinstance(error, TimeoutError)
+            guard.blame(error, Instruction(op.index, _nothing, NOBODY if own else ALL))
+
+    def _shown(self, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+        """A computation shows others that it waits for nobody, once it has what it waited for."""
+        if op.lane.kind is not LaneKind.COMPUTE:
+            return run
+
+        def shown() -> None:
+            assert self._slots is not None
+            self._slots[1] = NOBODY
+            run()
+
+        return shown
 
     def times(self) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""

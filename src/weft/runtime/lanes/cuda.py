@@ -20,6 +20,7 @@ class CudaLanes:
 
     def begin(self) -> None:
         """Starts a step: nothing has run. What is launched waits for what the current stream did before."""
+        self.failed: int | None = None
         current = torch.cuda.current_stream(self.device.device)
         self._streams = [current, *self._others]
         self._start: list[torch.cuda.Event | None] = [None] * self._num_ops
@@ -36,7 +37,9 @@ class CudaLanes:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             self._start[op] = self.device.now()
+            self.failed = op
             run()
+            self.failed = None
             self._end[op] = self.device.now()
 
     def finish(self) -> None:

@@ -15,6 +15,9 @@ class Lanes(Protocol):
     before it. What a run raises, `launch` or `finish` raises; ops that have not started by then do not.
     """
 
+    failed: int | None
+    """The op whose run raised in this step, if one did."""
+
     def begin(self) -> None:
         """Starts a step: nothing has run."""
         ...

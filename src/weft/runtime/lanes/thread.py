@@ -29,6 +29,7 @@ class ThreadLanes:
         self.deadline_s = deadline_s
         self._done = [threading.Event() for _ in range(num_ops)]
         self._start, self._end = [-1] * num_ops, [-1] * num_ops
+        self.failed: int | None = None
         self._error: BaseException | None = None
         self._last: dict[int, int] = {}
         self._queues: list[SimpleQueue[Item | None]] = [SimpleQueue() for _ in range(num_lanes)]
@@ -41,7 +42,7 @@ class ThreadLanes:
 
     def begin(self) -> None:
         """Starts a step: nothing has run."""
-        self._error = None
+        self.failed = self._error = None
         self._last.clear()
         for done in self._done:
             done.clear()
@@ -89,7 +90,7 @@ class ThreadLanes:
                 self._run(lane, item)
                 self._end[op] = perf_counter_ns()
         except BaseException as error:  # it belongs to the thread that finishes the step
-            self._fail(error)
+            self._fail(op, error)
         finally:
             self._done[op].set()
 
@@ -100,9 +101,9 @@ class ThreadLanes:
         if not self._done[op].wait(self.deadline_s):
             raise TimeoutError(f"Timed out: op {op} has not ended within {self.deadline_s:g} s")
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, op: int, error: BaseException) -> None:
         if self._error is None:
-            self._error = error
+            self.failed, self._error = op, error
 
     def _raise(self) -> None:
         if self._error is not None:

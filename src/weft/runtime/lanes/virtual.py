@@ -16,6 +16,7 @@ class VirtualLanes:
 
     def begin(self) -> None:
         """Starts a step: nothing has run."""
+        self.failed: int | None = None
         self._free = [0] * self._num_lanes
         self._start, self._end = [-1] * len(self._dur_ns), [-1] * len(self._dur_ns)
 
@@ -24,7 +25,9 @@ class VirtualLanes:
         late = [other for other in after if self._end[other] < 0]
         if late:
             raise AssertionError(f"op {op} is launched before op {late[0]}, which it waits for")
+        self.failed = op
         run()
+        self.failed = None
         self._start[op] = max([self._free[lane], *(self._end[other] for other in after)])
         self._end[op] = self._free[lane] = self._start[op] + self._dur_ns[op]
 

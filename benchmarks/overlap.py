@@ -1,0 +1,243 @@
+"""Does it hide what it says it hides: `python benchmarks/overlap.py [rounds]`.
+
+Paced: eight processes, PP4 x EP2, two chunks a rank, 16 micro-batches, one MoE layer a chunk, with the sub-layer
+times of DeepSeek-V3's published profile (preset deepseek-v3-h800, 0.3 ms a pipeline message), all scaled alike so
+that a step takes 8 to 10 s. Ops take their time without using the CPU; messages and all-to-alls are real, and carry
+no times. In each round Weft runs interleaved-overlap and torch.distributed.pipelining its Interleaved1F1B over
+layers of the same times, in the same processes. A round in which processes waited for a CPU for more than 10 % of
+the time is repeated.
+
+    paced_error   how much longer a step took than predicted
+    steady_idle   the largest over ranks of compute's idle share over its overlapped cells but the first and the last
+    torch_ratio   torch's step over Weft's
+
+The last line is JSON, medians over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft.moe import MoELayer
+from weft.simulate.phases import steady_idle
+
+PP, EP, VPP, MICROBATCHES = 4, 2, 2, 16
+WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 8, 4, 4
+STEP_S = 9.0
+MOST_PRESSURE, MOST_REPEATS = 0.10, 3
+
+loss_fn = nn.functional.mse_loss
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one turn of both came to."""
+
+    weft_s: float
+    torch_s: float
+    idle: float
+    pressure: float
+
+
+def scaled_costs() -> tuple[weft.Costs, float]:
+    """The preset, scaled so that the step is predicted to take `STEP_S`; and the factor."""
+    costs = weft.load_costs("deepseek-v3-h800")
+    costs = replace(costs, message={**costs.message, "reduce_grad": 0})
+    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    trace = weft.simulate(weft.lower(schedule, costs, weft.Options(layers=1)), costs)
+    factor = STEP_S / (trace.makespan / trace.clock.ticks * 1e-6)
+    parts = {name: {k: round(v * factor) for k, v in getattr(costs, name).items()} for name in ("layer", "message")}
+    return replace(costs, **parts), factor
+
+
+def pressure_s() -> float:
+    """Seconds, since the machine was started, in which some process waited for a CPU."""
+    first = Path("/proc/pressure/cpu").read_text().splitlines()[0]
+    return int(first.rpartition("=")[2]) / 1e6
+
+
+# ---- weft ------------------------------------------------------------------------------------------------------------
+
+
+def weft_pipeline(rank: int, costs: weft.Costs) -> weft.Pipeline:
+    """Two layers a rank, as small as can be: their times are the costs'."""
+    mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
+    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    stages = {}
+    for chunk in range(VPP):
+        torch.manual_seed(chunk)
+        layer = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP)
+        stages[chunk] = nn.Sequential(layer)
+    return weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="paced", costs=costs, deadline_s=60)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+class Paced(torch.autograd.Function):
+    """Takes its time forward and backward; what is exchanged is exchanged first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float, group: Any) -> Tensor:
+        ctx.backward_s, ctx.group = backward_s, group
+        return pause(x, forward_s, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return pause(grad, ctx.backward_s, ctx.group), None, None, None
+
+
+def pause(x: Tensor, seconds: float, group: Any) -> Tensor:
+    if group is not None:
+        there = torch.empty_like(x)
+        dist.all_to_all_single(there, x.contiguous(), group=group)
+        x = there
+    time.sleep(seconds)
+    return x.clone()
+
+
+class PacedLayer(nn.Module):
+    """The same layer for torch's runtime: one sub-layer after the other, weight halves with their backward."""
+
+    def __init__(self, costs: weft.Costs, group: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        s = {name: ticks / costs.clock.ticks * 1e-6 for name, ticks in costs.layer.items()}
+        self.parts = [
+            (s["attn_f"], s["attn_b"] + s["attn_w"], None),
+            (s["dispatch_f"], s["dispatch_b"], group),
+            (s["mlp_f"], s["mlp_b"] + s["mlp_w"], None),
+            (s["combine_f"], s["combine_b"], group),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for forward_s, backward_s, group in self.parts:
+            x = Paced.apply(x, forward_s, backward_s, group)
+        return x
+
+
+def torch_schedule(rank: int, costs: weft.Costs) -> Any:
+    """Torch's runtime on this rank's stages; messages are free."""
+    mesh = init_device_mesh("cpu", (PP, EP), mesh_dim_names=("pp", "ep"))
+    group, ep_group, pp_rank = mesh.get_group("pp"), mesh.get_group("ep"), rank // EP
+    one = torch.empty(TOKENS, WIDTH, requires_grad=True)
+    stages = [
+        pipelining.PipelineStage(
+            PacedLayer(costs, ep_group),
+            number,
+            PP * VPP,
+            torch.device("cpu"),
+            input_args=one if number else one.detach(),
+            output_args=one,
+            group=group,
+        )
+        for number in (chunk * PP + pp_rank for chunk in range(VPP))
+    ]
+    return pipelining.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_fn)
+
+
+def torch_step(runner: Any, rank: int, x: Tensor) -> None:
+    pp_rank = rank // EP
+    args = (x,) if pp_rank == 0 else ()
+    runner.step(*args, target=x if pp_rank == PP - 1 else None, losses=[] if pp_rank == PP - 1 else None)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, port: int, num_rounds: int) -> None:
+    """What each process does; rank 0 tells."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PP * EP, timeout=timedelta(seconds=120))
+    costs, factor = scaled_costs()
+    pipe, runner = weft_pipeline(rank, costs), torch_schedule(rank, costs)
+    predicted_s = weft.simulate(pipe.program, costs).makespan / 1e9
+    if rank == 0:
+        print(f"times x{factor:.2f}: {predicted_s:.3f} s predicted", flush=True)
+    x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
+    pipe.step(x, x)  # finds out shapes
+    rounds: list[Round] = []
+    repeats = 0
+    while len(rounds) < num_rounds:
+        done = one_round(rank, pipe, runner, x)
+        quiet = done.pressure <= MOST_PRESSURE or repeats == MOST_REPEATS
+        repeats = 0 if quiet else repeats + 1
+        if quiet:
+            rounds.append(done)
+        if rank == 0:
+            note = "" if done.pressure <= MOST_PRESSURE else ", too busy" + ("" if quiet else ": repeated")
+            error = done.weft_s / predicted_s - 1
+            print(
+                f"weft {done.weft_s:.3f} s ({error:+.2%}), idle {done.idle:.2%}, torch {done.torch_s:.3f} s, "
+                f"CPU pressure {done.pressure:.1%}{note}",
+                flush=True,
+            )
+    if rank == 0:
+        print(json.dumps(summary(rounds, predicted_s)), flush=True)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def one_round(rank: int, pipe: weft.Pipeline, runner: Any, x: Tensor) -> Round:
+    """Both, one after the other. The pressure is what rank 0 saw, so that all ranks decide alike."""
+    dist.barrier()
+    before, started = pressure_s(), time.monotonic()
+    pipe.step(x, x)
+    trace = pipe.trace
+    dist.barrier()
+    begun = time.monotonic()
+    torch_step(runner, rank, x)
+    dist.barrier()
+    ended = time.monotonic()
+    pressure = torch.tensor([(pressure_s() - before) / (ended - started)])
+    dist.broadcast(pressure, 0)
+    return Round(trace.makespan / 1e9, ended - begun, max(steady_idle(trace)), float(pressure))
+
+
+def summary(rounds: list[Round], predicted_s: float) -> dict[str, Any]:
+    """Medians."""
+    weft_s = statistics.median(r.weft_s for r in rounds)
+    return {
+        "paced_error": round(weft_s / predicted_s - 1, 4),
+        "steady_idle": round(statistics.median(r.idle for r in rounds), 4),
+        "torch_ratio": round(statistics.median(r.torch_s / r.weft_s for r in rounds), 3),
+        "pressure": round(statistics.median(r.pressure for r in rounds), 3),
+    }
+
+
+def main() -> None:
+    """Starts the ranks; a forkserver imports torch once for all of them."""
+    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.pipelining", "weft.runtime", "weft.moe"])
+    ranks = [context.Process(target=rank_main, args=(rank, store.port, num_rounds)) for rank in range(PP * EP)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit(f"ranks exited with {[process.exitcode for process in ranks]}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

@@ -1,0 +1,102 @@
+"""What recording a step costs it: `python benchmarks/trace_cost.py`.
+
+Two ranks run 1f1b over layers of a real size for a CPU, with and without noting times, in turn
+in one run. The last line is JSON: `trace_overhead` is the median over rounds of (with / without) - 1, `spread` its
+quartiles, `noted_ns` what one note takes by itself; `share` is all notes of a step over the step.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft.runtime import walk as walk_module
+from weft.runtime.executor import Instruction
+from weft.runtime.executor import walk as noting
+
+RANKS, MICROBATCHES, WIDTH, TOKENS, ROUNDS = 2, 16, 512, 128, 15
+
+
+def silent(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
+    """The same loop without notes."""
+    for op, run, peer in listed:
+        slots[0] = op
+        slots[1] = peer
+        run()
+
+
+def stage() -> nn.Module:
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)]
+    )
+
+
+def note_ns() -> float:
+    """One reading of the clock and one append."""
+    times: list[int] = []
+    now, note = time.perf_counter_ns, times.append
+    started = now()
+    for _ in range(100_000):
+        note(now())
+    return (now() - started) / 100_000
+
+
+def rank_main(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+    schedule = weft.generate("1f1b", pp=RANKS, microbatches=MICROBATCHES)
+    pipe = weft.Pipeline({0: stage()}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
+    pipe.step(x, x)
+    took: dict[str, list[float]] = {"noting": [], "silent": []}
+    for number in range(ROUNDS):
+        ways = [("noting", noting), ("silent", silent)]
+        for name, way in ways if number % 2 else ways[::-1]:
+            walk_module.walk = way
+            dist.barrier()
+            started = time.perf_counter()
+            pipe.step(x, x)
+            took[name].append(time.perf_counter() - started)
+        if rank == 0:
+            print(f"with {took['noting'][-1]:.4f} s, without {took['silent'][-1]:.4f} s", flush=True)
+    if rank == 0:
+        ratios = [a / b - 1 for a, b in zip(took["noting"], took["silent"], strict=True)]
+        step_s, notes = statistics.median(took["silent"]), len(pipe._with_reduce.listed) + 1
+        result = {
+            "trace_overhead": round(statistics.median(ratios), 4),
+            "spread": [round(q, 4) for q in statistics.quantiles(ratios, n=4)[::2]],
+            "step_s": round(step_s, 3),
+            "noted_ns": round(note_ns(), 1),
+            "share": round(notes * note_ns() / 1e9 / step_s, 8),
+        }
+        print(json.dumps(result), flush=True)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["weft.runtime"])
+    ranks = [context.Process(target=rank_main, args=(rank, store.port)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
