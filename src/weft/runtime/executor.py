@@ -16,9 +16,9 @@ from weft.ir.program import LaneKind, Op, OpKind, Program
 from weft.plan.running import expected, host_order
 from weft.runtime.boundary import Boundary, to_header
 from weft.runtime.channel import Channel, Posted
+from weft.runtime.chunk import Chunk, Tensors
 from weft.runtime.gradients import Gradients
-from weft.runtime.layered import LayeredStage
-from weft.runtime.stage import Stage, Tensors
+from weft.runtime.stage import Stage
 
 NOBODY = -1
 """Whom computation waits for. A message waits for a rank; a reduction for some of them, which have a number below."""
@@ -38,7 +38,7 @@ class Part:
 
     program: Program
     pp_rank: int
-    stages: Mapping[int, Stage | LayeredStage]
+    stages: Mapping[int, Chunk]
     outgoing: Mapping[int, Channel]
     incoming: Mapping[int, Channel]
     gradients: Gradients
@@ -89,19 +89,19 @@ def _compute(part: Part, op: Op) -> Callable[[], None]:
     return partial(run, mb) if before is None else partial(_backward_here, run, stage, before, mb)
 
 
-def neighbour(part: Part, chunk: int, step: int) -> Stage | LayeredStage | None:
+def neighbour(part: Part, chunk: int, step: int) -> Chunk | None:
     """The stage beside this one, if it is on the same rank: then nothing is sent."""
     place = part.program.layout.placement.neighbour(part.pp_rank, chunk, step)
     return part.stages[place[1]] if place is not None and place[0] == part.pp_rank else None
 
 
-def _forward_here(stage: Stage, after: Stage | LayeredStage, mb: int) -> None:
+def _forward_here(stage: Stage, after: Chunk, mb: int) -> None:
     stage.forward(mb)
     assert stage.boundary is not None
     after.inputs[mb] = as_leaves(stage.outputs.pop(mb), stage.boundary)
 
 
-def _backward_here(run: Callable[[int], None], stage: Stage, before: Stage | LayeredStage, mb: int) -> None:
+def _backward_here(run: Callable[[int], None], stage: Stage, before: Chunk, mb: int) -> None:
     run(mb)
     before.output_grads[mb] = stage.input_grads.pop(mb)
 

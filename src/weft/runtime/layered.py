@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.ir.program import OpKind
-from weft.runtime.boundary import Boundary, boundary_of
+from weft.runtime.boundary import boundary_of
+from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.seeding import Seeds
 from weft.runtime.segments import COMPUTE, Cut, Plan, Segment, Value, drop, is_segmented
 from weft.runtime.split import AddGradient, Half, Halves
-from weft.runtime.stage import LossFn, Tensors
 
 SEGMENT_OF = {
     OpKind.ATTN_F: "attn",
@@ -55,8 +55,8 @@ class _Passage:
         self.zeros: Callable[[], Tensor] = torch.Tensor
 
 
-class LayeredStage:
-    """A chunk's layers. It has the face of a `Stage` for messages, and `run` for ops of layers.
+class LayeredStage(Chunk):
+    """A chunk whose layers run op by op.
 
     `deferred` are the backward ops whose weight halves are ops of their own.
     """
@@ -64,22 +64,13 @@ class LayeredStage:
     deferred: tuple[OpKind, ...] = ()
 
     def __init__(self, number: int, module: nn.Module, halves: Halves, seeds: Seeds | None, mb_offset: int) -> None:
-        self.number, self.module, self.halves, self.seeds, self.mb_offset = number, module, halves, seeds, mb_offset
+        super().__init__(number, module, seeds, mb_offset)
+        self.halves = halves
         before, layers, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
         self._before = Segment("before", nn.Sequential(*before), ("x",), ("x",)) if before else None
         self._behind = nn.Sequential(*behind)
-        self.loss_fn: LossFn | None = None
-        self.boundary: Boundary | None = None
-        self.header_due = True
-        self.inputs: dict[int, Tensors] = {}
-        self.targets: dict[int, Any] = {}
-        self.outputs: dict[int, Tensors] = {}
-        self.output_grads: dict[int, Tensors] = {}
-        self.input_grads: dict[int, Tensors] = {}
-        self.losses: dict[int, Tensor] = {}
         self._passing: dict[int, _Passage] = {}
-        self._scale: Tensor | None = None
 
     @property
     def num_layers(self) -> int:
@@ -87,10 +78,9 @@ class LayeredStage:
         return len(self.plans)
 
     def begin_step(self, scale: Tensor) -> None:
-        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
-        for left in (self.outputs, self.output_grads, self.input_grads, self.losses, self._passing):
-            left.clear()
-        self._scale = scale
+        """Besides, forgets what was on its way."""
+        super().begin_step(scale)
+        self._passing.clear()
 
     def run(self, kind: OpKind, mb: int, layer: int, add: AddGradient) -> None:
         """One op."""
@@ -151,12 +141,10 @@ class LayeredStage:
 
     def _own_loss(self, mb: int, value: Value) -> None:
         """A loss starts its own gradient, and is added to the micro-batch's."""
-        assert self._scale is not None
         loss: Tensor = value.thing
-        if loss.dim() != 0:
-            raise ValueError(f"a loss is one number for a micro-batch, got a tensor of shape {tuple(loss.shape)}")
+        check_losses((loss,))
         if value.needs_grad:
-            value.grad = self._scale.to(loss.dtype)
+            value.grad = self.scale_as(loss.dtype)
         self.losses[mb] = self.losses[mb] + loss if mb in self.losses else loss
 
     def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:

@@ -5,49 +5,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.costs import UNIT_COSTS, Costs, durations
-from weft.ir import Kind, Schedule
-from weft.ir.program import Longs, Op, OpKind, Program
+from weft.costs import UNIT_COSTS, Costs
+from weft.ir import Schedule
+from weft.ir.program import Longs, Program
 from weft.ir.trace import Trace
 from weft.passes.mesh import spread
-from weft.plan.lowering import Options
-from weft.plan.running import expected, join_halves, lower_running, lower_weaving
+from weft.plan.running import join_halves
 from weft.runtime import split
+from weft.runtime.assembly import (
+    LanesName,
+    Maker,
+    bind,
+    check_modules,
+    depth_of,
+    depths,
+    device_in,
+    examine,
+    make_lanes,
+    plan,
+    reduce_order,
+    shape_of,
+)
 from weft.runtime.batch import StepReport, agree, microbatches
 from weft.runtime.boundary import Boundary
+from weft.runtime.chunk import LossFn
 from weft.runtime.clock import clock_offset
 from weft.runtime.communicators import Communicators
-from weft.runtime.device import Cuda, device_of
-from weft.runtime.exchange import Exchange, Party
+from weft.runtime.device import device_of
 from weft.runtime.executor import Part
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
 from weft.runtime.guard import ALIKE, Guard
-from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
-from weft.runtime.layered import LayeredStage, is_layered, parts_of
+from weft.runtime.layered import is_layered
 from weft.runtime.meeting import Met, check_copies, meet
 from weft.runtime.place import place_in
 from weft.runtime.recorder import merge
-from weft.runtime.seeding import Seeds, generator_of, layers_of, step_seed
-from weft.runtime.segments import Plan
-from weft.runtime.split import Halves, Split
-from weft.runtime.stage import LossFn, Stage
+from weft.runtime.seeding import generator_of, step_seed
+from weft.runtime.split import Split
 from weft.runtime.walk import Walk
-from weft.runtime.weave import PACE, Weave
-from weft.verify import verify_program, verify_schedule
+from weft.runtime.weave import Weave
 
 
 class Pipeline:
     """A rank's part of a pipeline that runs `schedule`.
 
-    `stages`: for each of this rank's chunks its module. `mesh`: a DeviceMesh with the dimension pp, and perhaps dp.
+    `stages`: for each of this rank's chunks its module. `mesh`: a DeviceMesh with pp, and perhaps dp and ep.
     `loss_fn(output, target)`: one number for a micro-batch, on the ranks that hold the last stage.
     `deadline_s`: how long a rank waits for another before it takes it for lost.
     `seed`: what randomness in the stages starts from; None leaves it alone.
@@ -72,7 +81,7 @@ class Pipeline:
         costs: Costs = UNIT_COSTS,
     ) -> None:
         self.place = place_in(mesh)
-        self.device = _device(stages, mesh)
+        self.device = device_in(stages, mesh)
         self._control = torch.device("cpu") if self.device.type == "meta" else self.device
         self.splits: dict[int, Split] = {}
         self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
@@ -83,22 +92,32 @@ class Pipeline:
         self._guard = Guard()
         met = self._meet(schedule)
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        _verify(self.schedule)
-        self._shape = self._examine(met)
-        self.program = self._plan(reduce=schedule.placement.num_pipes > 1 or self.place.dp > 1)
+        self._shape = shape_of(self._modules, met, self.schedule)
+        reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
+        self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
         self.talk.connect(self.program, self.device)
-        for module in self._modules.values():
-            _bind(module, self.talk)
+        bind(self._modules, self.talk)
         self._guard.program = self.program
         if dist.get_backend() != "fake":
             self._guard.join(self.talk, deadline_s, self._control, address)
         with self._guard.making(all_refuse=True):
-            order = [c for c in _reduce_order(self.program, self.place.pp_rank) if c in self._modules]
+            order = [c for c in reduce_order(self.program, self.place.pp_rank) if c in self._modules]
             self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
             check_copies(self.talk, self._modules, self.gradients, self._control)
         with self._guard.making():
-            self.stages = self._make_stages(loss_fn, met, boundaries or {})
-        self._boundaries = self._incoming(boundaries or {})
+            maker = Maker(
+                schedule=self.schedule,
+                place=self.place,
+                shape=self._shape,
+                splits=self.splits,
+                depths=depths(met, schedule),
+                device=self.device,
+                seed=seed,
+                loss_fn=loss_fn,
+                boundaries=boundaries or {},
+            )
+            self.stages = maker.chunks(self._modules)
+        self._boundaries = maker.incoming(self.stages)
         self._last: Walk | Weave | None = None
         self.report: StepReport | None = None
 
@@ -107,100 +126,26 @@ class Pipeline:
     def _meet(self, schedule: Schedule) -> Met:
         """Holds this rank's modules against the schedule, and what the other ranks have."""
         problem: ValueError | None = None
-        chunks = range(schedule.vpp)
+        modules, chunks = self._modules, range(schedule.vpp)
         try:
-            if schedule.pp != len(self.place.ranks):
-                raise ValueError(
-                    f"the schedule is for {schedule.pp} ranks, the mesh has {len(self.place.ranks)} along pp"
-                )
-            _one_device(self._modules)
-            if sorted(self._modules) != list(chunks):
-                raise ValueError(
-                    f"stages are a module for each chunk of this rank, {list(chunks)}, got {sorted(self._modules)}; "
-                    f"by the schedule they are stages {schedule.placement.stages[self.place.pp_rank]} of the model"
-                )
-            for chunk, module in self._modules.items():
-                if isinstance(module, nn.parallel.DistributedDataParallel):
-                    raise ValueError(
-                        f"chunk {chunk} is a DistributedDataParallel; give the module inside, Weft reduces"
-                    )
-            halved = {
-                action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W
-            }
-            self.splits = {c: split.examine(self._modules[c]) for c in chunks if c in halved}
+            check_modules(modules, schedule, self.place)
+            self.splits = examine(modules, schedule)
         except ValueError as error:
             problem = error
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
-        layers = [_num_layers(self._modules[c]) if c in self._modules else 0 for c in chunks]
-        layered = [c in self._modules and is_layered(self._modules[c]) for c in chunks]
+        layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
+        layered = [c in modules and is_layered(modules[c]) for c in chunks]
         return meet(self.talk, schedule, can, layers, layered, problem, self._control)
-
-    def _examine(self, met: Met) -> Options | None:
-        """How the schedule is lowered, if the stages' layers name their segments."""
-        if not met.layered:
-            return None
-        first = Plan.of(parts_of(self._modules[0], 0)[1][0], "the first layer")
-        placement = self.schedule.placement
-        depths = tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
-        self.splits = {chunk: split.examine(module) for chunk, module in self._modules.items()}
-        can = all(found.possible for found in self.splits.values())
-        return Options(
-            layers=depths,
-            moe="dispatch" in first.segments,
-            padded="counts" not in first.segments,
-            split=(OpKind.MLP_W, OpKind.ATTN_W) if can else (),
-        )
-
-    def _plan(self, *, reduce: bool) -> Program:
-        if self._shape is None:
-            program = lower_running(self.schedule, reduce=reduce)
-            ticks = expected(program)
-        else:
-            program = lower_weaving(self.schedule, self._costs, self._shape, reduce=reduce)
-            ticks = durations(program, self._costs)
-        report = verify_program(program, ticks)
-        if not report.clean:
-            raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
-        return program
-
-    def _make_stages(
-        self, loss_fn: LossFn, met: Met, boundaries: Mapping[int, Boundary]
-    ) -> dict[int, Stage | LayeredStage]:
-        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
-        layers = [met.layers[placement.holder(stage)] for stage in range(placement.num_stages)]
-        made: dict[int, Stage | LayeredStage] = {}
-        for chunk, module in self._modules.items():
-            number = placement.stage(self.place.pp_rank, chunk)
-            seeds = Seeds(module, self.device, sum(layers[:number]), sum(layers)) if self._seed is not None else None
-            halves = Halves() if chunk in self.splits and self.splits[chunk].possible else None
-            if halves is not None and self._shape is None:
-                split.apply(self.splits[chunk].linears, halves)
-            offset = self.place.dp_rank * self.schedule.num_microbatches + placement.pipes[chunk] * per_pipe
-            stage: Stage | LayeredStage = Stage(number, module, halves, seeds, offset)
-            if self._shape is not None:
-                halves = Halves()
-                split.apply(self.splits[chunk].linears if self._shape.split else (), halves)
-                stage = LayeredStage(number, module, halves, seeds, offset)
-                stage.deferred = tuple(_WEIGHTS[half] for half in self._shape.split)
-            made[chunk] = stage
-            if number == placement.num_stages - 1:
-                stage.loss_fn = loss_fn
-            if number in boundaries:
-                stage.boundary, stage.header_due = boundaries[number], False
-        return made
-
-    def _incoming(self, boundaries: Mapping[int, Boundary]) -> dict[int, Boundary]:
-        return {c: boundaries[s.number - 1] for c, s in self.stages.items() if s.number - 1 in boundaries}
 
     @cached_property
     def _with_reduce(self) -> Walk | Weave:
-        return self._make_walk(self.program)
+        return self._make_walk(self.program, self._ticks)
 
     @cached_property
     def _without_reduce(self) -> Walk | Weave:
-        return self._make_walk(self._plan(reduce=False))
+        return self._make_walk(*plan(self.schedule, self._shape, self._costs, reduce=False))
 
-    def _make_walk(self, program: Program) -> Walk | Weave:
+    def _make_walk(self, program: Program, ticks: Longs) -> Walk | Weave:
         part = Part(
             program,
             self.place.pp_rank,
@@ -214,19 +159,8 @@ class Pipeline:
         )
         if self._shape is None:
             return Walk(part, self._device)
-        ticks = durations(program, self._costs)
-        return Weave(part, ticks, partial(self._make_lanes, ticks))
-
-    def _make_lanes(self, ticks: Longs, num_lanes: int, ops: list[Op]) -> Lanes:
         deadline_s = self._deadline.total_seconds()
-        dur_ns = [int(ticks[op.index]) for op in ops]
-        if isinstance(self._device, Cuda):
-            return CudaLanes(num_lanes, len(ops), self._device)
-        if self._lanes == "paced":
-            return PacedLanes(num_lanes, dur_ns, [PACE[op.lane.kind] for op in ops], deadline_s)
-        if self._lanes == "virtual":
-            return VirtualLanes(num_lanes, dur_ns)
-        return ThreadLanes(num_lanes, len(ops), deadline_s)
+        return Weave(part, ticks, partial(make_lanes, self._lanes, self._device, ticks, deadline_s))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -357,44 +291,3 @@ def _cut_off(microbatch: Any) -> tuple[Any, ...]:
     """The arguments of the first stage, without a graph behind them."""
     given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
-
-
-def _num_layers(module: nn.Module) -> int:
-    return len(parts_of(module, 0)[1]) if is_layered(module) else len(layers_of(module))
-
-
-LanesName: TypeAlias = Literal["thread", "paced", "virtual"]
-_WEIGHTS = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
-
-
-def _bind(module: nn.Module, talk: Communicators) -> None:
-    """Gives the exchanges of a stage their expert group."""
-    if talk.party is None:
-        return
-    for part in module.modules():
-        if isinstance(part, Exchange):
-            part.party = Party(talk.party.group, len(talk.party.ranks), talk.party.at, talk.wait)
-
-
-def _verify(schedule: Schedule) -> None:
-    report = verify_schedule(schedule)
-    if not report.clean:
-        raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'weft verify' shows it all")
-
-
-def _reduce_order(program: Program, pp_rank: int) -> list[int]:
-    """The rank's chunks in the order in which their gradients are reduced."""
-    mine = (program.kind == OpKind.REDUCE_GRAD) & (program.lane_rank[program.lane_of] == pp_rank)
-    return [int(chunk) for chunk in program.chunk[mine]]
-
-
-def _device(stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> torch.device:
-    """Where the stages are; without parameters, where the mesh is."""
-    params = [p for module in stages.values() for p in module.parameters()]
-    return params[0].device if params else torch.device(mesh.device_type)
-
-
-def _one_device(stages: Mapping[int, nn.Module]) -> None:
-    found = {str(p.device) for module in stages.values() for p in module.parameters()}
-    if len(found) > 1:
-        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(found))}; move them to one")

@@ -7,20 +7,17 @@ arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from weft.runtime.boundary import Boundary, boundary_of, fits
+from weft.runtime.boundary import boundary_of, fits
+from weft.runtime.chunk import Chunk, Tensors, check_losses
 from weft.runtime.edge import edge_of
 from weft.runtime.seeding import Seeds
 from weft.runtime.split import AddGradient, Half, Halves
-
-Tensors: TypeAlias = tuple[Tensor, ...]
-LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class Output(NamedTuple):
@@ -38,32 +35,23 @@ class _Kept(NamedTuple):
     loss: tuple[Tensor, ...]
 
 
-class Stage:
-    """A chunk's module. `mb_offset` turns a micro-batch of its pipe into one of the global batch."""
+class Stage(Chunk):
+    """A chunk whose module runs whole: forwards, backwards and their halves, which go to `halves`."""
 
     def __init__(
         self, number: int, module: nn.Module, halves: Halves | None, seeds: Seeds | None, mb_offset: int
     ) -> None:
-        self.number, self.module, self.halves, self.seeds, self.mb_offset = number, module, halves, seeds, mb_offset
-        self.loss_fn: LossFn | None = None
-        self.boundary: Boundary | None = None
-        self.header_due = True
-        self.inputs: dict[int, Tensors] = {}
-        self.targets: dict[int, Any] = {}
-        self.outputs: dict[int, Tensors] = {}
-        self.output_grads: dict[int, Tensors] = {}
-        self.input_grads: dict[int, Tensors] = {}
-        self.losses: dict[int, Tensor] = {}
+        super().__init__(number, module, seeds, mb_offset)
+        self.halves = halves
         self._kept: dict[int, _Kept] = {}
         self._halves_of: dict[int, list[Half]] = {}
-        self._scale: Tensor | None = None
         self._autocast: str | None = None
 
     def begin_step(self, scale: Tensor) -> None:
-        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
-        for left in (self.outputs, self.output_grads, self.input_grads, self.losses, self._kept, self._halves_of):
-            left.clear()
-        self._scale = scale
+        """Besides, finds out whether autocast is on."""
+        super().begin_step(scale)
+        self._kept.clear()
+        self._halves_of.clear()
         kind = scale.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         self._autocast = kind if on else None
@@ -85,13 +73,13 @@ class Stage:
             self._check(mb, outputs)
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
         if aux:
-            _check_losses(aux)
+            check_losses(aux)
             self.losses[mb] = aux[0].detach()
         self._kept[mb] = _Kept(inputs, roots, aux)
         self.outputs[mb] = tuple([o.detach() for o in outputs])
 
     def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
-        _check_losses(losses)
+        check_losses(losses)
         self._kept[mb] = _Kept(inputs, (), losses)
         total = losses[0].detach()
         self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
@@ -120,7 +108,7 @@ class Stage:
         starts: list[Any] = list(roots)
         if losses:
             starts += [loss for loss in losses if loss.requires_grad]
-            grads = (*grads, *[self._scale_as(loss.dtype) for loss in losses if loss.requires_grad])
+            grads = (*grads, *[self.scale_as(loss.dtype) for loss in losses if loss.requires_grad])
         if starts and self._autocast is not None:
             with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
                 torch.autograd.backward(starts, grads)
@@ -129,13 +117,6 @@ class Stage:
         self.input_grads[mb] = tuple(
             [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs if x.requires_grad]
         )
-
-    def _scale_as(self, dtype: torch.dtype) -> Tensor:
-        """The scale in the precision of a loss, made once a step."""
-        assert self._scale is not None
-        if self._scale.dtype is not dtype:
-            self._scale = self._scale.to(dtype)
-        return self._scale
 
     def input_half(self, mb: int) -> None:
         """I: as B, but the linears' weight gradients are put off."""
@@ -152,10 +133,3 @@ class Stage:
         """W: the weight gradients that were put off."""
         for half in self._halves_of.pop(mb):
             half.run(add)
-
-
-def _check_losses(losses: tuple[Tensor, ...]) -> None:
-    for loss in losses:
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"a loss is one number for a micro-batch, got {got}; return its sum or its mean")

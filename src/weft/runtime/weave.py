@@ -14,12 +14,12 @@ import numpy as np
 from weft.ir.program import LaneKind, Longs, Op, OpKind
 from weft.plan.running import host_order
 from weft.runtime.channel import Posted
+from weft.runtime.chunk import Chunk
 from weft.runtime.executor import NOBODY, Instruction, Part, arrive, as_leaves, neighbour, post, send
 from weft.runtime.guard import ALL, Guard
 from weft.runtime.lanes import Lanes
 from weft.runtime.lanes.paced import Pace
 from weft.runtime.layered import LayeredStage
-from weft.runtime.stage import Stage
 
 PACE = {
     LaneKind.COMPUTE: Pace.AFTER,
@@ -124,12 +124,12 @@ def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) 
     second()
 
 
-def _forward_here(run: Callable[[], None], stage: LayeredStage, after: Stage | LayeredStage, mb: int) -> None:
+def _forward_here(run: Callable[[], None], stage: LayeredStage, after: Chunk, mb: int) -> None:
     run()
     assert stage.boundary is not None
     after.inputs[mb] = as_leaves(stage.outputs.pop(mb), stage.boundary)
 
 
-def _backward_here(run: Callable[[], None], stage: LayeredStage, before: Stage | LayeredStage, mb: int) -> None:
+def _backward_here(run: Callable[[], None], stage: LayeredStage, before: Chunk, mb: int) -> None:
     run()
     before.output_grads[mb] = stage.input_grads.pop(mb)

@@ -1,0 +1,189 @@
+"""Putting a rank's part of a pipeline together: what its modules are, what they are planned as, what they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.costs import Costs, durations
+from weft.ir import Kind, Schedule
+from weft.ir.program import Longs, Op, OpKind, Program
+from weft.plan.lowering import Options
+from weft.plan.running import expected, lower_running, lower_weaving
+from weft.runtime import split
+from weft.runtime.boundary import Boundary
+from weft.runtime.chunk import Chunk, LossFn
+from weft.runtime.communicators import Communicators
+from weft.runtime.device import Cuda, Device
+from weft.runtime.exchange import Exchange, Party
+from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
+from weft.runtime.layered import LayeredStage, is_layered, parts_of
+from weft.runtime.meeting import Met
+from weft.runtime.place import Place
+from weft.runtime.seeding import Seeds, layers_of
+from weft.runtime.segments import Plan
+from weft.runtime.split import Halves, Split
+from weft.runtime.stage import Stage
+from weft.runtime.weave import PACE
+from weft.verify import verify_program, verify_schedule
+
+Modules: TypeAlias = Mapping[int, nn.Module]
+LanesName: TypeAlias = Literal["thread", "paced", "virtual"]
+
+_BACKWARD_OF = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
+
+
+def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
+    """Refuses modules that are not this rank's part of the schedule."""
+    chunks = list(range(schedule.vpp))
+    if schedule.pp != len(place.ranks):
+        raise ValueError(f"the schedule is for {schedule.pp} ranks, the mesh has {len(place.ranks)} along pp")
+    devices = {str(p.device) for module in modules.values() for p in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(devices))}; move them to one")
+    if sorted(modules) != chunks:
+        raise ValueError(
+            f"stages are a module for each chunk of this rank, {chunks}, got {sorted(modules)}; "
+            f"by the schedule they are stages {schedule.placement.stages[place.pp_rank]} of the model"
+        )
+    for chunk, module in modules.items():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"chunk {chunk} is a DistributedDataParallel; give the module inside, Weft reduces")
+
+
+def device_in(modules: Modules, mesh: DeviceMesh) -> torch.device:
+    """Where the modules are; without parameters, where the mesh is."""
+    params = [p for module in modules.values() for p in module.parameters()]
+    return params[0].device if params else torch.device(mesh.device_type)
+
+
+def examine(modules: Modules, schedule: Schedule) -> dict[int, Split]:
+    """How far the backward of each chunk can be split, for those where it matters."""
+    halved = {action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W}
+    return {c: split.examine(module) for c, module in modules.items() if c in halved or is_layered(module)}
+
+
+def depth_of(module: nn.Module) -> int:
+    """How many layers a stage has."""
+    return len(parts_of(module, 0)[1]) if is_layered(module) else len(layers_of(module))
+
+
+def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage of the model."""
+    placement = schedule.placement
+    return tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
+
+
+def shape_of(modules: Modules, met: Met, schedule: Schedule) -> Options | None:
+    """How the schedule is lowered to layers, if these name their segments; else None."""
+    if not met.layered:
+        return None
+    first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
+    return Options(
+        layers=depths(met, schedule),
+        moe="dispatch" in first.segments,
+        padded="counts" not in first.segments,
+        split=(OpKind.MLP_W, OpKind.ATTN_W) if all(met.splits.values()) else (),
+    )
+
+
+def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
+    """The Program that is run, verified, and the ticks under which it is ordered."""
+    report = verify_schedule(schedule)
+    if not report.clean:
+        raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'weft verify' shows it all")
+    if shape is None:
+        program = lower_running(schedule, reduce=reduce)
+        ticks = expected(program)
+    else:
+        program = lower_weaving(schedule, costs, shape, reduce=reduce)
+        ticks = durations(program, costs)
+    report = verify_program(program, ticks)
+    if not report.clean:
+        raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
+    return program, ticks
+
+
+def reduce_order(program: Program, pp_rank: int) -> list[int]:
+    """The rank's chunks in the order in which their gradients are reduced."""
+    mine = (program.kind == OpKind.REDUCE_GRAD) & (program.lane_rank[program.lane_of] == pp_rank)
+    return [int(chunk) for chunk in program.chunk[mine]]
+
+
+def bind(modules: Modules, talk: Communicators) -> None:
+    """Gives the exchanges of the modules their expert group."""
+    if talk.party is None:
+        return
+    for part in (part for module in modules.values() for part in module.modules()):
+        if isinstance(part, Exchange):
+            part.party = Party(talk.party.group, len(talk.party.ranks), talk.party.at, talk.wait)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the chunks of a rank. `boundaries` are what stages send on, where that is known beforehand."""
+
+    schedule: Schedule
+    place: Place
+    shape: Options | None
+    splits: Mapping[int, Split]
+    depths: tuple[int, ...]
+    device: torch.device
+    seed: int | None
+    loss_fn: LossFn
+    boundaries: Mapping[int, Boundary]
+
+    def chunks(self, modules: Modules) -> dict[int, Chunk]:
+        """All of them."""
+        return {chunk: self._chunk(chunk, module) for chunk, module in modules.items()}
+
+    def _chunk(self, chunk: int, module: nn.Module) -> Chunk:
+        placement, schedule = self.schedule.placement, self.schedule
+        number = placement.stage(self.place.pp_rank, chunk)
+        first, num_layers = sum(self.depths[:number]), sum(self.depths)
+        seeds = Seeds(module, self.device, first, num_layers) if self.seed is not None else None
+        in_pipe = placement.pipes[chunk] * schedule.microbatches_per_pipe
+        offset = self.place.dp_rank * schedule.num_microbatches + in_pipe
+        made: Chunk
+        if self.shape is None:
+            made = Stage(number, module, self._halves(chunk), seeds, offset)
+        else:
+            made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
+            made.deferred = tuple(_BACKWARD_OF[half] for half in self.shape.split)
+        made.loss_fn = self.loss_fn if number == placement.num_stages - 1 else None
+        if number in self.boundaries:
+            made.boundary, made.header_due = self.boundaries[number], False
+        return made
+
+    def _halves(self, chunk: int) -> Halves | None:
+        """Where the chunk's linears put their weight halves, if those run apart."""
+        if chunk not in self.splits or not self.splits[chunk].possible or (self.shape and not self.shape.split):
+            return None
+        halves = Halves()
+        split.apply(self.splits[chunk].linears, halves)
+        return halves
+
+    def incoming(self, chunks: Mapping[int, Chunk]) -> dict[int, Boundary]:
+        """What arrives at each chunk, as far as that is known."""
+        return {c: self.boundaries[k.number - 1] for c, k in chunks.items() if k.number - 1 in self.boundaries}
+
+
+def make_lanes(
+    name: LanesName, device: Device, ticks: Longs, deadline_s: float, num_lanes: int, ops: list[Op]
+) -> Lanes:
+    """What ops of layers run on."""
+    dur_ns = [int(ticks[op.index]) for op in ops]
+    if isinstance(device, Cuda):
+        return CudaLanes(num_lanes, len(ops), device)
+    if name == "paced":
+        return PacedLanes(num_lanes, dur_ns, [PACE[op.lane.kind] for op in ops], deadline_s)
+    if name == "virtual":
+        return VirtualLanes(num_lanes, dur_ns)
+    if name == "thread":
+        return ThreadLanes(num_lanes, len(ops), deadline_s)
+    raise ValueError(f"lanes are thread, paced or virtual, got {name!r}")
