@@ -198,7 +198,7 @@ def hand_step(work: Work) -> Contender:
     halves = [split.Halves() for _ in modules]
     rows = schedule.columns
     for chunk in set(rows.chunk[rows.kind == weft.Kind.W].tolist()):
-        split.apply(modules[chunk], halves[chunk])
+        split.apply(split.examine(modules[chunk]).linears, halves[chunk])
     copies = pair_group(rank) if placement.num_pipes > 1 else None
     is_first = [stage == 0 for stage in placement.stages[rank]]
     is_last = [stage == placement.num_stages - 1 for stage in placement.stages[rank]]

@@ -1,7 +1,9 @@
 """A rank's part of a Program at the grain of layers: every op launched on its lane, in one order, after what it needs.
 
 The thread that calls computes; other lanes go on beside it. It comes to the ops in the order that `host_order` made of
-one execution under the costs, which is also the order of launches on all communicators.
+one execution under the costs, which is also the order of launches on all communicators. Once shapes are known, lanes
+that are threads get all of a step's ops at its start: then none waits for this thread to come to it (at a step of 9 s,
+paced, that is 4 % instead of 9 % over the prediction).
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class Weave:
         self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
         self._runs = [self._shown(op, _run(part, op, {})) for op in self.own]
         self._slots: memoryview | None = None
+        self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
+        self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
+        self._known = False
         self.lanes = make_lanes(len(lanes), self.own)
 
     def run(self, guard: Guard) -> None:
@@ -56,10 +61,13 @@ class Weave:
         self.lanes.begin()
         at = 0
         try:
-            for at, op in enumerate(self.own):
-                slots[0], slots[1] = op.index, ALL
+            for at in self._others if self._known else ():
+                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+            for at in self._own if self._known else range(len(self.own)):
+                slots[0], slots[1] = self.own[at].index, ALL
                 self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
             self.lanes.finish()
+            self._known = self.lanes.ahead
         except Exception as error:
             op = self.own[self.lanes.failed if self.lanes.failed is not None else at]
             own = op.lane.kind is LaneKind.COMPUTE and not isinstance(error, TimeoutError)

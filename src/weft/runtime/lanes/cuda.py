@@ -13,6 +13,8 @@ from weft.runtime.lanes.interface import Run
 class CudaLanes:
     """Lane 0 is the stream that is current when a step begins; the others have streams of their own."""
 
+    ahead = False
+
     def __init__(self, num_lanes: int, num_ops: int, device: Cuda) -> None:
         self.device, self._num_ops = device, num_ops
         self._others = [torch.cuda.Stream(device.device) for _ in range(1, num_lanes)]  # type: ignore[no-untyped-call]

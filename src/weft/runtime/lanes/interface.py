@@ -11,9 +11,13 @@ Run: TypeAlias = Callable[[], None]
 class Lanes(Protocol):
     """The lanes of a rank; ops and lanes are numbers. A step launches each op once, and then finishes.
 
-    On a lane, ops run in the order in which they are launched, each after the ops it waits for, which were launched
-    before it. What a run raises, `launch` or `finish` raises; ops that have not started by then do not.
+    On a lane, ops run in the order in which they are launched, each after the ops it waits for; these were launched
+    before it, unless the backend takes them `ahead`. What a run raises, `launch` or `finish` raises; ops that have not
+    started by then do not.
     """
+
+    ahead: bool
+    """May an op be launched before those it waits for."""
 
     failed: int | None
     """The op whose run raised in this step, if one did."""

@@ -10,6 +10,8 @@ from weft.runtime.lanes.interface import Run
 class VirtualLanes:
     """Everything runs when it is launched, in the calling thread; `dur_ns[op]` counts as if lanes ran side by side."""
 
+    ahead = False
+
     def __init__(self, num_lanes: int, dur_ns: Sequence[int]) -> None:
         self._dur_ns, self._num_lanes = list(dur_ns), num_lanes
         self.begin()
