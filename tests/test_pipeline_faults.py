@@ -31,6 +31,7 @@ from oracle import chunks_of, make_mesh
 from ranks import Failure, Outcome, run_ranks
 from weft.ir.program import Op, OpKind, Program
 from weft.plan.running import lower_running
+from weft.runtime import assembly
 from weft.runtime import pipeline as pipeline_module
 from weft.runtime.executor import Instruction, Part, instructions
 from weft.runtime.stage import Stage
@@ -375,8 +376,9 @@ def in_making(rank: int, kind: str, directory: Path) -> None:
     """Two pipelines; one rank has its fault after it met the others, who wait for it then or in their first step."""
     note(directory, rank, "pid", str(os.getpid()))
     if rank == VICTIM:
-        name = "Stage" if kind == "raise" else "check_copies"  # which raises what all others raise too
-        setattr(pipeline_module, name, lambda *_: meet_with(kind, rank, directory))
+        # A stage is made by this rank alone; what check_copies raises, all others raise too.
+        module, name = (assembly, "Stage") if kind == "raise" else (pipeline_module, "check_copies")
+        setattr(module, name, lambda *_: meet_with(kind, rank, directory))
     with timed():
         run_steps(make_pipe("1f1b", 2, 2, deadline_of(kind)), 2)
 
