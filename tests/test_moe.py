@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ranks import check, run_ranks
 from weft.moe import MoELayer
-from weft.runtime.exchange import Party
+from weft.runtime.groups import Circle
 from weft.runtime.segments import Cut, Plan, Value, compute, drop, exchange
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
@@ -75,9 +76,8 @@ def by_segments(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
 def one_rank(rank: int, route: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     world = dist.get_world_size()
     layer = part(whole(route), world, rank)
-    group = dist.group.WORLD
-    assert group is not None
-    layer.exchange.party = Party(group, world, rank, lambda work: work.wait())
+    wait = timedelta(seconds=30)
+    layer.exchange.party = Circle("experts", list(range(world)), rank, wait, lambda work: work.wait(wait))
     made, grad = by_segments(layer, batch(rank))
     return made, grad, {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 

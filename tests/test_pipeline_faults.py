@@ -126,7 +126,7 @@ def places(name: str, pp: int, dp: int, rank: int) -> list[Place]:
     program, anything = program_of(name, pp, dp), mock.MagicMock()
     stages = dict.fromkeys(range(schedule_of(name, pp).vpp), Stage(0, nn.Identity(), None, None, 0))
     listed = instructions(
-        Part(program, rank // dp, stages, anything, anything, anything, -2, lambda place: place * dp + rank % dp)
+        Part(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
     )
     found, seen = [], set()
     for index, instruction in enumerate(listed):

@@ -62,19 +62,6 @@ def expected(program: Program) -> Longs:
     return ticks
 
 
-def ring_size(program: Program) -> int:
-    """Receive buffers of the busiest channel: the most messages that are posted before the first of them is read."""
-    return max((_posted_ahead(program, lane) for lane in range(program.num_lanes)), default=0)
-
-
-def _posted_ahead(program: Program, lane: int) -> int:
-    if program.lane_kind[lane] != LaneKind.RECV:
-        return 0
-    first, last = int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])
-    waits = np.diff(program.dep_ptr[first : last + 1]) > 0
-    return int(np.argmax(waits)) if waits.any() else last - first
-
-
 def host_order(program: Program, ticks: Longs) -> list[Ints]:
     """For each rank its ops of all lanes in the order in which its thread comes to them.
 

@@ -20,7 +20,7 @@ from weft.runtime.boundary import Boundary
 from weft.runtime.chunk import Chunk, LossFn
 from weft.runtime.communicators import Communicators
 from weft.runtime.device import Cuda, Device
-from weft.runtime.exchange import Exchange, Party
+from weft.runtime.exchange import Exchange
 from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
 from weft.runtime.layered import LayeredStage, is_layered, parts_of
 from weft.runtime.meeting import Met
@@ -121,7 +121,7 @@ def bind(modules: Modules, talk: Communicators) -> None:
         return
     for part in (part for module in modules.values() for part in module.modules()):
         if isinstance(part, Exchange):
-            part.party = Party(talk.party.group, len(talk.party.ranks), talk.party.at, talk.wait)
+            part.party = talk.party
 
 
 @dataclass(frozen=True)

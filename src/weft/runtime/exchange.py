@@ -6,43 +6,19 @@ from segment to segment as a value. Without a group, or in a group of one, token
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.runtime.device import Wait
-
-
-class AllToAll(Protocol):
-    """What is used of a communicator."""
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
-    ) -> dist.Work:
-        """Launches an exchange of rows."""
-        ...
-
-
-class Party:
-    """The ranks of an expert group: their communicator, and how its work is waited for."""
-
-    def __init__(self, group: AllToAll, size: int, at: int, wait: Wait) -> None:
-        self.group, self.size, self.at, self.wait = group, size, at, wait
-
-    def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Sends `send[r]` rows to each rank r and takes `receive[r]` from it; either may be nothing."""
-        arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))
-        return arrived
+from weft.runtime.groups import Circle
 
 
 class _Swap(torch.autograd.Function):
     """Rows to their ranks; in backward their gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, party: Party, send: list[int], receive: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, party: Circle, send: list[int], receive: list[int]) -> Tensor:
         ctx.party, ctx.send, ctx.receive = party, send, receive
         return party.swap(rows, send, receive)
 
@@ -60,17 +36,12 @@ class Exchange(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.party: Party | None = None
+        self.party: Circle | None = None
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
-        return self.party.size if self.party is not None else 1
-
-    @property
-    def at(self) -> int:
-        """Where this rank is in it."""
-        return self.party.at if self.party is not None else 0
+        return len(self.party.ranks) if self.party is not None else 1
 
     def counts(self, counts: Tensor) -> Tensor:
         """From how many rows go to each part of each rank, to how many come for each part of this one, from each."""

@@ -19,9 +19,7 @@ from weft.runtime.channel import Channel, Posted
 from weft.runtime.chunk import Chunk, Tensors
 from weft.runtime.gradients import Gradients
 from weft.runtime.stage import Stage
-
-NOBODY = -1
-"""Whom computation waits for. A message waits for a rank; a reduction for some of them, which have a number below."""
+from weft.runtime.whom import ALIKE, NOBODY
 
 
 class Instruction(NamedTuple):
@@ -42,7 +40,6 @@ class Part:
     outgoing: Mapping[int, Channel]
     incoming: Mapping[int, Channel]
     gradients: Gradients
-    reducers: int
     global_rank: Callable[[int], int]
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """What arrives at a chunk, once its header came."""
@@ -71,8 +68,8 @@ def instructions(part: Part) -> list[Instruction]:
                 last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
         else:
             made.append(Instruction(op.index, partial(part.gradients.gather, op.chunk), NOBODY))
-            made.append(Instruction(op.index, partial(part.gradients.reduce, op.chunk), part.reducers))
-            last.append(Instruction(op.index, partial(part.gradients.arrive, op.chunk), part.reducers))
+            made.append(Instruction(op.index, partial(part.gradients.reduce, op.chunk), ALIKE))
+            last.append(Instruction(op.index, partial(part.gradients.arrive, op.chunk), ALIKE))
     return made + last
 
 
@@ -82,31 +79,45 @@ def _compute(part: Part, op: Op) -> Callable[[], None]:
     if op.kind is OpKind.W:
         return partial(stage.weight_half, mb, part.gradients.add)
     if op.kind is OpKind.F:
-        after = neighbour(part, op.chunk, +1)
-        return partial(stage.forward, mb) if after is None else partial(_forward_here, stage, after, mb)
+        return then_forward(part, op, partial(stage.forward, mb))
     run = stage.input_half if op.kind is OpKind.I else stage.backward
-    before = neighbour(part, op.chunk, -1)
-    return partial(run, mb) if before is None else partial(_backward_here, run, stage, before, mb)
+    return then_backward(part, op, partial(run, mb))
 
 
-def neighbour(part: Part, chunk: int, step: int) -> Chunk | None:
+def then_forward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+    """Behind the last of a forward: where the stage after is on the same rank, it gets the output without a message."""
+    chunk, after, mb = part.stages[op.chunk], _neighbour(part, op.chunk, +1), op.mb
+    if after is None:
+        return run
+
+    def forward_here() -> None:
+        run()
+        assert chunk.boundary is not None
+        after.inputs[mb] = _as_leaves(chunk.outputs.pop(mb), chunk.boundary)
+
+    return forward_here
+
+
+def then_backward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+    """Behind the last of an input gradient: the same for the stage before."""
+    chunk, before, mb = part.stages[op.chunk], _neighbour(part, op.chunk, -1), op.mb
+    if before is None:
+        return run
+
+    def backward_here() -> None:
+        run()
+        before.output_grads[mb] = chunk.input_grads.pop(mb)
+
+    return backward_here
+
+
+def _neighbour(part: Part, chunk: int, step: int) -> Chunk | None:
     """The stage beside this one, if it is on the same rank: then nothing is sent."""
     place = part.program.layout.placement.neighbour(part.pp_rank, chunk, step)
     return part.stages[place[1]] if place is not None and place[0] == part.pp_rank else None
 
 
-def _forward_here(stage: Stage, after: Chunk, mb: int) -> None:
-    stage.forward(mb)
-    assert stage.boundary is not None
-    after.inputs[mb] = as_leaves(stage.outputs.pop(mb), stage.boundary)
-
-
-def _backward_here(run: Callable[[int], None], stage: Stage, before: Chunk, mb: int) -> None:
-    run(mb)
-    before.output_grads[mb] = stage.input_grads.pop(mb)
-
-
-def as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
+def _as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
     for tensor, spec in zip(tensors, boundary, strict=True):
         if spec.grad:
             tensor.requires_grad_()
@@ -114,6 +125,7 @@ def as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
 
 
 def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    """Launches a receive."""
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
 
     def post_forward() -> None:
@@ -129,11 +141,12 @@ def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
 
 
 def arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    """Waits for a receive, and gives its reader what came."""
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
     index, chunk, mb = op.index, op.chunk, op.mb
 
     def forward() -> None:
-        stage.inputs[mb] = as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
+        stage.inputs[mb] = _as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
 
     def gradient() -> None:
         stage.output_grads[mb] = channel.wait_for(posted.pop(index))

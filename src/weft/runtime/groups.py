@@ -73,7 +73,7 @@ def next_name(place: Place) -> str:
 
 
 class Circle:
-    """Ranks that gather and reduce together."""
+    """Ranks that gather, reduce and exchange together."""
 
     def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta, wait: Wait) -> None:
         self.ranks, self.at, self.wait = ranks, ranks.index(rank), wait
@@ -94,6 +94,12 @@ class Circle:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return self.group.allreduce([tensor], options)
+
+    def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Sends `send[r]` rows to each rank r and takes `receive[r]` from it; either may be nothing."""
+        arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))
+        return arrived
 
     def send(self, tensor: Tensor, at: int) -> None:
         """To the one at this place of the circle."""

@@ -16,12 +16,9 @@ import torch
 
 from weft.ir.program import Program
 from weft.runtime.communicators import Communicators
-from weft.runtime.executor import NOBODY, Instruction
 from weft.runtime.place import Place
-from weft.runtime.watch import RankLost, Watch, waits_for_group
-
-PIPE, ALIKE, PARTY, ALL = map(waits_for_group, range(4))
-"""Whom a collective waits for. ALL are all of these, for what is done with one after the other."""
+from weft.runtime.watch import RankLost, Watch
+from weft.runtime.whom import ALL, NOBODY
 
 
 class Guard:
@@ -52,7 +49,7 @@ class Guard:
             deadline_s=deadline_s,
             device=device,
             address=address,
-            waited=[pipe, alike, party, sorted({*pipe, *alike, *party})],
+            waited=[alike, sorted({*pipe, *alike, *party})],  # in the order of ALIKE, ALL
         )
         self.watch.on_alarm(talk.break_off)
         self.slots = self.watch.slots
@@ -114,11 +111,11 @@ class Guard:
             self._raise(error, what)
         self._agreed = True
 
-    def blame(self, error: Exception, at: Instruction) -> NoReturn:
-        """Raises what an instruction's error comes to: itself, if it is this rank's own."""
-        if at.peer == NOBODY:
+    def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
+        """Raises what an op's error comes to: itself, if it is this rank's own, as it waited for nobody."""
+        if peer == NOBODY:
             raise error
-        self._raise(error, self._name_own(at.op))
+        self._raise(error, self._name_own(op))
 
     def _raise(self, error: Exception, waiting_for: str) -> NoReturn:
         """Raises the loss behind an error of a wait."""

@@ -42,7 +42,7 @@ from weft.runtime.device import device_of
 from weft.runtime.executor import Part
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
-from weft.runtime.guard import ALIKE, Guard
+from weft.runtime.guard import Guard
 from weft.runtime.layered import is_layered
 from weft.runtime.meeting import Met, check_copies, meet
 from weft.runtime.place import place_in
@@ -153,7 +153,6 @@ class Pipeline:
             self.talk.outgoing,
             self.talk.incoming,
             self.gradients,
-            ALIKE,
             self.place.neighbour,
             self._boundaries,
         )
@@ -180,17 +179,16 @@ class Pipeline:
         step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
         says more.
         """
-        with_reduce = reduce and self.gradients.circle is not None
-        walk_list = self._with_reduce if with_reduce or self.gradients.circle is None else self._without_reduce
+        chosen = self._with_reduce if reduce or self.gradients.circle is None else self._without_reduce
         scale = self._scale(num_tokens)
         self.gradients.begin(reduce=reduce)
         factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             stage.begin_step(factor)
-        self._last = walk_list
+        self._last = chosen
         with self._guard.step(self._step):
             self._feed(inputs, targets)
-            self._run(walk_list)
+            self._run(chosen)
             self.gradients.finish(reduce=reduce)
             return self._finish(scale)
 
@@ -208,8 +206,6 @@ class Pipeline:
         last = placement.num_stages - 1
         for chunk, stage in self.stages.items():
             first_mb = placement.pipes[chunk] * per_pipe
-            stage.inputs.clear()
-            stage.targets.clear()
             if stage.number == 0:
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
                 stage.inputs.update((mb, _cut_off(x)) for mb, x in enumerate(mine))

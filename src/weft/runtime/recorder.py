@@ -38,10 +38,10 @@ class Recorder:
         ops = np.array(sorted(first), np.int64)
         return ops, np.array([first[op] for op in ops]), np.array([last[op] for op in ops])
 
-    def times(self, num_ops: int) -> Longs:
+    def times(self) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
         noted = np.array(self.device.nanoseconds(self.ends), np.int64)
-        both = np.full((2, num_ops), -1, np.int64)
+        both = np.full((2, self.program.num_ops), -1, np.int64)
         if len(noted) == len(self.listed) + 1:
             ops, first, last = self._places
             both[0, ops], both[1, ops] = noted[first], noted[last]

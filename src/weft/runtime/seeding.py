@@ -24,6 +24,11 @@ def step_seed(seed: int, step: int) -> int:
     return (z ^ (z >> 31)) & _MASK
 
 
+def layer_seed(base: int, mb: int, layer: int, num_layers: int) -> int:
+    """What a layer of a micro-batch starts from, in the step whose number is `base`."""
+    return base + mb * num_layers + layer
+
+
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The layers of a stage: the children of an `nn.Sequential` that nobody listens to, or the module itself."""
     if type(module) is not nn.Sequential or len(module) == 0 or module._forward_pre_hooks or module._forward_hooks:
@@ -85,9 +90,10 @@ class Seeds:
         self._start(layer, part << 48)
 
     def _start(self, number: int, shift: int = 0) -> None:
-        self._generator.manual_seed((self._base + self._mb * self._num_layers + self._first + number + shift) & _MASK)
+        seed = layer_seed(self._base, self._mb, self._first + number, self._num_layers)
+        self._generator.manual_seed((seed + shift) & _MASK)
 
 
 def seed_layer(device: torch.device, seed: int, step: int, mb: int, layer: int, num_layers: int) -> None:
     """What a pipeline does before a layer of a micro-batch, for a run without one to be compared with."""
-    generator_of(device).manual_seed((step_seed(seed, step) + mb * num_layers + layer) & _MASK)
+    generator_of(device).manual_seed(layer_seed(step_seed(seed, step), mb, layer, num_layers) & _MASK)

@@ -28,11 +28,12 @@ class Walk:
             walk(self.listed, guard.slots, self.device.now, ends)
             self.device.catch_up()
         except Exception as error:
-            guard.blame(error, where(self.listed, ends))
+            at = where(self.listed, ends)
+            guard.blame(error, at.op, at.peer)
 
     def times(self) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
-        return self.recorder.times(self.program.num_ops)
+        return self.recorder.times()
 
     def close(self) -> None:
         """Nothing to give back."""
