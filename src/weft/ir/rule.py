@@ -91,8 +91,7 @@ class Rule:
     @property
     def first_reader(self) -> int:
         """The backward part that first reads what was saved, and so waits for an onload."""
-        readers = (OpKind.MLP_B, OpKind.B)
-        return int(next(kind for kind in readers if kind in self.layout.backward))
+        return int(self.layout.backward[0])
 
     @property
     def makes_gradient(self) -> npt.NDArray[np.bool_]:

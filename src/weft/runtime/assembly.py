@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, Virtua
 from weft.runtime.layered import LayeredStage, is_layered, parts_of
 from weft.runtime.meeting import Met
 from weft.runtime.place import Place
+from weft.runtime.saved import Store, pool_for
 from weft.runtime.seeding import Seeds, layers_of
 from weft.runtime.segments import Plan
 from weft.runtime.split import Halves, Split
@@ -34,6 +36,7 @@ from weft.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
 LanesName: TypeAlias = Literal["thread", "paced", "virtual"]
+SavedName: TypeAlias = Literal["leave", "count", "offload"]
 
 _BACKWARD_OF = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
 
@@ -79,9 +82,13 @@ def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
     return tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
 
 
-def shape_of(modules: Modules, met: Met, schedule: Schedule) -> Options | None:
+def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -> Options | None:
     """How the schedule is lowered to layers, if these name their segments; else None."""
+    if saved not in ("leave", "count", "offload"):
+        raise ValueError(f"saved is leave, count or offload, got {saved!r}")
     if not met.layered:
+        if saved != "leave":
+            raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
         return None
     first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
     return Options(
@@ -89,6 +96,7 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule) -> Options | None:
         moe="dispatch" in first.segments,
         padded="counts" not in first.segments,
         split=(OpKind.MLP_W, OpKind.ATTN_W) if all(met.splits.values()) else (),
+        offload=saved == "offload",
     )
 
 
@@ -107,6 +115,13 @@ def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: boo
     if not report.clean:
         raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
     return program, ticks
+
+
+def make_store(modules: Modules, saved: SavedName, device: torch.device, directory: Path | None) -> Store | None:
+    """What saved tensors go through, if they do."""
+    if saved == "leave":
+        return None
+    return Store(modules.values(), pool_for(device, directory) if saved == "offload" else None)
 
 
 def reduce_order(program: Program, pp_rank: int) -> list[int]:
@@ -137,6 +152,7 @@ class Maker:
     seed: int | None
     loss_fn: LossFn
     boundaries: Mapping[int, Boundary]
+    store: Store | None
 
     def chunks(self, modules: Modules) -> dict[int, Chunk]:
         """All of them."""
@@ -155,6 +171,7 @@ class Maker:
         else:
             made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
             made.deferred = tuple(_BACKWARD_OF[half] for half in self.shape.split)
+            made.store = self.store
         made.loss_fn = self.loss_fn if number == placement.num_stages - 1 else None
         if number in self.boundaries:
             made.boundary, made.header_due = self.boundaries[number], False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.communicators import Communicators
+from weft.runtime.saved import SavedReport
 
 _PRIME = 65521  # sums of squares of remainders by it are exact in float64
 
@@ -37,13 +38,14 @@ class StepReport:
 
     `loss`: what `step` returned. `losses[mb]`: each micro-batch's own, unscaled. `finite`: is the loss and every
     gradient finite, on all ranks. `reduced`: is `.grad` what a single process would have, or this rank's share that a
-    later step with `reduce=True` adds up.
+    later step with `reduce=True` adds up. `saved`: what this rank's layers saved for backward, where that is counted.
     """
 
     loss: Tensor
     losses: Tensor
     finite: bool
     reduced: bool
+    saved: SavedReport | None = None
 
 
 def agree(talk: Communicators, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:

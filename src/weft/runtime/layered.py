@@ -8,6 +8,7 @@ layer; what comes behind, and the loss, with the last op of the last layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from weft.ir.program import OpKind
 from weft.runtime.boundary import boundary_of
 from weft.runtime.chunk import Chunk, check_losses
+from weft.runtime.saved import Store
 from weft.runtime.seeding import Seeds
 from weft.runtime.segments import COMPUTE, Cut, Plan, Segment, Value, drop, is_segmented
 from weft.runtime.split import AddGradient, Half, Halves
@@ -39,6 +41,7 @@ SEGMENT_OF = {
 
 FORWARD = (OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.MLP_F, OpKind.COMBINE_F)
 BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
+COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
 AUX_LOSS = "aux_loss"
 """A value of this name, which nobody reads, is a loss of the layer's own."""
 
@@ -58,10 +61,12 @@ class _Passage:
 class LayeredStage(Chunk):
     """A chunk whose layers run op by op.
 
-    `deferred` are the backward ops whose weight halves are ops of their own.
+    `deferred` are the backward ops whose weight halves are ops of their own. What is saved goes through the `store`,
+    where there is one.
     """
 
     deferred: tuple[OpKind, ...] = ()
+    store: Store | None = None
 
     def __init__(self, number: int, module: nn.Module, halves: Halves, seeds: Seeds | None, mb_offset: int) -> None:
         super().__init__(number, module, seeds, mb_offset)
@@ -84,6 +89,9 @@ class LayeredStage(Chunk):
 
     def run(self, kind: OpKind, mb: int, layer: int, add: AddGradient) -> None:
         """One op."""
+        if kind in COPIES:
+            self._copy(kind, mb, layer)
+            return
         name = SEGMENT_OF[kind]
         if kind in FORWARD:
             self._forward(name, mb, layer)
@@ -92,7 +100,20 @@ class LayeredStage(Chunk):
         else:
             for half in self._passing[mb].halves.pop((layer, name)):
                 half.run(add)
+            if self.store is not None:
+                self.store.drop_halves((self.number, mb, layer), name)
         self._leave(kind, mb, layer)
+
+    def _copy(self, kind: OpKind, mb: int, layer: int) -> None:
+        assert self.store is not None
+        move = self.store.offload if kind is OpKind.OFFLOAD else self.store.onload
+        move((self.number, mb, layer))
+
+    def _saving(self, mb: int, layer: int, name: str) -> AbstractContextManager[Any]:
+        """What is before the layers is saved with the first of them, and the loss with the last."""
+        if self.store is None:
+            return nullcontext()
+        return self.store.saving((self.number, mb, min(max(layer, 0), self.num_layers - 1)), name)
 
     def _forward(self, name: str, mb: int, layer: int) -> None:
         plan = self.plans[layer]
@@ -101,7 +122,8 @@ class LayeredStage(Chunk):
             self._enter(mb)
         passage = self._passing[mb]
         segment = plan.segments[name]
-        cut = Cut.forward(segment, passage.values)
+        with self._saving(mb, layer, name):
+            cut = Cut.forward(segment, passage.values)
         if AUX_LOSS in segment.writes:
             self._own_loss(mb, passage.values[AUX_LOSS])
         drop(passage.values, plan.dead[name])
@@ -120,7 +142,8 @@ class LayeredStage(Chunk):
         passage.first = passage.values["x"] = Value(x, x.requires_grad)
         passage.zeros = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
         if self._before is not None:
-            passage.cuts[-1, "before"] = Cut.forward(self._before, passage.values)
+            with self._saving(mb, -1, "before"):
+                passage.cuts[-1, "before"] = Cut.forward(self._before, passage.values)
 
     def _exit(self, mb: int, passage: _Passage) -> None:
         out = passage.values.pop("x")
@@ -135,7 +158,8 @@ class LayeredStage(Chunk):
         target, loss_fn, behind = self.targets.pop(mb), self.loss_fn, self._behind
         values = {"x": out}
         end = Segment("loss", lambda x: loss_fn(behind(x), target), ("x",), ("loss",))
-        passage.cuts[self.num_layers, "loss"] = Cut.forward(end, values)
+        with self._saving(mb, self.num_layers, "loss"):
+            passage.cuts[self.num_layers, "loss"] = Cut.forward(end, values)
         out.thing = None
         self._own_loss(mb, values["loss"])
 
@@ -156,7 +180,9 @@ class LayeredStage(Chunk):
             self.halves.open()
         passage.cuts.pop((layer, name)).backward()
         if defer:
-            passage.halves[layer, name] = self.halves.close()
+            halves = passage.halves[layer, name] = self.halves.close()
+            if self.store is not None:
+                self.store.hold_halves((self.number, mb, layer), name, halves)
         if layer == 0 and name == "attn" and self._before is not None:
             passage.cuts.pop((-1, "before")).backward()
 

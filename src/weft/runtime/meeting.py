@@ -33,14 +33,18 @@ class Met:
 def meet(
     talk: Communicators,
     schedule: Schedule,
+    terms: str,
     splits: list[bool],
     layers: list[int],
     layered: list[bool],
     problem: ValueError | None,
     device: torch.device,
 ) -> Met:
-    """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so."""
-    _agree_to_start(talk, schedule, problem, device)
+    """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so.
+
+    `terms` are what else the plan is made from; ranks with others would make another one.
+    """
+    _agree_to_start(talk, schedule, terms, problem, device)
     vpp = schedule.vpp
     mine = torch.tensor([*splits, *layers, *layered], dtype=torch.int64, device=device)
     culprit = _NOBODY
@@ -59,25 +63,34 @@ def meet(
     )
 
 
-def _agree_to_start(talk: Communicators, schedule: Schedule, problem: ValueError | None, device: torch.device) -> None:
+def _agree_to_start(
+    talk: Communicators, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
+) -> None:
     """What is exchanged is of one size, whatever the schedules: they may differ."""
-    text = repr((schedule.placement, schedule.rows, sorted(schedule.receives.items())))
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    rank = talk.place.rank
-    mine = torch.tensor([_NOBODY if problem is None else rank, _NOBODY, number], dtype=torch.int64, device=device)
+    number = _number(repr((schedule.placement, schedule.rows, sorted(schedule.receives.items()))))
+    rank, own = talk.place.rank, _number(terms)
+    told = [_NOBODY if problem is None else rank, _NOBODY, _NOBODY, number, own]
+    mine = torch.tensor(told, dtype=torch.int64, device=device)
     for circle in (talk.replicas, talk.pipe):  # what one circle heard, the next one hears
         if circle is not None:
             rows = [row.tolist() for row in circle.all_gather(mine)]
             mine[0] = max(row[0] for row in rows)
-            strangers = [r for r, row in zip(circle.ranks, rows, strict=True) if row[2] != number]
-            mine[1] = max([*strangers, *(row[1] for row in rows)])
-    broken, stranger = int(mine[0]), int(mine[1])
+            for at, what in ((1, number), (2, own)):
+                strangers = [r for r, row in zip(circle.ranks, rows, strict=True) if row[at + 2] != what]
+                mine[at] = max([*strangers, *(row[at] for row in rows)])
+    broken, stranger, other = mine.tolist()[:3]
     if problem is not None:
         raise problem
     if broken != _NOBODY:
         raise ValueError(f"rank {broken} could not make its part of the pipeline; its own error says why")
     if stranger != _NOBODY:
         raise ValueError(f"not all ranks have the same schedule, rank {stranger} has another; make one for all of them")
+    if other != _NOBODY:
+        raise ValueError(f"not all ranks have the same costs and the same `saved`: rank {other} has others")
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def raise_for_all(talk: Communicators, culprit: int, device: torch.device, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft.runtime import split
 from weft.runtime.assembly import (
     LanesName,
     Maker,
+    SavedName,
     bind,
     check_modules,
     depth_of,
@@ -29,6 +31,7 @@ from weft.runtime.assembly import (
     device_in,
     examine,
     make_lanes,
+    make_store,
     plan,
     reduce_order,
     shape_of,
@@ -63,6 +66,8 @@ class Pipeline:
     `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
     `lanes`: where stages' layers name their segments, what they run on: thread, paced or virtual (a GPU has streams).
     `costs`: under which such ops are ordered, and which paced lanes take.
+    `saved`: what becomes of what such layers save for backward: leave it, count it (`report.saved`), or offload it to
+    the host as the Program says: into pinned memory from a GPU, else into a file without a name in `pool_directory`.
     `address`: where other hosts reach this one, if it is not the address from which this one reaches torch's store.
     """
 
@@ -79,6 +84,8 @@ class Pipeline:
         address: str | None = None,
         lanes: LanesName = "thread",
         costs: Costs = UNIT_COSTS,
+        saved: SavedName = "leave",
+        pool_directory: Path | None = None,
     ) -> None:
         self.place = place_in(mesh)
         self.device = device_in(stages, mesh)
@@ -90,9 +97,9 @@ class Pipeline:
         self._device = device_of(self.device, self._deadline)
         self.talk = Communicators.make(next_name(self.place), self.place, self._deadline, self._device.wait)
         self._guard = Guard()
-        met = self._meet(schedule)
+        met = self._meet(schedule, f"{costs!r} {saved}")
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        self._shape = shape_of(self._modules, met, self.schedule)
+        self._shape = shape_of(self._modules, met, self.schedule, saved)
         reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
         self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
         self.talk.connect(self.program, self.device)
@@ -105,6 +112,7 @@ class Pipeline:
             self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
             check_copies(self.talk, self._modules, self.gradients, self._control)
         with self._guard.making():
+            self._store = make_store(self._modules, saved, self.device, pool_directory)
             maker = Maker(
                 schedule=self.schedule,
                 place=self.place,
@@ -115,6 +123,7 @@ class Pipeline:
                 seed=seed,
                 loss_fn=loss_fn,
                 boundaries=boundaries or {},
+                store=self._store,
             )
             self.stages = maker.chunks(self._modules)
         self._boundaries = maker.incoming(self.stages)
@@ -123,7 +132,7 @@ class Pipeline:
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, schedule: Schedule) -> Met:
+    def _meet(self, schedule: Schedule, terms: str) -> Met:
         """Holds this rank's modules against the schedule, and what the other ranks have."""
         problem: ValueError | None = None
         modules, chunks = self._modules, range(schedule.vpp)
@@ -135,7 +144,7 @@ class Pipeline:
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
         layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
-        return meet(self.talk, schedule, can, layers, layered, problem, self._control)
+        return meet(self.talk, schedule, terms, can, layers, layered, problem, self._control)
 
     @cached_property
     def _with_reduce(self) -> Walk | Weave:
@@ -188,6 +197,8 @@ class Pipeline:
         self._last = chosen
         with self._guard.step(self._step):
             self._feed(inputs, targets)
+            if self._store is not None:
+                self._store.begin([s for stage in self.stages.values() for s in (stage.inputs, stage.targets)])
             self._run(chosen)
             self.gradients.finish(reduce=reduce)
             return self._finish(scale)
@@ -241,7 +252,8 @@ class Pipeline:
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
             )
         finite = num_bad == 0 and bool(loss.isfinite())
-        self.report = StepReport(loss, losses, finite, self.gradients.reduced)
+        saved = self._store.report() if self._store is not None else None
+        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
         return loss
 
     # -- what happened -----------------------------------------------------------------------------------------------

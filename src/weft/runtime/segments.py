@@ -84,30 +84,47 @@ class Value:
             return cls(thing.detach(), thing.requires_grad)
         return cls(thing, False)
 
-    def leaf(self) -> Any:
-        """What a reader gets: a leaf of its own. On a GPU the reader's stream may be another than the maker's."""
+    def read(self) -> Any:
+        """What a reader gets. On a GPU the reader's stream may be another than the maker's."""
         if isinstance(self.thing, Tensor) and self.thing.is_cuda:
             self.thing.record_stream(torch.cuda.current_stream(self.thing.device))
-        return self.thing.detach().requires_grad_() if self.needs_grad else self.thing
+        if not self.needs_grad:
+            return self.thing
+        return _Read.apply(self.thing, self, _START)  # type: ignore[no-untyped-call]
 
-    def add(self, grad: Tensor | None) -> None:
+    def add(self, grad: Tensor) -> None:
         """One reader's gradient."""
-        if grad is not None:
-            self.grad = grad if self.grad is None else self.grad + grad
+        self.grad = grad if self.grad is None else self.grad + grad
+
+
+_START = torch.empty(0, requires_grad=True)
+"""What makes autograd keep a graph of what was read; it never gets a gradient."""
+
+
+class _Read(torch.autograd.Function):
+    """Where a segment's graph begins. Unlike a leaf it does not keep its tensor alive: whoever needs it saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, thing: Tensor, value: Value, start: Tensor) -> Tensor:
+        ctx.value = value
+        return thing.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.value.add(grad)
+        return None, None, None
 
 
 @dataclass
 class Cut:
-    """One segment of one micro-batch: what its backward starts from, and where its gradients go."""
+    """One segment of one micro-batch: what its backward starts from. Gradients go to the values it read."""
 
-    inputs: list[tuple[Value, Tensor]]
     outputs: list[tuple[Value, GradientEdge]]
 
     @classmethod
     def forward(cls, segment: Segment, values: dict[str, Value]) -> Cut:
         """Runs a segment on the values it reads, and puts what it writes among them."""
-        given = [(values[name], values[name].leaf()) for name in segment.reads]
-        made = segment.run(*(leaf for _, leaf in given))
+        made = segment.run(*[values[name].read() for name in segment.reads])
         things = made if isinstance(made, tuple) else (made,)
         if len(things) != len(segment.writes):
             raise ValueError(
@@ -118,7 +135,7 @@ class Cut:
             values[name] = Value.of(thing)
             if values[name].needs_grad:
                 outputs.append((values[name], edge_of(thing)))
-        return cls([(value, leaf) for value, leaf in given if value.needs_grad], outputs)
+        return cls(outputs)
 
     def backward(self) -> None:
         """From the gradients of what it wrote to those of what it read."""
@@ -127,9 +144,7 @@ class Cut:
             torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
         for value, _ in self.outputs:
             value.grad = None
-        for value, leaf in self.inputs:
-            value.add(leaf.grad)
-        self.inputs, self.outputs = [], []
+        self.outputs = []
 
 
 def drop(values: dict[str, Value], names: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ CODES: dict[str, Explanation] = {
         "an op that does not wait for what it reads",
         "By the dependency rule it reads what another op makes, but neither its lane nor its dependencies, nor any "
         "chain of them, make it wait. It may come in time under some durations; under others it reads too early.",
-        "mlp_b of a layer that was offloaded, without a dependency on its onload",
+        "combine_b of a layer that was offloaded, without a dependency on its onload",
         "Add the dependency.",
     ),
 }
