@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weft.runtime.device import Cuda
-from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
+from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from weft.runtime.lanes.paced import MADE_UP_NS, Pace
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
@@ -28,6 +28,7 @@ def cuda() -> Lanes:
 BACKENDS: dict[str, Callable[[], Lanes]] = {
     "thread": lambda: ThreadLanes(NUM_LANES, NUM_OPS, DEADLINE_S),
     "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, DEADLINE_S),
+    "serial": lambda: SerialLanes(NUM_OPS),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
     "cuda": cuda,
 }
@@ -65,6 +66,8 @@ def test_an_op_waits_for_ops_of_other_lanes(lanes: Lanes) -> None:
 
 def test_lanes_run_side_by_side(lanes: Lanes) -> None:
     """Two ops that do not wait for each other overlap, as each takes its time."""
+    if isinstance(lanes, SerialLanes):
+        pytest.skip("serial lanes are what does not overlap")
     lanes.begin()
     wait = (lambda: None) if isinstance(lanes, VirtualLanes | PacedLanes | CudaLanes) else (lambda: time.sleep(0.02))
     for op in (0, 1):
@@ -93,6 +96,27 @@ def test_an_error_comes_out_and_nothing_runs_behind_it(lanes: Lanes) -> None:
 def test_a_step_after_an_error_runs(lanes: Lanes) -> None:
     test_an_error_comes_out_and_nothing_runs_behind_it(lanes)
     test_an_op_waits_for_ops_of_other_lanes(lanes)
+
+
+def test_an_op_of_a_step_that_failed_ends_in_its_own_step() -> None:
+    """It is still running when the next step begins: nobody there takes its end for another's."""
+    lanes, go_on, ran = ThreadLanes(NUM_LANES, NUM_OPS, DEADLINE_S), threading.Event(), list[str]()
+    lanes.begin()
+    lanes.launch(1, 0, lambda: (go_on.wait(5), None)[1], ())
+    with pytest.raises(ZeroDivisionError):
+        lanes.launch(0, 1, lambda: (1 // 0, None)[1], ())
+    lanes.begin()
+
+    def late() -> None:
+        time.sleep(0.1)
+        ran.append("first")
+
+    lanes.launch(2, 0, late, ())
+    go_on.set()
+    lanes.launch(0, 1, lambda: ran.append("second"), (0,))
+    lanes.finish()
+    assert ran == ["first", "second"]
+    lanes.close()
 
 
 def test_a_wait_has_a_deadline() -> None:

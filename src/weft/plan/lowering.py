@@ -31,6 +31,10 @@ _MOVED = (
 )
 
 
+_SAMPLE_MICROBATCHES = 8
+"""The fewest over which choices are compared: the middle of a step must outweigh its ends."""
+
+
 @dataclass(frozen=True)
 class Options:
     """How a schedule is lowered. Without `layers` the grain is the cell, and nothing else applies but the mesh.
@@ -87,7 +91,7 @@ def choose(schedule: Schedule, costs: Costs, options: Options) -> Shape:
     shapes = [replace(shape, hold_attn_w=hold, early_mlp_w=early) for hold, early in product(holds, earlies)]
     if len(shapes) == 1:
         return shapes[0]
-    sample = first_microbatches(schedule, 2 * schedule.pp)
+    sample = first_microbatches(schedule, max(_SAMPLE_MICROBATCHES, 2 * schedule.pp))
     return min(shapes, key=lambda candidate: simulate(lower_layers(sample, candidate), costs).makespan)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -21,21 +22,21 @@ from weft.runtime.boundary import Boundary
 from weft.runtime.chunk import Chunk, LossFn
 from weft.runtime.communicators import Communicators
 from weft.runtime.device import Cuda, Device
-from weft.runtime.exchange import Exchange
-from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, ThreadLanes, VirtualLanes
+from weft.runtime.exchange import InParty
+from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from weft.runtime.layered import LayeredStage, is_layered, parts_of
 from weft.runtime.meeting import Met
 from weft.runtime.place import Place
 from weft.runtime.saved import Store, pool_for
 from weft.runtime.seeding import Seeds, layers_of
-from weft.runtime.segments import Plan
+from weft.runtime.segments import Plan, is_segmented
 from weft.runtime.split import Halves, Split
 from weft.runtime.stage import Stage
 from weft.runtime.weave import PACE
 from weft.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
-LanesName: TypeAlias = Literal["thread", "paced", "virtual"]
+LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
 SavedName: TypeAlias = Literal["leave", "count", "offload"]
 
 _BACKWARD_OF = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
@@ -57,6 +58,52 @@ def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
     for chunk, module in modules.items():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(f"chunk {chunk} is a DistributedDataParallel; give the module inside, Weft reduces")
+        _check_plain(module, chunk)
+        _check_checkpoints(module, chunk)
+        _check_alike(module, chunk)
+
+
+def _check_plain(module: nn.Module, chunk: int) -> None:
+    """Refuses parameters that are spread over ranks by torch: their gradients and collectives would be its own."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # where it is not imported there are none
+    if tensor is None:
+        return
+    for name, param in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(param, tensor.DTensor):
+            dims = ", ".join(param.device_mesh.mesh_dim_names or ()) or "no name"
+            raise ValueError(
+                f"chunk {chunk}: {name} is a DTensor over the mesh dimensions {dims} ({param.placements}); a stage has "
+                "plain tensors, which Weft reduces over dp and ep. For tensor parallelism give each rank its part as a "
+                "plain parameter, talk over tp inside what computes, and make the Pipeline with the mesh without tp: "
+                'mesh["pp", "dp"]'
+            )
+
+
+def _check_checkpoints(module: nn.Module, chunk: int) -> None:
+    """Refuses torch's wrapper around what exchanges, or around segments, which would run as if it were not there."""
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    for name, part in module.named_modules() if wrapper is not None else ():
+        if not isinstance(part, wrapper.CheckpointWrapper):  # type: ignore[union-attr]
+            continue
+        within = [type(p).__name__ for p in part.modules() if isinstance(p, InParty) or is_segmented(p)]
+        if within:
+            raise ValueError(
+                f"chunk {chunk}: {name} is a checkpoint around {within[-1]}, and checkpoints must not span an exchange "
+                "of experts; checkpoint only inside what computes, attn and mlp each on their own"
+            )
+
+
+def _check_alike(module: nn.Module, chunk: int) -> None:
+    """Refuses layers with other segments than the first: all are lowered alike."""
+    if not is_layered(module):
+        return
+    layers = [list(Plan.of(part, f"chunk {chunk}, layer {at}").segments) for at, part in enumerate(_layers(module))]
+    for at, names in enumerate(layers):
+        if names != layers[0]:
+            raise ValueError(
+                f"chunk {chunk}: layer {at} has the segments {', '.join(names)}, the first has {', '.join(layers[0])}; "
+                "all layers of a pipeline have the same"
+            )
 
 
 def device_in(modules: Modules, mesh: DeviceMesh) -> torch.device:
@@ -73,7 +120,11 @@ def examine(modules: Modules, schedule: Schedule) -> dict[int, Split]:
 
 def depth_of(module: nn.Module) -> int:
     """How many layers a stage has."""
-    return len(parts_of(module, 0)[1]) if is_layered(module) else len(layers_of(module))
+    return len(_layers(module)) if is_layered(module) else len(layers_of(module))
+
+
+def _layers(module: nn.Module) -> list[Any]:
+    return parts_of(module, 0)[1]
 
 
 def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
@@ -90,7 +141,7 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -
         if saved != "leave":
             raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
         return None
-    first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
+    first = Plan.of(_layers(modules[0])[0], "the first layer")
     return Options(
         layers=depths(met, schedule),
         moe="dispatch" in first.segments,
@@ -134,9 +185,10 @@ def bind(modules: Modules, talk: Communicators) -> None:
     """Gives the exchanges of the modules their expert group."""
     if talk.party is None:
         return
+    shared: dict[Any, Any] = {}
     for part in (part for module in modules.values() for part in module.modules()):
-        if isinstance(part, Exchange):
-            part.party = talk.party
+        if isinstance(part, InParty):
+            part.join(talk.party, shared)
 
 
 @dataclass(frozen=True)
@@ -203,4 +255,6 @@ def make_lanes(
         return VirtualLanes(num_lanes, dur_ns)
     if name == "thread":
         return ThreadLanes(num_lanes, len(ops), deadline_s)
-    raise ValueError(f"lanes are thread, paced or virtual, got {name!r}")
+    if name == "serial":
+        return SerialLanes(len(ops))
+    raise ValueError(f"lanes are thread, paced, serial or virtual, got {name!r}")

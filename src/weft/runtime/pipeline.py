@@ -64,7 +64,8 @@ class Pipeline:
     `deadline_s`: how long a rank waits for another before it takes it for lost.
     `seed`: what randomness in the stages starts from; None leaves it alone.
     `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
-    `lanes`: where stages' layers name their segments, what they run on: thread, paced or virtual (a GPU has streams).
+    `lanes`: where stages' layers name their segments, what they run on (`weft.runtime.lanes`): thread, paced, serial or
+    virtual; a GPU has streams.
     `costs`: under which such ops are ordered, and which paced lanes take.
     `saved`: what becomes of what such layers save for backward: leave it, count it (`report.saved`), or offload it to
     the host as the Program says: into pinned memory from a GPU, else into a file without a name in `pool_directory`.

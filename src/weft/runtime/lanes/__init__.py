@@ -4,6 +4,7 @@ One small interface, `Lanes`: launch this on a lane after those ops. Backends:
 
     thread    computation in the calling thread, every other lane in a thread of its own
     paced     as thread, but an op takes the time its cost says, without using the CPU
+    serial    everything in the calling thread, one op after the other: the same step, not overlapped
     virtual   everything in the calling thread, on a clock that only counts; to test orders with, never a measurement
     cuda      a stream a lane, events between them
 """
@@ -11,7 +12,8 @@ One small interface, `Lanes`: launch this on a lane after those ops. Backends:
 from weft.runtime.lanes.cuda import CudaLanes
 from weft.runtime.lanes.interface import Lanes
 from weft.runtime.lanes.paced import PacedLanes
+from weft.runtime.lanes.serial import SerialLanes
 from weft.runtime.lanes.thread import ThreadLanes
 from weft.runtime.lanes.virtual import VirtualLanes
 
-__all__ = ["CudaLanes", "Lanes", "PacedLanes", "ThreadLanes", "VirtualLanes"]
+__all__ = ["CudaLanes", "Lanes", "PacedLanes", "SerialLanes", "ThreadLanes", "VirtualLanes"]

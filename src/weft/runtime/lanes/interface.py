@@ -19,8 +19,10 @@ class Lanes(Protocol):
     ahead: bool
     """May an op be launched before those it waits for."""
 
-    failed: int | None
-    """The op whose run raised in this step, if one did."""
+    @property
+    def failed(self) -> int | None:
+        """The op whose run raised in this step, if one did."""
+        ...
 
     def begin(self) -> None:
         """Starts a step: nothing has run."""

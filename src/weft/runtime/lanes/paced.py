@@ -37,14 +37,14 @@ class PacedLanes(ThreadLanes):
         super().__init__(num_lanes, len(self._dur_ns), deadline_s)
 
     def _run(self, lane: int, item: Item) -> None:
-        op, run, pace = item.op, item.run, self._pace[item.op]
+        op, run, pace, step = item.op, item.run, self._pace[item.op], item.step
         if pace is Pace.NONE:
             run()
             return
-        ready = max([self._free[lane], item.launched_ns, *(self._end[other] for other in item.after)])
+        ready = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
         if pace is Pace.TOGETHER:
             run()
-            ready = self._start[op] = perf_counter_ns()
+            ready = step.start[op] = perf_counter_ns()
         until = max(ready, perf_counter_ns() - MADE_UP_NS) + self._dur_ns[op]
         if pace is Pace.AFTER:
             run()

@@ -13,6 +13,17 @@ from weft.runtime.lanes.interface import Run
 OWN_LANE = 0
 
 
+class Step:
+    """What has run of one step. A lane that is late, after an error, writes to its own step and no later one."""
+
+    def __init__(self, num_ops: int) -> None:
+        self.done = [threading.Event() for _ in range(num_ops)]
+        self.start, self.end = [-1] * num_ops, [-1] * num_ops
+        self.last: dict[int, int] = {}
+        self.failed: int | None = None
+        self.error: BaseException | None = None
+
+
 class Item(NamedTuple):
     """What was launched, and when."""
 
@@ -20,7 +31,7 @@ class Item(NamedTuple):
     run: Run
     after: Sequence[int]
     launched_ns: int
-    step: int
+    step: Step
 
 
 class ThreadLanes:
@@ -29,13 +40,8 @@ class ThreadLanes:
     ahead = True
 
     def __init__(self, num_lanes: int, num_ops: int, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._done = [threading.Event() for _ in range(num_ops)]
-        self._start, self._end = [-1] * num_ops, [-1] * num_ops
-        self._step = 0
-        self.failed: int | None = None
-        self._error: BaseException | None = None
-        self._last: dict[int, int] = {}
+        self.deadline_s, self._num_ops = deadline_s, num_ops
+        self._step = Step(num_ops)
         self._queues: list[SimpleQueue[Item | None]] = [SimpleQueue() for _ in range(num_lanes)]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"weft lane {lane}", daemon=True)
@@ -44,33 +50,34 @@ class ThreadLanes:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def failed(self) -> int | None:
+        """The op whose run raised in this step, if one did."""
+        return self._step.failed
+
     def begin(self) -> None:
         """Starts a step: nothing has run."""
-        self._step += 1  # what an earlier step has left in the queues is not of this one
-        self.failed = self._error = None
-        self._last.clear()
-        for done in self._done:
-            done.clear()
-        self._start, self._end = [-1] * len(self._done), [-1] * len(self._done)
+        self._step = Step(self._num_ops)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
         """Runs here, or leaves it to the lane's thread."""
+        item = Item(op, run, after, perf_counter_ns(), self._step)
         if lane != OWN_LANE:
-            self._last[lane] = op
-            self._queues[lane].put(Item(op, run, after, perf_counter_ns(), self._step))
+            self._step.last[lane] = op
+            self._queues[lane].put(item)
             return
-        self._do(lane, Item(op, run, after, perf_counter_ns(), self._step))
+        self._do(lane, item)
         self._raise()
 
     def finish(self) -> None:
         """Waits for the last op of each lane."""
-        for op in self._last.values():
-            self._await(op, self.deadline_s)
+        for op in self._step.last.values():
+            self._await(self._step, op, self.deadline_s)
         self._raise()
 
     def times(self) -> tuple[list[int], list[int]]:
         """Starts and ends."""
-        return self._start, self._end
+        return self._step.start, self._step.end
 
     def close(self) -> None:
         """Ends the threads."""
@@ -82,37 +89,37 @@ class ThreadLanes:
     def _work(self, lane: int) -> None:
         queue = self._queues[lane]
         while (item := queue.get()) is not None:
-            if item.step == self._step:
+            if item.step is self._step:
                 self._do(lane, item)
 
     def _do(self, lane: int, item: Item) -> None:
         """Waits, runs, tells; after an error nothing runs, but all are told, so that nobody waits for ever."""
-        op = item.op
+        op, step = item.op, item.step
         try:
             for other in item.after:
-                self._await(other, self.deadline_s if lane == OWN_LANE else None)
-            if self._error is None:
-                self._start[op] = perf_counter_ns()
+                self._await(step, other, self.deadline_s if lane == OWN_LANE else None)
+            if step.error is None:
+                step.start[op] = perf_counter_ns()
                 self._run(lane, item)
-                self._end[op] = perf_counter_ns()
+                step.end[op] = perf_counter_ns()
         except BaseException as error:  # it belongs to the thread that finishes the step
-            self._fail(op, error)
+            self._fail(step, op, error)
         finally:
-            self._done[op].set()
+            step.done[op].set()
 
     def _run(self, lane: int, item: Item) -> None:
         item.run()
 
-    def _await(self, op: int, deadline_s: float | None) -> None:
-        if not self._done[op].wait(deadline_s):
+    def _await(self, step: Step, op: int, deadline_s: float | None) -> None:
+        if not step.done[op].wait(deadline_s):
             raise TimeoutError(f"Timed out: op {op} has not ended within {self.deadline_s:g} s")
 
-    def _fail(self, op: int, error: BaseException) -> None:
-        if self._error is None:
-            self.failed, self._error = op, error
-        for done in self._done:  # nothing runs any more, and nobody is to wait for it
+    def _fail(self, step: Step, op: int, error: BaseException) -> None:
+        if step.error is None:
+            step.failed, step.error = op, error
+        for done in step.done:  # nothing runs any more, and nobody is to wait for it
             done.set()
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._step.error is not None:
+            raise self._step.error
