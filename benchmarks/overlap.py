@@ -1,4 +1,4 @@
-"""Does it hide what it says it hides: `python benchmarks/overlap.py [rounds]`.
+"""Does it hide what it says it hides: `python benchmarks/overlap.py [rounds] [--traces DIR]`.
 
 Paced: eight processes, PP4 x EP2, two chunks a rank, 16 micro-batches, one MoE layer a chunk, with the sub-layer
 times of DeepSeek-V3's published profile (preset deepseek-v3-h800, 0.3 ms a pipeline message), all scaled alike so
@@ -11,7 +11,11 @@ the time is repeated.
     steady_idle   the largest over ranks of compute's idle share over its overlapped cells but the first and the last
     torch_ratio   torch's step over Weft's
 
-The last line is JSON, medians over rounds.
+Then real computation over a slow link, as `overlap_link.py` says:
+
+    hidden        how much of the all-to-alls' time overlap takes out of the step
+
+The last line is JSON, medians over rounds. With `--traces` the last of each kind is kept, predicted and measured.
 """
 
 from __future__ import annotations
@@ -20,8 +24,11 @@ import json
 import multiprocessing as mp
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from argparse import ArgumentParser
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -162,7 +169,7 @@ def torch_step(runner: Any, rank: int, x: Tensor) -> None:
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, port: int, num_rounds: int) -> None:
+def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: Path) -> None:
     """What each process does; rank 0 tells."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -191,7 +198,11 @@ def rank_main(rank: int, port: int, num_rounds: int) -> None:
                 flush=True,
             )
     if rank == 0:
-        print(json.dumps(summary(rounds, predicted_s)), flush=True)
+        told.write_text(json.dumps(summary(rounds, predicted_s)))
+    trace = pipe.trace
+    if rank == 0 and traces is not None:
+        weft.save_trace(trace, traces / "paced_measured.json.gz")
+        weft.save_trace(weft.simulate(trace.program, costs), traces / "paced_predicted.json.gz")
     pipe.close()
     dist.destroy_process_group()
 
@@ -223,19 +234,47 @@ def summary(rounds: list[Round], predicted_s: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def paced(num_rounds: int, traces: Path | None, told: Path) -> None:
     """Starts the ranks; a forkserver imports torch once for all of them."""
-    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.pipelining", "weft.runtime", "weft.moe"])
-    ranks = [context.Process(target=rank_main, args=(rank, store.port, num_rounds)) for rank in range(PP * EP)]
+    given = (store.port, num_rounds, traces, told)
+    ranks = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(PP * EP)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
         sys.exit(f"ranks exited with {[process.exitcode for process in ranks]}")
+
+
+def over_a_link(num_rounds: int, traces: Path | None) -> dict[str, Any]:
+    """`overlap_link.py`: what its last line says."""
+    command = [sys.executable, str(Path(__file__).with_name("overlap_link.py")), str(num_rounds)]
+    command += ["--traces", str(traces)] if traces is not None else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        line = ""
+        for line in running.stdout:
+            print(line, end="", flush=True)
+    if running.returncode:
+        sys.exit(f"overlap_link.py exited with {running.returncode}")
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def main() -> None:
+    """Both, one after the other."""
+    parser = ArgumentParser()
+    parser.add_argument("rounds", type=int, nargs="?", default=5)
+    parser.add_argument("--traces", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        told = Path(directory) / "paced.json"
+        paced(given.rounds, given.traces, told)
+        both = json.loads(told.read_text())
+    print(json.dumps({**both, **over_a_link(given.rounds, given.traces)}))
 
 
 if __name__ == "__main__":
