@@ -202,7 +202,7 @@ class Rules:
             yield from self._forward_needs(op.name)
         elif kind in self.backward or kind == OpKind.I:
             yield from self._backward_needs(op.name)
-            if kind == OpKind.MLP_B and not copied.isdisjoint(op.name._replace(kind=copy) for copy in COPIES):
+            if kind == self.backward[0] and not copied.isdisjoint(op.name._replace(kind=copy) for copy in COPIES):
                 yield (op.name._replace(kind=OpKind.ONLOAD),)
         elif kind in self.weights:
             yield (op.name._replace(kind=INPUT_HALF[kind]),)
