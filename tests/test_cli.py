@@ -254,7 +254,7 @@ def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
         (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.gif"), [".svg, .png or .pdf"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--grain", "lanes", "-o", "x.png"), ["--layers"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--palette", "kim"), ["did you mean 'kimi'"]),
-        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--against", "y.json"), [".html"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--window", "0-9"), ["add --against FILE"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--ranks", "3-1"), ["such as 0-7"]),
         (("show", "dualpipe", "--pp", "1000000001", "-m", "8"), ["at most 65536 ranks"]),
         (("show", "gpipe", "--pp", "4", "-m", "5000000"), ["at most 1000000 micro-batches"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from weft.ir.memory import peaks
 from weft.ir.program import LANE_OF, LaneKind, OpKind
 from weft.ir.trace import Trace
 from weft.schedules import SCHEDULES
+from weft.view.against import against_figure, within
 from weft.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
 from weft.view.figure import compare_figure, draw, draw_cell
 from weft.view.held import MemoryUnit, held, memory_unit
@@ -252,6 +254,27 @@ def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="warmup, steady, cooldown, got 'middle'"):
         draw_cell(lanes, "middle", tmp_path / "a.svg")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_two_traces_above_each_other(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
+    """One is slower: a window shows the same times of both, cut at its edges, and the box of an op at its own time."""
+    whole = lane_boxes(lanes, range(2))
+    window = (float(whole.right.max()) / 3, float(whole.right.max()) / 2)
+    part = within(whole, *window)
+    assert 0 < len(part) < len(whole)
+    assert part.left.min() == window[0]
+    assert part.right.max() == window[1]
+    inside = [k for k, op in enumerate(whole.op) if window[0] < whole.left[k] and whole.right[k] < window[1]]
+    assert set(whole.op[inside]) <= set(part.op)
+    slower = replace(lanes, start=lanes.start * 2, end=lanes.end * 2)
+    names = ["predicted", "measured"]
+    against_figure([lanes, slower], tmp_path / "part.svg", titles=names, ranks=range(2), window=window)
+    against_figure([cells, cells], tmp_path / "cells.png", titles=names)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ValueError, match="one grain and one unit of time"):
+        against_figure([lanes, cells], tmp_path / "x.png", titles=names)
+    with pytest.raises(ValueError, match="a window is from a time to a later one"):
+        against_figure([lanes, lanes], tmp_path / "x.png", titles=names, window=(3, 2))
 
 
 def test_some_ranks_alone(cells: Trace, tmp_path: Path) -> None:

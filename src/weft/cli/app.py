@@ -40,7 +40,8 @@ app.command(epilog="Example: weft schedules --json")(schedules)
 app.command(
     epilog="Examples: weft show dualpipe --pp 8 -m 20   |   "
     "weft show zb-v --pp 4 -m 8 --format torch-csv > zbv.csv   |   "
-    "weft show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3"
+    "weft show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3   |   "
+    "weft show update --devices 4 --rounds 2"
 )(show)
 app.command(
     epilog="Examples: weft verify dualpipe --pp 8 -m 20   |   weft verify mine.txt --ring 2   |   "
@@ -57,7 +58,8 @@ app.command(
 app.command(
     epilog="Examples: weft draw 1f1b --pp 4 -m 8   |   "
     "weft draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
-    "weft draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html"
+    "weft draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "
+    "weft draw update --devices 4 --rounds 2 -o update.svg"
 )(draw)
 app.command(
     epilog="Examples: weft dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "

@@ -18,6 +18,7 @@ from weft.ir.trace import Trace
 from weft.plan import Options, lower
 from weft.simulate import simulate
 from weft.verify import verify_schedule
+from weft.weights.rates import simulate_update
 
 
 class Hold(StrEnum):
@@ -89,6 +90,8 @@ class Model:
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
         with working("simulating"):
+            if program.layout.is_update:
+                return simulate_update(program)
             return simulate(program, self.costs, slowness=slowness, seed=seed)
 
     def __str__(self) -> str:

@@ -16,10 +16,13 @@ from weft.ir.program import Program
 from weft.ir.trace import Trace
 from weft.schedules import family, known
 
+UPDATE = "update"
+"""The name of a weight update, where others are those of schedules."""
+
 _NAME = typer.Argument(
     metavar="NAME|FILE",
     help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
-    "schedule on stdin.",
+    "schedule on stdin. 'update' is a weight update.",
 )
 _PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
@@ -45,7 +48,10 @@ class Target:
 
     def schedule(self) -> Schedule:
         """The schedule, or a ValueError where the file holds something else."""
-        loaded = self.load()
+        return self.checked_schedule(self.load())
+
+    def checked_schedule(self, loaded: Schedule | Program | Trace) -> Schedule:
+        """What was loaded, if it is a schedule."""
         if not isinstance(loaded, Schedule):
             raise ValueError(f"{self.name} is a {type(loaded).__name__.lower()}; this needs a schedule")
         return loaded
@@ -61,7 +67,16 @@ class Target:
         looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
         return not looks_like_a_file
 
+    def check_no_size(self) -> None:
+        """For what has no pipeline."""
+        given = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
+        for option, value in given:
+            if value is not None:
+                raise ValueError(f"{self.name} takes --devices and --rounds, got {option} {value}; leave it out")
+
     def _generate(self) -> Schedule:
+        if self.name == UPDATE:
+            raise ValueError(f"{UPDATE} is a weight update; show, verify, simulate and draw take one, this does not")
         chosen = family(self.name)
         if self.pp is None or self.microbatches is None:
             absent = [o for o, v in (("--pp", self.pp), ("--microbatches", self.microbatches)) if v is None]

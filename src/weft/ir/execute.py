@@ -70,6 +70,8 @@ def leaders(program: Program) -> Ints:
     size = np.diff(program.lane_ptr)
     for start, stop in pairwise(ptr):
         members = lanes[start:stop]
+        if not len(members):  # a number that no lane has
+            continue
         whole = int(size[members].min())  # past the shortest lane nothing goes together
         first = program.lane_ptr[members[0]]
         for begin in program.lane_ptr[members[1:]]:

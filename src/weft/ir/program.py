@@ -28,7 +28,10 @@ NEVER = -1
 
 
 class OpKind(IntEnum):
-    """What an op does. The first four are whole actions (the grain of cells); the rest are parts of them."""
+    """What an op does. The first four are whole actions (the grain of cells), then parts of them and messages.
+
+    The last three are a weight update: a bucket to its source's device, to all devices, and into the served model.
+    """
 
     F = 0
     B = 1
@@ -53,6 +56,9 @@ class OpKind(IntEnum):
     OFFLOAD = 20
     ONLOAD = 21
     REDUCE_GRAD = 22
+    H2D = 23
+    BROADCAST = 24
+    RELOAD = 25
 
     @property
     def is_send(self) -> bool:
@@ -76,6 +82,9 @@ class LaneKind(IntEnum):
     IN = 5
     DP = 6
     HOST = 7
+    H2D = 8
+    BROADCAST = 9
+    RELOAD = 10
 
 
 LANE_OF: dict[OpKind, LaneKind] = {
@@ -90,10 +99,13 @@ LANE_OF: dict[OpKind, LaneKind] = {
     OpKind.OFFLOAD: LaneKind.OUT,
     OpKind.ONLOAD: LaneKind.IN,
     OpKind.REDUCE_GRAD: LaneKind.DP,
+    OpKind.H2D: LaneKind.H2D,
+    OpKind.BROADCAST: LaneKind.BROADCAST,
+    OpKind.RELOAD: LaneKind.RELOAD,
 }
 """The lane that each kind of op runs on."""
 
-COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.BROADCAST)
 """The lanes that have a communicator, and so a place in their rank's launch order."""
 
 
@@ -131,9 +143,11 @@ class Op:
 
     @property
     def label(self) -> str:
-        """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`."""
+        """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`; of an update `reload 0.3`."""
         if self.kind <= OpKind.RECV_B:
             return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
+        if self.kind >= OpKind.H2D:
+            return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
         if self.kind is OpKind.REDUCE_GRAD:
             return f"reduce_grad .{self.chunk}"
         return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"
@@ -154,6 +168,10 @@ class Layout:
     grain of cells (F) and (B). `saved` says what a part's forward leaves in memory until its weight half ends (or its
     backward, where that is not split); `kept` is the fraction that stays between the two. Ranks are numbered
     `(pp * dp + d) * ep + e`.
+
+    A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
+    round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
+    and `cell` the bucket's place in the order of broadcast.
     """
 
     placement: Placement
@@ -186,6 +204,11 @@ class Layout:
     def by_layer(self) -> bool:
         """Is this the grain of layers, not of cells."""
         return max(self.layers) > 0
+
+    @property
+    def is_update(self) -> bool:
+        """Is this a weight update, not a training step."""
+        return not self.forward
 
 
 _OP_COLUMNS = ("kind", "mb", "chunk", "layer", "cell", "launch", "size_bytes", "joined")

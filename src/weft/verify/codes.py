@@ -112,10 +112,11 @@ CODES: dict[str, Explanation] = {
         "Offload ('--offload'), take a schedule that holds less, or raise the limit.",
     ),
     "W401": Explanation(
-        "an op that does not wait for what it reads",
+        "an op that does not wait for what it reads or overwrites",
         "By the dependency rule it reads what another op makes, but neither its lane nor its dependencies, nor any "
         "chain of them, make it wait. It may come in time under some durations; under others it reads too early.",
-        "combine_b of a layer that was offloaded, without a dependency on its onload",
+        "combine_b of a layer that was offloaded, without a dependency on its onload; a broadcast into an IPC buffer, "
+        "without one on the reload before it",
         "Add the dependency.",
     ),
 }

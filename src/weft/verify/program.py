@@ -24,6 +24,8 @@ def verify_program(program: Program, dur: Longs, *, ring: int | None = None, mem
 
     `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
     """
+    if program.layout.is_update:
+        raise ValueError("this Program is a weight update, which weft.weights.verify.verify_update judges")
     program = with_ring(program, ring)
     # Kernels hold no lock, so what does not depend on each other runs side by side.
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -37,6 +37,7 @@ from weft.view.parts import (
 )
 from weft.view.phases import Phase, extra_cells
 from weft.view.sheet import Scale, Sheet, checked_path, draw_boxes
+from weft.view.update_figure import draw_update
 
 
 def draw(
@@ -50,6 +51,11 @@ def draw(
     ranks: range | None = None,
 ) -> None:
     """Draws a trace; the name's ending says the form. Without a grain, the trace's own."""
+    if trace.program.layout.is_update:
+        if grain is not None or memory:
+            raise ValueError("a weight update is drawn by its buffers; leave the grain and the memory out")
+        draw_update(trace, path, palette_name=palette_name, title=title, ranks=ranks)
+        return
     target, colours = checked_path(path), palette(palette_name)
     by_lane = checked_grain(trace, grain) == "lanes"
     ranks, end = checked_ranks(trace, ranks), end_of(trace)

@@ -10,6 +10,7 @@ from weft.ir.trace import Trace
 from weft.view.boxes import Boxes
 from weft.view.labels import SIDE, extent, room
 from weft.view.sheet import FAINT, Sheet
+from weft.view.update import described_update
 
 Grain: TypeAlias = Literal["cells", "lanes"]
 
@@ -72,6 +73,8 @@ def number_width(boxes: Boxes) -> float:
 def described(trace: Trace) -> str:
     """What a trace is of, for want of a title."""
     layout = trace.program.layout
+    if layout.is_update:
+        return described_update(trace.program)
     chunks = f", {layout.placement.vpp} chunks each" if layout.placement.vpp > 1 else ""
     total = layout.num_mb * layout.placement.num_pipes
     return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(total, 'micro-batch')}"

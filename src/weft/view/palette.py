@@ -25,6 +25,10 @@ class Role(StrEnum):
     IN = "onload"
     DP = "gradient reduction"
     HOST = "host wait"
+    H2D = "H2D"
+    SOURCE = "broadcast (src)"
+    BROADCAST = "broadcast (dst)"
+    RELOAD = "reload weights"
 
 
 ROLE_OF: dict[OpKind, Role] = {
@@ -39,7 +43,11 @@ ROLE_OF: dict[OpKind, Role] = {
     OpKind.OFFLOAD: Role.OUT,
     OpKind.ONLOAD: Role.IN,
     OpKind.REDUCE_GRAD: Role.DP,
+    OpKind.H2D: Role.H2D,
+    OpKind.BROADCAST: Role.BROADCAST,
+    OpKind.RELOAD: Role.RELOAD,
 }
+"""A broadcast is its source's on one device (Role.SOURCE), which its kind does not say."""
 
 NAMES: dict[OpKind, str] = {
     OpKind.F: "F",
@@ -57,6 +65,9 @@ NAMES: dict[OpKind, str] = {
     OpKind.OFFLOAD: "Offload",
     OpKind.ONLOAD: "Onload",
     OpKind.REDUCE_GRAD: "reduce",
+    OpKind.H2D: "H2D",
+    OpKind.BROADCAST: "bcast",
+    OpKind.RELOAD: "reload",
 }
 """What a box says, as the published panels do."""
 
@@ -106,6 +117,14 @@ _COPIES = {
     Role.HOST: Look("#b9b9b9", hatch="..."),
 }
 
+# As in the published figure of Kimi K2's checkpoint engine, the source darker and H2D hatched for grey printers.
+_UPDATE = {
+    Role.H2D: Look("#dae8fc", hatch="/////"),
+    Role.SOURCE: Look("#eeb257"),
+    Role.BROADCAST: Look("#ffe6cc"),
+    Role.RELOAD: Look("#f46200"),
+}
+
 # Forward and backward, first and later chunks, are four steps of lightness: they meet each other on every lane.
 PALETTES: dict[str, Palette] = {
     "kimi": {
@@ -117,6 +136,7 @@ PALETTES: dict[str, Palette] = {
         Role.EP: Look("#f7dd72"),
         Role.DP: Look("#6b5a94", "#ffffff"),
         **_COPIES,
+        **_UPDATE,
     },
     "dualpipe": {
         Role.FORWARD: Look("#f7c35a", later="#a86400"),
@@ -127,6 +147,7 @@ PALETTES: dict[str, Palette] = {
         Role.EP: Look("#f7ef9a"),
         Role.DP: Look("#5d4d85", "#ffffff"),
         **_COPIES,
+        **_UPDATE,
     },
     # From Okabe and Ito's colours, told apart with any common colour blindness.
     "colourblind": {
@@ -138,6 +159,10 @@ PALETTES: dict[str, Palette] = {
         Role.EP: Look("#f0e442"),
         Role.DP: Look("#44355e", "#ffffff"),
         **_COPIES,
+        Role.H2D: Look("#cfe6f7", hatch="/////"),
+        Role.SOURCE: Look("#e6a820"),
+        Role.BROADCAST: Look("#faedc8"),
+        Role.RELOAD: Look("#d55e00"),
     },
 }
 

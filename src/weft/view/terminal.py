@@ -4,7 +4,8 @@
     1     F0-F1-F2-------B0----F3-B1----F4-...
 
 A box begins with its kind and micro-batch where they fit, with its kind alone where they do not; at the grain of layers
-capitals are forward and small letters backward.
+capitals are forward and small letters backward. Of a weight update the rows are buffers and the numbers rounds: H2D,
+broadcast from here (S) and from elsewhere (D), reload.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rich.text import Text
 
 from weft.ir.program import LaneKind, Longs, OpKind, Program
 from weft.ir.trace import Trace
-from weft.view.palette import ROLE_OF, Palette, palette
+from weft.view.palette import ROLE_OF, Palette, Role, palette
+from weft.view.update import buffer_rows
 
 LETTERS: dict[OpKind, str] = {
     OpKind.F: "F",
@@ -42,9 +44,12 @@ LETTERS: dict[OpKind, str] = {
     OpKind.OFFLOAD: "O",
     OpKind.ONLOAD: "L",
     OpKind.REDUCE_GRAD: "R",
+    OpKind.H2D: "H",
+    OpKind.BROADCAST: "D",
+    OpKind.RELOAD: "R",
 }
 
-_LANES = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.SEND, LaneKind.OUT, LaneKind.IN)
+_LANE_ORDER = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.SEND, LaneKind.OUT, LaneKind.IN)
 _MOST_ROWS = 64
 
 
@@ -53,20 +58,33 @@ def terminal_rows(
 ) -> Iterator[Text]:
     """The rows of a trace, a rank each or a lane each, and notes on what had to give."""
     looks = palette(palette_name)
-    program = trace.program
-    chosen = [lane for lane in _in_order(program) if lanes or program.lane_kind[lane] == LaneKind.COMPUTE]
-    names = {lane: _name(program, lane, lanes) for lane in chosen}
-    margin = max(map(len, names.values())) + 2
+    named = _buffers(trace) if trace.program.layout.is_update else _lanes(trace.program, lanes)
+    margin = max((len(name) for name, _ in named), default=0) + 2
     columns = max(20, width - margin)
-    for lane in chosen[:_MOST_ROWS]:
-        yield Text(f"{names[lane]:<{margin}}").append_text(_row(trace, lane, columns, looks, colour))
-    yield from _notes(trace, columns, len(chosen))
+    for name, ops in named[:_MOST_ROWS]:
+        yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, columns, looks, colour))
+    yield from _notes(trace, columns, len(named))
+
+
+def _buffers(trace: Trace) -> list[tuple[str, Longs]]:
+    """Of an update: a row for each buffer of each device."""
+    ranks = range(min(trace.program.num_ranks, _MOST_ROWS))
+    return [(f"{row.rank}/{row.name}", row.ops) for row in buffer_rows(trace, ranks)]
+
+
+def _lanes(program: Program, lanes: bool) -> list[tuple[str, Longs]]:
+    """The lanes to show, with their names and ops."""
+    chosen = [lane for lane in _in_order(program) if lanes or program.lane_kind[lane] == LaneKind.COMPUTE]
+    ptr = program.lane_ptr
+    return [(_name(program, lane, lanes), np.arange(ptr[lane], ptr[lane + 1])) for lane in chosen]
 
 
 def _in_order(program: Program) -> list[int]:
     """Rank by rank, compute first; sends to any peer are one kind of row."""
-    wanted = [lane for lane in range(program.num_lanes) if LaneKind(int(program.lane_kind[lane])) in _LANES]
-    return sorted(wanted, key=lambda lane: (int(program.lane_rank[lane]), _LANES.index(program.lane_kind[lane]), lane))
+    wanted = [lane for lane in range(program.num_lanes) if LaneKind(int(program.lane_kind[lane])) in _LANE_ORDER]
+    return sorted(
+        wanted, key=lambda lane: (int(program.lane_rank[lane]), _LANE_ORDER.index(program.lane_kind[lane]), lane)
+    )
 
 
 def _name(program: Program, lane: int, lanes: bool) -> str:
@@ -74,10 +92,9 @@ def _name(program: Program, lane: int, lanes: bool) -> str:
     return f"{rank} {program.lane(lane).name.replace('rank ', '')}" if lanes else str(rank)
 
 
-def _row(trace: Trace, lane: int, columns: int, looks: Palette, colour: bool) -> Text:
+def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool) -> Text:
     """Each column shows the op that runs at its middle; ops that start together share their columns."""
     program = trace.program
-    ops = np.arange(program.lane_ptr[lane], program.lane_ptr[lane + 1])
     ops = ops[trace.end[ops] > trace.start[ops]]
     start, end = _halves(trace, ops)
     middle = trace.start.min() + (np.arange(columns) + 0.5) * trace.makespan / columns
@@ -110,10 +127,12 @@ def _runs(running: Longs) -> Iterator[tuple[int, int, int]]:
 
 def _box(program: Program, op: int, width: int, looks: Palette, colour: bool) -> tuple[str, Style]:
     kind = OpKind(int(program.kind[op]))
-    letter, mb = LETTERS[kind], int(program.mb[op])
+    letter, mb, role = LETTERS[kind], int(program.mb[op]), ROLE_OF[kind]
+    if role is Role.BROADCAST and program.op(op).layer == program.op(op).lane.rank:
+        letter, role = "S", Role.SOURCE
     label = f"{letter}{mb}" if mb >= 0 and len(f"{letter}{mb}") < width + (width > 1) else letter
     text = label[:width].ljust(width, " " if colour else "-")
-    look = looks[ROLE_OF[kind]]
+    look = looks[role]
     return text, Style(color=look.text, bgcolor=look.fill) if colour else Style()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,12 @@ from weft.cli.model import Model
 from weft.cli.options import Json, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import plain, suggest
+from weft.cli.update_target import Update
 from weft.export import FORMATS, npz
 from weft.ir import text
+from weft.ir.trace import Trace
 from weft.view.lanes import lanes_text
+from weft.view.update import update_object, update_text
 
 
 class Format(StrEnum):
@@ -33,20 +37,29 @@ assert {f.value for f in Format} == set(FORMATS)
 def show(
     target: Target,
     model: Model,
+    update: Update,
     rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
     format: Annotated[Format, typer.Option(help="The form to write.")] = Format.TEXT,
     as_json: Json = False,
     lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="With --lower: the program as .npz instead.")
+        Path | None, typer.Option("-o", "--output", help="With --lower, or of an update: the program as .npz instead.")
     ] = None,
 ) -> None:
-    """Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to."""
+    """Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to.
+
+    Of a weight update: a row a buffer, with when its ops start and end.
+    """
     form = Format.JSON if as_json else format
+    loaded = update.load(target)
+    if isinstance(loaded, Trace) and loaded.program.layout.is_update:
+        _show_update(loaded, form, rows, output)
+        suggest(f"weft draw {target} {update} -o figure.svg".replace("  ", " "))
+        return
     if rows and form is not Format.TEXT:
         raise ValueError(f"--rows is for the text form, got --format {form.value}")
-    schedule = target.schedule()
+    schedule = target.checked_schedule(loaded)
     if output is not None and not lower:
         raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
     if not lower:
@@ -61,3 +74,17 @@ def show(
     cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
     plain(lanes_text(program, rank, cells))
     suggest(f"weft simulate {target} {model}".rstrip())
+
+
+def _show_update(trace: Trace, form: Format, rows: bool, output: Path | None) -> None:
+    if form is Format.TORCH_CSV:
+        raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
+    if output is not None:
+        npz.save_program(trace.program, output)
+        return
+    ranks = range(trace.program.num_ranks)
+    if form is Format.JSON:
+        plain(json.dumps(update_object(trace, ranks), indent=1) + "\n")
+        return
+    text = update_text(trace, ranks)
+    plain(text if not rows else "".join(line for line in text.splitlines(True) if not line.startswith("#")))

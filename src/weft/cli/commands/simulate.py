@@ -15,8 +15,10 @@ from weft.cli.model import Model
 from weft.cli.options import Json, parse_ranks, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import out, plain, suggest, working
+from weft.cli.update_target import Update
 from weft.ir.trace import Clock, Trace
 from weft.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
+from weft.weights.summary import UpdateMetrics, measure_update
 
 SHOWN_RANKS = 16
 
@@ -25,6 +27,7 @@ SHOWN_RANKS = 16
 def simulate(
     target: Target,
     model: Model,
+    update: Update,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the trace: .json, .json.gz (Perfetto) or .npz.")
     ] = None,
@@ -36,9 +39,10 @@ def simulate(
     """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
     if not 0 <= slowness <= 10:
         raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {slowness}")
-    trace = model.trace(target.load(), slowness=slowness, seed=seed)
+    trace = model.trace(update.load(target), slowness=slowness, seed=seed)
     with working("measuring"):
-        metrics = measure(trace)
+        is_update = trace.program.layout.is_update
+        metrics = measure_update(trace) if is_update else measure(trace)
         path = summarize_path(trace, critical_path(trace))
     if output is not None:
         with working(f"writing {output}"):
@@ -46,11 +50,13 @@ def simulate(
     if as_json:
         plain(json.dumps(_as_dict(metrics, path, trace), indent=1) + "\n")
         return
-    _print(metrics, path, trace)
-    suggest(f"weft compare {output} ..." if output is not None else f"weft simulate {target} {model} -o trace.json")
+    _print_update(metrics, trace) if isinstance(metrics, UpdateMetrics) else _print(metrics, trace)
+    _print_path(path, trace.clock)
+    again = f"weft simulate {target} {model} {update} -o trace.json"
+    suggest(f"weft compare {output} ..." if output is not None else " ".join(again.split()))
 
 
-def _as_dict(metrics: Metrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
+def _as_dict(metrics: Metrics | UpdateMetrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
     return {**metrics.as_dict(), "about": trace.about, "critical_path": path.as_dict()}
 
 
@@ -69,7 +75,26 @@ def show_bytes(size: int) -> str:
     return f"{size / scale:.4g}{' ' + unit if unit else ''}"
 
 
-def _print(metrics: Metrics, path: PathSummary, trace: Trace) -> None:
+def _print_update(metrics: UpdateMetrics, trace: Trace) -> None:
+    clock = metrics.clock
+    size = f", {show_bytes(metrics.moved_bytes)} broadcast" if clock.unit != "unit" else ""
+    out.print(
+        f"[bold]makespan {show_time(clock, metrics.makespan)}[/]{size}, reload {metrics.hidden:.1%} hidden, "
+        f"{metrics.num_ops} ops on {len(metrics.devices)} devices; {escape(trace.about)}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("device", "h2d", "hidden", "broadcast", "reload", "hidden"):
+        table.add_column(column, justify="right")
+    for rank, row in list(enumerate(metrics.devices))[:SHOWN_RANKS]:
+        times = (row.h2d, row.h2d_hidden, row.broadcast, row.reload, row.reload_hidden)
+        table.add_row(str(rank), *(show_time(clock, ticks) for ticks in times))
+    out.print(table)
+    if len(metrics.devices) > SHOWN_RANKS:
+        out.print(f"... and {len(metrics.devices) - SHOWN_RANKS} more devices (--json has them all)", style="dim")
+
+
+def _print(metrics: Metrics, trace: Trace) -> None:
     clock = metrics.clock
     out.print(
         f"[bold]makespan {show_time(clock, metrics.makespan)}[/], bubble {metrics.bubble:.2%}, "
@@ -90,7 +115,6 @@ def _print(metrics: Metrics, path: PathSummary, trace: Trace) -> None:
     out.print(table)
     if len(metrics.ranks) > SHOWN_RANKS:
         out.print(f"... and {len(metrics.ranks) - SHOWN_RANKS} more ranks (--json has them all)", style="dim")
-    _print_path(path, clock)
 
 
 def _print_path(path: PathSummary, clock: Clock) -> None:

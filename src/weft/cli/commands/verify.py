@@ -13,10 +13,13 @@ from weft.cli.model import Model
 from weft.cli.options import Json, parse_bytes, spread_options
 from weft.cli.target import Target
 from weft.cli.terminal import plain, suggest, working
+from weft.cli.update_target import Update
 from weft.costs import durations
 from weft.ir import Schedule
+from weft.ir.program import Program
 from weft.ir.trace import Trace
 from weft.verify import Report, verify_program, verify_schedule
+from weft.weights.verify import verify_update
 
 
 class Receives(StrEnum):
@@ -30,6 +33,7 @@ class Receives(StrEnum):
 def verify(
     target: Target,
     model: Model,
+    update: Update,
     eager: Annotated[bool, typer.Option("--eager", help="Sends do not wait for their receives.")] = False,
     receives: Annotated[Receives, typer.Option(help="Order of receives where the file gives none.")] = Receives.SENDER,
     ring: Annotated[int | None, typer.Option(help="Receive buffers on each channel; any number if left out.")] = None,
@@ -42,7 +46,7 @@ def verify(
 ) -> None:
     """Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not."""
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    loaded = target.load()
+    loaded = update.load(target)
     schedule, program = (loaded, None) if isinstance(loaded, Schedule) else (None, loaded)
     if isinstance(program, Trace):
         program = program.program
@@ -54,9 +58,12 @@ def verify(
             )
         if model.layers is not None and report.clean:
             program = model.lower(schedule)
-    if limit is not None and program is None:
+    if program is not None and program.layout.is_update:
+        with working("verifying the update"):
+            report = _verify_update(program, ring, limit)
+    elif limit is not None and program is None:
         raise ValueError("--memory-limit is about bytes, which need --layers; --max-activations counts activations")
-    if program is not None:
+    elif program is not None:
         with working("verifying the program"):
             report = verify_program(program, durations(program, model.costs), ring=ring, memory_limit=limit)
     assert report is not None
@@ -64,6 +71,13 @@ def verify(
         plain(json.dumps(report.as_dict(), indent=1) + "\n")
     else:
         print_report(report, schedule, program, everything=everything)
-        simulate = f"weft simulate {target} {model}".rstrip()
+        simulate = f"weft simulate {target} {model} {update}".replace("  ", " ").rstrip()
         suggest(f"weft explain {report.findings[0].code}" if report.findings else simulate)
     raise typer.Exit(0 if report.clean else 1)
+
+
+def _verify_update(program: Program, ring: int | None, limit: int | None) -> Report:
+    """The limit is on what a device's buffers take; channels with rings are a pipeline's."""
+    if ring is not None:
+        raise ValueError("--ring is for the channels of a pipeline, which an update has none of; leave it out")
+    return verify_update(program, memory_limit=limit)

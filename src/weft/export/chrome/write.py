@@ -26,7 +26,9 @@ MOST_OPS = 1_000_000
 
 _PIECE = 50_000
 _MESSAGES = (LaneKind.SEND, LaneKind.RECV)
-_FROM_THE_TOP = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, LaneKind.OUT, LaneKind.IN, LaneKind.DP, LaneKind.HOST)
+_UPDATE = (LaneKind.H2D, LaneKind.BROADCAST, LaneKind.RELOAD)
+_COPIES = (LaneKind.OUT, LaneKind.IN)
+_FROM_THE_TOP = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, *_COPIES, LaneKind.DP, LaneKind.HOST, *_UPDATE)
 
 
 def dump(trace: Trace, file: str | Path | IO[str], *, ranks: range | None = None) -> None:

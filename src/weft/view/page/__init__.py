@@ -19,7 +19,7 @@ from weft.ir.program import Lane, LaneKind, Op, OpKind, Program
 from weft.ir.trace import Trace
 from weft.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from weft.view.page.columns import columns
-from weft.view.palette import NAMES, ROLE_OF, Look, Role, palette
+from weft.view.palette import NAMES, ROLE_OF, Palette, Role, palette
 
 SCRIPTS = ("trace.js", "paint.js", "memory.js", "details.js", "page.js")
 """In the order they are put in: each uses the ones before."""
@@ -33,7 +33,7 @@ def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi") -> str
     _check(traces)
     colours = palette(palette_name)
     data = {
-        "roles": [{"name": role, "looks": _looks(colours[role])} for role in Role],
+        "roles": [{"name": role, "looks": _looks(colours, role)} for role in Role],
         "kinds": [_kind(kind) for kind in OpKind],
         "traces": [_trace(name, trace) for name, trace in traces],
     }
@@ -67,9 +67,10 @@ def _check(traces: Sequence[tuple[str, Trace]]) -> None:
         )
 
 
-def _looks(look: Look) -> list[dict[str, str]]:
-    """Of the first chunk, and of later ones."""
-    return [{"fill": each.fill, "text": each.text, "hatch": each.hatch[:1]} for each in (look, look.of_later_chunk())]
+def _looks(colours: Palette, role: Role) -> list[dict[str, str]]:
+    """Of the first chunk, and of later ones; of a broadcast on its source."""
+    second = colours[Role.SOURCE] if role is Role.BROADCAST else colours[role].of_later_chunk()
+    return [{"fill": each.fill, "text": each.text, "hatch": each.hatch[:1]} for each in (colours[role], second)]
 
 
 def _kind(kind: OpKind) -> dict[str, Any]:
@@ -100,6 +101,7 @@ def _trace(name: str, trace: Trace) -> dict[str, Any]:
         "makespan": trace.makespan,
         "twoWays": trace.program.layout.placement.num_pipes > 1,
         "byLayer": trace.program.layout.by_layer,
+        "isUpdate": trace.program.layout.is_update,
         "lanes": _lanes(trace.program),
         "totals": _totals(measure(trace)),
         "path": _path(summarize_path(trace, path)),
@@ -116,7 +118,7 @@ def _lanes(program: Program) -> dict[str, list[Any]]:
         "rank": program.lane_rank.tolist(),
         "name": [lane.name for lane in lanes],
         "peer": program.lane_peer.tolist(),
-        "compute": [int(lane.kind is LaneKind.COMPUTE) for lane in lanes],
+        "compute": [int(lane.kind in (LaneKind.COMPUTE, LaneKind.BROADCAST)) for lane in lanes],
         "group": program.lane_group.tolist(),
     }
 

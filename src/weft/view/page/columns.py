@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.ir.program import Longs
+from weft.ir.program import Bools, Longs, OpKind, Program
 from weft.ir.trace import Trace
 
 _TYPES = {"u1": (0, 2**8 - 1), "i2": (-(2**15), 2**15 - 1), "i4": (-(2**31), 2**31 - 1)}
@@ -26,7 +26,7 @@ def columns(trace: Trace, path: Longs) -> dict[str, dict[str, Any]]:
     return {
         "kind": column(program.kind),
         "mb": column(program.mb, differences=True),
-        "chunk": column(program.chunk),
+        "chunk": column(_chunks(program)),
         "layer": column(program.layer),
         "sizeBytes": column(program.size_bytes),
         "joined": column(program.joined),
@@ -36,6 +36,14 @@ def columns(trace: Trace, path: Longs) -> dict[str, dict[str, Any]]:
         "dep": column(program.dep, differences=True),
         "path": column(path, differences=True),
     }
+
+
+def _chunks(program: Program) -> npt.NDArray[Any]:
+    """Of an update, which has none, 1 for broadcasts on their source: the page gives what is above 0 another look."""
+    if not program.layout.is_update:
+        return program.chunk
+    own: Bools = (program.kind == OpKind.BROADCAST) & (program.layer == program.lane_rank[program.lane_of])
+    return own
 
 
 def column(values: npt.NDArray[Any], *, differences: bool = False) -> dict[str, Any]:

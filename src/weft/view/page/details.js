@@ -30,8 +30,8 @@ function showLegend(traces, kinds, roles, parent) {
     box.style.background = `linear-gradient(90deg, ${fills[0]} 50%, ${fills.at(-1)} 50%)`;
     entry.append(role.name);
   });
-  const twoWays = traces.some((trace) => trace.twoWays);
-  if (dark) element("span", twoWays ? "dark: the other direction" : "dark: later chunks", parent);
+  const told = (trace) => (trace.isUpdate ? "on its source" : trace.twoWays ? "the other direction" : "");
+  if (dark) element("span", `dark: ${traces.map(told).find(Boolean) ?? "later chunks"}`, parent);
 }
 
 // One table a trace; `choose(trace, rank)` is called for a click on a rank.
@@ -72,8 +72,9 @@ function markChosen(chosen, parent) {
 // The facts of an op, as pairs of a name and a text.
 function facts(trace, op) {
   const found = [["rank", trace.rankOf(op)], ["lane", trace.lanes.name[trace.laneOf[op]]]];
-  if (trace.mb[op] >= 0) found.push(["micro-batch", trace.mb[op]]);
-  found.push(["chunk", trace.chunk[op]]);
+  if (trace.mb[op] >= 0) found.push([trace.isUpdate ? "round" : "micro-batch", trace.mb[op]]);
+  if (trace.isUpdate) found.push(["source", trace.layer[op]]);
+  else found.push(["chunk", trace.chunk[op]]);
   if (trace.byLayer && trace.layer[op] >= 0) found.push(["layer", trace.layer[op]]);
   found.push(["start", trace.exactTime(trace.start[op])]);
   found.push(["duration", trace.exactTime(trace.end[op] - trace.start[op])]);

@@ -272,6 +272,10 @@ class Painter {
   labelThatFits(trace, op, room) {
     const { short } = this.kinds[trace.kind[op]], mb = trace.mb[op];
     if (mb < 0) return this.width(short) <= room ? short : "";
+    if (trace.isUpdate) {
+      const part = `${mb}.${trace.layer[op]}`;
+      return [`${short} ${part}`, part].find((text) => this.width(text) <= room) ?? "";
+    }
     const part = `${mb}.${trace.chunk[op]}`;
     const choices = trace.byLayer ? [`${short} ${part} L${trace.layer[op]}`, `${short} ${part}`] : [`${short}${part}`];
     return [...choices, String(mb)].find((text) => this.width(text) <= room) ?? "";

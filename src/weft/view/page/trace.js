@@ -36,8 +36,8 @@ class Trace {
   constructor(shipped, kinds, columns) {
     const { kind, mb, chunk, layer, sizeBytes, joined, dep, path } = columns;
     Object.assign(this, { kind, mb, chunk, layer, sizeBytes, joined, dep, path, kinds });
-    const { name, about, unit, ticks, makespan, twoWays, byLayer, lanes, totals, taken, given } = shipped;
-    Object.assign(this, { name, about, unit, ticks, makespan, twoWays, byLayer, lanes, totals, taken, given });
+    const { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given } = shipped;
+    Object.assign(this, { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given });
     this.look = kind.map((each, op) => 2 * each + (chunk[op] > 0)); // a kind has one look in chunk 0, one in later ones
     this.pathSummary = shipped.path;
     this.numOps = kind.length;
