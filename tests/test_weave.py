@@ -107,9 +107,7 @@ def one_process(case: Case) -> tuple[float, list[dict[str, Tensor]]]:
             h, aux = x[replica, mb], torch.zeros((), dtype=torch.float64)
             for part in (part for stage in model for part in stage):
                 if isinstance(part, MoELayer):
-                    kept, tokens, gates, routing, loss = part.attn(h)
-                    routing = part.wait(part.count(routing))
-                    h = part.combine(part.mlp(part.dispatch(tokens, routing), routing), kept, gates, routing)
+                    h, loss = part.with_loss(h)
                     aux = aux + loss
                 else:
                     h = part(h)
@@ -237,6 +235,19 @@ def mixed_rank(rank: int) -> str:
     except ValueError as error:
         return str(error)
     return "not refused"
+
+
+def other_segments_rank(rank: int) -> str:
+    stage: nn.Module = Dense() if rank == 0 else MoELayer(WIDTH, HIDDEN, EXPERTS)
+    schedule = weft.generate("1f1b", pp=2, microbatches=4)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
+        weft.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
+    return str(error.value)
+
+
+def test_layers_of_other_segments_do_not_mix() -> None:
+    for said in check(run_ranks(2, other_segments_rank)):
+        assert "rank 1 has layers of other segments than rank 0" in said
 
 
 def test_stages_with_and_without_segments_do_not_mix() -> None:

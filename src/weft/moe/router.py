@@ -1,13 +1,14 @@
-"""Routing: which experts each token goes to, and in what order tokens travel.
+"""Routing: which experts each token goes to.
 
-Tokens travel sorted by expert, so that what one rank sends another is a run of rows, and what an expert gets from one
-rank is a run of those. Everything a dispatch and its combine need to know is in the `Routing`, made anew for each
-micro-batch.
+Rows, of which a token has one for each of its experts, are sorted by expert, so that what one rank sends another is a
+run of them, and what an expert gets from one rank is a run of those. Everything a dispatch and its combine need to know
+is in the `Routing`, made anew for each micro-batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Routing:
-    """Of one micro-batch in one layer. `order[i]` is the (token, choice) of the i-th row that travels.
+    """Of one micro-batch in one layer. `chosen[t]` are the experts of token t.
 
-    `counts[e]`: rows for expert e, of all ranks' experts. `arriving`: rows that come from each rank for each of this
-    rank's experts, once that is known, and `rows` the same on the host. `send` and `receive`: rows to and from each.
+    `order[i]`: the (token, choice) of the i-th row, sorted by expert. `counts[e]`: rows for expert e, of all ranks'
+    experts. `arriving`: rows that come from each rank for each of this rank's experts, once that is known, and `rows`
+    the same on the host. `send` and `receive`: rows to and from each. `trip`: what else an exchange has to remember.
     """
 
+    chosen: Tensor
     order: Tensor
     counts: Tensor
     arriving: Tensor | None = None
+    trip: Any = None
     send: list[int] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
 
@@ -54,4 +58,4 @@ class Router(nn.Module):
         counts = torch.bincount(chosen.reshape(-1), minlength=self.num_experts)
         share = counts.to(probabilities.dtype) / max(1, chosen.numel())
         loss = self.balance * self.num_experts * (share * probabilities.mean(0)).sum()
-        return gates, Routing(order, counts), loss
+        return gates, Routing(chosen, order, counts), loss

@@ -97,7 +97,8 @@ def _check_alike(module: nn.Module, chunk: int) -> None:
     """Refuses layers with other segments than the first: all are lowered alike."""
     if not is_layered(module):
         return
-    layers = [list(Plan.of(part, f"chunk {chunk}, layer {at}").segments) for at, part in enumerate(_layers(module))]
+    named = parts_of(module, chunk)[1]
+    layers = [list(Plan.of(layer, f"chunk {chunk}, layer {at}").segments) for at, layer in enumerate(named)]
     for at, names in enumerate(layers):
         if names != layers[0]:
             raise ValueError(
@@ -120,11 +121,17 @@ def examine(modules: Modules, schedule: Schedule) -> dict[int, Split]:
 
 def depth_of(module: nn.Module) -> int:
     """How many layers a stage has."""
-    return len(_layers(module)) if is_layered(module) else len(layers_of(module))
+    named = [is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module])]
+    return sum(named) if any(named) else len(layers_of(module))
 
 
-def _layers(module: nn.Module) -> list[Any]:
-    return parts_of(module, 0)[1]
+def segments_in(modules: Modules) -> list[str]:
+    """The segments of the first layer that names them: those of all ranks are the same."""
+    for module in modules.values():
+        for layer in module if isinstance(module, nn.Sequential) else [module]:
+            if is_segmented(layer):
+                return [segment.name for segment in layer.segments()]
+    return []
 
 
 def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
@@ -141,7 +148,7 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -
         if saved != "leave":
             raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
         return None
-    first = Plan.of(_layers(modules[0])[0], "the first layer")
+    first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
     return Options(
         layers=depths(met, schedule),
         moe="dispatch" in first.segments,

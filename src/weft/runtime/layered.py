@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.ir.program import OpKind
-from weft.runtime.boundary import boundary_of
+from weft.runtime.boundary import boundary_of, fits
 from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.saved import Store
 from weft.runtime.seeding import Seeds
@@ -76,6 +76,7 @@ class LayeredStage(Chunk):
         self._before = Segment("before", nn.Sequential(*before), ("x",), ("x",)) if before else None
         self._behind = nn.Sequential(*behind)
         self._passing: dict[int, _Passage] = {}
+        self._autocast: tuple[str, torch.dtype] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -83,9 +84,12 @@ class LayeredStage(Chunk):
         return len(self.plans)
 
     def begin_step(self, scale: Tensor) -> None:
-        """Besides, forgets what was on its way."""
+        """Besides, forgets what was on its way, and finds out whether autocast is on, which only this thread knows."""
         super().begin_step(scale)
         self._passing.clear()
+        kind = scale.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        self._autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
 
     def run(self, kind: OpKind, mb: int, layer: int, add: AddGradient) -> None:
         """One op."""
@@ -93,16 +97,27 @@ class LayeredStage(Chunk):
             self._copy(kind, mb, layer)
             return
         name = SEGMENT_OF[kind]
-        if kind in FORWARD:
-            self._forward(name, mb, layer)
-        elif kind in BACKWARD:
-            self._backward(name, mb, layer, defer=kind in self.deferred)
-        else:
-            for half in self._passing[mb].halves.pop((layer, name)):
-                half.run(add)
-            if self.store is not None:
-                self.store.drop_halves((self.number, mb, layer), name)
+        with self._precision(kind):
+            if kind in FORWARD:
+                self._forward(name, mb, layer)
+            elif kind in BACKWARD:
+                self._backward(name, mb, layer, defer=kind in self.deferred)
+            else:
+                self._weight_half(name, mb, layer, add)
         self._leave(kind, mb, layer)
+
+    def _precision(self, kind: OpKind) -> AbstractContextManager[Any]:
+        """A forward has the caller's autocast, in whatever thread it runs; all else the precision of its forward."""
+        if self._autocast is None:
+            return nullcontext()
+        device, dtype = self._autocast
+        return torch.autocast(device, dtype, enabled=kind in FORWARD)
+
+    def _weight_half(self, name: str, mb: int, layer: int, add: AddGradient) -> None:
+        for half in self._passing[mb].halves.pop((layer, name)):
+            half.run(add)
+        if self.store is not None:
+            self.store.drop_halves((self.number, mb, layer), name)
 
     def _copy(self, kind: OpKind, mb: int, layer: int) -> None:
         assert self.store is not None
@@ -149,9 +164,7 @@ class LayeredStage(Chunk):
         out = passage.values.pop("x")
         passage.last = out
         if self.loss_fn is None:
-            if self.boundary is None:
-                probe = out.thing.detach().requires_grad_(out.needs_grad)
-                self.boundary = boundary_of((probe,))
+            self._check(mb, out)
             self.outputs[mb] = (out.thing,)
             out.thing = None
             return
@@ -162,6 +175,21 @@ class LayeredStage(Chunk):
             passage.cuts[self.num_layers, "loss"] = Cut.forward(end, values)
         out.thing = None
         self._own_loss(mb, values["loss"])
+
+    def _check(self, mb: int, out: Value) -> None:
+        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        if not isinstance(out.thing, Tensor):
+            got = type(out.thing).__name__
+            raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
+        probe = (out.thing.detach().requires_grad_(out.needs_grad),)
+        if self.boundary is None:
+            self.boundary = boundary_of(probe)
+        elif not fits(probe, self.boundary):
+            got, first = (", ".join(map(str, b)) for b in (boundary_of(probe), self.boundary))
+            raise ValueError(
+                f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
+                "one shape: pad them, or make a new Pipeline for the new shape"
+            )
 
     def _own_loss(self, mb: int, value: Value) -> None:
         """A loss starts its own gradient, and is added to the micro-batch's."""

@@ -37,6 +37,7 @@ def meet(
     splits: list[bool],
     layers: list[int],
     layered: list[bool],
+    segments: list[str],
     problem: ValueError | None,
     device: torch.device,
 ) -> Met:
@@ -46,18 +47,29 @@ def meet(
     """
     _agree_to_start(talk, schedule, terms, problem, device)
     vpp = schedule.vpp
-    mine = torch.tensor([*splits, *layers, *layered], dtype=torch.int64, device=device)
+    mine = torch.tensor([*splits, *layers, *layered, _number(repr(segments))], dtype=torch.int64, device=device)
     culprit = _NOBODY
     if talk.replicas is not None:  # what one replica cannot split, none does
         everyone = torch.stack(talk.replicas.all_gather(mine))
         mine[:vpp] = everyone[:, :vpp].min(0).values
         culprit = talk.place.rank if bool((everyone[:, vpp:] != everyone[0, vpp:]).any()) else _NOBODY
-    raise_for_all(talk, culprit, device, "its replicas have stages of other depths; a stage is the same in all of them")
+    raise_for_all(
+        talk,
+        culprit,
+        device,
+        "its replicas have stages of other depths or segments; a stage is the same in all of them",
+    )
     rows = [row.tolist() for row in talk.pipe.all_gather(mine)]
     places = [(rank, chunk) for rank in range(len(rows)) for chunk in range(vpp)]
-    named = {bool(flag) for row in rows for flag in row[2 * vpp :]}
+    named = {bool(flag) for row in rows for flag in row[2 * vpp : 3 * vpp]}
     if len(named) > 1:
         raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
+    strangers = [rank for rank, row in zip(talk.pipe.ranks, rows, strict=True) if row[-1] != rows[0][-1]]
+    if strangers:
+        raise ValueError(
+            f"rank {strangers[0]} has layers of other segments than rank {talk.pipe.ranks[0]}; "
+            "all layers of a model have the same"
+        )
     return Met(
         {(r, c): bool(rows[r][c]) for r, c in places}, {(r, c): rows[r][vpp + c] for r, c in places}, named == {True}
     )

@@ -34,6 +34,7 @@ from weft.runtime.assembly import (
     make_store,
     plan,
     reduce_order,
+    segments_in,
     shape_of,
 )
 from weft.runtime.batch import StepReport, agree, microbatches
@@ -145,7 +146,8 @@ class Pipeline:
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
         layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
-        return meet(self.talk, schedule, terms, can, layers, layered, problem, self._control)
+        segments = segments_in(modules)
+        return meet(self.talk, schedule, terms, can, layers, layered, segments, problem, self._control)
 
     @cached_property
     def _with_reduce(self) -> Walk | Weave:

@@ -68,11 +68,22 @@ def place_in(mesh: DeviceMesh) -> Place:
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or not set(names) <= set(DIMENSIONS):
         raise ValueError(
-            f"the mesh has the dimensions pp, and perhaps dp and ep, got {mesh.mesh_dim_names}; "
-            'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
+            f"the mesh has the dimensions pp, and perhaps dp and ep, got {mesh.mesh_dim_names}; {_way_out(names)}"
         )
     sizes = {name: mesh[name].size() if name in names else 1 for name in DIMENSIONS}
     at = {name: mesh.get_local_rank(name) if name in names else 0 for name in DIMENSIONS}
     table = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
     ranks = tuple(tuple(row) for row in table.reshape(sizes["pp"], -1).tolist())
     return Place(at["pp"], at["dp"] * sizes["ep"] + at["ep"], ranks, sizes["ep"])
+
+
+def _way_out(names: tuple[str, ...]) -> str:
+    others, known = [name for name in names if name not in DIMENSIONS], [name for name in names if name in DIMENSIONS]
+    way = 'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
+    if "pp" not in known or not others:
+        return way
+    without = ", ".join(f'"{name}"' for name in known)
+    return (
+        f"{way}, or give the part without {', '.join(others)}, mesh[{without}]: Weft does nothing over {others[0]}, so "
+        "have parameters that are plain tensors, and talk over it yourself, inside what computes"
+    )

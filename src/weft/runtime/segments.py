@@ -11,12 +11,16 @@
 What segments hand each other is named, residuals too; nothing crosses by a module's state. A value may be a tensor,
 with or without gradient, or anything else. `x` goes from layer to layer. The gradient of a value is the sum of what
 its readers say, so a segment's backward runs as soon as all of them have.
+
+What computes may talk to a group of the layer's own while it does, as tensor parallelism wants to: with parameters that
+are plain tensors, the parts of this rank, and a Pipeline on the mesh without tp. All ranks of such a group come to
+their segments in one order. Of their losses only those in one's own pipeline are told by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -86,8 +90,9 @@ class Value:
 
     def read(self) -> Any:
         """What a reader gets. On a GPU the reader's stream may be another than the maker's."""
-        if isinstance(self.thing, Tensor) and self.thing.is_cuda:
-            self.thing.record_stream(torch.cuda.current_stream(self.thing.device))
+        for tensor in tensors_in(self.thing):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if not self.needs_grad:
             return self.thing
         return _Read.apply(self.thing, self, _START)  # type: ignore[no-untyped-call]
@@ -95,6 +100,18 @@ class Value:
     def add(self, grad: Tensor) -> None:
         """One reader's gradient."""
         self.grad = grad if self.grad is None else self.grad + grad
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """A tensor, or those that a dataclass or a tuple holds, as the routing of a micro-batch does."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, tuple):
+        for part in thing:
+            yield from tensors_in(part)
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        for field in fields(thing):
+            yield from tensors_in(getattr(thing, field.name))
 
 
 _START = torch.empty(0, requires_grad=True)

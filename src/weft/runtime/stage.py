@@ -7,6 +7,7 @@ arrival.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -131,5 +132,7 @@ class Stage(Chunk):
 
     def weight_half(self, mb: int, add: AddGradient) -> None:
         """W: the weight gradients that were put off."""
-        for half in self._halves_of.pop(mb):
-            half.run(add)
+        kind = self._autocast
+        with torch.autocast(kind, enabled=False) if kind is not None else nullcontext():
+            for half in self._halves_of.pop(mb):
+                half.run(add)

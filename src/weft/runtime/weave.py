@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
 from weft.ir.program import LaneKind, Longs, Op, OpKind
 from weft.plan.running import host_order
-from weft.runtime.channel import Posted
+from weft.runtime.channel import Channel, Posted
+from weft.runtime.exchange import ExchangeError, InParty
 from weft.runtime.executor import Part, arrive, post, send, then_backward, then_forward
+from weft.runtime.groups import Circle
 from weft.runtime.guard import Guard
 from weft.runtime.lanes import Lanes
 from weft.runtime.lanes.paced import Pace
 from weft.runtime.layered import LayeredStage
+from weft.runtime.underway import NotedWait, Rows, UnderWay
 from weft.runtime.whom import ALL, NOBODY
 
 PACE = {
@@ -35,6 +39,9 @@ PACE = {
 }
 """How ops of a lane take their time where they are paced."""
 
+_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+"""Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
+
 
 class Weave:
     """What `Walk` is to cells. `own` are the rank's ops in the order in which they are launched; lanes know them so."""
@@ -48,40 +55,67 @@ class Weave:
         self._lane = [lanes.index(op.lane) for op in self.own]
         place = {op.index: at for at, op in enumerate(self.own)}
         self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
-        self._runs = [self._shown(op, _run(part, op, {})) for op in self.own]
-        self._slots: memoryview | None = None
+        self._rows = Rows(
+            index=[op.index for op in self.own],
+            lane=self._lane,
+            after=self._after,
+            whom=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
+            of_lane=[[at for at, of in enumerate(self._lane) if of == lane] for lane in range(len(lanes))],
+        )
+        self._runs = [self._shown(at, _run(part, op, {})) for at, op in enumerate(self.own)]
         self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
         self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
         self._known = False
+        self._under_way: UnderWay | None = None
+        self._waits = NotedWait.of(_talkers(part))
         self.lanes = make_lanes(len(lanes), self.own)
 
     def run(self, guard: Guard) -> None:
         """A step."""
-        slots = self._slots = guard.slots
+        under_way = self._under_way = UnderWay(self._rows, guard.slots)
+        for wait in self._waits:
+            wait.step = under_way
         self.lanes.begin()
         at = 0
         try:
             for at in self._others if self._known else ():
                 self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
             for at in self._own if self._known else range(len(self.own)):
-                slots[0], slots[1] = self.own[at].index, ALL
+                if self._lane[at] == 0:
+                    under_way.want(at)
                 self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+            under_way.want_all()
             self.lanes.finish()
             self._known = self.lanes.ahead
         except Exception as error:
-            op = self.own[self.lanes.failed if self.lanes.failed is not None else at]
-            own = op.lane.kind is LaneKind.COMPUTE and not isinstance(error, TimeoutError)
-            guard.blame(error, op.index, NOBODY if own else ALL)
+            self._blame(guard, under_way, error, at)
 
-    def _shown(self, op: Op, run: Callable[[], None]) -> Callable[[], None]:
-        """A computation shows others that it waits for nobody, once it has what it waited for."""
-        if op.lane.kind is not LaneKind.COMPUTE:
-            return run
+    def _blame(self, guard: Guard, under_way: UnderWay, error: Exception, at: int) -> NoReturn:
+        """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
+        at = self.lanes.failed if self.lanes.failed is not None else at
+        op = self.own[at]
+        waited_here = isinstance(error, TimeoutError)  # for another lane, which is shown already
+        talks = waited_here or op.lane.kind in _TALKS
+        if op.lane.kind is LaneKind.EP:  # layers run there too, and raise errors of their own
+            talks = waited_here or isinstance(error, ExchangeError)
+        under_way.over()
+        if not waited_here:
+            under_way.show(at, self._rows.whom[at] if talks else NOBODY)
+        if talks:
+            under_way.suspect_itself()
+        guard.blame(error, op.index, ALL if talks else NOBODY)
+
+    def _shown(self, at: int, run: Callable[[], None]) -> Callable[[], None]:
+        """Lets the step know when an op runs."""
 
         def shown() -> None:
-            assert self._slots is not None
-            self._slots[1] = NOBODY
-            run()
+            under_way = self._under_way
+            assert under_way is not None
+            under_way.begin(at)
+            try:
+                run()
+            finally:
+                under_way.end(at)
 
         return shown
 
@@ -95,6 +129,15 @@ class Weave:
     def close(self) -> None:
         """Gives the lanes back."""
         self.lanes.close()
+
+
+def _talkers(part: Part) -> list[Circle | Channel]:
+    """What the ops of a rank wait at."""
+    modules = (module for stage in part.stages.values() for module in stage.module.modules())
+    parties = {id(m.party): m.party for m in modules if isinstance(m, InParty) and m.party is not None}
+    circles = (*parties.values(), part.gradients.circle, part.gradients.experts)
+    channels = (*part.outgoing.values(), *part.incoming.values())
+    return [*channels, *(circle for circle in circles if circle is not None)]
 
 
 def _run(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
