@@ -14,6 +14,7 @@ from weft.cli.commands.explain import explain
 from weft.cli.commands.schedules import schedules
 from weft.cli.commands.show import show
 from weft.cli.commands.simulate import simulate
+from weft.cli.commands.update import update
 from weft.cli.commands.verify import verify
 from weft.cli.terminal import plain
 
@@ -65,4 +66,9 @@ app.command(
     epilog="Examples: weft dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
     "weft dryrun mine.txt --width 4096 --layers 2"
 )(dryrun)
+app.command(
+    epilog="Examples: weft update --from checkpoint/ --to /run/engine   |   "
+    "torchrun --no-python --nproc-per-node 4 weft update --from trainer:source --to /run/engine   |   "
+    "weft update --recover --to /run/engine"
+)(update)
 app.command(epilog="Example: weft explain W201")(explain)

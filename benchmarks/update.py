@@ -1,0 +1,314 @@
+"""What the engine of weight updates costs, and what it hides: `python benchmarks/update.py [rounds] [--ranks 2]`.
+
+Update ranks and workers, each a process, move 512 MiB of bf16: pipeline stages into tensor parallelism, half along
+columns, whose slices are strided. In each round, in an order that rotates, the same ranks and workers do
+
+    bare     the overlapped loop with nothing around it: the source copies a bucket into shared memory, gloo broadcasts
+             it, a byte tells the worker, which copies its slices out, while the next bucket goes into the other buffer
+    engine   an update without checks: closed, loaded, prepared, decided on disk, opened
+    checked  the same with digests from source to worker
+    again    the bare loop once more
+
+    ratio          engine over bare, median of the rounds'
+    ratio_checked  checked over bare
+    hidden         over links of 1 Gbit/s between network namespaces: the share of reload time during which the device
+                   was in a broadcast, its own wait for the others included; null where namespaces are not allowed
+
+The run is void, and exits with 1, if again over bare leaves 0.95 to 1.05. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weft.update import Endpoint, Options, Plain, Source, Updater
+from weft.update.buffers import HostBuffer
+from weft.update.copying import boxed, opaque
+from weft.update.shares import Shares
+from weft.weights.buffers import Memory
+from weft.weights.layouts import Parallel
+from weft.weights.pieces import Box, Holding, Tensor
+from weft.weights.plan import plan_update
+
+MiB = 1 << 20
+KINDS = ("bare", "engine", "checked", "again")
+BUCKET, TOTAL, SHAPED_TOTAL = 32 * MiB, 512 * MiB, 256 * MiB
+SHAPED_RATE, SHAPED_BUCKET = "1gbit", 4 * MiB
+
+
+def layouts(ranks: int, total: int) -> tuple[Holding, Holding]:
+    """Matrices of 8 MiB, every other one cut along its columns."""
+    tensors = [Tensor(f"layers.{i}", (2048, 2048), "bfloat16") for i in range(total // (8 * MiB))]
+    stage = {tensor.name: i * ranks // len(tensors) for i, tensor in enumerate(tensors)}
+    have = Parallel(pp=ranks, stage=stage.__getitem__).holding(tensors)
+    want = Parallel(tp=ranks, dim=lambda name: int(name.split(".")[1]) % 2).holding(tensors)
+    return have, want
+
+
+def memory(bucket: int) -> Memory:
+    """For two IPC and two H2D buffers."""
+    return Memory(free_bytes=4 * bucket, share=1.0, target_bytes=bucket, least_bytes=MiB)
+
+
+# ---- a worker --------------------------------------------------------------------------------------------------------
+
+
+def be_worker(directory: Path, worker: int, ranks: int, total: int) -> None:
+    _, want = layouts(ranks, total)
+    held = {piece.tensor: torch.zeros(piece.box.shape, dtype=torch.bfloat16) for piece in want.pieces[worker]}
+    boxes = {piece.tensor: piece.box for piece in want.pieces[worker]}
+    plain = Plain(held, tensors=want.tensors, boxes=boxes)
+    with Endpoint(plain, directory, worker), socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory / f"bare-{worker}.sock"))
+        server.listen(1)
+        while True:
+            connection, _ = server.accept()
+            serve_bare(connection, held, boxes)
+
+
+def serve_bare(connection: socket.socket, held: dict[str, torch.Tensor], boxes: dict[str, Box]) -> None:
+    """Bytes are numbers of buckets, answered when their slices are copied."""
+    with connection:
+        size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+        if not size:
+            return
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 8)
+        while len(data) < size:
+            data += connection.recv(1 << 20)
+        shares, sizes = pickle.loads(data)  # our own process at the other end
+        buffers = [HostBuffer.map(fd, at) for fd, at in zip(fds, sizes, strict=True)]
+        copies: dict[int, list[tuple[Any, Any]]] = {}
+        for share in shares:
+            raw = buffers[share.bucket % len(buffers)].raw
+            for take in share.takes:
+                item = share.items[take.item]
+                staged = boxed(raw, item.offset_bytes, item.piece.box.shape, "bfloat16")
+                target = opaque(held[item.piece.tensor])[take.box.slices(boxes[item.piece.tensor])]
+                copies.setdefault(share.bucket, []).append((target, staged[take.box.slices(item.piece.box)]))
+        connection.send(b"y")
+        while told := connection.recv(1):
+            for target, staged in copies.get(told[0], []):
+                np.copyto(target, staged)
+            connection.send(told)
+
+
+# ---- an update rank --------------------------------------------------------------------------------------------------
+
+
+class Bare:
+    """The loop with nothing around it."""
+
+    def __init__(self, directory: Path, rank: int, shares: Shares, source: Source) -> None:
+        plan = shares.plan
+        self.rank, self.plan = rank, plan
+        self.buffers = [HostBuffer.make(shares.buffer_bytes) for _ in range(plan.num_ipc)]
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(str(directory / f"bare-{rank}.sock"))
+        data = pickle.dumps((shares.of_worker(rank, gives=False).shares, [b.size_bytes for b in self.buffers]))
+        self.connection.send(len(data).to_bytes(8, "little"))
+        socket.send_fds(self.connection, [data[:1]], [b.fd for b in self.buffers if b.fd is not None])
+        self.connection.sendall(data[1:])
+        assert self.connection.recv(1) == b"y"
+        self.packs: dict[int, list[tuple[Any, Any]]] = {}
+        for number, bucket in enumerate(plan.buckets):
+            raw = self.buffers[number % plan.num_ipc].raw
+            for item in bucket.items if bucket.source == rank else ():
+                target = boxed(raw, item.offset_bytes, item.piece.box.shape, "bfloat16")
+                self.packs.setdefault(number, []).append((target, opaque(source.local(item.piece))))
+
+    def run(self) -> None:
+        pending = 0
+        for number, bucket in enumerate(self.plan.buckets):
+            if pending == self.plan.num_ipc:
+                self.connection.recv(1)
+                pending -= 1
+            for target, local in self.packs.get(number, ()):
+                np.copyto(target, local)
+            buffer = self.buffers[number % self.plan.num_ipc]
+            dist.broadcast(buffer.tensor[: bucket.size_bytes], bucket.source)
+            self.connection.send(bytes([number]))
+            pending += 1
+        while pending:
+            self.connection.recv(1)
+            pending -= 1
+
+
+def be_rank(directory: Path, rank: int, ranks: int, rounds: int, total: int, bucket: int) -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    have, want = layouts(ranks, total)
+    generator = torch.Generator().manual_seed(rank)
+    held = {p: torch.randn(p.box.shape, generator=generator).to(torch.bfloat16) for p in have.pieces[rank]}
+    source = Source(have.tensors, held)
+    options = Options(memory(bucket), rollback="none", deadline_s=120)
+    with Updater(directory, ledger=directory / "ledger", options=options) as updater:
+        if rounds:
+            seconds = compete(directory, updater, source, Shares(plan_update(have, want, memory(bucket))), rounds)
+            result: Any = seconds
+        else:
+            result = hidden(updater, source)
+        if rank == 0:
+            (directory / "result.json").write_text(json.dumps(result))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def compete(directory: Path, updater: Updater, source: Source, shares: Shares, rounds: int) -> list[dict[str, float]]:
+    bare, version, seconds = Bare(directory, updater.rank, shares, source), 0, []
+    checked, unchecked = updater.options, replace(updater.options, checked=False)
+    for turn in range(-1, rounds):  # the first warms up
+        taken: dict[str, float] = {}
+        for kind in (*KINDS[turn % 4 :], *KINDS[: turn % 4]):
+            version += 1
+            dist.barrier()
+            began = time.perf_counter()
+            if kind in ("bare", "again"):
+                bare.run()
+            else:
+                updater.options = checked if kind == "checked" else unchecked
+                updater.update(source, version)
+            dist.barrier()
+            taken[kind] = time.perf_counter() - began
+        if turn >= 0:
+            seconds.append(taken)
+    bare.connection.close()
+    return seconds
+
+
+def hidden(updater: Updater, source: Source) -> float:
+    """Of the second update: how much of all reloads ran while their device was in a broadcast, or waited in one."""
+    updater.update(source, 1)
+    times = updater.update(source, 2).times
+    assert times is not None
+    broadcasts = np.array(list(times.broadcast.values()))
+    shares = torch.zeros(2, dtype=torch.float64)
+    for start, end in times.reload.values():
+        common = np.minimum(end, broadcasts[:, 1]) - np.maximum(start, broadcasts[:, 0])
+        shares += torch.tensor([float(common.clip(0).sum()), float(end - start)])
+    dist.all_reduce(shares)
+    return float(shares[0] / shares[1])
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shaped() -> Iterator[list[str]]:
+    """Two network namespaces with a link of limited rate between them; yields their names."""
+    names = [f"weft{os.getpid()}{end}" for end in "ab"]
+
+    def ip(*command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+    try:
+        for name in names:
+            ip("ip", "netns", "add", name)
+        ip("ip", "link", "add", "wa", "netns", names[0], "type", "veth", "peer", "name", "wb", "netns", names[1])
+        for end, (name, device) in enumerate(zip(names, ("wa", "wb"), strict=True)):
+            inside = ("ip", "netns", "exec", name)
+            ip(*inside, "ip", "addr", "add", f"10.77.0.{end + 1}/24", "dev", device)
+            ip(*inside, "ip", "link", "set", device, "up")
+            ip(*inside, "ip", "link", "set", "lo", "up")
+            shape = ("root", "tbf", "rate", SHAPED_RATE, "burst", "256kb", "latency", "50ms")
+            ip(*inside, "tc", "qdisc", "add", "dev", device, *shape)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def play(ranks: int, rounds: int, total: int, bucket: int, namespaces: list[str] | None = None) -> Any:
+    """Starts workers and ranks, and returns what rank 0 found."""
+    with tempfile.TemporaryDirectory(prefix="weft-b") as name:
+        directory = Path(name)
+        directory.chmod(0o700)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        sizes = [f"--ranks={ranks}", f"--total={total}", f"--bucket={bucket}", f"--directory={directory}"]
+        processes = []
+        try:
+            for worker in range(ranks):
+                processes.append(start(["--worker", str(worker), *sizes], {}))
+            while not all((directory / f"bare-{worker}.sock").exists() for worker in range(ranks)):
+                time.sleep(0.05)
+            for rank in range(ranks):
+                address = "127.0.0.1" if namespaces is None else "10.77.0.1"
+                device = "lo" if namespaces is None else ("wa", "wb")[rank]
+                place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": device}
+                inside = [] if namespaces is None else ["ip", "netns", "exec", namespaces[rank]]
+                processes.append(start(["--rank", str(rank), str(rounds), *sizes], place, inside))
+            for process in processes[ranks:]:
+                if process.wait(1200):
+                    raise RuntimeError(f"an update rank ended with {process.returncode}")
+            return json.loads((directory / "result.json").read_text())
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def start(arguments: list[str], place: dict[str, str], inside: list[str] | None = None) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **place}
+    return subprocess.Popen([*(inside or []), sys.executable, __file__, *arguments], env=environment)
+
+
+def measure_hidden() -> float | None:
+    try:
+        with shaped() as names:
+            return float(play(2, 0, SHAPED_TOTAL, SHAPED_BUCKET, names))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        print(f"hidden: not measured, network namespaces or tc are not to be had here: {reason}")
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rounds", type=int, nargs="?", default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--total", type=int, default=TOTAL)
+    parser.add_argument("--bucket", type=int, default=BUCKET)
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--directory", type=Path)
+    given = parser.parse_args()
+    if given.worker is not None:
+        be_worker(given.directory, given.worker, given.ranks, given.total)
+    if given.rank is not None:
+        be_rank(given.directory, given.rank, given.ranks, given.rounds, given.total, given.bucket)
+        return 0
+    rounds: list[dict[str, float]] = play(given.ranks, given.rounds, given.total, given.bucket)
+    for at, taken in enumerate(rounds):
+        print(f"round {at:2}  " + "  ".join(f"{kind} {taken[kind] * 1e3:7.1f} ms" for kind in KINDS))
+    ratios = {kind: statistics.median(taken[kind] / taken["bare"] for taken in rounds) for kind in KINDS[1:]}
+    void = not 0.95 <= ratios["again"] <= 1.05
+    print(f"bare against bare {ratios['again']:.3f}" + (": void" if void else ""))
+    shown = {"ratio": round(ratios["engine"], 3), "ratio_checked": round(ratios["checked"], 3)}
+    found = measure_hidden()
+    print(json.dumps({**shown, "hidden": None if found is None else round(found, 3)}))
+    return 1 if void else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

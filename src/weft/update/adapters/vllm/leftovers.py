@@ -1,0 +1,68 @@
+"""Shared memory that vLLM's processes leave behind: it has names, and a worker that is killed does not remove them.
+
+Nor do workers that end as they should: vLLM kills them after five seconds. What each process had mapped is noted in a
+file when it joins, so that the next replica at the same place can clear up even after one that was killed itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import msgspec
+
+_NAMED = re.compile(r" (/dev/shm/[^\n]+)$", re.MULTILINE)
+
+
+def named_memory(pid: int) -> tuple[str, ...]:
+    """Files in /dev/shm that a process has mapped and that still have their names."""
+    try:
+        mapped = set(_NAMED.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return ()
+    return tuple(sorted(name for name in mapped if not name.endswith(" (deleted)")))
+
+
+def ended(pid: int) -> bool:
+    """Is a process gone, or dead and not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class _Note(msgspec.Struct):
+    pids: list[int]
+    names: list[str]
+
+
+class Leftovers:
+    """Of one replica's processes, noted in a file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._note = _Note([], [])
+        if path.exists():
+            self._note = msgspec.json.decode(path.read_bytes(), type=_Note)
+            self.sweep(0.0)
+
+    def add(self, worker_pid: int, parent_pid: int) -> None:
+        """A worker, and what started it: vLLM's engine core, or where that has the worker itself, this process."""
+        pids = {worker_pid, parent_pid} - {os.getpid()}
+        names = {name for one in pids for name in named_memory(one)}
+        self._note = _Note(sorted({*self._note.pids, *pids}), sorted({*self._note.names, *names}))
+        self.path.write_bytes(msgspec.json.encode(self._note))
+
+    def sweep(self, deadline_s: float) -> None:
+        """Removes what is left once all processes ended; those that live on keep theirs."""
+        until = time.monotonic() + deadline_s
+        while not all(map(ended, self._note.pids)):
+            if time.monotonic() >= until:
+                return
+            time.sleep(0.05)
+        for name in self._note.names:
+            Path(name).unlink(missing_ok=True)
+        self._note = _Note([], [])
+        self.path.unlink(missing_ok=True)

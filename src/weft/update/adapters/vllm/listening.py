@@ -1,0 +1,71 @@
+"""The replica's end of its workers' lines: one thread a worker, which hears its end at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from weft.update.adapters.vllm.messages import Done, FromVllm, Join
+from weft.update.wire.errors import WireError
+from weft.update.wire.link import Link
+from weft.update.wire.sockets import listen, refuse_strangers
+
+JOIN_S = 5.0
+
+
+class Listening:
+    """Until it is closed. `answer(worker, pid, message)` returns what went wrong, `lose(worker, why)` hears of ends."""
+
+    def __init__(
+        self, path: Path, answer: Callable[[int, int, FromVllm], str | None], lose: Callable[[int, str], None]
+    ) -> None:
+        self.path, self._answer, self._lose = path, answer, lose
+        self._closing = False
+        self._links: set[Link[FromVllm]] = set()
+        self._server = listen(path)
+        threading.Thread(target=self._accept, name="weft replica", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends are no longer told."""
+        self._closing = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.path.unlink(missing_ok=True)
+        for link in list(self._links):
+            link.shut()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                refuse_strangers(connection)
+            except OSError:
+                connection.close()
+                continue
+            link: Link[FromVllm] = Link(connection, FromVllm)
+            self._links.add(link)
+            threading.Thread(target=self._serve, args=(link,), name="weft line", daemon=True).start()
+
+    def _serve(self, link: Link[FromVllm]) -> None:
+        worker, why = -1, ""
+        try:
+            message = link.receive(JOIN_S)
+            if not isinstance(message, Join):
+                raise WireError(f"a line begins with Join, got {message}")
+            worker = message.worker
+            while True:
+                link.send(Done(self._answer(worker, link.pid, message)))
+                message = link.receive(None)
+        except (WireError, OSError) as error:
+            why = str(error)
+        self._links.discard(link)
+        link.close()
+        if worker >= 0 and not self._closing:
+            self._lose(worker, why)

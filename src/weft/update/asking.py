@@ -1,0 +1,32 @@
+"""Asking a worker from another process of the same user; for examples, canaries and tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.update.endpoint import worker_path
+from weft.update.gate import Closed
+from weft.update.wire.errors import WireError
+from weft.update.wire.link import Link
+from weft.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused
+from weft.update.wire.sockets import connect
+
+
+def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> tuple[int, bytes]:
+    """The version that answered, and its answer. Raises Closed where nothing is served, RuntimeError on failure."""
+    link: Link[FromWorker] = Link(connect(worker_path(directory, worker)), FromWorker)
+    try:
+        link.trust()
+        link.send(Hello(PROTOCOL, "ask"))
+        link.receive(deadline_s)
+        link.send(Ask(body))
+        answer = link.receive(deadline_s)
+    finally:
+        link.close()
+    if isinstance(answer, Answer):
+        return answer.version, answer.body
+    if not isinstance(answer, Refused):
+        raise WireError(f"{type(answer).__name__} came where an answer was expected")
+    if answer.code == "closed":
+        raise Closed(answer.text)
+    raise RuntimeError(f"worker {worker}: {answer.text}")

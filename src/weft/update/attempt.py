@@ -1,0 +1,120 @@
+"""One attempt as the coordinator sees it: what every rank has said, and what follows from it. Pure: no sockets.
+
+    enter ──> settle ──> layout ──> plan ──> begin ──> finish (the vote) ──> open
+
+A phase ends when all ranks have spoken. The decision lies between `finish` and the answer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from weft.update.ledger import Record
+from weft.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Settled, Sides
+
+
+class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
+    """Why an attempt cannot go on: who is to blame, and the reason."""
+
+    def __init__(self, who: str, text: str) -> None:
+        super().__init__(text)
+        self.who = who
+
+
+@dataclass
+class Attempt:
+    """What has been said so far, by rank."""
+
+    world: int
+    epoch: int = 0
+    phase: Phase = "enter"
+    committed: bool = False
+    entered: dict[int, Enter] = field(default_factory=dict)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    agreed: dict[int, Agreed] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Enter:
+        """All ranks entered alike."""
+        return next(iter(self.entered.values()))
+
+    def missing(self, sides: dict[int, Sides]) -> list[int]:
+        """Ranks that have not spoken in this phase."""
+        by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
+        said = by_phase.get(self.phase, self.agreed)
+        return [rank for rank in range(self.world) if rank not in said]
+
+    def refuse_entries(self, record: Record) -> None:
+        """Raises Refusal where ranks do not want the same thing, or want what cannot be."""
+        first = self.first
+        for entry in self.entered.values():
+            if entry.fault is not None:
+                raise Refusal(entry.fault.who, entry.fault.text)
+        for rank, entry in self.entered.items():
+            mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
+            if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
+                raise Refusal(
+                    f"update rank {rank}",
+                    f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
+                    f"{first.kind} of version {first.version}; all ranks must ask for the same",
+                )
+        if first.kind == "update" and record.version is not None and first.version <= record.version:
+            raise Refusal(
+                "the caller", f"version {first.version} is not newer than {record.version}, which is committed"
+            )
+        if first.kind == "recover" and record.version is None:
+            raise Refusal("the caller", "no version was ever committed, so there is none to recover; update first")
+        if first.kind == "recover" and first.version not in (0, record.version):
+            raise Refusal(
+                "the caller", f"the source has version {first.version}, version {record.version} is committed"
+            )
+
+    def next_epoch(self) -> int:
+        """The largest that any worker knows of."""
+        return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
+
+    def layouts(self, record: Record, sides: tuple[Sides, ...]) -> Layouts | None:
+        """Who is to be loaded with what; None where nobody needs anything."""
+        everyone = tuple(range(self.world))
+        holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")
+        first, version = self.first, record.version
+        if first.kind == "recover":
+            assert version is not None
+            loads = tuple(r for r in everyone if r not in holds)
+            if not loads:
+                return None
+            givers = holds if first.version == 0 else ()
+            if first.version == 0 and not givers:
+                raise Refusal(
+                    f"workers {', '.join(map(str, loads))}",
+                    f"every copy of version {version} is lost; all stay closed until the next update, or until "
+                    "recover() is given a source that still has it",
+                )
+            return Layouts(self.epoch, version, loads, givers, None, sides)
+        only, why = self._only(record, holds)
+        return Layouts(self.epoch, first.version, everyone, (), only, sides, why)
+
+    def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
+        """The tensors that must move, None for all, and why all where a caller asked for less."""
+        first = self.first
+        if first.changed is None:
+            return None, ""
+        if first.base is None or first.base != record.version:
+            return None, f"all tensors move: the changes are against version {first.base}, {record.version} is served"
+        if len(holds) < self.world:
+            away = [r for r in range(self.world) if r not in holds]
+            return None, f"all tensors move: workers {away} do not hold version {record.version}"
+        return first.changed, ""
+
+    def disagreement(self) -> str | None:
+        """Where values differ that must be the same."""
+        values = {agreed.value for agreed in self.agreed.values()}
+        if len(values) > 1:
+            told = ", ".join(f"rank {rank}: {agreed.value}" for rank, agreed in sorted(self.agreed.items()))
+            return f"ranks made different plans ({told}); do all run the same code on the same layouts"
+        return None
+
+    def fault(self, who: str, text: str) -> Fault:
+        """Something that went wrong now."""
+        return Fault(self.epoch, who, self.phase, -1, text)

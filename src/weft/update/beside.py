@@ -1,0 +1,155 @@
+"""An update rank's connection to the worker of its device."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft.update.buffers import Buffer
+from weft.update.endpoint import worker_path
+from weft.update.errors import UpdateError, failure
+from weft.update.post import Post, read_into
+from weft.update.wire.control import Fault, Phase
+from weft.update.wire.errors import Gone, WireError
+from weft.update.wire.link import Link
+from weft.update.wire.messages import (
+    PROTOCOL,
+    FromWorker,
+    GetWants,
+    Hello,
+    Map,
+    Mapped,
+    Planned,
+    Refused,
+    TakePlan,
+    Wants,
+    Welcome,
+)
+from weft.update.wire.sockets import connect
+
+M = TypeVar("M", bound=FromWorker)
+
+
+class Beside:
+    """Speaks to one worker; connects again where the connection was lost."""
+
+    def __init__(self, directory: Path, worker: int, post: Post, lost: Callable[[str], None]) -> None:
+        self.path, self.worker, self.post = worker_path(directory, worker), worker, post
+        self.gives = False
+        self._lost = lost
+        self._link: Link[FromWorker] | None = None
+        self._plans: set[str] = set()
+        self._mapped: tuple[Buffer, ...] = ()
+        self._wants: Wants | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"worker {self.worker}" + (f" (process {self._link.pid})" if self._link is not None else "")
+
+    def connect(self, rank: int, deadline_s: float) -> None:
+        """Meets the worker, unless it is there still."""
+        if self._link is not None:
+            return
+        until = time.monotonic() + deadline_s
+        try:
+            link: Link[FromWorker] = Link(_reach(self.path, until), FromWorker)
+        except (OSError, Gone) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise failure(0, f"worker {self.worker}", "enter", f"nobody answers at {self.path}: {reason}") from error
+        link.trust()
+        try:
+            link.send(Hello(PROTOCOL, "update", rank))
+            welcome = link.receive(max(0.1, until - time.monotonic()))
+        except (OSError, WireError) as error:
+            link.close()
+            raise failure(0, f"worker {self.worker}", "enter", f"no welcome at {self.path}: {error}") from error
+        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
+            link.close()
+            raise failure(0, f"worker {self.worker}", "enter", f"speaks another protocol at {self.path}: {welcome}")
+        self._link, self.gives, self._plans = link, welcome.gives, set(welcome.plans)
+        self._mapped, self._wants = (), None
+        read_into(self.post, "worker", link, lambda _: False, lambda text: self._gone(link, text))
+
+    def _gone(self, link: Link[FromWorker], text: str) -> None:
+        if self._link is link:
+            self._lost(text)
+
+    def drop(self) -> None:
+        """Lets go of the connection; a worker that has not voted goes back then."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.shut()
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Raises Gone."""
+        if self._link is None:
+            raise Gone(f"worker {self.worker} is not connected")
+        self._link.send(message, fds=fds, timeout_s=5.0)
+
+    def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
+        """Sends and waits for the answer. Raises RefusedError, Gone, TimeoutError or the bad news."""
+        self.send(message)
+        return self.expect(kind, deadline_s, heed=heed)
+
+    def expect(self, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
+        """The next answer, of this kind."""
+        answer = self.post.wait("worker", deadline_s, heed=heed)
+        if isinstance(answer, Refused):
+            raise RefusedError(answer)
+        if not isinstance(answer, kind):
+            raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
+        return answer
+
+    def wants(self, deadline_s: float) -> Wants:
+        """What the worker wants; asked once a connection."""
+        if self._wants is None:
+            self._wants = self.ask(GetWants(), Wants, deadline_s)
+        return self._wants
+
+    def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:
+        """Hands the buffers over, once a connection."""
+        if len(self._mapped) == len(buffers) and all(map(operator.is_, self._mapped, buffers)):
+            return
+        sizes = tuple(buffer.size_bytes for buffer in buffers)
+        handles = tuple(buffer.handle for buffer in buffers) if device >= 0 else ()
+        self.send(Map(sizes, handles, device), [buffer.fd for buffer in buffers if buffer.fd is not None])
+        self.expect(Mapped, deadline_s)
+        self._mapped = tuple(buffers)
+
+    def take_plan(self, plan: TakePlan, deadline_s: float) -> None:
+        """Hands a plan over, once."""
+        if plan.digest not in self._plans:
+            self.ask(plan, Planned, deadline_s)
+            self._plans.add(plan.digest)
+
+
+class RefusedError(Exception):
+    """A worker said no."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.text)
+        self.refused = refused
+
+
+def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:
+    """What a wait for a worker ended with, as all ranks will hear it."""
+    if isinstance(error, UpdateError):
+        return error
+    corrupt = isinstance(error, RefusedError) and error.refused.code == "corrupt"
+    text = f"lost: {error}" if isinstance(error, Gone) else str(error)
+    return UpdateError(Fault(epoch, who, phase, bucket, text, corrupt))
+
+
+def _reach(path: Path, until: float) -> Any:
+    """A connection, tried until the deadline as a worker may be about to start."""
+    while True:
+        try:
+            return connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)

@@ -1,0 +1,255 @@
+"""The coordinator: one thread that hears all update ranks, moves attempts from phase to phase, and decides.
+
+It talks to update ranks only; each of them speaks for the worker beside it. A rank whose connection ends is lost, and
+the attempt with it.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from weft.update.attempt import Attempt, Refusal
+from weft.update.ledger import Ledger
+from weft.update.wire.control import (
+    Agreed,
+    Enter,
+    Fault,
+    Go,
+    Join,
+    Phase,
+    Proceed,
+    Send,
+    Settled,
+    Sides,
+    Stop,
+    ToCoordinator,
+)
+from weft.update.wire.errors import WireError
+from weft.update.wire.link import Link
+from weft.update.wire.messages import PROTOCOL
+from weft.update.wire.sockets import listen, refuse_strangers
+
+_AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
+
+
+def coordinator_path(directory: Path) -> Path:
+    """Where the coordinator listens."""
+    return directory / "coordinator.sock"
+
+
+class Coordinator:
+    """Serves until it is closed. `deadline_s` is how long ranks may be apart in a phase."""
+
+    def __init__(self, directory: Path, ledger: Ledger, world: int, deadline_s: float) -> None:
+        self.ledger, self.world, self.deadline_s = ledger, world, deadline_s
+        self.path = coordinator_path(directory)
+        self._server = listen(self.path)
+        self._ranks: dict[int, Link[ToCoordinator]] = {}
+        self._strangers: set[Link[ToCoordinator]] = set()
+        self._lost: dict[int, str] = {}
+        self._sides: dict[int, Sides] = {}
+        self._known: dict[int, str] = {}  # each rank's layout, as everybody knows it
+        self._attempt = Attempt(world)
+        self._since: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake = socket.socketpair()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        self._selector.register(self._wake[0], selectors.EVENT_READ, None)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="weft coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; ranks that are still there see their connection end."""
+        self._closing = True
+        self._wake[1].send(b"x")
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(self._left_s()):
+                    if key.fileobj is self._server:
+                        self._accept()
+                    elif key.data is not None:
+                        self._hear(key.data)
+                self._check_deadline()
+        finally:
+            for link in (*self._ranks.values(), *self._strangers):
+                link.close()
+            self._server.close()
+            self.path.unlink(missing_ok=True)
+            for end in self._wake:
+                end.close()
+            self._selector.close()
+            self.ledger.close()
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        try:
+            refuse_strangers(connection)
+            link: Link[ToCoordinator] = Link(connection, ToCoordinator)
+        except OSError:
+            connection.close()
+            return
+        if len(self._strangers) > self.world:
+            link.close()
+            return
+        self._strangers.add(link)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+
+    def _hear(self, link: Link[ToCoordinator]) -> None:
+        """All that has come over a connection so far; its selector does not know of what was read already."""
+        while link in self._strangers or link in self._ranks.values():
+            try:
+                message = link.receive(0)
+                if link in self._strangers:
+                    self._join(link, message)
+                    continue
+            except TimeoutError:
+                return
+            except (OSError, WireError) as error:
+                self._lose(link, str(error))
+                return
+            self._take(next(rank for rank, other in self._ranks.items() if other is link), message)
+
+    def _join(self, link: Link[ToCoordinator], join: ToCoordinator) -> None:
+        if not isinstance(join, Join) or (join.protocol, join.world) != (PROTOCOL, self.world):
+            raise WireError(f"a connection begins with Join of protocol {PROTOCOL} and world {self.world}, got {join}")
+        if not 0 <= join.rank < self.world or join.rank in self._ranks:
+            raise WireError(f"there is no place for update rank {join.rank} of {self.world}")
+        link.trust()
+        self._strangers.discard(link)
+        self._ranks[join.rank] = link
+        self._lost.pop(join.rank, None)
+        self._known.clear()  # a rank that is new knows nobody's layout
+
+    def _lose(self, link: Link[ToCoordinator], text: str) -> None:
+        self._selector.unregister(link.connection)
+        rank = next((rank for rank, other in self._ranks.items() if other is link), None)
+        self._strangers.discard(link)
+        if rank is not None:
+            del self._ranks[rank]
+            self._lost[rank] = f"update rank {rank} (process {link.pid})"
+        link.close()
+        if rank is not None and self._attempt.entered:
+            self._stop(self._attempt.fault(self._lost[rank], f"lost: {text}"))
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    def _take(self, rank: int, message: ToCoordinator) -> None:
+        attempt = self._attempt
+        if isinstance(message, Enter):
+            if self._lost:
+                gone = ", ".join(self._lost.values())
+                text = "lost in an earlier attempt; start the update ranks again"
+                self._tell(rank, Stop(0, Fault(0, gone, "enter", -1, text), committed=False))
+                return
+            attempt.entered[rank] = message
+        elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
+            return  # of an attempt that is over
+        elif isinstance(message, Fault):
+            self._stop(message)
+            return
+        elif isinstance(message, Settled):
+            attempt.settled[rank] = message
+        elif isinstance(message, Sides):
+            self._sides[rank] = message
+        elif isinstance(message, Agreed) and message.phase == attempt.phase:
+            attempt.agreed[rank] = message
+        self._since = self._since if self._since is not None else time.monotonic()
+        if not attempt.missing(self._sides):
+            self._since = None
+            try:
+                self._advance()
+            except Refusal as refusal:
+                self._stop(attempt.fault(refusal.who, str(refusal)))
+
+    def _advance(self) -> None:
+        """Everybody has spoken in this phase."""
+        attempt = self._attempt
+        if attempt.phase == "enter":
+            attempt.refuse_entries(self.ledger.record)
+            attempt.epoch = self.ledger.begin(attempt.next_epoch())
+            attempt.phase = "settle"
+            record = self.ledger.record
+            self._tell_all(Go(attempt.epoch, record.version, record.epochs))
+        elif attempt.phase == "settle":
+            layouts = {rank: entry.layout for rank, entry in attempt.entered.items()}
+            if layouts == self._known:
+                self._lay_out(())
+            else:
+                attempt.phase = "layout"
+                self._sides.clear()
+                self._tell_all(Send(attempt.epoch))
+        elif attempt.phase == "layout":
+            self._known = {rank: entry.layout for rank, entry in attempt.entered.items()}
+            self._lay_out(tuple(self._sides[rank] for rank in range(self.world)))
+        else:
+            self._agree()
+
+    def _lay_out(self, sides: tuple[Sides, ...]) -> None:
+        attempt = self._attempt
+        layouts = attempt.layouts(self.ledger.record, sides)
+        if layouts is None:
+            self._done("open")
+        else:
+            attempt.phase = "plan"
+            self._tell_all(layouts)
+
+    def _agree(self) -> None:
+        attempt, phase = self._attempt, self._attempt.phase
+        different = attempt.disagreement()
+        if different is not None:
+            raise Refusal("the update ranks", different)
+        if phase == "finish":
+            first, record = attempt.first, self.ledger.record
+            version = first.version if first.kind == "update" else record.version
+            assert version is not None
+            self.ledger.commit(version, attempt.epoch)  # from here on it is decided
+            attempt.committed = True
+        attempt.agreed.clear()
+        if phase == "open":
+            self._done(phase)
+        else:
+            attempt.phase = _AFTER[phase]
+            self._tell_all(Proceed(attempt.epoch, phase))
+
+    def _done(self, phase: Phase) -> None:
+        self._tell_all(Proceed(self._attempt.epoch, phase))
+        self._attempt = Attempt(self.world)
+
+    def _stop(self, fault: Fault) -> None:
+        stop = Stop(self._attempt.epoch, fault, self._attempt.committed)
+        self._attempt, self._since = Attempt(self.world), None
+        self._tell_all(stop)
+
+    def _tell_all(self, message: msgspec.Struct) -> None:
+        for rank in list(self._ranks):
+            self._tell(rank, message)
+
+    def _tell(self, rank: int, message: msgspec.Struct) -> None:
+        with suppress(OSError):  # its end is heard by the selector, and told then
+            self._ranks[rank].send(message, timeout_s=2.0)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def _left_s(self) -> float | None:
+        """Ranks report who keeps them by their own deadlines; this one is for a rank that says nothing at all."""
+        return None if self._since is None else max(0.0, self._since + self.deadline_s + 1 - time.monotonic())
+
+    def _check_deadline(self) -> None:
+        if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
+            missing = self._attempt.missing(self._sides)
+            who = ", ".join(f"update rank {rank}" for rank in missing)
+            text = f"not heard of within {self.deadline_s:g} s of the others"
+            self._stop(self._attempt.fault(who, text))

@@ -1,0 +1,164 @@
+"""The endpoint of a worker: a socket that takes updates and questions, served by threads beside the engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.update.adapters.interface import Adapter
+from weft.update.gate import Closed
+from weft.update.wire.errors import Gone, WireError
+from weft.update.wire.link import Link
+from weft.update.wire.messages import (
+    PROTOCOL,
+    Answer,
+    Ask,
+    FromWorker,
+    GetStatus,
+    Hello,
+    Map,
+    Refused,
+    ToWorker,
+    Welcome,
+)
+from weft.update.wire.sockets import listen, refuse_strangers
+from weft.update.worker import Worker
+
+MOST_LINKS = 32
+HELLO_S = 5.0
+
+Answering = Callable[[bytes], tuple[int, bytes]]
+
+
+def worker_path(directory: Path, worker: int) -> Path:
+    """Where a worker listens."""
+    return directory / f"worker-{worker}.sock"
+
+
+class Endpoint:
+    """Listens for one worker until it is closed. `answer` serves Ask: it returns the version that answered, and what.
+
+    `spill` is a directory for `rollback="disk"`.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        directory: Path,
+        worker: int,
+        *,
+        answer: Answering | None = None,
+        spill: Path | None = None,
+    ) -> None:
+        self.worker = Worker(adapter, worker, spill)
+        self.answer = answer
+        self.path = worker_path(directory, worker)
+        self._server = listen(self.path)
+        self._links: set[Link[ToWorker]] = set()
+        self._master: Link[ToWorker] | None = None
+        self._guard = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name=f"weft worker {worker}", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes no more; the engine stays as it is."""
+        self._closing = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+        self.path.unlink(missing_ok=True)
+        with self._guard:
+            links = list(self._links)
+        for link in links:
+            link.shut()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                refuse_strangers(connection)
+                link: Link[ToWorker] = Link(connection, ToWorker)
+            except OSError:
+                connection.close()
+                continue
+            with self._guard:
+                full = len(self._links) >= MOST_LINKS
+                if not full:
+                    self._links.add(link)
+            if full:
+                link.close()
+                continue
+            threading.Thread(target=self._serve, args=(link,), name="weft link", daemon=True).start()
+
+    def _serve(self, link: Link[ToWorker]) -> None:
+        try:
+            self._converse(link)
+        except WireError as error:
+            with suppress(OSError, WireError):
+                link.send(Refused("malformed", str(error)), timeout_s=1.0)
+        except OSError:
+            pass  # the other end is gone, or too slow to be waited for
+        finally:
+            with self._guard:
+                self._links.discard(link)
+                was_master, self._master = self._master is link, None if self._master is link else self._master
+            link.close()
+            if was_master:
+                self.worker.release()
+
+    def _converse(self, link: Link[ToWorker]) -> None:
+        hello = link.receive(HELLO_S)
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
+        link.trust()
+        if hello.role == "update":
+            with self._guard:  # the last one to come has the say; an older one's end means nothing any more
+                before, self._master = self._master, link
+            if before is not None:
+                before.shut()
+        link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.gives, tuple(self.worker.plans)))
+        while True:
+            message = link.receive(None)
+            answer = self._answer(link, hello, message)
+            link.drop_fds()
+            link.send(answer)
+
+    def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
+        if isinstance(message, GetStatus):
+            return self.worker.status
+        if isinstance(message, Ask):
+            return self._ask(message)
+        if hello.role != "update":
+            raise WireError(f"{type(message).__name__} comes from update ranks only")
+        if self._master is not link:
+            raise Gone("another update rank has taken over")
+        if isinstance(message, Map):
+            return self.worker.map(message, link.fds)
+        return self.worker.handle(message)
+
+    def _ask(self, message: Ask) -> FromWorker:
+        if self.answer is None:
+            return Refused("order", "this worker answers no questions here")
+        try:
+            version, body = self.answer(message.body)
+        except Closed as closed:
+            return Refused("closed", str(closed))
+        except Exception as error:  # an engine's code: whatever it raises is its answer
+            return Refused("failed", f"{type(error).__name__}: {error}")
+        return Answer(version, body)

@@ -1,0 +1,85 @@
+"""An update rank's connection to the coordinator."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft.update.coordinator import coordinator_path
+from weft.update.errors import UpdateError, failure
+from weft.update.options import Options
+from weft.update.post import Post, read_into
+from weft.update.wire.control import Fault, FromCoordinator, Join, Phase, Stop
+from weft.update.wire.errors import Gone
+from weft.update.wire.link import Link
+from weft.update.wire.messages import PROTOCOL
+from weft.update.wire.sockets import connect
+
+M = TypeVar("M", bound=FromCoordinator)
+
+
+class Member:
+    """Speaks to the coordinator; it is never found again once it is lost."""
+
+    def __init__(self, directory: Path, rank: int, world: int, post: Post, options: Options) -> None:
+        self.post, self.options = post, options
+        self.epoch = 0
+        self.lost = False
+        self._link: Link[FromCoordinator] = Link(
+            _reach(coordinator_path(directory), options.deadline_s), FromCoordinator
+        )
+        self._link.trust()
+        self._link.send(Join(PROTOCOL, rank, world))
+        self.name = f"the coordinator (update rank 0, process {self._link.pid})"
+        read_into(post, "coordinator", self._link, self._take, self._gone)
+
+    def _take(self, message: Any) -> bool:
+        if not isinstance(message, Stop):
+            return False
+        if message.epoch in (0, self.epoch):
+            self.post.fail(UpdateError(message.fault, committed=message.committed))
+        return True
+
+    def _gone(self, text: str) -> None:
+        self.lost = True
+        self.post.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
+
+    def send(self, message: Any, phase: Phase) -> None:
+        """Raises UpdateError where the coordinator is gone."""
+        try:
+            self._link.send(message)
+        except OSError as error:
+            raise failure(self.epoch, self.name, phase, f"lost: {error}") from error
+
+    def report(self, fault: Fault) -> None:
+        """Tells of a fault, if there is anybody to tell."""
+        with suppress(OSError):
+            self._link.send(fault, timeout_s=2.0)
+
+    def hear(self, kind: type[M], phase: Phase) -> M:
+        """The next message, of this kind."""
+        try:
+            message = self.post.wait("coordinator", self.options.phase_s + 3)
+        except (TimeoutError, Gone) as error:
+            raise failure(self.epoch, self.name, phase, str(error)) from error
+        if not isinstance(message, kind):
+            text = f"{type(message).__name__} came where {kind.__name__} was expected"
+            raise failure(self.epoch, self.name, phase, text)
+        return message
+
+    def close(self) -> None:
+        """The coordinator takes it for a loss, unless it ends too."""
+        self._link.shut()
+
+
+def _reach(path: Path, deadline_s: float) -> Any:
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            return connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > until:
+                raise TimeoutError(f"no coordinator listens at {path} within {deadline_s:g} s") from None
+            time.sleep(0.01)

@@ -1,0 +1,129 @@
+"""What update ranks and their coordinator say to each other.
+
+update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
+coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from weft.update.wire.messages import Message, Status, Wants
+
+Kind: TypeAlias = Literal["update", "recover"]
+Phase: TypeAlias = Literal["enter", "settle", "layout", "plan", "begin", "load", "finish", "open"]
+
+
+class Join(Message, frozen=True):
+    """The first message of an update rank."""
+
+    protocol: int
+    rank: int
+    world: int
+
+
+class Fault(Message, frozen=True):
+    """What went wrong, where: `who` is a person's name for a process."""
+
+    epoch: int
+    who: str
+    phase: Phase
+    bucket: int
+    text: str
+    corrupt: bool = False
+
+
+class Enter(Message, frozen=True):
+    """An update rank begins an attempt. `layout` is a digest of what it has and its worker wants.
+
+    A rank that cannot (`fault`) enters too, so that all ranks hear of it together.
+    """
+
+    rank: int
+    kind: Kind
+    version: int
+    base: int | None
+    changed: tuple[str, ...] | None
+    layout: str
+    status: Status | None
+    fault: Fault | None = None
+
+
+class Settled(Message, frozen=True):
+    """How the worker stands after it learnt what is committed."""
+
+    epoch: int
+    rank: int
+    status: Status
+
+
+class Sides(Message, frozen=True):
+    """What a rank has, its worker wants, and its device has free."""
+
+    epoch: int
+    rank: int
+    free_bytes: int
+    has: Wants
+    wants: Wants
+
+
+class Agreed(Message, frozen=True):
+    """A phase is done on this rank; `value` must be the same on all where there is one."""
+
+    epoch: int
+    rank: int
+    phase: Phase
+    value: str = ""
+
+
+ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault
+
+
+# ---- from the coordinator --------------------------------------------------------------------------------------------
+
+
+class Go(Message, frozen=True):
+    """The attempt's epoch, and what is committed so far."""
+
+    epoch: int
+    committed: int | None
+    epochs: tuple[int, ...]
+
+
+class Layouts(Message, frozen=True):
+    """What to do after settling: who is to be loaded (`loads`), who holds the version already (`holds`).
+
+    `only`: the tensors that move, None for all. `sides` is by rank, and empty where no layout changed.
+    """
+
+    epoch: int
+    version: int
+    loads: tuple[int, ...]
+    holds: tuple[int, ...]
+    only: tuple[str, ...] | None
+    sides: tuple[Sides, ...]
+    why: str = ""
+
+
+class Send(Message, frozen=True):
+    """Layouts changed: send Sides."""
+
+    epoch: int
+
+
+class Proceed(Message, frozen=True):
+    """All ranks have agreed on the phase; for `finish` this is the decision to commit, which is durable by now."""
+
+    epoch: int
+    phase: Phase
+
+
+class Stop(Message, frozen=True):
+    """The attempt is over. `committed`: its version was committed before."""
+
+    epoch: int
+    fault: Fault
+    committed: bool
+
+
+FromCoordinator: TypeAlias = Go | Send | Layouts | Proceed | Stop

@@ -1,0 +1,147 @@
+"""A connection over which typed messages go, with a deadline on every wait.
+
+The end of the other process is noticed at once: by the end of the stream, and by its pidfd, as a child that it forked
+may hold the stream open.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from weft.update.wire.errors import Gone, WireError
+from weft.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
+from weft.update.wire.sockets import peer_of
+
+M = TypeVar("M")
+
+MOST_FDS = 8
+_CHUNK = 256 << 10
+
+
+class Link(Generic[M]):
+    """One end of a connection; `takes` is the union of messages that may come. Any thread may send, one receives."""
+
+    def __init__(self, connection: socket.socket, takes: Any, *, first_bytes: int = FIRST_BYTES) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.pid = peer_of(connection).pid
+        self.fds: list[int] = []
+        """Descriptors that came along and were not taken yet."""
+        self._decode = msgspec.msgpack.Decoder(takes).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._frames = Frames(first_bytes)
+        self._sending = threading.Lock()
+        self._pidfd = _pidfd(self.pid)
+        self._ended = False
+
+    def trust(self) -> None:
+        """From here on messages may be large."""
+        self._frames.most_bytes = MOST_BYTES
+
+    def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
+        """Hands the whole message to the kernel, or raises Gone or TimeoutError."""
+        data = memoryview(framed(self._encode(message)))
+        until = time.monotonic() + timeout_s
+        with self._sending:
+            while data:
+                try:
+                    sent = self._send_some(data, fds)
+                except BlockingIOError:
+                    self._await(select.POLLOUT, until, "take a message")
+                    continue
+                except OSError as error:
+                    raise Gone(f"process {self.pid} closed the connection") from error
+                fds, data = (), data[sent:]
+
+    def _send_some(self, data: memoryview, fds: Sequence[int]) -> int:
+        if not fds:
+            return self.connection.send(data)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        return self.connection.sendmsg([data], rights)
+
+    def receive(self, timeout_s: float | None) -> M:
+        """The next message. Raises Gone, WireError, or TimeoutError; None waits as long as the other end lives."""
+        until = time.monotonic() + timeout_s if timeout_s is not None else None
+        while (frame := self._frames.next()) is None:
+            self._await(select.POLLIN, until, "send a message")
+            self._read_some()
+        try:
+            message: M = self._decode(frame)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError
+            raise WireError(f"a message of {len(frame)} bytes is malformed: {error}") from None
+        return message
+
+    def _read_some(self) -> None:
+        try:
+            data, ancillary, flags, _ = self.connection.recvmsg(_CHUNK, socket.CMSG_LEN(MOST_FDS * 4))
+        except BlockingIOError:
+            if self._ended:
+                raise Gone(f"process {self.pid} ended") from None
+            return
+        except OSError as error:
+            raise Gone(f"process {self.pid} closed the connection") from error
+        for level, kind, rights in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = array.array("i")
+                whole.frombytes(rights[: len(rights) - len(rights) % whole.itemsize])
+                self.fds += whole
+        if len(self.fds) > MOST_FDS or flags & socket.MSG_CTRUNC:
+            self.drop_fds()
+            raise WireError(f"more than {MOST_FDS} descriptors came")
+        if not data:
+            raise Gone(f"process {self.pid} closed the connection")
+        self._frames.feed(data)
+
+    def _await(self, event: int, until: float | None, what: str) -> None:
+        poll = select.poll()
+        poll.register(self.connection, event)
+        if self._pidfd is not None and not self._ended:
+            poll.register(self._pidfd, select.POLLIN)
+        left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
+        ready = poll.poll(left_ms)
+        if not ready:
+            raise TimeoutError(f"process {self.pid} did not {what} in time")
+        if any(fd == self._pidfd for fd, _ in ready):
+            self._ended = True  # what it sent before its end is read first
+            if event == select.POLLOUT:
+                raise Gone(f"process {self.pid} ended")
+
+    def drop_fds(self) -> None:
+        """Closes descriptors that nobody asked for."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    def shut(self) -> None:
+        """Ends the connection; a thread that waits in `receive` gets Gone."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection and frees its descriptors. Not while another thread receives."""
+        self.shut()
+        self.drop_fds()
+        self.connection.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _pidfd(pid: int) -> int | None:
+    """None where the process is not seen from here (another pid namespace) or ended; the stream will tell then."""
+    if pid <= 0 or pid == os.getpid():
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,93 @@
+"""Unix sockets that only their owner can open.
+
+They lie in a directory of mode 0700, and both ends look at the other's uid: the mode alone would trust whoever made the
+directory first, the uid alone would let anybody queue.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")
+_LONGEST = 107  # of sun_path, less the zero behind it
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is at the other end."""
+
+    pid: int
+    uid: int
+
+
+def own_directory(path: Path) -> Path:
+    """Makes the directory, or refuses one that others could reach into."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} must be a directory of uid {os.getuid()} with mode 0700, it has uid {status.st_uid} and mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; sockets in it could be reached by others; chmod 700, or use another"
+        )
+    return path
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that takes connections at `path`; one that is left over from a process that ended is replaced."""
+    own_directory(path.parent)
+    if len(os.fsencode(path)) > _LONGEST:
+        raise ValueError(f"{path} is longer than the {_LONGEST} bytes a Unix socket's path may have; use a shorter one")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and not _is_listening(path):
+            path.unlink()
+        server.bind(os.fspath(path))
+        path.chmod(0o600)
+        server.listen(128)
+    except OSError as error:
+        server.close()
+        if path.exists() and _is_listening(path):
+            raise FileExistsError(f"another process listens at {path}; end it, or use another directory") from error
+        raise
+    return server
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection to whoever listens at `path`, if that is the same user."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.connect(os.fspath(path))
+        refuse_strangers(client)
+    except OSError:
+        client.close()
+        raise
+    return client
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that made the other end, as the kernel knows it."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return Peer(pid, uid)
+
+
+def refuse_strangers(connection: socket.socket) -> Peer:
+    """Who is at the other end; another user's process is refused."""
+    peer = peer_of(connection)
+    if peer.uid != os.getuid():
+        raise PermissionError(f"process {peer.pid} belongs to uid {peer.uid}, this one to {os.getuid()}; refused")
+    return peer
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+        return True

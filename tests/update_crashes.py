@@ -1,0 +1,115 @@
+"""Faults of update ranks: where one is killed, and a byte that changes on its way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.update import Updater
+from weft.update.wire.control import Agreed, Enter, Settled
+from weft.update.wire.messages import Load
+
+METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
+PHASES = ("enter", "settle", "plan", "begin", "finish", "open")
+KINDS = ("raise", "kill", "hang", "socket", "raise", "kill", "socket", "rank", "rank", "decision", "flip")
+DECISIONS = ("before commit", "after commit", "amid telling")
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Where an update rank is killed: at a bucket, before or after it says that a phase is done, or as it decides."""
+
+    rank: int
+    when: str
+    phase: str = ""
+    bucket: int = 0
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A byte of a bucket in a buffer changes after it was broadcast, before the worker reads it."""
+
+    rank: int
+    bucket: int
+
+
+def arm(updater: Updater, crash: Crash | None, flip: Flip | None, marks: Path) -> None:
+    """Has the rank that is meant get into trouble."""
+    if crash is not None and crash.rank == updater.rank:
+        _arm_crash(updater, crash, marks)
+    if flip is not None and flip.rank == updater.rank:
+        _arm_flip(updater, flip)
+
+
+def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
+    def die() -> None:
+        marks.write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if crash.when == "bucket":
+        seen = iter(range(1 << 30))
+        updater.progress = lambda done, total: die() if next(seen) == crash.bucket else None
+    elif crash.when in ("before", "after"):
+        member, send = updater.member, updater.member.send
+
+        def sending(message: Any, phase: Any) -> None:
+            named = type(message).__name__.lower().replace("settled", "settle").replace("agreed", "")
+            named = named or message.phase
+            here = isinstance(message, Agreed | Enter | Settled) and named == crash.phase
+            if here and crash.when == "before":
+                die()
+            send(message, phase)
+            if here:
+                die()
+
+        member.send = sending  # type: ignore[method-assign]
+    else:
+        _arm_decision(updater, crash, die)
+
+
+def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> None:
+    coordinator = updater._coordinator
+    assert coordinator is not None
+    commit, tell = coordinator.ledger.commit, coordinator._tell
+
+    def committing(version: int, epoch: int) -> None:
+        if crash.when == "before commit":
+            die()
+        commit(version, epoch)
+        if crash.when == "after commit":
+            die()
+        coordinator._tell = telling  # type: ignore[method-assign]
+
+    def telling(rank: int, message: Any) -> None:
+        tell(rank, message)
+        if rank == 1:
+            die()
+
+    coordinator.ledger.commit = committing  # type: ignore[method-assign]
+
+
+def _arm_flip(updater: Updater, flip: Flip) -> None:
+    beside, send = updater.beside, updater.beside.send
+
+    def sending(message: Any, fds: Any = ()) -> None:
+        if isinstance(message, Load) and message.bucket >= flip.bucket:
+            share = updater.attempt.stream.shares.of_worker(updater.rank, gives=False).shares  # type: ignore[union-attr]
+            mine = next(part for part in share if part.bucket == message.bucket)
+            take = mine.takes[-1]
+            item = mine.items[take.item]
+            low = take.box.slices(item.piece.box)
+            flat = [*updater.ipc, *updater.h2d][message.buffer].raw[item.offset_bytes :].view("u2")
+            strides = [1]
+            for length in reversed(item.piece.box.shape[1:]):
+                strides.insert(0, strides[0] * length)
+            at = sum(s.start * stride for s, stride in zip(low, strides, strict=True))
+            flat[at] ^= 1
+            beside.send = send  # type: ignore[method-assign]
+        send(message, fds)
+
+    beside.send = sending  # type: ignore[method-assign]

@@ -1,0 +1,107 @@
+"""Small models, their layouts, and weights that any process can make again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from weft.update import Plain, Source
+from weft.update.copying import digest, opaque
+from weft.weights.buffers import Memory
+from weft.weights.layouts import Parallel
+from weft.weights.pieces import Box, Holding, Tensor
+
+SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
+
+
+def model(layers: int, width: int, experts: int = 2) -> list[Tensor]:
+    tensors = [Tensor("embed", (8 * width, width), "bfloat16")]
+    for layer in range(layers):
+        tensors.append(Tensor(f"layers.{layer}.norm", (width,), "bfloat16"))
+        tensors.append(Tensor(f"layers.{layer}.up", (4 * width, width), "bfloat16"))
+        tensors.append(Tensor(f"layers.{layer}.down", (width, 4 * width), "bfloat16"))
+        for expert in range(experts):
+            tensors.append(Tensor(f"layers.{layer}.experts.{expert}", (2 * width, width), "bfloat16"))
+    return tensors
+
+
+def stage(name: str, layers: int) -> int:
+    return 0 if name == "embed" else int(name.split(".")[1]) * 2 // layers
+
+
+def trained(tensors: list[Tensor], layers: int) -> Holding:
+    """PP2 x EP2."""
+    expert = lambda name: int(name.split(".")[3]) % 2 if "experts" in name else None  # noqa: E731
+    return Parallel(pp=2, ep=2, stage=lambda name: stage(name, layers), expert=expert).holding(tensors)
+
+
+def served(tensors: list[Tensor]) -> Holding:
+    """TP4: what goes up is cut along its rows, what comes down along its columns, which are strided."""
+    rule = lambda name: None if "norm" in name else (1 if "down" in name else 0)  # noqa: E731
+    return Parallel(tp=4, dim=rule).holding(tensors)
+
+
+def numbers(tensor: Tensor, box: Box, version: int) -> npt.NDArray[np.uint16]:
+    """The elements of a box, the same in any process: by their place in the tensor, its name, and the version."""
+    seed = int(xxhash.xxh32_intdigest(f"{tensor.name} {version}".encode()))
+    out = np.empty(box.shape, np.uint16)
+    rows = range(box.start[0], box.stop[0])
+    inner = np.zeros((1,) * (len(box.start) - 1), np.uint32)
+    for axis in range(1, len(box.start)):
+        along = np.arange(box.start[axis], box.stop[axis], dtype=np.uint32)
+        inner = inner + along.reshape([-1 if a == axis else 1 for a in range(1, len(box.start))]) * np.uint32(
+            math.prod(tensor.shape[axis + 1 :])
+        )
+    width = math.prod(tensor.shape[1:])
+    for at, row in enumerate(rows):
+        first = np.array([(row * width + seed) & 0xFFFFFFFF], np.uint32)  # arrays wrap around without a warning
+        out[at] = ((inner + first) * np.uint32(2654435761) >> np.uint32(16)).reshape(inner.shape)
+    return out
+
+
+def source_of(have: Holding, rank: int, version: int) -> Source:
+    held = {}
+    for piece in have.pieces[rank]:
+        array = numbers(have.tensors[piece.tensor], piece.box, version)
+        held[piece] = torch.from_numpy(array).view(torch.bfloat16)
+    return Source(have.tensors, held)
+
+
+def expected(want: Holding, worker: int, version: int) -> str:
+    """What a plain worker's digest must be."""
+    hashed = xxhash.xxh3_128()
+    for piece in sorted(want.pieces[worker], key=lambda piece: piece.tensor):
+        part = numbers(want.tensors[piece.tensor], piece.box, version)
+        hashed.update(piece.tensor.encode() + digest(part))
+    return hashed.hexdigest()
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compares, in a worker's process, every element it holds with what it should be; names what differs."""
+
+    version: int
+
+    def __call__(self, adapter: Plain) -> list[str]:
+        wrong = []
+        tensors = {tensor.name: tensor for tensor in adapter.wants().tensors}
+        for piece in adapter.wants().pieces:
+            held = opaque(adapter.held[piece.tensor])
+            if not np.array_equal(held, numbers(tensors[piece.tensor], piece.box, self.version)):
+                wrong.append(piece.tensor)
+        return wrong
+
+
+@dataclass(frozen=True)
+class SourceMaker:
+    """Makes a rank's weights of a version."""
+
+    have: Holding
+
+    def __call__(self, rank: int, version: int) -> Source:
+        return source_of(self.have, rank, version)

@@ -1,0 +1,46 @@
+"""A vLLM worker that gets into trouble, for tests of weight updates. Imported by vLLM in its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.update.adapters.vllm import Extension
+from weft.update.endpoint import Endpoint
+
+
+class TroubledExtension(Extension):
+    """As ever, until trouble is asked for."""
+
+    def weft_trouble(self, worker: int, act: str, method: str, at: int, hang_s: float, mark: str) -> str | None:
+        """At the `at`-th call of the adapter's method, once."""
+        endpoint = self.weft_endpoint
+        if endpoint is None or endpoint.worker.worker != worker:
+            return None
+        adapter, calls = endpoint.worker.adapter, iter(range(1 << 30))
+        real = getattr(type(adapter), method)
+
+        def troubled(*args: Any) -> Any:
+            if next(calls) == at:
+                delattr(adapter, method)
+                Path(mark).write_text(str(time.monotonic()))
+                _act(endpoint, act, hang_s)
+            return real(adapter, *args)
+
+        setattr(adapter, method, troubled)
+        return None
+
+
+def _act(endpoint: Endpoint, act: str, hang_s: float) -> None:
+    if act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif act == "hang":
+        time.sleep(hang_s)
+    elif act == "socket":
+        for link in list(endpoint._links):
+            link.shut()
+    else:
+        raise RuntimeError("trouble")
