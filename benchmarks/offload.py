@@ -2,7 +2,7 @@
 
 Four processes, interleaved-overlap over PP4 with two chunks a rank, 16 micro-batches, four MoE layers a chunk, paced by
 DeepSeek-V3's published profile (preset deepseek-v3-h800, copies included) scaled so that a step takes about 10 s. What
-layers save is real: about 2 MB a layer and micro-batch. In each round the same pipeline runs once with what it saves
+layers save is real: about 1 MB a layer and micro-batch. In each round the same pipeline runs once with what it saves
 left where it is and counted, and once offloaded.
 
     peak_error    the most bytes of saved tensors alive at once, the largest over ranks, over the simulator's
@@ -38,7 +38,7 @@ from weft.moe import MoELayer
 from weft.runtime.saved import SavedReport
 
 PP, VPP, MICROBATCHES, LAYERS = 4, 2, 16, 4
-WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 128, 2, 256
+WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 128, 2, 128
 STEP_S = 10.0
 
 

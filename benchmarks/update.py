@@ -11,8 +11,9 @@ columns, whose slices are strided. In each round, in an order that rotates, the 
 
     ratio          engine over bare, median of the rounds'
     ratio_checked  checked over bare
-    hidden         over links of 1 Gbit/s between network namespaces: the share of reload time during which the device
-                   was in a broadcast, its own wait for the others included; null where namespaces are not allowed
+    hidden         over links of 1 Gbit/s between network namespaces: the share of reload time during which a broadcast
+                   was under way, from when the last rank had joined it until the last one had it all (a source is
+                   done earlier: its last bytes are still in the kernel); null where namespaces are not allowed
 
 The run is void, and exits with 1, if again over bare leaves 0.95 to 1.05. The last line is JSON.
 """
@@ -29,8 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from shaped_link import ShapedLink, why_not
 
 from weft.update import Endpoint, Options, Plain, Source, Updater
 from weft.update.buffers import HostBuffer
@@ -51,8 +51,8 @@ from weft.weights.plan import plan_update
 
 MiB = 1 << 20
 KINDS = ("bare", "engine", "checked", "again")
-BUCKET, TOTAL, SHAPED_TOTAL = 32 * MiB, 512 * MiB, 256 * MiB
-SHAPED_RATE, SHAPED_BUCKET = "1gbit", 4 * MiB
+BUCKET, TOTAL = 32 * MiB, 512 * MiB
+SHAPED_RATE = "1gbit"
 
 
 def layouts(ranks: int, total: int) -> tuple[Holding, Holding]:
@@ -196,11 +196,14 @@ def compete(directory: Path, updater: Updater, source: Source, shares: Shares, r
 
 
 def hidden(updater: Updater, source: Source) -> float:
-    """Of the second update: how much of all reloads ran while their device was in a broadcast, or waited in one."""
+    """Of the second update: how much of all reloads ran while the link was busy. The hosts share a clock here."""
     updater.update(source, 1)
     times = updater.update(source, 2).times
     assert times is not None
-    broadcasts = np.array(list(times.broadcast.values()))
+    broadcasts = np.array([times.broadcast[bucket] for bucket in sorted(times.broadcast)])
+    under_way = torch.from_numpy(broadcasts.astype(np.int64))
+    dist.all_reduce(under_way, op=dist.ReduceOp.MAX)
+    broadcasts = under_way.numpy()
     shares = torch.zeros(2, dtype=torch.float64)
     for start, end in times.reload.values():
         common = np.minimum(end, broadcasts[:, 1]) - np.maximum(start, broadcasts[:, 0])
@@ -212,32 +215,7 @@ def hidden(updater: Updater, source: Source) -> float:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def shaped() -> Iterator[list[str]]:
-    """Two network namespaces with a link of limited rate between them; yields their names."""
-    names = [f"weft{os.getpid()}{end}" for end in "ab"]
-
-    def ip(*command: str) -> None:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-
-    try:
-        for name in names:
-            ip("ip", "netns", "add", name)
-        ip("ip", "link", "add", "wa", "netns", names[0], "type", "veth", "peer", "name", "wb", "netns", names[1])
-        for end, (name, device) in enumerate(zip(names, ("wa", "wb"), strict=True)):
-            inside = ("ip", "netns", "exec", name)
-            ip(*inside, "ip", "addr", "add", f"10.77.0.{end + 1}/24", "dev", device)
-            ip(*inside, "ip", "link", "set", device, "up")
-            ip(*inside, "ip", "link", "set", "lo", "up")
-            shape = ("root", "tbf", "rate", SHAPED_RATE, "burst", "256kb", "latency", "50ms")
-            ip(*inside, "tc", "qdisc", "add", "dev", device, *shape)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def play(ranks: int, rounds: int, total: int, bucket: int, namespaces: list[str] | None = None) -> Any:
+def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | None = None) -> Any:
     """Starts workers and ranks, and returns what rank 0 found."""
     with tempfile.TemporaryDirectory(prefix="weft-b") as name:
         directory = Path(name)
@@ -253,10 +231,10 @@ def play(ranks: int, rounds: int, total: int, bucket: int, namespaces: list[str]
             while not all((directory / f"bare-{worker}.sock").exists() for worker in range(ranks)):
                 time.sleep(0.05)
             for rank in range(ranks):
-                address = "127.0.0.1" if namespaces is None else "10.77.0.1"
-                device = "lo" if namespaces is None else ("wa", "wb")[rank]
+                address = "127.0.0.1" if link is None else link.address(0)
+                device = "lo" if link is None else link.interface(rank)
                 place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": device}
-                inside = [] if namespaces is None else ["ip", "netns", "exec", namespaces[rank]]
+                inside = [] if link is None else link.command(rank, [])
                 processes.append(start(["--rank", str(rank), str(rounds), *sizes], place, inside))
             for process in processes[ranks:]:
                 if process.wait(1200):
@@ -274,13 +252,12 @@ def start(arguments: list[str], place: dict[str, str], inside: list[str] | None 
 
 
 def measure_hidden() -> float | None:
-    try:
-        with shaped() as names:
-            return float(play(2, 0, SHAPED_TOTAL, SHAPED_BUCKET, names))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        print(f"hidden: not measured, network namespaces or tc are not to be had here: {reason}")
+    reason = why_not()
+    if reason is not None:
+        print(f"hidden: not measured, there is no shaped link here: {reason}")
         return None
+    with ShapedLink(SHAPED_RATE) as link:
+        return float(play(2, 0, TOTAL, BUCKET, link))
 
 
 def main() -> int:
