@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing as mp
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from local_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -398,16 +398,7 @@ def main() -> None:
         sys.exit(f"no such schedule: {', '.join(unknown)}; there are {', '.join(TORCH)}")
     size = f"{RANKS} ranks on {os.cpu_count()} cores, {MICROBATCHES} micro-batches"
     print(f"torch {torch.__version__}, {size}", flush=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "weft"])
-    ranks = [context.Process(target=rank_main, args=(rank, store.port, names)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()  # when one fails, gloo tells the others that its connection is closed
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"ranks exited with {[process.exitcode for process in ranks]}")
+    run_ranks(rank_main, RANKS, names, preload=["torch.distributed.pipelining", "weft"])
 
 
 if __name__ == "__main__":

@@ -16,24 +16,22 @@ The last line is JSON, medians over rounds.
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import statistics
 import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_ranks import join, run_ranks, scaled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
-from weft.ir.program import OpKind
 from weft.moe import MoELayer
 from weft.runtime.saved import SavedReport
 
@@ -46,10 +44,7 @@ def scaled_costs() -> weft.Costs:
     """The preset, scaled so that the step is predicted to take `STEP_S`."""
     costs = weft.load_costs("deepseek-v3-h800")
     schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
-    trace = weft.simulate(weft.lower(schedule, costs, weft.Options(layers=LAYERS)), costs)
-    factor = STEP_S / (trace.makespan / trace.clock.ticks * 1e-6)
-    parts = {name: {k: round(v * factor) for k, v in getattr(costs, name).items()} for name in ("layer", "message")}
-    return replace(costs, **parts)
+    return scaled(costs, schedule, LAYERS, STEP_S)[0]
 
 
 def pipeline(costs: weft.Costs, saved: Any) -> weft.Pipeline:
@@ -114,19 +109,14 @@ def one_step(pipe: weft.Pipeline, x: torch.Tensor) -> dict[str, Any]:
 
 def simulated_peak(pipe: weft.Pipeline, costs: weft.Costs, saved: SavedReport) -> int:
     """The largest over ranks, for what layers were seen to save."""
-    parts = saved.parts
-    attn = sum(parts.get(name, 0) for name in ("attn", "counts", "host", "dispatch"))
-    mlp = sum(parts.get(name, 0) for name in ("mlp", "combine"))
-    layout = replace(pipe.program.layout, saved={OpKind.ATTN_F: attn, OpKind.MLP_F: mlp})
+    layout = replace(pipe.program.layout, saved=saved.by_kind)
     program = replace(pipe.program, layout=layout)
     return max(weft.measure(weft.simulate(program, costs)).peak_bytes)
 
 
 def rank_main(rank: int, port: int, num_rounds: int) -> None:
     """What each process does; rank 0 tells."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PP, timeout=timedelta(seconds=120))
+    join(rank, port, PP)
     costs = scaled_costs()
     pipes = {name: pipeline(costs, name) for name in ("count", "offload")}
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
@@ -160,18 +150,9 @@ def rank_main(rank: int, port: int, num_rounds: int) -> None:
 
 
 def main() -> None:
-    """Starts the ranks; a forkserver imports torch once for all of them."""
+    """Starts the ranks."""
     num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "weft.runtime", "weft.moe"])
-    ranks = [context.Process(target=rank_main, args=(rank, store.port, num_rounds)) for rank in range(PP)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"ranks exited with {[process.exitcode for process in ranks]}")
+    run_ranks(rank_main, PP, num_rounds, preload=["torch.distributed", "weft.runtime", "weft.moe"])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ The last line is JSON, medians over rounds. With `--traces` the last of each kin
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import statistics
 import subprocess
@@ -30,12 +29,12 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_ranks import join, run_ranks, scaled
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,10 +66,7 @@ def scaled_costs() -> tuple[weft.Costs, float]:
     costs = weft.load_costs("deepseek-v3-h800")
     costs = replace(costs, message={**costs.message, "reduce_grad": 0})
     schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
-    trace = weft.simulate(weft.lower(schedule, costs, weft.Options(layers=1)), costs)
-    factor = STEP_S / (trace.makespan / trace.clock.ticks * 1e-6)
-    parts = {name: {k: round(v * factor) for k, v in getattr(costs, name).items()} for name in ("layer", "message")}
-    return replace(costs, **parts), factor
+    return scaled(costs, schedule, 1, STEP_S)
 
 
 def pressure_s() -> float:
@@ -171,9 +167,7 @@ def torch_step(runner: Any, rank: int, x: Tensor) -> None:
 
 def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: Path) -> None:
     """What each process does; rank 0 tells."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PP * EP, timeout=timedelta(seconds=120))
+    join(rank, port, PP * EP)
     costs, factor = scaled_costs()
     pipe, runner = weft_pipeline(rank, costs), torch_schedule(rank, costs)
     predicted_s = weft.simulate(pipe.program, costs).makespan / 1e9
@@ -235,18 +229,9 @@ def summary(rounds: list[Round], predicted_s: float) -> dict[str, Any]:
 
 
 def paced(num_rounds: int, traces: Path | None, told: Path) -> None:
-    """Starts the ranks; a forkserver imports torch once for all of them."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "weft.runtime", "weft.moe"])
-    given = (store.port, num_rounds, traces, told)
-    ranks = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(PP * EP)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"ranks exited with {[process.exitcode for process in ranks]}")
+    """The first half; what it came to is in the file `told`."""
+    preload = ["torch.distributed.pipelining", "weft.runtime", "weft.moe"]
+    run_ranks(rank_main, PP * EP, num_rounds, traces, told, preload=preload)
 
 
 def over_a_link(num_rounds: int, traces: Path | None) -> dict[str, Any]:

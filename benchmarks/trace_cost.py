@@ -8,7 +8,6 @@ quartiles, `noted_ns` what one note takes by itself; `share` is all notes of a s
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from local_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -88,14 +88,7 @@ def rank_main(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["weft.runtime"])
-    ranks = [context.Process(target=rank_main, args=(rank, store.port)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    run_ranks(rank_main, RANKS, preload=["weft.runtime"])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import weft
 from weft.api import load_any
@@ -46,6 +49,8 @@ def test_a_layer_in_segments_learns(tmp_path: Path) -> None:
 
 
 def test_a_schedule_of_your_own(tmp_path: Path) -> None:
-    shown = torchrun(2, "custom_schedule.py", tmp_path).splitlines()
-    assert len(shown) == 2
-    assert all("in one process 1.303400" in line and "loss 1.303400" in line for line in shown)
+    shown = torchrun(2, "custom_schedule.py", tmp_path)  # both ranks write, a line or a part of one at a time
+    found = re.findall(r"loss (\d+\.\d{6}), in one process (\d+\.\d{6}), gradients differ by at most", shown)
+    assert len(found) == 2, shown
+    for loss, alone in found:
+        assert float(loss) == pytest.approx(float(alone), abs=2e-6)

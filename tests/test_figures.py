@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import weft
+from sheets import check_texts
 from weft.costs import UNIT_COSTS, Costs, load_costs
 from weft.ir.execute import Times
 from weft.ir.memory import peaks
@@ -303,14 +304,7 @@ def test_all_that_is_written_is_on_the_sheet(
         draw_cell(lanes, which, tmp_path / "d.png")
     compare_figure([cells, trace_of("zb-v")], tmp_path / "e.png", title="two")
     for sheet in sheets:
-        sheet.figure.draw_without_rendering()
-        page = sheet.figure.bbox
-        texts = [text.get_window_extent() for text in sheet.axes.texts]
-        for box in texts:
-            assert page.x0 <= box.x0 < box.x1 <= page.x1
-            assert page.y0 <= box.y0 < box.y1 <= page.y1
-        for one, other in combinations(texts, 2):
-            assert not (one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1)
+        check_texts(sheet)
 
 
 def test_weft_alone_does_not_load_matplotlib() -> None:

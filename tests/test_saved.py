@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from ranks import check, run_ranks
-from weft.ir.program import OpKind
 from weft.moe import MoELayer
-from weft.runtime.saved import FilePool, PinnedPool, SavedReport, Store
+from weft.runtime.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
 from weft.runtime.saved.pool import size_class
 from weft.runtime.split import Half
 
@@ -243,9 +242,7 @@ def paced(rank: int, saved: Any) -> tuple[int, int]:
     pipe.step(x, x)
     assert pipe.report is not None
     assert pipe.report.saved is not None
-    parts = pipe.report.saved.parts
-    held = {OpKind.ATTN_F: parts["attn"], OpKind.MLP_F: parts["mlp"] + parts["combine"]}
-    program = replace(pipe.program, layout=replace(pipe.program.layout, saved=held))
+    program = replace(pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind))
     predicted = weft.measure(weft.simulate(program, unit)).peak_bytes[rank]
     pipe.close()
     return pipe.report.saved.peak, predicted
@@ -265,9 +262,20 @@ def anonymous_kb() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
 
+class Watchful(Ledger):
+    """Sees to it that what is released is still alive: its address is nobody else's."""
+
+    def release(self, address: int, size_bytes: int) -> None:
+        others = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(4)]
+        assert all(other.data_ptr() != address for other in others)
+        super().release(address, size_bytes)
+
+
 def many_steps(rank: int) -> tuple[list[int], set[int], int]:
     pipe, x = make(rank, Case("interleaved-overlap", ep=1, microbatches=6, layers=1), "offload")
     memory, pools = [], set()
+    assert pipe._store is not None
+    pipe._store.ledger = Watchful()
     for step in range(200):
         pipe.step(x, x)
         if step >= 50:
@@ -275,7 +283,6 @@ def many_steps(rank: int) -> tuple[list[int], set[int], int]:
             assert pipe.report is not None
             assert pipe.report.saved is not None
             pools.add(pipe.report.saved.pool)
-    assert pipe._store is not None
     live = pipe._store.ledger.live_bytes
     pipe.close()
     return memory, pools, live

@@ -10,6 +10,7 @@ import pytest
 
 import weft
 from browser import MISSING, browser
+from sheets import check_texts
 from weft.api import load_any
 from weft.ir.program import OpKind
 from weft.ir.trace import Trace
@@ -91,14 +92,7 @@ def test_figures_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for buffers in BUFFERS:
         draw(update(*buffers), tmp_path / "a.png", ranks=range(1, 3))
     for sheet in sheets:
-        sheet.figure.draw_without_rendering()
-        paper = sheet.figure.bbox
-        texts = [text.get_window_extent() for text in sheet.axes.texts]
-        for box in texts:
-            assert paper.x0 <= box.x0 < box.x1 <= paper.x1
-            assert paper.y0 <= box.y0 < box.y1 <= paper.y1
-        for one, other in combinations(texts, 2):
-            assert not (one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1)
+        check_texts(sheet)
 
 
 def test_what_figures_of_updates_do_not_have(published: Trace, tmp_path: Path) -> None:

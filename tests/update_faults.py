@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 from ranks import Outcome, run_ranks
 from update_crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
 from update_workers import Asker, Trouble, Workers
+from watching import Watching
 from weft.update import Options, Source, UpdateError, Updater
 from weft.update.ledger import Ledger
 from weft.update.wire.errors import Gone
@@ -143,22 +143,12 @@ class Seen:
 
 
 @dataclass
-class Watcher:
+class Watcher(Watching):
     """Asks every worker over and over, from a process that has no part in updates; starts killed ones again."""
 
     workers: Workers
     seen: list[Seen] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-
-    def __enter__(self) -> Watcher:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _run(self) -> None:
         askers: dict[int, Asker] = {}

@@ -24,6 +24,7 @@ import torch
 
 from update_crashes import arm
 from update_faults import Case, Report
+from watching import Watching
 from weft.update import Options, UpdateError, Updater
 from weft.update.checkpoint import read_checkpoint
 from weft.update.wire.messages import Close
@@ -236,23 +237,13 @@ def attempt(
 
 
 @dataclass
-class Watcher:
+class Watcher(Watching):
     """Asks the engine over and over."""
 
     engine: Engine
     seen: list[tuple[int, list[int]]] = field(default_factory=list)
     closed: int = 0
     died: int = 0
-
-    def __enter__(self) -> Watcher:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _run(self) -> None:
         while not self._stop.wait(0.3):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.boundary import Boundary
+from weft.runtime.boundary import Boundary, boundary_of, fits
 from weft.runtime.seeding import Seeds
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -36,6 +36,17 @@ class Chunk:
         for left in (self.inputs, self.targets, self.outputs, self.output_grads, self.input_grads, self.losses):
             left.clear()
         self._scale = scale
+
+    def keep_shape(self, mb: int, outputs: Tensors) -> None:
+        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        if self.boundary is None:
+            self.boundary = boundary_of(outputs)
+        elif not fits(outputs, self.boundary):
+            got, first = (", ".join(map(str, b)) for b in (boundary_of(outputs), self.boundary))
+            raise ValueError(
+                f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
+                "one shape: pad them, or make a new Pipeline for the new shape"
+            )
 
     def scale_as(self, dtype: torch.dtype) -> Tensor:
         """The scale in the precision of a loss, made once a step."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.ir.program import OpKind
-from weft.runtime.boundary import boundary_of, fits
 from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.saved import Store
 from weft.runtime.seeding import Seeds
@@ -114,7 +113,8 @@ class LayeredStage(Chunk):
         return torch.autocast(device, dtype, enabled=kind in FORWARD)
 
     def _weight_half(self, name: str, mb: int, layer: int, add: AddGradient) -> None:
-        for half in self._passing[mb].halves.pop((layer, name)):
+        halves = self._passing[mb].halves.pop((layer, name))
+        for half in halves:
             half.run(add)
         if self.store is not None:
             self.store.drop_halves((self.number, mb, layer), name)
@@ -177,19 +177,11 @@ class LayeredStage(Chunk):
         self._own_loss(mb, values["loss"])
 
     def _check(self, mb: int, out: Value) -> None:
-        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        """What layers hand on is one tensor, in the shape of the first."""
         if not isinstance(out.thing, Tensor):
             got = type(out.thing).__name__
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
-        probe = (out.thing.detach().requires_grad_(out.needs_grad),)
-        if self.boundary is None:
-            self.boundary = boundary_of(probe)
-        elif not fits(probe, self.boundary):
-            got, first = (", ".join(map(str, b)) for b in (boundary_of(probe), self.boundary))
-            raise ValueError(
-                f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
-                "one shape: pad them, or make a new Pipeline for the new shape"
-            )
+        self.keep_shape(mb, (out.thing.detach().requires_grad_(out.needs_grad),))
 
     def _own_loss(self, mb: int, value: Value) -> None:
         """A loss starts its own gradient, and is added to the micro-batch's."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from weft.runtime.boundary import boundary_of, fits
+from weft.runtime.boundary import fits
 from weft.runtime.chunk import Chunk, Tensors, check_losses
 from weft.runtime.edge import edge_of
 from weft.runtime.seeding import Seeds
@@ -86,21 +86,14 @@ class Stage(Chunk):
         self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
 
     def _check(self, mb: int, outputs: Tensors) -> None:
-        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        """What a stage returns is tensors, in the shape of the first."""
         for output in outputs:
             if not isinstance(output, Tensor):
                 raise ValueError(
                     f"stage {self.number} returned {type(output).__name__}; a stage returns a tensor, a tuple of "
                     "tensors, or weft.Output(output, aux_loss)"
                 )
-        if self.boundary is None:
-            self.boundary = boundary_of(outputs)
-            return
-        got, first = (", ".join(map(str, b)) for b in (boundary_of(outputs), self.boundary))
-        raise ValueError(
-            f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have one "
-            "shape: pad them, or make a new Pipeline for the new shape"
-        )
+        self.keep_shape(mb, outputs)
 
     def backward(self, mb: int) -> None:
         """B: from the gradients of the outputs to those of the inputs and of all parameters."""

@@ -32,9 +32,9 @@ from weft.update.wire.control import (
     ToCoordinator,
 )
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link
+from weft.update.wire.link import Link, accept
 from weft.update.wire.messages import PROTOCOL
-from weft.update.wire.sockets import listen, refuse_strangers
+from weft.update.wire.sockets import listen
 
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
 
@@ -94,18 +94,14 @@ class Coordinator:
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        try:
-            refuse_strangers(connection)
-            link: Link[ToCoordinator] = Link(connection, ToCoordinator)
-        except OSError:
-            connection.close()
+        link: Link[ToCoordinator] | None = accept(self._server, ToCoordinator)
+        if link is None:
             return
         if len(self._strangers) > self.world:
             link.close()
             return
         self._strangers.add(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _hear(self, link: Link[ToCoordinator]) -> None:
         """All that has come over a connection so far; its selector does not know of what was read already."""

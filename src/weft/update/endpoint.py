@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 from weft.update.adapters.interface import Adapter
 from weft.update.gate import Closed
 from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.link import Link
+from weft.update.wire.link import Link, accept
 from weft.update.wire.messages import (
     PROTOCOL,
     Answer,
@@ -26,7 +25,7 @@ from weft.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from weft.update.wire.sockets import listen, refuse_strangers
+from weft.update.wire.sockets import close_server, listen
 from weft.update.worker import Worker
 
 MOST_LINKS = 32
@@ -75,11 +74,8 @@ class Endpoint:
     def close(self) -> None:
         """Takes no more; the engine stays as it is."""
         self._closing = True
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
+        close_server(self._server, self.path)
         self._thread.join()
-        self._server.close()
-        self.path.unlink(missing_ok=True)
         with self._guard:
             links = list(self._links)
         for link in links:
@@ -88,14 +84,10 @@ class Endpoint:
     def _accept(self) -> None:
         while not self._closing:
             try:
-                connection, _ = self._server.accept()
+                link: Link[ToWorker] | None = accept(self._server, ToWorker)
             except OSError:
                 return
-            try:
-                refuse_strangers(connection)
-                link: Link[ToWorker] = Link(connection, ToWorker)
-            except OSError:
-                connection.close()
+            if link is None:
                 continue
             with self._guard:
                 full = len(self._links) >= MOST_LINKS

@@ -21,10 +21,9 @@ from weft.view.frame import (
     put_about,
     put_title,
 )
-from weft.view.labels import extent
-from weft.view.palette import Palette, palette
-from weft.view.parts import entries, legend, row_names, time_axis
-from weft.view.sheet import FAINT, Scale, Sheet, checked_path, draw_boxes
+from weft.view.palette import palette
+from weft.view.parts import entries, legend, put_block, time_axis
+from weft.view.sheet import Scale, Sheet, checked_path
 
 WIDTH = 1000.0
 """Points across: a page of a screen, where boxes without room for their names say nothing."""
@@ -56,7 +55,8 @@ def against_figure(
         chosen = checked_ranks(trace, ranks)
         whole = lane_boxes(trace, chosen, Grid(11, 1, 6)) if by_lane else cell_boxes(trace, chosen)
         boxes = within(whole, first, last)
-        _draw_block(sheet, trace, boxes, colours, Scale(left, 0.0, per_unit, first), name=name, by_lane=by_lane)
+        scale = Scale(left, 0.0, per_unit, first)
+        put_block(sheet, boxes, colours, scale, name=name, facts=_long(trace), by_lane=by_lane)
         drawn.append((trace, boxes))
     time_axis(sheet, Scale(left, 0.0, per_unit, first), last - first, traces[0].clock.unit)
     found = dict.fromkeys(entry for trace, boxes in drawn for entry in entries(trace, boxes, colours))
@@ -87,18 +87,6 @@ def within(boxes: Boxes, first: float, last: float) -> Boxes:
         right=np.minimum(boxes.right[seen], last),
         says=tuple(text[seen] for text in boxes.says),
     )
-
-
-def _draw_block(
-    sheet: Sheet, trace: Trace, boxes: Boxes, colours: Palette, scale: Scale, *, name: str, by_lane: bool
-) -> None:
-    sheet.y += 14
-    sheet.text(scale.left, sheet.y, name, bold=True)
-    sheet.text(scale.left + extent(name, "bold")[0] * 8 + 8, sheet.y, _long(trace), size=7, colour=FAINT)
-    scale = Scale(scale.left, sheet.y + 8, scale.points_per_unit, scale.origin)
-    draw_boxes(sheet, boxes, colours, scale)
-    row_names(sheet, boxes, scale, by_lane=by_lane)
-    sheet.y = scale.top + boxes.height + 4
 
 
 def _long(trace: Trace) -> str:

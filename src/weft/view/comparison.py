@@ -20,10 +20,10 @@ from weft.view.frame import (
     width_for,
 )
 from weft.view.held import Held, MemoryUnit, held, memory_unit
-from weft.view.labels import extent, fit
-from weft.view.palette import Palette, palette
-from weft.view.parts import entries, legend, memory_lines, row_names, time_axis
-from weft.view.sheet import FAINT, Scale, Sheet, checked_path, draw_boxes
+from weft.view.labels import fit
+from weft.view.palette import palette
+from weft.view.parts import entries, legend, memory_lines, put_block, time_axis
+from weft.view.sheet import Scale, Sheet, checked_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,8 @@ def compare_figure(
     most = max(block.peak for block in blocks) or 1.0
     size = min(fit(block.boxes, per_unit).size for block in blocks)
     for block in blocks:
-        _draw_block(sheet, block, colours, size, per_unit)
+        scale = Scale(LEFT, 0.0, per_unit)
+        put_block(sheet, block.boxes, colours, scale, name=block.title, facts=block.facts, by_lane=False, sizes=[size])
         memory_lines(sheet, block.curves, Scale(LEFT, 0.0, per_unit), most, block.unit, end)
     time_axis(sheet, Scale(LEFT, 0.0, per_unit), end, traces[0].clock.unit)
     legend(sheet, LEFT, (entry for block in blocks for entry in entries(block.trace, block.boxes, colours)))
@@ -89,13 +90,3 @@ def _blocks(traces: Sequence[Trace], titles: Sequence[str] | None, units: Sequen
         name = titles[i] if titles is not None else described(trace)
         blocks.append(_Block(name, trace, cell_boxes(trace, ranks, Grid(10.5, 1)), held(trace, ranks, unit), unit))
     return blocks
-
-
-def _draw_block(sheet: Sheet, block: _Block, colours: Palette, size: float, per_unit: float) -> None:
-    sheet.y += 14
-    sheet.text(LEFT, sheet.y, block.title, bold=True)
-    sheet.text(LEFT + extent(block.title, "bold")[0] * 8 + 8, sheet.y, block.facts, size=7, colour=FAINT)
-    scale = Scale(LEFT, sheet.y + 8, per_unit)
-    draw_boxes(sheet, block.boxes, colours, scale, [size])
-    row_names(sheet, block.boxes, scale, by_lane=False)
-    sheet.y = scale.top + block.boxes.height + 4

@@ -11,10 +11,10 @@ from matplotlib.ticker import MaxNLocator
 from weft.ir.trace import Trace
 from weft.view.boxes import ROLES, Boxes, Floats
 from weft.view.held import Held, MemoryUnit
-from weft.view.labels import extent
+from weft.view.labels import SIZES, extent
 from weft.view.palette import Look, Palette, Role
 from weft.view.phases import extra_cells, phases
-from weft.view.sheet import FAINT, INK, LINE, Scale, Sheet
+from weft.view.sheet import FAINT, INK, LINE, Scale, Sheet, draw_boxes
 
 OUTLINE = "#1e8a3c"
 _PEAK = "#c0392b"
@@ -38,6 +38,27 @@ def row_names(sheet: Sheet, boxes: Boxes, scale: Scale, *, by_lane: bool) -> Non
         middle = scale.top + (top + last[rank]) / 2
         x, across = (8.0, "left") if by_lane else (scale.left - 5, "right")
         sheet.text(x, middle, f"Device {rank}", across=across)
+
+
+def put_block(
+    sheet: Sheet,
+    boxes: Boxes,
+    colours: Palette,
+    scale: Scale,
+    *,
+    name: str,
+    facts: str,
+    by_lane: bool,
+    sizes: Sequence[float] = SIZES,
+) -> None:
+    """Boxes under a name and what is to be said of them, with their rows' names; moves down."""
+    sheet.y += 14
+    sheet.text(scale.left, sheet.y, name, bold=True)
+    sheet.text(scale.left + extent(name, "bold")[0] * 8 + 8, sheet.y, facts, size=7, colour=FAINT)
+    scale = Scale(scale.left, sheet.y + 8, scale.points_per_unit, scale.origin)
+    draw_boxes(sheet, boxes, colours, scale, sizes)
+    row_names(sheet, boxes, scale, by_lane=by_lane)
+    sheet.y = scale.top + boxes.height + 4
 
 
 def time_axis(sheet: Sheet, scale: Scale, end: float, unit: str) -> None:

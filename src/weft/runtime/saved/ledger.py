@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from torch import Tensor
 
 
 class Ledger:
-    """Counts storages, each once however many hold it. Lanes are threads, so it has a lock.
+    """Counts storages, each once however many hold it.
 
-    A storage is known by its address: whoever is in the ledger keeps it alive, so nobody else can have that address.
+    A storage is known by its address, so whoever holds one keeps it alive until it has been released: an address that
+    is free is soon another's. Lanes are threads, so counting has a lock. Releases only queue up, since a tensor's end
+    can come at any point, in the middle of counting too; they are counted before anything else is.
     """
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
+        self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self._live = self._peak = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """What is held now."""
+        with self._lock:
+            self._settle()
+            return self._live
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held at once since `begin`."""
+        return self._peak
 
     def begin(self) -> None:
         """A new peak from here on."""
-        with self._lock:
-            self.peak_bytes = self.live_bytes
+        self._peak = self.live_bytes
 
     def hold(self, tensor: Tensor) -> int:
         """One more holds this tensor's storage; what to `release` it by."""
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        address, size_bytes = storage.data_ptr(), storage.nbytes()
         with self._lock:
+            self._settle()
             holders = self._holders.get(address, 0)
             self._holders[address] = holders + 1
             if not holders:
-                self.live_bytes += storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._live += size_bytes
+                self._peak = max(self._peak, self._live)
         return address
 
     def release(self, address: int, size_bytes: int) -> None:
-        """One holder less."""
-        with self._lock:
+        """One holder less. The storage is still alive."""
+        self._released.append((address, size_bytes))
+
+    def _settle(self) -> None:
+        while self._released:
+            address, size_bytes = self._released.popleft()
             holders = self._holders.pop(address) - 1
             if holders:
                 self._holders[address] = holders
             else:
-                self.live_bytes -= size_bytes
+                self._live -= size_bytes

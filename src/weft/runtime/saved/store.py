@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from weft.ir.program import OpKind
 from weft.runtime.saved.ledger import Ledger
 from weft.runtime.saved.pool import Pool
 from weft.runtime.split import Half
@@ -41,6 +42,15 @@ class SavedReport:
     kept: float
     moved: int
     pool: int
+
+    @property
+    def by_kind(self) -> dict[OpKind, int]:
+        """As the simulator counts it (`Layout.saved`): what exchanges save belongs to the computation before them."""
+        attn, mlp = (
+            sum(self.parts.get(name, 0) for name in names)
+            for names in (("attn", "counts", "host", "dispatch"), ("mlp", "combine"))
+        )
+        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp}
 
 
 class Saved:
@@ -74,8 +84,8 @@ class Saved:
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage())
         self.room, self._pool = pool.take(self.size_bytes), pool
         self.room[: self.size_bytes].copy_(flat, non_blocking=True)
-        self.tensor = None
         self._ledger.release(self._address, self.size_bytes)
+        self.tensor = None
 
     def come_back(self) -> None:
         """The bytes are here again, in a storage of their own."""

@@ -20,7 +20,7 @@ import msgspec
 
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
-from weft.update.wire.sockets import peer_of
+from weft.update.wire.sockets import peer_of, refuse_strangers
 
 M = TypeVar("M")
 
@@ -135,6 +135,17 @@ class Link(Generic[M]):
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
+    """The next that comes to a server; None for a stranger, who is refused. OSError once the server is closed."""
+    connection, _ = server.accept()
+    try:
+        refuse_strangers(connection)
+        return Link(connection, takes)
+    except OSError:
+        connection.close()
+        return None
 
 
 def _pidfd(pid: int) -> int | None:

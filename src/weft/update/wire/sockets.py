@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def listen(path: Path) -> socket.socket:
             raise FileExistsError(f"another process listens at {path}; end it, or use another directory") from error
         raise
     return server
+
+
+def close_server(server: socket.socket, path: Path) -> None:
+    """Ends a server; a thread that waits in `accept` gets an OSError."""
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    path.unlink(missing_ok=True)
 
 
 def connect(path: Path) -> socket.socket:

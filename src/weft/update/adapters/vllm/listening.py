@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from weft.update.adapters.vllm.messages import Done, FromVllm, Join
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link
-from weft.update.wire.sockets import listen, refuse_strangers
+from weft.update.wire.link import Link, accept
+from weft.update.wire.sockets import close_server, listen
 
 JOIN_S = 5.0
 
@@ -31,25 +29,18 @@ class Listening:
     def close(self) -> None:
         """Ends are no longer told."""
         self._closing = True
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self.path.unlink(missing_ok=True)
+        close_server(self._server, self.path)
         for link in list(self._links):
             link.shut()
 
     def _accept(self) -> None:
         while not self._closing:
             try:
-                connection, _ = self._server.accept()
+                link: Link[FromVllm] | None = accept(self._server, FromVllm)
             except OSError:
                 return
-            try:
-                refuse_strangers(connection)
-            except OSError:
-                connection.close()
+            if link is None:
                 continue
-            link: Link[FromVllm] = Link(connection, FromVllm)
             self._links.add(link)
             threading.Thread(target=self._serve, args=(link,), name="weft line", daemon=True).start()
 
