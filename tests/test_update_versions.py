@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 from ranks import check, run_ranks
 from update_faults import Watcher, mixtures
 from update_models import SMALL, Compare, expected, model, source_of
-from update_workers import Asker, Workers, ask_once
+from update_workers import Asker, Trouble, Troubled, Workers, ask_once
 from weft.update import Options, Plain, Source, UpdateError, Updater
 from weft.update.ledger import Ledger
-from weft.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from weft.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Rollback, Settle, Status, TakePlan
 from weft.update.worker import Worker
 from weft.weights.layouts import Parallel
 from weft.weights.pieces import Holding
@@ -133,6 +134,61 @@ def test_only_what_changed_moves_where_the_base_is_served() -> None:
         for worker in range(4):
             assert set(workers.tell(worker, Compare(1))) == {"layers.1.up"}
             assert "layers.1.up" not in workers.tell(worker, Compare(2))
+
+
+def silence(adapter: Troubled) -> None:
+    """An engine that cannot hand out what it holds, and wants whole pieces, as vLLM."""
+    adapter.gives, adapter.whole = False, True
+
+
+def changes_and_faults(updater: Updater, rank: int, have: Holding) -> tuple[tuple[str, ...], str]:
+    updater.update(source_of(have, rank, 1), 1)
+    notes = updater.update(source_of(have, rank, 2), 2, changed=["layers.1.up"], base=1).notes
+    try:
+        updater.update(Source(have.tensors, {}), 3)
+    except UpdateError as error:
+        return notes, str(error)
+    return notes, ""
+
+
+def third_or_error(updater: Updater, rank: int, have: Holding) -> str:
+    try:
+        updater.update(source_of(have, rank, 3), 3)
+    except UpdateError as error:
+        return str(error)
+    return ""
+
+
+def recover_second(updater: Updater, rank: int, have: Holding) -> int:
+    return updater.recover(source_of(have, rank, 2), 2).version
+
+
+@pytest.mark.parametrize("rollback", ["host", "disk"])
+def test_engines_that_cannot_hand_out_what_they_hold(rollback: Rollback) -> None:
+    have, want = layouts()
+    options = replace(OPTIONS, rollback=rollback)
+    with Workers(want) as workers:
+        for worker in range(4):
+            workers.tell(worker, silence)
+        for notes, told in run(workers, have, changes_and_faults, options=options):
+            assert any("the engines of workers 0, 1, 2, 3 take all or none" in note for note in notes)
+            assert "no rank has" in told
+        assert all(workers.tell(worker, Compare(2)) == [] for worker in range(4))
+
+        workers.tell(2, Trouble("raise", "finish"))  # all others have loaded everything by then, and go back
+        assert all("trouble in finish" in told for told in run(workers, have, third_or_error, options=options))
+        for worker in range(4):
+            answer = ask_once(workers.sockets, worker)
+            assert isinstance(answer, Answer)
+            assert answer.version == 2
+            assert workers.tell(worker, Compare(2)) == []
+
+        workers.restart(3)
+        workers.tell(3, silence)
+        for told in run(workers, have, recover_or_error, options=options):
+            assert "workers 0, 1, 2 serve version 2 and their engines cannot hand it out" in told
+        assert set(run(workers, have, recover_second, options=options)) == {2}
+        assert workers.tell(3, Compare(2)) == []
 
 
 def stale_versions(updater: Updater, rank: int, have: Holding) -> list[str]:

@@ -143,9 +143,11 @@ def test_tokens_are_those_of_a_fresh_load_three_times(dense: Served) -> None:
     assert not watcher.died
 
 
-def test_a_part_of_the_tensors_is_refused_and_the_old_version_goes_on(dense: Served) -> None:
-    for told in check(run_ranks(2, change, *dense.args, dense.version + 1)):
-        assert "vLLM reloads whole layers, 1 of" in told
+def test_all_tensors_move_where_only_one_is_said_to_have_changed(dense: Served) -> None:
+    """All have: what is served would be wrong if only that one had moved."""
+    dense.version += 1
+    for told in check(run_ranks(2, change, *dense.args, dense.version)):
+        assert "all tensors move: the engines of workers 0, 1 take all or none" in told
     dense.serves(dense.version, wait_s=20)
 
 

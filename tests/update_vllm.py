@@ -207,14 +207,11 @@ def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world
 
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
-    """Brings one tensor only, and returns what vLLM thinks of that."""
+    """Says that one tensor changed, and returns what came of that."""
     with Updater(places[0], ledger=places[1], options=Options(SMALL)) as updater:
         source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
-        try:
-            updater.update(source, version, changed=["model.layers.0.self_attn.q_proj.weight"], base=version - 1)
-        except UpdateError as error:
-            return str(error)
-        return ""
+        changed = ["model.layers.0.self_attn.q_proj.weight"]
+        return "\n".join(updater.update(source, version, changed=changed, base=version - 1).notes)
 
 
 def attempt(

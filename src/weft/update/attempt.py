@@ -7,7 +7,7 @@ A phase ends when all ranks have spoken. The decision lies between `finish` and 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from weft.update.ledger import Record
@@ -84,12 +84,14 @@ class Attempt:
             loads = tuple(r for r in everyone if r not in holds)
             if not loads:
                 return None
-            givers = holds if first.version == 0 else ()
+            givers = tuple(r for r in holds if self.entered[r].gives) if first.version == 0 else ()
             if first.version == 0 and not givers:
+                lost = f"every copy of version {version} is lost; all"
+                mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
                 raise Refusal(
-                    f"workers {', '.join(map(str, loads))}",
-                    f"every copy of version {version} is lost; all stay closed until the next update, or until "
-                    "recover() is given a source that still has it",
+                    f"workers {_listed(loads)}",
+                    f"{mute if holds else lost} stay closed until the next update, or until recover() is given a "
+                    "source that still has it",
                 )
             return Layouts(self.epoch, version, loads, givers, None, sides)
         only, why = self._only(record, holds)
@@ -103,8 +105,11 @@ class Attempt:
         if first.base is None or first.base != record.version:
             return None, f"all tensors move: the changes are against version {first.base}, {record.version} is served"
         if len(holds) < self.world:
-            away = [r for r in range(self.world) if r not in holds]
+            away = _listed(r for r in range(self.world) if r not in holds)
             return None, f"all tensors move: workers {away} do not hold version {record.version}"
+        mute = [rank for rank, entry in self.entered.items() if not entry.gives]
+        if mute:
+            return None, f"all tensors move: the engines of workers {_listed(sorted(mute))} take all or none"
         return first.changed, ""
 
     def disagreement(self) -> str | None:
@@ -118,3 +123,7 @@ class Attempt:
     def fault(self, who: str, text: str) -> Fault:
         """Something that went wrong now."""
         return Fault(self.epoch, who, self.phase, -1, text)
+
+
+def _listed(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, workers))

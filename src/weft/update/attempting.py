@@ -125,7 +125,7 @@ class Attempting:
                 fault = blame(error, 0, self.beside.name, "enter", -1).fault
             layout = layout_digest(has, wants)
             names = self.kind, self.version, self.base, self.changed
-            self.member.send(Enter(self.u.rank, *names, layout, self.status, fault), "enter")
+            self.member.send(Enter(self.u.rank, *names, layout, self.status, self.beside.gives, fault), "enter")
             go = self.member.hear(Go, "enter")
         self.epoch = self.member.epoch = go.epoch
         with self._in("settle"):

@@ -48,8 +48,7 @@ class Keeping:
         boxes = _boxes(plan)
         if not self.adapter.gives:
             if begin.partial:  # its parts would not make a version to go back to
-                self._new = None
-                return None
+                return "this engine takes all tensors or none"
             self._new = _room(self._new, where)
             return _reserve(self._new, boxes)
         self._old, self._has_old = _room(self._old, where), False

@@ -20,7 +20,10 @@ class Adapter(Protocol):
     """One engine in one worker process."""
 
     gives: bool
-    """Can it hand out what it holds, byte for byte as it was loaded. Otherwise the endpoint keeps copies to go back."""
+    """Can it hand out what it holds, byte for byte as it was loaded, and take a part of the tensors over the rest.
+
+    Otherwise all tensors move in every update, and the endpoint keeps copies of them to go back to.
+    """
 
     whole: bool
     """Does it want each piece in one arrival. Otherwise a piece that was split comes in parts."""

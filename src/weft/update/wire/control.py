@@ -36,6 +36,8 @@ class Fault(Message, frozen=True):
 class Enter(Message, frozen=True):
     """An update rank begins an attempt. `layout` is a digest of what it has and its worker wants.
 
+    `gives`: its worker's engine can hand out what it holds.
+
     A rank that cannot (`fault`) enters too, so that all ranks hear of it together.
     """
 
@@ -46,6 +48,7 @@ class Enter(Message, frozen=True):
     changed: tuple[str, ...] | None
     layout: str
     status: Status | None
+    gives: bool = True
     fault: Fault | None = None
 
 

@@ -83,7 +83,7 @@ class Vllm:
         num, came = len(self._wants.tensors), len(self._came)
         self._finalize()
         if came < num:
-            return f"vLLM reloads whole layers, {came} of {num} tensors came; update without `changed`"
+            return f"vLLM reloads whole layers, and {came} of {num} tensors came"
         return None
 
     def digest(self) -> str:
