@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from local_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import weft
+from local_ranks import run_ranks
 from weft.ir.program import LaneKind, OpKind
 from weft.passes.cells import lower_cells
 from weft.runtime import split

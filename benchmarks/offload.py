@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_ranks import join, run_ranks, scaled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from local_ranks import join, run_ranks, scaled
 from weft.moe import MoELayer
 from weft.runtime.saved import SavedReport
 

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from shaped_link import ShapedLink, why_not
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from shaped_link import ShapedLink, why_not
 from weft.ir.program import LaneKind
 from weft.moe import MoELayer
 from weft.simulate.fitting import fit

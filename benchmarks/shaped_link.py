@@ -29,7 +29,15 @@ class ShapedLink:
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The same command, run on a host."""
-        return ["ip", "netns", "exec", f"{self._name}-{host}", *command]
+        return ["ip", "netns", "exec", self.space(host), *command]
+
+    def space(self, host: int) -> str:
+        """The name of a host's namespace."""
+        return f"{self._name}-{host}"
+
+    def cut(self, host: int) -> None:
+        """Pulls a host's cable."""
+        _run("ip", "link", "set", f"{self._name}b{host}", "down")
 
     def __enter__(self) -> ShapedLink:
         try:
@@ -44,7 +52,7 @@ class ShapedLink:
         return self
 
     def _add(self, host: int, bridge: str) -> None:
-        space, inside, outside = f"{self._name}-{host}", self.interface(host), f"{self._name}b{host}"
+        space, inside, outside = self.space(host), self.interface(host), f"{self._name}b{host}"
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", space)
         _run("ip", "link", "set", outside, "master", bridge, "up")
@@ -58,7 +66,7 @@ class ShapedLink:
     def __exit__(self, *_: object) -> None:
         for host in range(self.num):
             with suppress(RuntimeError):
-                _run("ip", "netns", "del", f"{self._name}-{host}")
+                _run("ip", "netns", "del", self.space(host))
             with suppress(RuntimeError):
                 _run("ip", "link", "del", f"{self._name}b{host}")
         with suppress(RuntimeError):

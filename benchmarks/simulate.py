@@ -26,9 +26,9 @@ ROUNDS = 7
 def large_program() -> dict:
     """Part 1."""
     import numpy as np
-    from bare_sweep import bare_sweep
 
     import weft
+    from bare_sweep import bare_sweep
     from weft.costs import durations, load_costs
     from weft.plan import Options, lower
     from weft.simulate import simulate
@@ -78,7 +78,6 @@ def large_program() -> dict:
 
 def _round(program, costs, dur, arrays) -> tuple[float, float, float]:
     from bare_sweep import bare_sweep
-
     from weft.simulate import simulate
     from weft.verify import verify_program
 

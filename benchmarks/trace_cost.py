@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from local_ranks import run_ranks
 from weft.runtime import walk as walk_module
 from weft.runtime.executor import Instruction
 from weft.runtime.executor import walk as noting

@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from shaped_link import ShapedLink, why_not
 
+from shaped_link import ShapedLink, why_not
 from weft.update import Endpoint, Options, Plain, Source, Updater
 from weft.update.buffers import HostBuffer
 from weft.update.copying import boxed, opaque

@@ -19,12 +19,12 @@ from functools import cache
 from itertools import combinations
 
 import numpy as np
-from weights_model import plan_time
 
 from weft.ir.program import Program
 from weft.weights.lower import lower_update
 from weft.weights.rates import Rates, simulate_update
 from weft.weights.stream import Stream, even_stream
+from weights_model import plan_time
 
 GB, GiB = 10**9, 1 << 30
 TP = 16

@@ -141,6 +141,15 @@ def silence(adapter: Troubled) -> None:
     adapter.gives, adapter.whole = False, True
 
 
+def answer_of(workers: Workers, worker: int) -> Answer:
+    """What a worker answers once it is back, which takes a moment after an attempt that failed."""
+    until = time.monotonic() + 10
+    while not isinstance(answer := ask_once(workers.sockets, worker), Answer):
+        assert time.monotonic() < until, answer
+        time.sleep(0.05)
+    return answer
+
+
 def changes_and_faults(updater: Updater, rank: int, have: Holding) -> tuple[tuple[str, ...], str]:
     updater.update(source_of(have, rank, 1), 1)
     notes = updater.update(source_of(have, rank, 2), 2, changed=["layers.1.up"], base=1).notes
@@ -178,9 +187,7 @@ def test_engines_that_cannot_hand_out_what_they_hold(rollback: Rollback) -> None
         workers.tell(2, Trouble("raise", "finish"))  # all others have loaded everything by then, and go back
         assert all("trouble in finish" in told for told in run(workers, have, third_or_error, options=options))
         for worker in range(4):
-            answer = ask_once(workers.sockets, worker)
-            assert isinstance(answer, Answer)
-            assert answer.version == 2
+            assert answer_of(workers, worker).version == 2
             assert workers.tell(worker, Compare(2)) == []
 
         workers.restart(3)

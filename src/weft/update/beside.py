@@ -13,6 +13,7 @@ from weft.update.endpoint import worker_path
 from weft.update.errors import UpdateError, failure
 from weft.update.post import Post, read_into
 from weft.update.wire.control import Fault, Phase
+from weft.update.wire.doors import call_path
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import Link
 from weft.update.wire.messages import (
@@ -28,7 +29,6 @@ from weft.update.wire.messages import (
     Wants,
     Welcome,
 )
-from weft.update.wire.sockets import connect
 
 M = TypeVar("M", bound=FromWorker)
 
@@ -56,10 +56,9 @@ class Beside:
             return
         until = time.monotonic() + deadline_s
         try:
-            link: Link[FromWorker] = Link(_reach(self.path, until), FromWorker)
-        except (OSError, Gone) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise failure(0, f"worker {self.worker}", "enter", f"nobody answers at {self.path}: {reason}") from error
+            link: Link[FromWorker] = call_path(self.path, FromWorker, deadline_s)
+        except OSError as error:
+            raise failure(0, f"worker {self.worker}", "enter", str(error)) from error
         link.trust()
         try:
             link.send(Hello(PROTOCOL, "update", rank))
@@ -142,14 +141,3 @@ def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> 
     corrupt = isinstance(error, RefusedError) and error.refused.code == "corrupt"
     text = f"lost: {error}" if isinstance(error, Gone) else str(error)
     return UpdateError(Fault(epoch, who, phase, bucket, text, corrupt))
-
-
-def _reach(path: Path, until: float) -> Any:
-    """A connection, tried until the deadline as a worker may be about to start."""
-    while True:
-        try:
-            return connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)

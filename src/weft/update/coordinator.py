@@ -1,7 +1,7 @@
 """The coordinator: one thread that hears all update ranks, moves attempts from phase to phase, and decides.
 
-It talks to update ranks only; each of them speaks for the worker beside it. A rank whose connection ends is lost, and
-the attempt with it.
+It talks to update ranks only, wherever they are; each of them speaks for the worker beside it. A rank whose connection
+ends is lost, and the attempt with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -31,28 +30,24 @@ from weft.update.wire.control import (
     Stop,
     ToCoordinator,
 )
+from weft.update.wire.doors import Door
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link, accept
+from weft.update.wire.link import Link
 from weft.update.wire.messages import PROTOCOL
-from weft.update.wire.sockets import listen
+
+JOIN_S = 5.0
+"""How long a connection may take to say who it is."""
 
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
-
-
-def coordinator_path(directory: Path) -> Path:
-    """Where the coordinator listens."""
-    return directory / "coordinator.sock"
 
 
 class Coordinator:
     """Serves until it is closed. `deadline_s` is how long ranks may be apart in a phase."""
 
-    def __init__(self, directory: Path, ledger: Ledger, world: int, deadline_s: float) -> None:
-        self.ledger, self.world, self.deadline_s = ledger, world, deadline_s
-        self.path = coordinator_path(directory)
-        self._server = listen(self.path)
+    def __init__(self, door: Door, ledger: Ledger, world: int, deadline_s: float) -> None:
+        self.door, self.ledger, self.world, self.deadline_s = door, ledger, world, deadline_s
         self._ranks: dict[int, Link[ToCoordinator]] = {}
-        self._strangers: set[Link[ToCoordinator]] = set()
+        self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
         self._lost: dict[int, str] = {}
         self._sides: dict[int, Sides] = {}
         self._known: dict[int, str] = {}  # each rank's layout, as everybody knows it
@@ -60,7 +55,7 @@ class Coordinator:
         self._since: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
-        self._selector.register(self._server, selectors.EVENT_READ, None)
+        self._selector.register(self.door.server, selectors.EVENT_READ, None)
         self._selector.register(self._wake[0], selectors.EVENT_READ, None)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="weft coordinator", daemon=True)
@@ -69,14 +64,15 @@ class Coordinator:
     def close(self) -> None:
         """Ends the thread; ranks that are still there see their connection end."""
         self._closing = True
-        self._wake[1].send(b"x")
+        with suppress(OSError):  # it has ended already
+            self._wake[1].send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(self._left_s()):
-                    if key.fileobj is self._server:
+                    if key.fileobj is self.door.server:
                         self._accept()
                     elif key.data is not None:
                         self._hear(key.data)
@@ -84,8 +80,7 @@ class Coordinator:
         finally:
             for link in (*self._ranks.values(), *self._strangers):
                 link.close()
-            self._server.close()
-            self.path.unlink(missing_ok=True)
+            self.door.close()
             for end in self._wake:
                 end.close()
             self._selector.close()
@@ -94,13 +89,13 @@ class Coordinator:
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        link: Link[ToCoordinator] | None = accept(self._server, ToCoordinator)
+        link: Link[ToCoordinator] | None = self.door.accept(ToCoordinator)
         if link is None:
             return
         if len(self._strangers) > self.world:
             link.close()
             return
-        self._strangers.add(link)
+        self._strangers[link] = time.monotonic() + JOIN_S
         self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _hear(self, link: Link[ToCoordinator]) -> None:
@@ -124,18 +119,19 @@ class Coordinator:
         if not 0 <= join.rank < self.world or join.rank in self._ranks:
             raise WireError(f"there is no place for update rank {join.rank} of {self.world}")
         link.trust()
-        self._strangers.discard(link)
+        del self._strangers[link]
         self._ranks[join.rank] = link
+        link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
         self._lost.pop(join.rank, None)
         self._known.clear()  # a rank that is new knows nobody's layout
 
     def _lose(self, link: Link[ToCoordinator], text: str) -> None:
         self._selector.unregister(link.connection)
         rank = next((rank for rank, other in self._ranks.items() if other is link), None)
-        self._strangers.discard(link)
+        self._strangers.pop(link, None)
         if rank is not None:
             del self._ranks[rank]
-            self._lost[rank] = f"update rank {rank} (process {link.pid})"
+            self._lost[rank] = f"update rank {rank} ({link.peer})"
         link.close()
         if rank is not None and self._attempt.entered:
             self._stop(self._attempt.fault(self._lost[rank], f"lost: {text}"))
@@ -241,9 +237,14 @@ class Coordinator:
 
     def _left_s(self) -> float | None:
         """Ranks report who keeps them by their own deadlines; this one is for a rank that says nothing at all."""
-        return None if self._since is None else max(0.0, self._since + self.deadline_s + 1 - time.monotonic())
+        ends = list(self._strangers.values())
+        if self._since is not None:
+            ends.append(self._since + self.deadline_s + 1)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _check_deadline(self) -> None:
+        for link in [link for link, until in self._strangers.items() if time.monotonic() > until]:
+            self._lose(link, f"nothing came within {JOIN_S:g} s")
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
             missing = self._attempt.missing(self._sides)
             who = ", ".join(f"update rank {rank}" for rank in missing)

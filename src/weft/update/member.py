@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import os
+import socket
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.update.coordinator import coordinator_path
 from weft.update.errors import UpdateError, failure
 from weft.update.options import Options
 from weft.update.post import Post, read_into
+from weft.update.rendezvous import Rendezvous
 from weft.update.wire.control import Fault, FromCoordinator, Join, Phase, Stop
 from weft.update.wire.errors import Gone
-from weft.update.wire.link import Link
 from weft.update.wire.messages import PROTOCOL
-from weft.update.wire.sockets import connect
 
 M = TypeVar("M", bound=FromCoordinator)
 
@@ -23,16 +21,13 @@ M = TypeVar("M", bound=FromCoordinator)
 class Member:
     """Speaks to the coordinator; it is never found again once it is lost."""
 
-    def __init__(self, directory: Path, rank: int, world: int, post: Post, options: Options) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Post, options: Options) -> None:
         self.post, self.options = post, options
         self.epoch = 0
         self.lost = False
-        self._link: Link[FromCoordinator] = Link(
-            _reach(coordinator_path(directory), options.deadline_s), FromCoordinator
-        )
+        self._link, self.name = rendezvous.call(options.deadline_s)
         self._link.trust()
-        self._link.send(Join(PROTOCOL, rank, world))
-        self.name = f"the coordinator (update rank 0, process {self._link.pid})"
+        self._link.send(Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname()))
         read_into(post, "coordinator", self._link, self._take, self._gone)
 
     def _take(self, message: Any) -> bool:
@@ -72,14 +67,3 @@ class Member:
     def close(self) -> None:
         """The coordinator takes it for a loss, unless it ends too."""
         self._link.shut()
-
-
-def _reach(path: Path, deadline_s: float) -> Any:
-    until = time.monotonic() + deadline_s
-    while True:
-        try:
-            return connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > until:
-                raise TimeoutError(f"no coordinator listens at {path} within {deadline_s:g} s") from None
-            time.sleep(0.01)

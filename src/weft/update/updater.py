@@ -32,10 +32,12 @@ from weft.update.measured import noted, trace_of
 from weft.update.member import Member
 from weft.update.options import Options
 from weft.update.post import Post
+from weft.update.rendezvous import Rendezvous
 from weft.update.shares import Shares
 from weft.update.source import Source
 from weft.update.stream import Times
 from weft.update.wire.control import Kind
+from weft.update.wire.seal import read_key
 
 HOST_BYTES = 1 << 30
 
@@ -58,6 +60,8 @@ class Updated:
 class Updater:
     """One rank's end. `ledger` is a directory that lasts, used by rank 0, where the coordinator is.
 
+    Where update ranks are on several hosts, all need the same `key`, a file that only its owner can read; `address` is
+    where they reach rank 0, if that is not the address from which it reaches torch's store.
     `say` hears what people want to know before it happens; `progress` bytes done and bytes in all.
     """
 
@@ -66,6 +70,8 @@ class Updater:
         directory: Path,
         *,
         ledger: Path,
+        key: Path | None = None,
+        address: str | None = None,
         options: Options | None = None,
         device: torch.device | None = None,
         say: Callable[[str], None] = lambda text: None,
@@ -82,10 +88,13 @@ class Updater:
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
         self.attempt: Attempting | None = None
-        self._coordinator = (
-            Coordinator(directory, Ledger(ledger), self.world, self.options.phase_s) if self.rank == 0 else None
-        )
-        self.member = Member(directory, self.rank, self.world, self.post, self.options)
+        rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
+        self._coordinator: Coordinator | None = None
+        if self.rank == 0:
+            self._coordinator = rendezvous.host(
+                lambda door: Coordinator(door, Ledger(ledger), self.world, self.options.phase_s)
+            )
+        self.member = Member(rendezvous, self.rank, self.world, self.post, self.options)
         self.beside = Beside(directory, self.rank, self.post, self._worker_lost)
 
     def __enter__(self) -> Updater:

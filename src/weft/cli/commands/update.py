@@ -44,6 +44,10 @@ def update(
         Path | None,
         typer.Option(help="A directory that lasts, for decisions; 'ledger' beside the sockets if left out."),
     ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Where update ranks are on several hosts: the same key on all, in a file only you can read."),
+    ] = None,
     rollback: Annotated[
         str, typer.Option(help="Where the old version waits until commit: host, disk or none.")
     ] = "host",
@@ -75,7 +79,7 @@ def update(
 
     options = Options(_memory(bucket), rollback, close, drain, deadline, check)  # type: ignore[arg-type]
     place = ledger if ledger is not None else target / "ledger"
-    raise typer.Exit(_be_rank(target, place, options, source, version, as_json=as_json))
+    raise typer.Exit(_be_rank(target, place, key, options, source, version, as_json=as_json))
 
 
 def _memory(bucket: str) -> Any:
@@ -109,7 +113,14 @@ def _start_ranks(target: Path) -> int:
 
 
 def _be_rank(
-    target: Path, ledger: Path, options: Options, source: str | None, version: int | None, *, as_json: bool
+    target: Path,
+    ledger: Path,
+    key: Path | None,
+    options: Options,
+    source: str | None,
+    version: int | None,
+    *,
+    as_json: bool,
 ) -> int:
     import torch
     import torch.distributed as dist
@@ -125,7 +136,9 @@ def _be_rank(
     shown = bar if bar is not None else _silent
     with bar.progress if bar is not None else nullcontext():
         try:
-            with Updater(target, ledger=ledger, options=options, device=device, say=say, progress=shown) as updater:
+            with Updater(
+                target, ledger=ledger, key=key, options=options, device=device, say=say, progress=shown
+            ) as updater:
                 done = _do(updater, source, version, ledger)
                 dist.barrier()  # rank 0 has the coordinator, and ends last
         except UpdateError as error:
@@ -142,11 +155,21 @@ def _be_rank(
 def _do(updater: Updater, source: str | None, version: int | None, ledger: Path) -> Updated:
     if source is None:
         return updater.recover()
+    return updater.update(
+        _source(source, updater.rank, updater.world), version if version is not None else _next_version(ledger)
+    )
+
+
+def _next_version(ledger: Path) -> int:
+    """The one after what is committed, as rank 0 knows: the ledger is on its host."""
+    import torch
+    import torch.distributed as dist
+
     from weft.update.ledger import peek
 
-    committed = peek(ledger).version
-    number = version if version is not None else (committed or 0) + 1
-    return updater.update(_source(source, updater.rank, updater.world), number)
+    number = torch.tensor((peek(ledger).version or 0) + 1 if dist.get_rank() == 0 else 0)
+    dist.broadcast(number, 0)
+    return int(number)
 
 
 def _source(named: str, rank: int, world: int) -> Source:

@@ -20,6 +20,8 @@ class Join(Message, frozen=True):
     protocol: int
     rank: int
     world: int
+    pid: int
+    host: str
 
 
 class Fault(Message, frozen=True):

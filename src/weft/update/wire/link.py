@@ -7,6 +7,7 @@ may hold the stream open.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ import msgspec
 
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
+from weft.update.wire.seal import Seal
 from weft.update.wire.sockets import peer_of, refuse_strangers
 
 M = TypeVar("M")
@@ -29,20 +31,32 @@ _CHUNK = 256 << 10
 
 
 class Link(Generic[M]):
-    """One end of a connection; `takes` is the union of messages that may come. Any thread may send, one receives."""
+    """One end of a connection; `takes` is the union of messages that may come. Any thread may send, one receives.
 
-    def __init__(self, connection: socket.socket, takes: Any, *, first_bytes: int = FIRST_BYTES) -> None:
+    With a `seal`, the other end is on another host, and is called what `peer` says.
+    """
+
+    def __init__(self, connection: socket.socket, takes: Any, *, seal: Seal | None = None, peer: str = "") -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.pid = peer_of(connection).pid
+        self.pid = peer_of(connection).pid if seal is None else 0
+        self.peer = peer if peer else f"process {self.pid}"
         self.fds: list[int] = []
         """Descriptors that came along and were not taken yet."""
         self._decode = msgspec.msgpack.Decoder(takes).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._frames = Frames(first_bytes)
+        self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._pidfd = _pidfd(self.pid)
         self._ended = False
+        self._seal = seal
+        if seal is not None:
+            connection.send(framed(seal.nonce))  # nothing is on its way yet: there is room
+
+    def meet(self, timeout_s: float) -> None:
+        """Waits for the other end's random number, without which nothing can be sent to it."""
+        assert self._seal is not None
+        self._seal.meet(self._frame(time.monotonic() + timeout_s))
 
     def trust(self) -> None:
         """From here on messages may be large."""
@@ -50,9 +64,10 @@ class Link(Generic[M]):
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """Hands the whole message to the kernel, or raises Gone or TimeoutError."""
-        data = memoryview(framed(self._encode(message)))
+        body = self._encode(message)
         until = time.monotonic() + timeout_s
         with self._sending:
+            data = memoryview(framed(body if self._seal is None else self._seal.close(body)))
             while data:
                 try:
                     sent = self._send_some(data, fds)
@@ -60,7 +75,7 @@ class Link(Generic[M]):
                     self._await(select.POLLOUT, until, "take a message")
                     continue
                 except OSError as error:
-                    raise Gone(f"process {self.pid} closed the connection") from error
+                    raise Gone(f"{self.peer} {_end(error)}") from error
                 fds, data = (), data[sent:]
 
     def _send_some(self, data: memoryview, fds: Sequence[int]) -> int:
@@ -72,24 +87,32 @@ class Link(Generic[M]):
     def receive(self, timeout_s: float | None) -> M:
         """The next message. Raises Gone, WireError, or TimeoutError; None waits as long as the other end lives."""
         until = time.monotonic() + timeout_s if timeout_s is not None else None
-        while (frame := self._frames.next()) is None:
-            self._await(select.POLLIN, until, "send a message")
-            self._read_some()
+        if self._seal is not None and not self._seal.met:
+            self._seal.meet(self._frame(until))
+        frame = self._frame(until)
+        if self._seal is not None:
+            frame = self._seal.open(frame)
         try:
             message: M = self._decode(frame)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError
             raise WireError(f"a message of {len(frame)} bytes is malformed: {error}") from None
         return message
 
+    def _frame(self, until: float | None) -> bytes:
+        while (frame := self._frames.next()) is None:
+            self._await(select.POLLIN, until, "send a message")
+            self._read_some()
+        return frame
+
     def _read_some(self) -> None:
         try:
             data, ancillary, flags, _ = self.connection.recvmsg(_CHUNK, socket.CMSG_LEN(MOST_FDS * 4))
         except BlockingIOError:
             if self._ended:
-                raise Gone(f"process {self.pid} ended") from None
+                raise Gone(f"{self.peer} ended") from None
             return
         except OSError as error:
-            raise Gone(f"process {self.pid} closed the connection") from error
+            raise Gone(f"{self.peer} {_end(error)}") from error
         for level, kind, rights in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = array.array("i")
@@ -99,7 +122,7 @@ class Link(Generic[M]):
             self.drop_fds()
             raise WireError(f"more than {MOST_FDS} descriptors came")
         if not data:
-            raise Gone(f"process {self.pid} closed the connection")
+            raise Gone(f"{self.peer} closed the connection")
         self._frames.feed(data)
 
     def _await(self, event: int, until: float | None, what: str) -> None:
@@ -110,11 +133,11 @@ class Link(Generic[M]):
         left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
         ready = poll.poll(left_ms)
         if not ready:
-            raise TimeoutError(f"process {self.pid} did not {what} in time")
+            raise TimeoutError(f"{self.peer} did not {what} in time")
         if any(fd == self._pidfd for fd, _ in ready):
             self._ended = True  # what it sent before its end is read first
             if event == select.POLLOUT:
-                raise Gone(f"process {self.pid} ended")
+                raise Gone(f"{self.peer} ended")
 
     def drop_fds(self) -> None:
         """Closes descriptors that nobody asked for."""
@@ -135,6 +158,13 @@ class Link(Generic[M]):
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def _end(error: OSError) -> str:
+    """Whether the other end is known to have ended, or only that it is not heard of any more."""
+    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "closed the connection"
+    return f"is out of reach: {error.strerror}"
 
 
 def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
