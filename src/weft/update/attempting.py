@@ -129,7 +129,7 @@ class Attempting:
             go = self.member.hear(Go, "enter")
         self.epoch = self.member.epoch = go.epoch
         with self._in("settle"):
-            settle = Settle(go.epoch, go.committed, go.epochs)
+            settle = Settle(go.epoch, go.committed, go.epochs, self.options.close, self.options.drain_s)
             self.status = self.beside.ask(settle, Status, self.options.phase_s)
             self.began = True
             self.member.send(Settled(self.epoch, self.u.rank, self.status), "settle")

@@ -47,11 +47,16 @@ class GetWants(Message, frozen=True):
 
 
 class Settle(Message, frozen=True):
-    """What is committed, `version` (None: nothing yet) by any of `epochs`. A prepared worker opens it or goes back."""
+    """What is committed, `version` (None: nothing yet) by any of `epochs`. A prepared worker opens it or goes back.
+
+    One that serves anything else is closed, as an update would.
+    """
 
     epoch: int
     version: int | None
     epochs: tuple[int, ...]
+    close: Close = "drain"
+    drain_s: float = 2.0
 
 
 class Map(Message, frozen=True):
