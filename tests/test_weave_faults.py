@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ from weft.moe import MoELayer
 from weft.runtime import weave as weave_module
 from weft.runtime.channel import Posted
 from weft.runtime.executor import Part
-from weft.runtime.underway import Rows, UnderWay
+from weft.runtime.underway import NotedWait, Rows, UnderWay
 from weft.runtime.watch import EXIT_LOST
 from weft.runtime.whom import ALL, NOBODY
 
@@ -250,6 +251,33 @@ class OtherLane:
     def __call__(self, *calls: Callable[[], object]) -> None:
         for call in calls:
             self._pool.submit(call).result()
+
+
+class InVain:
+    """A wait that fails."""
+
+    def __call__(self, work: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_whose_wait_has_failed_is_still_shown_as_waiting() -> None:
+    """Others may ask before the thread that computes gets to know: it neither computes nor is about to."""
+    (step, slots), ep, out = step_of(), OtherLane(), OtherLane()
+    step.begin(ATTN)
+    step.end(ATTN)
+    step.want(MLP)
+    wait = NotedWait(InVain())
+    wait.step = step
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            wait(cast(dist.Work, None))
+        step.fail()
+
+    ep(partial(step.begin, COUNTS), partial(step.end, COUNTS), partial(step.begin, DISPATCH), fails)
+    assert slots.tolist() == [12, ALL]
+    out(partial(step.begin, SEND))  # lanes go on for a while
+    assert slots.tolist() == [12, ALL]
 
 
 def test_what_holds_the_computation_up_is_shown() -> None:

@@ -80,12 +80,17 @@ class UnderWay:
                 self._show()
 
     def end(self, at: int) -> None:
-        """An op has ended, or failed."""
+        """An op has ended."""
         with self._lock:
             self._ended[at] = 1
             self._turn[self._rows.lane[at]] += 1
             self._at.pop(threading.get_ident(), None)
             self._show()
+
+    def fail(self) -> None:
+        """The op of this thread has failed: it counts as where it was, and what needs it is not about to start."""
+        with self._lock:
+            self._at.pop(threading.get_ident(), None)
 
     def wait(self, begins: bool) -> None:
         """The op of this thread begins to wait for other ranks, or has waited."""
@@ -166,7 +171,6 @@ class NotedWait:
         if step is None:
             return self._wait(work)
         step.wait(True)
-        try:
-            return self._wait(work)
-        finally:
-            step.wait(False)
+        waited = self._wait(work)
+        step.wait(False)  # not where it failed: a rank that waited in vain is not busy
+        return waited

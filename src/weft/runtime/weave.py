@@ -114,8 +114,10 @@ class Weave:
             under_way.begin(at)
             try:
                 run()
-            finally:
-                under_way.end(at)
+            except BaseException:
+                under_way.fail()
+                raise
+            under_way.end(at)
 
         return shown
 
