@@ -23,8 +23,8 @@ from update_workers import Workers, ask_once, resident_bytes
 from weft.update import Endpoint, Plain
 from weft.update.buffers import HostBuffer
 from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
-from weft.update.wire.link import MOST_FDS, Link
+from weft.update.wire.frames import FIRST_BYTES, Frames, framed
+from weft.update.wire.link import MOST_FDS, Link, accept
 from weft.update.wire.messages import (
     PROTOCOL,
     Ask,
@@ -155,7 +155,25 @@ def test_frames_hold_no_more_than_has_come() -> None:
     with pytest.raises(WireError, match="1001 bytes, the limit is 1000"):
         frames.next()
     with pytest.raises(WireError, match="larger than the limit"):
-        framed(b"x" * (MOST_BYTES + 1))
+        framed(b"x" * 101, 100)
+
+
+def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
+    """What came next would be taken for the rest of it."""
+    (tmp_path / "s").mkdir(mode=0o700)
+    server = listen(tmp_path / "s" / "one.sock")
+    here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
+    assert there is not None
+    there.trust()
+    with pytest.raises(TimeoutError):
+        here.send(Ask(b"x" * (8 << 20)), timeout_s=0.1)
+    with pytest.raises(Gone):
+        here.send(GetStatus())
+    with pytest.raises(Gone):
+        there.receive(5)
+    for end in (here, there, server):
+        end.close()
 
 
 def malformed(chance: random.Random) -> bytes:
@@ -241,9 +259,13 @@ def test_only_the_last_update_rank_has_the_say(endpoint: Endpoint) -> None:
     second.close()
 
 
-def test_more_connections_than_fit_are_closed(endpoint: Endpoint) -> None:
+def test_more_who_ask_than_fit_are_refused(endpoint: Endpoint) -> None:
     links = [call(endpoint, "ask") for _ in range(32)]
     one_more: Link[FromWorker] = Link(connect(endpoint.path), FromWorker)
+    one_more.send(Hello(PROTOCOL, "ask"))
+    refused = one_more.receive(5)
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
     with pytest.raises(Gone):
         one_more.receive(5)
     for link in (*links, one_more):

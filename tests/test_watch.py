@@ -256,6 +256,28 @@ def test_a_page_can_be_read_by_its_mark_only() -> None:
             assert onlooker.look() == Slots(3, 1, 7)
 
 
+def test_what_another_thread_opened_meanwhile_is_not_kept() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as peer, socket.create_server(("127.0.0.1", 0)) as other:
+        sockets = Sockets()
+        with sockets.recording():
+            listener = socket.create_server(("127.0.0.1", 0))
+            called = socket.create_connection(peer.getsockname())
+            caller = socket.create_connection(listener.getsockname())
+            accepted = listener.accept()[0]
+            foreign = socket.create_connection(other.getsockname())
+            pair = socket.socketpair()
+        assert sockets.ports == [listener.getsockname()[1]]
+        sockets.keep([*sockets.ports, peer.getsockname()[1], 0])
+        sockets.shut()
+        foreign.sendall(b"x")
+        pair[0].sendall(b"x")
+        for ours in (called, accepted):
+            with pytest.raises(BrokenPipeError):
+                ours.sendall(b"x")
+        for each in (listener, called, caller, accepted, foreign, *pair):
+            each.close()
+
+
 def test_exactly_the_recorded_connections_are_shut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         outside = socket.create_connection(server.getsockname())

@@ -28,7 +28,18 @@ from weft.update.arrivals import Arrival
 from weft.update.endpoint import worker_path
 from weft.update.wire.errors import Gone
 from weft.update.wire.link import Link
-from weft.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, GetStatus, Hello, Refused, Status, Welcome
+from weft.update.wire.messages import (
+    PROTOCOL,
+    Answer,
+    Ask,
+    FromWorker,
+    GetStatus,
+    Hello,
+    Refused,
+    Status,
+    Wants,
+    Welcome,
+)
 from weft.update.wire.sockets import connect
 from weft.weights.pieces import Holding
 
@@ -75,6 +86,10 @@ class Troubled(Plain):
         else:
             raise RuntimeError(f"trouble in {method}")
         return None
+
+    def wants(self) -> Wants:
+        self._meet("wants")
+        return super().wants()
 
     def close(self, how: str, deadline_s: float) -> str | None:
         return self._meet("close") or super().close(how, deadline_s)

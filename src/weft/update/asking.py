@@ -8,7 +8,7 @@ from weft.update.endpoint import worker_path
 from weft.update.gate import Closed
 from weft.update.wire.errors import WireError
 from weft.update.wire.link import Link
-from weft.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused
+from weft.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
 from weft.update.wire.sockets import connect
 
 
@@ -18,9 +18,10 @@ def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> 
     try:
         link.trust()
         link.send(Hello(PROTOCOL, "ask"))
-        link.receive(deadline_s)
-        link.send(Ask(body))
         answer = link.receive(deadline_s)
+        if isinstance(answer, Welcome):
+            link.send(Ask(body))
+            answer = link.receive(deadline_s)
     finally:
         link.close()
     if isinstance(answer, Answer):

@@ -93,9 +93,14 @@ class Attempt:
                     f"{mute if holds else lost} stay closed until the next update, or until recover() is given a "
                     "source that still has it",
                 )
-            return Layouts(self.epoch, version, loads, givers, None, sides)
+            return Layouts(self.epoch, version, loads, givers, None, self._circle(), sides)
         only, why = self._only(record, holds)
-        return Layouts(self.epoch, first.version, everyone, (), only, sides, why)
+        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), sides, why)
+
+    def _circle(self) -> int:
+        """The communicator that all have, or a new one."""
+        had = {entry.circle for entry in self.entered.values()}
+        return had.pop() if len(had) == 1 and 0 not in had else self.epoch
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
         """The tensors that must move, None for all, and why all where a caller asked for less."""

@@ -8,13 +8,15 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from weft.update.beside import RefusedError, blame
+from weft.update.broadcasts import Broken
+from weft.update.coordinator import HEAR_S
 from weft.update.errors import UpdateError, failure
 from weft.update.layout import layout_digest
 from weft.update.packing import Packer
 from weft.update.shares import Shares
 from weft.update.source import Source
 from weft.update.stream import Stream, giving
-from weft.update.wire.control import Agreed, Enter, Go, Kind, Layouts, Phase, Proceed, Send, Settled, Sides
+from weft.update.wire.control import Agreed, Enter, Fault, Go, Kind, Layouts, Phase, Proceed, Send, Settled, Sides
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.messages import (
     Abort,
@@ -42,7 +44,10 @@ _NOTHING = Wants((), ())
 
 
 class Attempting:
-    """Runs once. `voted`: this rank's worker is prepared and the coordinator knows; `decided`: it was committed."""
+    """Runs once. `voted`: this rank's worker is prepared and the coordinator knows; `decided`: it was committed.
+
+    `timed_out`: a wait for the worker did.
+    """
 
     def __init__(
         self,
@@ -56,9 +61,10 @@ class Attempting:
         self.u, self.kind, self.version, self.source = updater, kind, version, source
         self.changed, self.base = changed, base
         self.options, self.member, self.beside = updater.options, updater.member, updater.beside
-        self.epoch = self.member.epoch = 0
+        self.epoch = 0
+        self.member.begin()
         self.phase: Phase = "enter"
-        self.voted = self.decided = self.began = self.loads = False
+        self.voted = self.decided = self.began = self.loads = self.timed_out = False
         self.seconds: dict[str, float] = {}
         self.status: Status | None = None
         self.stream: Stream | None = None
@@ -122,12 +128,15 @@ class Attempting:
             except (UpdateError, RefusedError, WireError, OSError) as error:
                 if self.u.post.bad is not None:
                     raise
+                if isinstance(error, TimeoutError):
+                    self.beside.drop()  # its answer, when it comes, is not to be taken for another
                 fault = blame(error, 0, self.beside.name, "enter", -1).fault
             layout = layout_digest(has, wants)
             names = self.kind, self.version, self.base, self.changed
-            self.member.send(Enter(self.u.rank, *names, layout, self.status, self.beside.gives, fault), "enter")
+            mine = self.beside.gives, self.u.broadcasts.made
+            self.member.send(Enter(self.u.rank, *names, layout, self.status, *mine, fault), "enter")
             go = self.member.hear(Go, "enter")
-        self.epoch = self.member.epoch = go.epoch
+        self.epoch = go.epoch
         with self._in("settle"):
             settle = Settle(go.epoch, go.committed, go.epochs, self.options.close, self.options.drain_s)
             self.status = self.beside.ask(settle, Status, self.options.phase_s)
@@ -174,7 +183,7 @@ class Attempting:
 
     def _load(self, layouts: Layouts, shares: Shares) -> None:
         with self._in("load"):
-            group: Any = self.u.broadcasts.circle(self.epoch, self.u.post).group
+            group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
             assert self.u.broadcasts.waiter is not None
             self.stream = Stream(
                 shares,
@@ -221,6 +230,7 @@ class Attempting:
         try:
             yield
         except (Gone, TimeoutError, RefusedError, WireError) as error:
+            self.timed_out = self.timed_out or isinstance(error, TimeoutError)
             raise self._blame(error) from error
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
@@ -234,16 +244,27 @@ class Attempting:
 
     # ---- failure -----------------------------------------------------------------------------------------------------
 
-    def fail(self, error: Exception) -> UpdateError:
-        """What all ranks raise; the worker is told what became of it, if that is known."""
+    def fail(self, error: BaseException) -> UpdateError:
+        """What all ranks raise; the worker is told what became of it, if that is known.
+
+        Once this rank has voted, only the coordinator's word is known: without it the worker stays prepared.
+        """
         known = self._explain(error)
+        in_doubt = self.voted and not self.decided and self.member.stop is None
         with suppress(Exception):  # a worker that is gone or hangs: it will learn in the next attempt
             if self.loads and (known.committed or self.decided):
                 self.beside.ask(Commit(self.epoch, self.version), Status, FAREWELL_S, heed=False)
-            elif self.began and not known.committed and not (self.voted and self.member.lost):
+            elif self.began and not in_doubt:
                 self.beside.send(Abort(self.epoch))
                 self._farewell()
-        return known
+        if self.timed_out:
+            self.beside.drop()  # what it still answers is not to be taken for another answer
+        if not in_doubt:
+            return known
+        text = (
+            f"{known.text}; whether version {self.version} is committed is not known here, and the worker stays closed"
+        )
+        return failure(self.epoch, known.who, known.phase, f"{text} until the next attempt tells it", known.bucket)
 
     def _farewell(self) -> None:
         """Reads what the worker still has to say until it has gone back; lets go of one that does not."""
@@ -257,18 +278,21 @@ class Attempting:
         except (Gone, TimeoutError):
             self.beside.drop()
 
-    def _explain(self, error: Exception) -> UpdateError:
+    def _explain(self, error: BaseException) -> UpdateError:
         post = self.u.post
         broke_off = isinstance(error, RuntimeError) and not isinstance(error, UpdateError)
         if post.bad is None and broke_off:
             post.wait_bad(EXPLAIN_S)  # a broadcast breaks off before the news of why has come
         if post.bad is None:
-            if not isinstance(error, UpdateError):
-                text = f"{type(error).__name__}: {error}"
-                error = failure(self.epoch, f"update rank {self.u.rank}", self.phase, text, self.bucket)
+            if isinstance(error, UpdateError):
+                fault = error.fault
+            else:
+                text, waited = f"{type(error).__name__}: {error}", isinstance(error, Broken)
+                who = f"update rank {self.u.rank}"
+                fault = Fault(self.epoch, who, self.phase, self.bucket, text, waited=waited)
             if self.epoch:
-                self.member.report(error.fault)
-            return post.wait_bad(EXPLAIN_S) or error
+                self.member.report(fault)
+            return post.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.decided)
         bad = post.bad
         if self.member.lost or (bad.phase == "finish" and bad.bucket < 0 and self.phase == "load"):
             # Whoever ended did not say where it was; where it left this rank is the next best.

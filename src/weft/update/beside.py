@@ -17,6 +17,7 @@ from weft.update.wire.doors import call_path
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import Link
 from weft.update.wire.messages import (
+    MOST_PLANS,
     PROTOCOL,
     FromWorker,
     GetWants,
@@ -41,7 +42,7 @@ class Beside:
         self.gives = False
         self._lost = lost
         self._link: Link[FromWorker] | None = None
-        self._plans: set[str] = set()
+        self._plans: list[str] = []
         self._mapped: tuple[Buffer, ...] = ()
         self._wants: Wants | None = None
 
@@ -69,7 +70,7 @@ class Beside:
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             link.close()
             raise failure(0, f"worker {self.worker}", "enter", f"speaks another protocol at {self.path}: {welcome}")
-        self._link, self.gives, self._plans = link, welcome.gives, set(welcome.plans)
+        self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
         self._mapped, self._wants = (), None
         read_into(self.post, "worker", link, lambda _: False, lambda text: self._gone(link, text))
 
@@ -113,6 +114,7 @@ class Beside:
         """Hands the buffers over, once a connection."""
         if len(self._mapped) == len(buffers) and all(map(operator.is_, self._mapped, buffers)):
             return
+        self._mapped = ()
         sizes = tuple(buffer.size_bytes for buffer in buffers)
         handles = tuple(buffer.handle for buffer in buffers) if device >= 0 else ()
         self.send(Map(sizes, handles, device), [buffer.fd for buffer in buffers if buffer.fd is not None])
@@ -120,10 +122,10 @@ class Beside:
         self._mapped = tuple(buffers)
 
     def take_plan(self, plan: TakePlan, deadline_s: float) -> None:
-        """Hands a plan over, once."""
+        """Hands a plan over, once; both ends forget the oldest alike."""
         if plan.digest not in self._plans:
             self.ask(plan, Planned, deadline_s)
-            self._plans.add(plan.digest)
+            self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
 
 
 class RefusedError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,19 @@ from weft.runtime.groups import Circle
 from weft.runtime.watch import Sockets
 from weft.update.post import Post
 
+MOST_PORTS = 8
+"""At most so many does a rank's gloo listen at: one for each of its interfaces."""
+
+
+class Broken(RuntimeError):  # noqa: N818 - a state, not a mistake
+    """What was done together with the other ranks did not end, or not well; who is to blame, this rank cannot tell."""
+
 
 class Buckets(Circle):
     """All update ranks, over the backend of their devices, whatever the world's groups are made of."""
 
-    def __init__(self, epoch: int, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
-        store = PrefixStore(f"weft/update/{epoch}", _get_default_store())
+    def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
+        store = PrefixStore(f"weft/update/{name}", _get_default_store())
         self.ranks, self.at = list(range(world)), rank
         self.wait = device_of(device, deadline).wait
         made: Any
@@ -59,17 +67,17 @@ class Waiter:
             self._post.stir()
 
     def wait(self, work: Any) -> None:
-        """Until the broadcast is done. Raises what gloo raises, or the bad news, whatever gloo does."""
+        """Until the broadcast is done. Raises Broken, or the bad news, whatever gloo does."""
         self._ended.clear()
         self._works.put(work)
         self.stuck = True
         self._post.until(lambda: bool(self._ended), self._deadline.total_seconds() + 1)
         self.stuck = not self._ended
         if self.stuck:
-            raise RuntimeError("a broadcast neither ended nor failed within its deadline")
+            raise Broken("a broadcast neither ended nor failed within its deadline")
         ended = self._ended[0]
         if ended is not None:
-            raise ended
+            raise Broken(f"a broadcast broke off: {ended}") from ended
 
     def end(self) -> None:
         """Nothing more is to be waited for."""
@@ -77,28 +85,37 @@ class Waiter:
 
 
 class Broadcasts:
-    """One communicator at a time. `break_off` ends waits in it from another thread."""
+    """One communicator at a time. `break_off` ends waits in it from another thread.
 
-    def __init__(self, rank: int, world: int, deadline_s: float, device: torch.device) -> None:
-        self.rank, self.world, self.deadline = rank, world, timedelta(seconds=deadline_s)
+    `name` is the updater's; `made` the attempt that made the communicator, 0 if there is none that can be used.
+    """
+
+    def __init__(self, name: str, rank: int, world: int, deadline_s: float, device: torch.device) -> None:
+        self.name, self.rank, self.world, self.deadline = name, rank, world, timedelta(seconds=deadline_s)
         self.device = device
+        self.made = 0
         self.waiter: Waiter | None = None
         self._group: Circle | None = None
         self._sockets = Sockets()
 
     def circle(self, epoch: int, post: Post) -> Circle:
-        """The communicator; all ranks ask in the same attempt. Meeting can be broken off by bad news, too."""
-        if self._group is None:
+        """The communicator of that attempt; all ranks ask alike. Meeting can be broken off by bad news, too."""
+        if self._group is None or self.made != epoch:
+            self.drop()
             made: list[Any] = []
             thread = threading.Thread(target=self._make, args=(epoch, made), name="weft meeting", daemon=True)
             thread.start()
-            while thread.is_alive() and post.bad is None:
+            until = time.monotonic() + self.deadline.total_seconds()
+            while thread.is_alive() and post.bad is None and time.monotonic() < until:
                 thread.join(0.01)
             if post.bad is not None:
                 raise post.bad
+            if not made:
+                raise Broken(f"the update ranks have not met within {self.deadline.total_seconds():g} s")
             if isinstance(made[0], Exception):
-                raise made[0]
+                raise Broken(f"the update ranks did not meet: {made[0]}") from made[0]
             self._group, self._sockets = made[0]
+            self.made = epoch
             self.waiter = Waiter(post, self.deadline)
         return self._group
 
@@ -106,20 +123,24 @@ class Broadcasts:
         try:
             sockets = Sockets()
             with sockets.recording():
-                circle = Buckets(epoch, self.rank, self.world, self.device, self.deadline)
+                circle = Buckets(f"{self.name}/{epoch}", self.rank, self.world, self.device, self.deadline)
+            if self.device.type == "cpu":
+                listening = torch.tensor([*sockets.ports, *[0] * MOST_PORTS][:MOST_PORTS])
+                sockets.keep(torch.cat(circle.all_gather(listening)).tolist())
             made.append((circle, sockets))
         except Exception as error:  # raised in the thread that waits
             made.append(error)
 
     def break_off(self) -> None:
         """Whoever waits in it raises; it cannot be used again."""
+        self.made = 0
         self._sockets.shut()
         if self._group is not None and self.device.type == "cuda":
             self._group.group.abort()
 
     def drop(self) -> bool:
         """The next attempt makes a new one. True where a wait in the old one goes on, with the buffer it was for."""
-        waiter, self.waiter, self._group = self.waiter, None, None
+        waiter, self.waiter, self._group, self.made = self.waiter, None, None, 0
         if waiter is not None:
             waiter.end()
         self._sockets = Sockets()

@@ -51,16 +51,17 @@ class HostBuffer:
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes, self.handle = size_bytes, b""
         self.fd: int | None = fd
-        self._map = mmap.mmap(fd, max(1, size_bytes))
-        self.raw: Raw = np.frombuffer(self._map, np.uint8, size_bytes)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes)
+        shared = mmap.mmap(fd, size_bytes)
+        self.raw: Raw = np.frombuffer(shared, np.uint8, size_bytes)
+        self.tensor = torch.frombuffer(shared, dtype=torch.uint8, count=size_bytes)
 
     @classmethod
     def make(cls, size_bytes: int) -> HostBuffer:
-        """A new one, touched."""
+        """A new one, touched; of one byte where none are needed, as there is no mapping of none."""
+        size_bytes = max(1, size_bytes)
         fd = os.memfd_create("weft-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, max(1, size_bytes))
+            os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             made = cls(fd, size_bytes)
         except OSError:
@@ -93,4 +94,3 @@ class HostBuffer:
             self.fd = None
         self.raw = np.empty(0, np.uint8)
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        del self._map

@@ -15,7 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from weft.update.attempt import Attempt, Refusal
-from weft.update.ledger import Ledger
+from weft.update.ledger import Ledger, peek
 from weft.update.wire.control import (
     Agreed,
     Enter,
@@ -38,6 +38,9 @@ from weft.update.wire.messages import PROTOCOL
 JOIN_S = 5.0
 """How long a connection may take to say who it is."""
 
+HEAR_S = 1.0
+"""How long ranks that waited in vain are heard, before those that say nothing are blamed."""
+
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
 
 
@@ -53,6 +56,8 @@ class Coordinator:
         self._known: dict[int, str] = {}  # each rank's layout, as everybody knows it
         self._attempt = Attempt(world)
         self._since: float | None = None
+        self._waited: dict[int, Fault] = {}
+        self._judged_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
         self._selector.register(self.door.server, selectors.EVENT_READ, None)
@@ -89,7 +94,11 @@ class Coordinator:
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        link: Link[ToCoordinator] | None = self.door.accept(ToCoordinator)
+        try:
+            link: Link[ToCoordinator] | None = self.door.accept(ToCoordinator)
+        except OSError:  # no descriptors left, for now
+            time.sleep(0.05)
+            return
         if link is None:
             return
         if len(self._strangers) > self.world:
@@ -146,11 +155,15 @@ class Coordinator:
                 text = "lost in an earlier attempt; start the update ranks again"
                 self._tell(rank, Stop(0, Fault(0, gone, "enter", -1, text), committed=False))
                 return
+            if attempt.phase != "enter":  # it has given the attempt up
+                text = "has given up, and begins another attempt"
+                self._stop(attempt.fault(f"update rank {rank}", text))
+                attempt = self._attempt
             attempt.entered[rank] = message
         elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
             return  # of an attempt that is over
         elif isinstance(message, Fault):
-            self._stop(message)
+            self._accuse(rank, message)
             return
         elif isinstance(message, Settled):
             attempt.settled[rank] = message
@@ -165,6 +178,29 @@ class Coordinator:
                 self._advance()
             except Refusal as refusal:
                 self._stop(attempt.fault(refusal.who, str(refusal)))
+            except (OSError, WireError) as error:
+                self._stop(attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}"))
+
+    def _accuse(self, rank: int, fault: Fault) -> None:
+        """Stops the attempt. Ranks that waited for others in vain are heard first: who says nothing was waited for."""
+        if not fault.waited:
+            self._stop(fault)
+            return
+        if not self._waited:
+            self._judged_s = time.monotonic() + HEAR_S
+        self._waited[rank] = fault
+        if len(self._waited) == self.world:
+            self._judge()
+
+    def _judge(self) -> None:
+        rank, fault = next(iter(self._waited.items()))
+        silent = [other for other in self._ranks if other not in self._waited]
+        if not silent:
+            self._stop(fault)
+            return
+        who = ", ".join(f"update rank {other} ({self._ranks[other].peer})" for other in silent)
+        text = f"says nothing; update rank {rank} waited for it: {fault.text}"
+        self._stop(Fault(fault.epoch, who, fault.phase, fault.bucket, text))
 
     def _advance(self) -> None:
         """Everybody has spoken in this phase."""
@@ -184,7 +220,7 @@ class Coordinator:
                 self._sides.clear()
                 self._tell_all(Send(attempt.epoch))
         elif attempt.phase == "layout":
-            self._known = {rank: entry.layout for rank, entry in attempt.entered.items()}
+            self._known = {}  # until they are told
             self._lay_out(tuple(self._sides[rank] for rank in range(self.world)))
         else:
             self._agree()
@@ -197,6 +233,7 @@ class Coordinator:
         else:
             attempt.phase = "plan"
             self._tell_all(layouts)
+            self._known = {rank: entry.layout for rank, entry in attempt.entered.items()}
 
     def _agree(self) -> None:
         attempt, phase = self._attempt, self._attempt.phase
@@ -207,7 +244,7 @@ class Coordinator:
             first, record = attempt.first, self.ledger.record
             version = first.version if first.kind == "update" else record.version
             assert version is not None
-            self.ledger.commit(version, attempt.epoch)  # from here on it is decided
+            self._commit(version)
             attempt.committed = True
         attempt.agreed.clear()
         if phase == "open":
@@ -216,6 +253,15 @@ class Coordinator:
             attempt.phase = _AFTER[phase]
             self._tell_all(Proceed(attempt.epoch, phase))
 
+    def _commit(self, version: int) -> None:
+        """From here on it is decided. Where that cannot be told, this thread ends, and workers stay closed."""
+        try:
+            self.ledger.commit(version, self._attempt.epoch)
+        except OSError as error:
+            if self._attempt.epoch in peek(self.ledger.directory).epochs:
+                raise RuntimeError(f"version {version} is committed, but that may not outlast this host") from error
+            raise
+
     def _done(self, phase: Phase) -> None:
         self._tell_all(Proceed(self._attempt.epoch, phase))
         self._attempt = Attempt(self.world)
@@ -223,6 +269,7 @@ class Coordinator:
     def _stop(self, fault: Fault) -> None:
         stop = Stop(self._attempt.epoch, fault, self._attempt.committed)
         self._attempt, self._since = Attempt(self.world), None
+        self._waited.clear()
         self._tell_all(stop)
 
     def _tell_all(self, message: msgspec.Struct) -> None:
@@ -231,7 +278,7 @@ class Coordinator:
 
     def _tell(self, rank: int, message: msgspec.Struct) -> None:
         with suppress(OSError):  # its end is heard by the selector, and told then
-            self._ranks[rank].send(message, timeout_s=2.0)
+            self._ranks[rank].send(message, timeout_s=self.deadline_s)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -240,11 +287,15 @@ class Coordinator:
         ends = list(self._strangers.values())
         if self._since is not None:
             ends.append(self._since + self.deadline_s + 1)
+        if self._waited:
+            ends.append(self._judged_s)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _check_deadline(self) -> None:
         for link in [link for link, until in self._strangers.items() if time.monotonic() > until]:
             self._lose(link, f"nothing came within {JOIN_S:g} s")
+        if self._waited and time.monotonic() > self._judged_s:
+            self._judge()
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
             missing = self._attempt.missing(self._sides)
             who = ", ".join(f"update rank {rank}" for rank in missing)

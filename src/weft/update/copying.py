@@ -52,6 +52,13 @@ def meaning(array: Array, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
+def cut(array: Array, at: tuple[slice | int, ...]) -> Array:
+    """A view of a part, and an array even where there are no dimensions: NumPy would make that a number."""
+    index: Any = (*at, ...)
+    part: Array = array[index]
+    return part
+
+
 def copy(target: Array, source: Array) -> None:
     """All of it at once."""
     np.copyto(target, source)
@@ -61,7 +68,7 @@ def copy_hashed(target: Array, source: Array) -> bytes:
     """Copies in pieces and returns the digest of what the source had."""
     hashed = xxhash.xxh3_128()
     for at in pieces(source.shape, source.itemsize):
-        part, into = source[at], target[at]
+        part, into = cut(source, at), cut(target, at)
         if part.flags.c_contiguous or not into.flags.c_contiguous:
             part = np.ascontiguousarray(part)
             np.copyto(into, part)

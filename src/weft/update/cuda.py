@@ -32,7 +32,7 @@ class CudaBuffer:
     @classmethod
     def make(cls, size_bytes: int, device: torch.device) -> CudaBuffer:
         """A new one, whose handle can be sent."""
-        tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device)
         shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return cls(tensor, msgspec.msgpack.encode(_Handle(*shared)))
 

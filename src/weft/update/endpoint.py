@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,12 @@ from weft.update.wire.messages import (
 from weft.update.wire.sockets import close_server, listen
 from weft.update.worker import Worker
 
-MOST_LINKS = 32
+MOST_ASKERS = 32
+MOST_STRANGERS = 32
+"""Connections that have not said yet who they are; so an update rank finds a place however many ask."""
+
 HELLO_S = 5.0
+PAUSE_S = 0.05
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
@@ -59,6 +64,8 @@ class Endpoint:
         self.path = worker_path(directory, worker)
         self._server = listen(self.path)
         self._links: set[Link[ToWorker]] = set()
+        self._strangers: set[Link[ToWorker]] = set()
+        self._askers: set[Link[ToWorker]] = set()
         self._master: Link[ToWorker] | None = None
         self._guard = threading.Lock()
         self._closing = False
@@ -86,13 +93,16 @@ class Endpoint:
             try:
                 link: Link[ToWorker] | None = accept(self._server, ToWorker)
             except OSError:
-                return
+                if not self._closing:  # out of descriptors, which passes
+                    time.sleep(PAUSE_S)
+                continue
             if link is None:
                 continue
             with self._guard:
-                full = len(self._links) >= MOST_LINKS
+                full = len(self._strangers) >= MOST_STRANGERS
                 if not full:
                     self._links.add(link)
+                    self._strangers.add(link)
             if full:
                 link.close()
                 continue
@@ -108,28 +118,41 @@ class Endpoint:
             pass  # the other end is gone, or too slow to be waited for
         finally:
             with self._guard:
-                self._links.discard(link)
+                for links in (self._links, self._strangers, self._askers):
+                    links.discard(link)
                 was_master, self._master = self._master is link, None if self._master is link else self._master
             link.close()
             if was_master:
-                self.worker.release()
+                self.worker.release(lambda: self._master is not None)
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)
         if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
             raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
         link.trust()
-        if hello.role == "update":
-            with self._guard:  # the last one to come has the say; an older one's end means nothing any more
-                before, self._master = self._master, link
-            if before is not None:
-                before.shut()
+        if not self._admit(link, hello):
+            link.send(Refused("busy", f"{MOST_ASKERS} others ask this worker already; close connections, or share one"))
+            return
         link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.gives, tuple(self.worker.plans)))
         while True:
             message = link.receive(None)
             answer = self._answer(link, hello, message)
             link.drop_fds()
             link.send(answer)
+
+    def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
+        """Has it a place, now that it has said who it is."""
+        with self._guard:
+            self._strangers.discard(link)
+            if hello.role != "update":
+                full = len(self._askers) >= MOST_ASKERS
+                if not full:
+                    self._askers.add(link)
+                return not full
+            before, self._master = self._master, link  # an older one's end means nothing any more
+        if before is not None:
+            before.shut()
+        return True
 
     def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
         if isinstance(message, GetStatus):

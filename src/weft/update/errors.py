@@ -12,7 +12,7 @@ class UpdateError(RuntimeError):
         self.who, self.phase, self.bucket, self.text = fault.who, fault.phase, fault.bucket, fault.text
         self.epoch, self.committed, self.corrupt = fault.epoch, committed, fault.corrupt
         where = f"in phase {fault.phase}" + (f", bucket {fault.bucket}" if fault.bucket >= 0 else "")
-        after = "; its version is committed and will be served" if committed else ""
+        after = "; its version is committed, and served by every worker that can" if committed else ""
         super().__init__(f"{fault.who}, {where} of attempt {fault.epoch}: {fault.text}{after}")
 
     @property

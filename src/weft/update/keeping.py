@@ -1,7 +1,8 @@
 """The way back: where the old version waits until commit, and what that costs.
 
 An engine that can hand out what it holds is read before an update closes it, and the copy costs what is overwritten. Of
-one that cannot, every version is kept as it arrives, so that during an update two are.
+one that cannot, every version is kept as it arrives, so that during an update two are. Memory and files stay with the
+worker for the next update, until one comes with rollback="none".
 """
 
 from __future__ import annotations
@@ -97,7 +98,4 @@ def _room(store: Store | None, where: Path | None) -> Store:
 
 
 def _reserve(store: Store, boxes: list[tuple[str, Box, str]]) -> str | None:
-    refusal = store.refusal(store.needs(boxes))
-    if refusal is None:
-        store.reserve(boxes)
-    return refusal
+    return store.refusal(store.needs(boxes)) or store.reserve(boxes)

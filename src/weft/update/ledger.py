@@ -1,14 +1,16 @@
 """The coordinator's memory: which version is committed, on disk before it is told; and how many attempts there were.
 
 A decision is a file written beside the old one, synced, renamed over it, and the directory synced: after a crash there
-is the old decision or the new one. One process at a time holds the ledger.
+is the old decision or the new one. One coordinator at a time holds the ledger.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from pathlib import Path
+from typing import IO, ClassVar
 
 import msgspec
 
@@ -31,16 +33,16 @@ class Ledger:
     """Held until it is closed or its process ends."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = own_directory(directory)
+        fresh = [path for path in (directory, *directory.parents) if not path.exists()]
+        self.directory = own_directory(directory)
+        for path in fresh:  # else a crash could take the directory, and the decision in it
+            _sync(path.parent)
         self._path = directory / "ledger.json"
-        self._lock = (directory / "ledger.lock").open("w")
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: that would be inherited by children
-        except OSError as error:
-            self._lock.close()
+        self._lock = _Lock(directory / "ledger.lock")
+        if not self._lock.take():
             raise BlockingIOError(
                 f"another coordinator holds the ledger in {directory}; end it, or use another directory"
-            ) from error
+            )
         self.record = _read(self._path)
         self._counter = directory / "attempts"
         counted = self._counter.read_text() if self._counter.exists() else ""
@@ -64,16 +66,60 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         part.rename(self._path)
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync(self.directory)
         self.record = record
 
     def close(self) -> None:
         """Lets go of it."""
-        self._lock.close()
+        self._lock.give_back()
+
+
+class _Lock:
+    """Of a file, and of its place in this process.
+
+    A lock by `flock` would be kept by children that outlive this process. One by `lockf` is this process's, which may
+    then take it twice, and lose it as soon as any descriptor of the file is closed: so the file is opened once.
+    """
+
+    _taken: ClassVar[set[tuple[int, Path]]] = set()
+    _guard: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: Path) -> None:
+        self._place = os.getpid(), path.resolve()
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def take(self) -> bool:
+        """Not where anybody has it."""
+        with self._guard:
+            if self._place in self._taken:
+                return False
+            file = self._path.open("w")
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.close()
+                return False
+            self._taken.add(self._place)
+            self._file = file
+            return True
+
+    def give_back(self) -> None:
+        """May be called again."""
+        with self._guard:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+                self._taken.discard(self._place)
+
+
+def _sync(directory: Path) -> None:
+    """Names in it outlive a crash."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _read(path: Path) -> Record:

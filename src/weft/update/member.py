@@ -11,7 +11,7 @@ from weft.update.errors import UpdateError, failure
 from weft.update.options import Options
 from weft.update.post import Post, read_into
 from weft.update.rendezvous import Rendezvous
-from weft.update.wire.control import Fault, FromCoordinator, Join, Phase, Stop
+from weft.update.wire.control import Fault, FromCoordinator, Go, Join, Phase, Stop
 from weft.update.wire.errors import Gone
 from weft.update.wire.messages import PROTOCOL
 
@@ -24,6 +24,8 @@ class Member:
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Post, options: Options) -> None:
         self.post, self.options = post, options
         self.epoch = 0
+        self.stop: Stop | None = None
+        """What the coordinator said of the end of this attempt."""
         self.lost = False
         self._link, self.name = rendezvous.call(options.deadline_s)
         self._link.trust()
@@ -31,11 +33,18 @@ class Member:
         read_into(post, "coordinator", self._link, self._take, self._gone)
 
     def _take(self, message: Any) -> bool:
-        if not isinstance(message, Stop):
-            return False
-        if message.epoch in (0, self.epoch):
-            self.post.fail(UpdateError(message.fault, committed=message.committed))
-        return True
+        if isinstance(message, Stop):
+            if message.epoch in (0, self.epoch):
+                self.stop = message
+                self.post.fail(UpdateError(message.fault, committed=message.committed))
+            return True
+        if isinstance(message, Go) and not self.epoch:
+            self.epoch = message.epoch  # here already: the next message may be of it
+        return bool(message.epoch != self.epoch)
+
+    def begin(self) -> None:
+        """An attempt: what still comes of an earlier one is not for it."""
+        self.epoch, self.stop = 0, None
 
     def _gone(self, text: str) -> None:
         self.lost = True
@@ -60,7 +69,7 @@ class Member:
         except (TimeoutError, Gone) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
         if not isinstance(message, kind):
-            text = f"{type(message).__name__} came where {kind.__name__} was expected"
+            text = f"{type(message).__name__} came where {getattr(kind, '__name__', kind)} was expected"
             raise failure(self.epoch, self.name, phase, text)
         return message
 

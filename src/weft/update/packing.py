@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from weft.update.buffers import Buffer
-from weft.update.copying import DIGEST_BYTES, Array, boxed, copy, copy_hashed, digest, opaque
+from weft.update.copying import DIGEST_BYTES, boxed, copy, copy_hashed, cut, digest, opaque
 from weft.update.shares import Shares
 from weft.update.source import Source
 from weft.weights.pieces import Box
@@ -43,7 +43,7 @@ class Packer:
             copy(target, local)
         for check, take in takes:
             part = take.box.slices(piece.box)
-            made = copy_hashed(target[part], local[part]) if apart else digest(_at(local, part))
+            made = copy_hashed(cut(target, part), cut(local, part)) if apart else digest(cut(local, part))
             at = table_bytes + DIGEST_BYTES * check
             raw[at : at + DIGEST_BYTES] = bytearray(made)
 
@@ -60,11 +60,6 @@ class Packer:
             local = self.source.local(piece)[take.box.slices(piece.box)]
             at = table.offset_bytes + DIGEST_BYTES * check
             tensor[at : at + DIGEST_BYTES].copy_(torch.tensor(list(digest(opaque(local.cpu())))))
-
-
-def _at(array: Array, part: tuple[slice, ...]) -> Array:
-    cut: Array = array[part]
-    return cut
 
 
 def _apart(box: Box, parts: list[Box]) -> bool:

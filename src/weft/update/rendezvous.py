@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from weft.runtime.clock import host_number
 from weft.runtime.watch.meet import own_address
 from weft.update.wire.control import FromCoordinator
 from weft.update.wire.doors import Door, KeyedDoor, LocalDoor, call_path, call_port
@@ -26,9 +27,9 @@ _NUMBERS = itertools.count()
 
 
 class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the coordinator is: `boot` is its kernel's own number, `port` 0 for a Unix socket. Or why there is none."""
+    """Where the coordinator is: `number` is its host's, `port` 0 for a Unix socket. Or why there is none."""
 
-    boot: str = ""
+    number: int = 0
     host: str = ""
     pid: int = 0
     address: str = ""
@@ -37,12 +38,12 @@ class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rendezvous:
-    """One meeting of the update ranks, for one updater of each."""
+    """One meeting of the update ranks, for one updater of each; `name` is the same on all of them."""
 
     def __init__(self, directory: Path, key: bytes | None, address: str | None) -> None:
         self.path, self.key, self.address = directory / "coordinator.sock", key, address
         self._store = PrefixStore("weft/update/coordinator", _get_default_store())
-        self._entry = str(next(_NUMBERS))
+        self.name = str(next(_NUMBERS))
 
     def host(self, make: Callable[[Door], Any]) -> Any:
         """On rank 0: opens the door, has the coordinator made, and leaves word, of a failure too."""
@@ -57,7 +58,7 @@ class Rendezvous:
             self._leave(Word(error=f"{type(error).__name__}: {error}"))
             raise
         where = (door.address, door.port) if isinstance(door, KeyedDoor) else ("", 0)
-        self._leave(Word(_boot(), socket.gethostname(), os.getpid(), *where))
+        self._leave(Word(host_number(), socket.gethostname(), os.getpid(), *where))
         return made
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
@@ -72,7 +73,7 @@ class Rendezvous:
         if self.key is not None:
             link = call_port(word.address, word.port, self.key, FromCoordinator, deadline_s)
             return link, f"{name} on {word.host})"
-        if word.boot != _boot():
+        if word.number != host_number():
             raise ValueError(
                 f"this rank is on {socket.gethostname()} and update rank 0 on {word.host}: on several hosts all ranks "
                 "need the same key, a file that only its owner can read; give it with key= or --key"
@@ -85,19 +86,14 @@ class Rendezvous:
         return KeyedDoor(self.address if self.address is not None else own_address(), self.key)
 
     def _leave(self, word: Word) -> None:
-        self._store.set(self._entry, msgspec.json.encode(word).decode())
+        self._store.set(self.name, msgspec.json.encode(word).decode())
 
     def _word(self, deadline_s: float) -> Word:
         try:
-            self._store.wait([self._entry], timedelta(seconds=deadline_s))
+            self._store.wait([self.name], timedelta(seconds=deadline_s))
         except Exception as error:  # a store raises what it likes
             raise TimeoutError(
                 f"update rank 0 has not said within {deadline_s:g} s where its coordinator is; do all ranks make "
                 "their updaters in the same order?"
             ) from error
-        return msgspec.json.decode(self._store.get(self._entry), type=Word)
-
-
-def _boot() -> str:
-    """The same for all processes under one kernel, whatever they call their host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return msgspec.json.decode(self._store.get(self.name), type=Word)

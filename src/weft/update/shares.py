@@ -54,6 +54,10 @@ class Shares:
         """The plan's."""
         return self.plan.digest()
 
+    def name(self, *, gives: bool) -> str:
+        """Under which a worker keeps its part: one that gives has more of the same plan than one that does not."""
+        return self.digest + "+" if gives else self.digest
+
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """One for each bucket."""
@@ -84,7 +88,7 @@ class Shares:
         for share in (*shares, *given):
             named |= {item.piece.tensor for item in share.items}
         tensors = tuple(self.plan.tensors[name] for name in sorted(named))
-        return TakePlan(self.digest, tensors, tuple(shares), tuple(given))
+        return TakePlan(self.name(gives=gives), tensors, tuple(shares), tuple(given))
 
     def _share(self, number: int, takes: tuple[Take, ...]) -> Share:
         bucket, table = self.plan.buckets[number], self.tables[number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,12 +36,16 @@ class Source:
     def of(cls, state: Mapping[str, torch.Tensor], holding: Holding | None = None, rank: int = 0) -> Source:
         """A state dict of plain tensors, of DTensors (FSDP2 and other meshes), or of both.
 
-        With a `holding`, plain tensors are this rank's pieces by it: one box a tensor; without, they are whole.
+        With a `holding`, plain tensors are this rank's pieces by it, one box a tensor; without, they are whole. Where a
+        rank has several boxes of a tensor, say so with `Source` itself.
         """
         plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
-        boxes = {piece.tensor: piece.box for piece in holding.pieces[rank]} if holding is not None else {}
         tensors = dict(holding.tensors) if holding is not None else {name: whole(name, t) for name, t in plain.items()}
-        held = {Piece(n, boxes.get(n, Box.whole(tuple(t.shape)))): t.detach() for n, t in plain.items() if t.numel()}
+        full = {name: value.detach() for name, value in plain.items() if value.numel()}
+        boxes = {name: Box.whole(tuple(value.shape)) for name, value in full.items()}
+        if holding is not None:
+            boxes = _boxes(holding, rank, full)
+        held = {Piece(name, boxes[name]): value for name, value in full.items()}
         meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
         for name, value in state.items():
             if isinstance(value, DTensor):
@@ -69,6 +73,22 @@ class Source:
             if box.meet(piece.box) == piece.box:
                 return tensor[piece.box.slices(box)]
         raise ValueError(f"{piece.tensor} {piece.box} is not held here")
+
+
+def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box]:
+    """The box that a rank has of each tensor."""
+    boxes: dict[str, Box] = {}
+    for piece in holding.pieces[rank]:
+        if piece.tensor in names and boxes.setdefault(piece.tensor, piece.box) != piece.box:
+            raise ValueError(
+                f"the holding gives rank {rank} {boxes[piece.tensor]} and {piece.box} of {piece.tensor}, and the state "
+                "has one tensor of that name; make Source(tensors, held) with a tensor for each box"
+            )
+    for name in names:
+        if name not in boxes:
+            known = f"gives rank {rank} nothing of it" if name in holding.tensors else "does not know it"
+            raise ValueError(f"the state has {name}, the holding {known}; leave it out, or add it to the holding")
+    return boxes
 
 
 def whole(name: str, tensor: torch.Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from weft.update.adapters.interface import Adapter
 from weft.update.arrivals import Arrival, Assembly
 from weft.update.buffers import Raw
-from weft.update.copying import DIGEST_BYTES, boxed, digest
+from weft.update.copying import DIGEST_BYTES, boxed, cut, digest
 from weft.update.wire.messages import Share, TakePlan
+from weft.weights.geometry import disjoint
 from weft.weights.pieces import Box, Piece
 
 
@@ -43,9 +44,20 @@ def shortfall(plan: TakePlan, wanted: Sequence[Piece]) -> list[str]:
         for take in share.takes:
             name = share.items[take.item].piece.tensor
             comes[name] = comes.get(name, 0) + take.box.num_elements
-    for piece in wanted:
-        comes[piece.tensor] = comes.get(piece.tensor, 0) - piece.box.num_elements
+    for name, boxes in _by_name(wanted).items():
+        apart = disjoint(boxes) if len(boxes) > 1 else boxes  # what lies in two of them comes once
+        comes[name] = comes.get(name, 0) - sum(box.num_elements for box in apart)
     return sorted(name for name, elements in comes.items() if elements)
+
+
+def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
+    """The boxes of each tensor, each once."""
+    boxes: dict[str, list[Box]] = {}
+    for piece in pieces:
+        some = boxes.setdefault(piece.tensor, [])
+        if piece.box not in some:
+            some.append(piece.box)
+    return boxes
 
 
 def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> list[Arrival]:
@@ -55,7 +67,7 @@ def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> lis
     made = []
     for take, check in zip(share.takes, share.checks, strict=True):
         piece = share.items[take.item].piece
-        part = items[take.item][take.box.slices(piece.box)]
+        part = cut(items[take.item], take.box.slices(piece.box))
         at = share.table_bytes + DIGEST_BYTES * check
         expected = raw[at : at + DIGEST_BYTES].tobytes() if checked else None
         made.append(Arrival(piece.tensor, take.box, dtypes[piece.tensor], part, expected))
@@ -63,17 +75,24 @@ def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> lis
 
 
 def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Piece]) -> list[Arrival]:
-    """The pieces that these parts complete."""
-    boxes: dict[str, list[Box]] = {}
-    for piece in wanted:
-        boxes.setdefault(piece.tensor, []).append(piece.box)
-    whole = []
+    """The pieces that these parts complete; a part may belong to several."""
+    boxes, whole = _by_name(wanted), []
     for part in parts:
-        box = next(box for box in boxes[part.name] if _within(part.box, box))
-        done = assembly.add(part, box)
-        if done is not None:
-            whole.append(done)
+        meeting = [(box, common) for box in boxes[part.name] if (common := part.box.meet(box)) is not None]
+        if not meeting:
+            raise ValueError(f"{part.name} {part.box} was never wanted")
+        for box, common in meeting:
+            done = assembly.add(_part_of(part, common), box)
+            if done is not None:
+                whole.append(done)
     return whole
+
+
+def _part_of(part: Arrival, box: Box) -> Arrival:
+    """A part of a part; the digest is that of all of it, which is checked after `load` then."""
+    if box == part.box:
+        return part
+    return Arrival(part.name, box, part.dtype, cut(part.staged, box.slices(part.box)))
 
 
 def give(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
@@ -87,7 +106,7 @@ def give(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: b
             return error
     for take, check in zip(share.takes, share.checks, strict=True):
         if checked:
-            part = out[take.item][take.box.slices(share.items[take.item].piece.box)]
+            part = cut(out[take.item], take.box.slices(share.items[take.item].piece.box))
             at = share.table_bytes + DIGEST_BYTES * check
             raw[at : at + DIGEST_BYTES] = bytearray(digest(part))
     return None

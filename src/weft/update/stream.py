@@ -206,6 +206,6 @@ def giving(beside: Beside, shares: Shares, epoch: int, ipc: Sequence[Buffer], de
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(ipc) if own is buffer)
-        beside.ask(Give(epoch, shares.digest, number, at, checked), Given, deadline_s)
+        beside.ask(Give(epoch, shares.name(gives=True), number, at, checked), Given, deadline_s)
 
     return fill

@@ -22,7 +22,7 @@ from weft.ir.trace import Trace
 from weft.runtime.clock import clock_offset
 from weft.update.attempting import Attempting
 from weft.update.beside import Beside
-from weft.update.broadcasts import Broadcasts
+from weft.update.broadcasts import Broadcasts, Buckets
 from weft.update.buffers import Buffer, HostBuffer
 from weft.update.coordinator import Coordinator
 from weft.update.errors import UpdateError, failure
@@ -83,12 +83,14 @@ class Updater:
         self.say, self.progress = say, progress
         self.post = Post()
         self.plans = Plans(self.options.memory)
-        self.broadcasts = Broadcasts(self.rank, self.world, self.options.deadline_s, self.device)
-        self.post.on_bad = self.broadcasts.break_off
+        rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
+        self.broadcasts = Broadcasts(rendezvous.name, self.rank, self.world, self.options.deadline_s, self.device)
+        self.post.on_bad = self._break_off
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
         self.attempt: Attempting | None = None
-        rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
+        self._name = rendezvous.name
+        self._talk: Buckets | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             self._coordinator = rendezvous.host(
@@ -132,11 +134,13 @@ class Updater:
         began = time.perf_counter()
         try:
             done = attempt.run()
-        except Exception as error:
+        except BaseException as error:
             known = attempt.fail(error)
-            self.broadcasts.break_off()
-            if self.broadcasts.drop():  # what may still be written to is not used again
+            self._break_off()
+            if self.broadcasts.made == 0 and self.broadcasts.drop():  # what may still be written to is not used again
                 self._free_buffers()
+            if not isinstance(error, Exception):
+                raise
             raise known from error
         finally:
             self.attempt = None
@@ -147,12 +151,20 @@ class Updater:
         """What the last update did, on all ranks, who all ask for it: the Program that was planned, with its times."""
         if done.shares is None or done.times is None:
             raise ValueError(f"nothing moved for version {done.version}, so there is no trace of it")
-        circle = self.broadcasts.circle(done.epoch, self.post)
+        if self._talk is None:
+            deadline = self.broadcasts.deadline
+            self._talk = Buckets(f"{self._name}/trace", self.rank, self.world, self.device, deadline)
+        circle = self._talk
         own = noted(done.times, len(done.shares.plan.buckets))
         own[own >= 0] += clock_offset(circle, self.device)
         gathered = circle.all_gather(torch.from_numpy(own).to(self.device))
         about = f"update to version {done.version}, measured"
         return trace_of(done.shares.plan, [times.cpu().numpy() for times in gathered], about)
+
+    def _break_off(self) -> None:
+        """Nobody is in the communicator before an attempt has its number."""
+        if self.attempt is not None and self.attempt.epoch:
+            self.broadcasts.break_off()
 
     def _worker_lost(self, text: str) -> None:
         """Told from the thread that hears the worker: the thread that updates may be waiting elsewhere."""
@@ -170,8 +182,8 @@ class Updater:
     def _fit(self, held: list[Buffer], num: int, size_bytes: int) -> list[Buffer]:
         if len(held) >= num and all(buffer.size_bytes >= size_bytes for buffer in held[:num]):
             return held
-        for buffer in held:
-            buffer.close()
+        while held:
+            held.pop().close()
         if self.device.type == "cuda":
             from weft.update.cuda import CudaBuffer  # only where there is a GPU
 

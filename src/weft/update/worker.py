@@ -26,6 +26,7 @@ from weft.update.keeping import Keeping
 from weft.update.staging import arrivals_of, assembled, check_plan, give, shortfall
 from weft.update.wire.errors import WireError
 from weft.update.wire.messages import (
+    MOST_PLANS,
     Abort,
     Begin,
     Begun,
@@ -49,7 +50,6 @@ from weft.update.wire.messages import (
     TakePlan,
 )
 
-MOST_PLANS = 8
 BUSY_S = 2.0
 
 
@@ -109,12 +109,18 @@ class Worker:
         """Maps the buffers; takes the descriptors."""
         return self._alone("Map", lambda: self._map(message, fds))
 
-    def release(self) -> None:
-        """The update rank is gone. One that has voted stays as it is."""
+    def release(self, taken_over: Callable[[], bool] = lambda: False) -> None:
+        """The update rank is gone, and its buffers with it; one that took over settles and maps its own.
+
+        A worker that has voted stays as it is.
+        """
         with self._one:
+            if taken_over():
+                return
             if self.state == "loading":
                 with suppress(Exception):  # what an engine raises leaves it closed
                     self._back()
+            self._unmap()
 
     def _alone(self, doing: str, step: Callable[[], FromWorker]) -> FromWorker:
         if not self._one.acquire(timeout=BUSY_S):
@@ -150,8 +156,8 @@ class Worker:
         elif self.state in ("loading", "prepared"):
             self._back()
         held = self.version == message.version and self._content in message.epochs
-        if self.state == "serving" and not held:
-            self._do(self.adapter.close("drain", BUSY_S))
+        if self.state != "serving" or not held:  # an engine may be open though nothing is known of what it serves
+            self._do(self.adapter.close(message.close, message.drain_s))
             self.state, self.version = "closed", None
         self.epoch = message.epoch
         return self.status
@@ -189,9 +195,7 @@ class Worker:
             return Begun(message.epoch, self._keeping.size_bytes)
         if self.state not in ("serving", "closed"):
             raise _RefusalError("order", f"worker {self.worker} is {self.state} at attempt {self.epoch}; settle first")
-        plan = self.plans.get(message.plan)
-        if plan is None:
-            raise _RefusalError("order", f"worker {self.worker} does not have plan {message.plan}")
+        plan = self._plan(message.plan)
         if message.partial and self.version is None:
             raise _RefusalError("order", f"worker {self.worker} holds no version that a part could be added to")
         wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
@@ -202,8 +206,7 @@ class Worker:
         refusal = self._keeping.prepare(plan, message, has_version=self.version is not None)
         if refusal is not None:
             raise _RefusalError("memory", refusal)
-        if self.state == "serving":  # the way back is kept while requests are still served
-            self._do(self.adapter.close(message.close, message.drain_s))
+        self._do(self.adapter.close(message.close, message.drain_s))  # last: until here requests are served
         self.state, self.epoch, self._begun = "loading", message.epoch, message
         self._loaded, self._touched, self._assembly = set(), False, Assembly()
         self._do(self.adapter.begin())
@@ -234,7 +237,7 @@ class Worker:
         self._fresh(message.epoch)
         if self.state != "serving":
             raise _RefusalError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
-        plan = self.plans[message.plan]
+        plan = self._plan(message.plan)
         share, raw = self._share(plan.gives, message.bucket), self._raw(message.buffer)
         self._do(give(self.adapter, plan, share, raw, checked=message.checked))
         return Given(message.epoch, message.bucket)
@@ -306,6 +309,12 @@ class Worker:
     def _do(self, error: str | None) -> None:
         if error is not None:
             raise _RefusalError("failed", error)
+
+    def _plan(self, digest: str) -> TakePlan:
+        plan = self.plans.get(digest)
+        if plan is None:
+            raise _RefusalError("order", f"worker {self.worker} does not have plan {digest}")
+        return plan
 
     def _share(self, shares: tuple[Share, ...], bucket: int) -> Share:
         for share in shares:

@@ -83,7 +83,8 @@ class UpdatePlan:
 def plan_update(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None = None) -> UpdatePlan:
     """Moves what workers want, each byte to each of them once; with `only`, of those tensors alone.
 
-    A wanted byte that no rank has is a ValueError. What several ranks have comes from whoever has least to send.
+    A wanted byte that no rank has is a ValueError, and so is a name in `only` that no worker wants. What several ranks
+    have comes from whoever has least to send.
     """
     with uncollected():
         return _plan(have, want, memory, only)
@@ -120,6 +121,11 @@ def _moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[s
     unknown = sorted(chosen - want.tensors.keys() - have.tensors.keys())
     if unknown:
         raise ValueError(f"`only` names {unknown[0]!r}, which is neither had nor wanted; leave it out")
+    unwanted = sorted(chosen - want.tensors.keys())
+    if unwanted:
+        raise ValueError(
+            f"`only` names {unwanted[0]!r}, which no worker wants; name the tensor it is tied to, or leave it out"
+        )
     tensors = {}
     for name, wanted in want.tensors.items():
         if name not in chosen:

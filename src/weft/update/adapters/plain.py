@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from weft.update.arrivals import Arrival
-from weft.update.copying import Array, digest, opaque
+from weft.update.copying import Array, cut, digest, opaque
 from weft.update.gate import Gate
 from weft.update.wire.messages import Wants
 from weft.weights.pieces import Box, Piece, Tensor
@@ -50,6 +50,9 @@ class Plain:
         for name, box in self._boxes.items():
             if tuple(self.held[name].shape) != box.shape:
                 raise ValueError(f"{name} is held as {tuple(self.held[name].shape)}, its box {box} is {box.shape}")
+            dtype = str(self.held[name].dtype).removeprefix("torch.")
+            if dtype != self._tensors[name].dtype:
+                raise ValueError(f"{name} is held as {dtype}, it is named as {self._tensors[name].dtype}; convert one")
 
     def serving(self) -> AbstractContextManager[int]:
         """Around whatever uses the tensors; gives the version they are of."""
@@ -106,5 +109,5 @@ class Plain:
         mine = self._boxes[piece.tensor]
         if mine.meet(piece.box) != piece.box:
             return f"{piece.tensor} {piece.box} is not within {mine}, which is held"
-        out[...] = opaque(held)[piece.box.slices(mine)]
+        out[...] = cut(opaque(held), piece.box.slices(mine))
         return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.update.adapters.plain import Plain, digest_of
 from weft.update.gate import Gate
@@ -26,14 +27,24 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Views of all that a checkpoint has, by its names; of tensors that are tied, the first."""
     named: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        place = tensor.data_ptr(), tensor.shape
+    seen: set[tuple[object, ...]] = set()
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        place = _place(tensor)
         if place in seen:
             continue
         seen.add(place)
         named.update(_by_expert(name, tensor.detach()))
     return named
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for tensors that are tied. Without memory here (an empty shard, meta), tied ones are one object."""
+    plain = tensor.detach()
+    local = plain.to_local() if isinstance(plain, DTensor) else plain
+    if not local.numel() or local.is_meta or not local.data_ptr():
+        return (id(tensor),)
+    return local.data_ptr(), local.dtype, tensor.shape, local.shape, local.stride()
 
 
 def _by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

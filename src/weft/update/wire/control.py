@@ -25,7 +25,10 @@ class Join(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """What went wrong, where: `who` is a person's name for a process."""
+    """What went wrong, where: `who` is a person's name for a process.
+
+    `waited`: this rank waited in vain for others, and cannot say for whom.
+    """
 
     epoch: int
     who: str
@@ -33,12 +36,14 @@ class Fault(Message, frozen=True):
     bucket: int
     text: str
     corrupt: bool = False
+    waited: bool = False
 
 
 class Enter(Message, frozen=True):
     """An update rank begins an attempt. `layout` is a digest of what it has and its worker wants.
 
-    `gives`: its worker's engine can hand out what it holds.
+    `gives`: its worker's engine can hand out what it holds. `circle` is the attempt that made the communicator it has,
+    0 if it has none.
 
     A rank that cannot (`fault`) enters too, so that all ranks hear of it together.
     """
@@ -50,7 +55,8 @@ class Enter(Message, frozen=True):
     changed: tuple[str, ...] | None
     layout: str
     status: Status | None
-    gives: bool = True
+    gives: bool
+    circle: int
     fault: Fault | None = None
 
 
@@ -98,7 +104,8 @@ class Go(Message, frozen=True):
 class Layouts(Message, frozen=True):
     """What to do after settling: who is to be loaded (`loads`), who holds the version already (`holds`).
 
-    `only`: the tensors that move, None for all. `sides` is by rank, and empty where no layout changed.
+    `only`: the tensors that move, None for all. `sides` is by rank, and empty where no layout changed. `circle` is the
+    attempt that made the communicator to use: an earlier one that all still have, or this one.
     """
 
     epoch: int
@@ -106,6 +113,7 @@ class Layouts(Message, frozen=True):
     loads: tuple[int, ...]
     holds: tuple[int, ...]
     only: tuple[str, ...] | None
+    circle: int
     sides: tuple[Sides, ...]
     why: str = ""
 

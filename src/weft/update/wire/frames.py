@@ -8,8 +8,8 @@ from weft.update.wire.errors import WireError
 
 _LENGTH = struct.Struct("!I")
 
-MOST_BYTES = 64 << 20
-"""The largest message: the layouts of a large model for all of its devices."""
+MOST_BYTES = 1 << 30
+"""The largest message: the layouts of a large model for all of its devices (about 140 bytes a tensor and device)."""
 
 FIRST_BYTES = 4 << 10
 """The largest first message of a connection, before the other end has said who it is."""

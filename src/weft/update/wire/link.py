@@ -63,16 +63,21 @@ class Link(Generic[M]):
         self._frames.most_bytes = MOST_BYTES
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
-        """Hands the whole message to the kernel, or raises Gone or TimeoutError."""
+        """Hands the whole message to the kernel, or raises Gone or TimeoutError; half a message ends the connection."""
         body = self._encode(message)
         until = time.monotonic() + timeout_s
         with self._sending:
-            data = memoryview(framed(body if self._seal is None else self._seal.close(body)))
+            whole = data = memoryview(framed(body if self._seal is None else self._seal.close(body)))
             while data:
                 try:
                     sent = self._send_some(data, fds)
                 except BlockingIOError:
-                    self._await(select.POLLOUT, until, "take a message")
+                    try:
+                        self._await(select.POLLOUT, until, "take a message")
+                    except TimeoutError:
+                        if self._seal is not None or len(data) < len(whole):
+                            self.shut()  # what came next would be taken for the rest of this
+                        raise
                     continue
                 except OSError as error:
                     raise Gone(f"{self.peer} {_end(error)}") from error

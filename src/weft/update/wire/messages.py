@@ -18,6 +18,9 @@ from weft.weights.plan import Item, Take
 
 PROTOCOL = 1
 
+MOST_PLANS = 8
+"""How many plans a worker keeps; the one that came first goes."""
+
 State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]

@@ -60,10 +60,10 @@ def listen(path: Path) -> socket.socket:
 
 def close_server(server: socket.socket, path: Path) -> None:
     """Ends a server; a thread that waits in `accept` gets an OSError."""
+    path.unlink(missing_ok=True)  # first: once it is closed, the path may be a successor's
     with suppress(OSError):
         server.shutdown(socket.SHUT_RDWR)
     server.close()
-    path.unlink(missing_ok=True)
 
 
 def connect(path: Path) -> socket.socket:

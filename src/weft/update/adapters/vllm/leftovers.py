@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,8 @@ class Leftovers:
         self.path = path
         self._note = _Note([], [])
         if path.exists():
-            self._note = msgspec.json.decode(path.read_bytes(), type=_Note)
+            with suppress(msgspec.DecodeError):  # what it named is lost; it is no reason not to start
+                self._note = msgspec.json.decode(path.read_bytes(), type=_Note)
             self.sweep(0.0)
 
     def add(self, worker_pid: int, parent_pid: int) -> None:
@@ -53,7 +55,9 @@ class Leftovers:
         pids = {worker_pid, parent_pid} - {os.getpid()}
         names = {name for one in pids for name in named_memory(one)}
         self._note = _Note(sorted({*self._note.pids, *pids}), sorted({*self._note.names, *names}))
-        self.path.write_bytes(msgspec.json.encode(self._note))
+        part = self.path.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(self._note))
+        part.rename(self.path)
 
     def sweep(self, deadline_s: float) -> None:
         """Removes what is left once all processes ended; those that live on keep theirs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from weft.update.wire.link import Link, accept
 from weft.update.wire.sockets import close_server, listen
 
 JOIN_S = 5.0
+PAUSE_S = 0.05
 
 
 class Listening:
@@ -38,7 +40,9 @@ class Listening:
             try:
                 link: Link[FromVllm] | None = accept(self._server, FromVllm)
             except OSError:
-                return
+                if not self._closing:  # out of descriptors, which passes
+                    time.sleep(PAUSE_S)
+                continue
             if link is None:
                 continue
             self._links.add(link)

@@ -59,11 +59,14 @@ class Replica:
         self._num = -1
         self._opened: dict[int, int] = {}
         self._draining: Future[str | None] | None = None
+        self._starting: object | None = None  # the one start that may open the gate
+        self._scheduling = threading.Lock()  # around a pause, and around a start until the gate is open
+        self._paused = False
         self._failed: str | None = None
         self._leftovers = Leftovers(directory / f"replica-{first}.left")
         self._listening = Listening(replica_path(directory, first), self._answer, self._lose)
         try:
-            engine.pause()
+            self._pause()
             place = {"directory": str(directory), "first": first}
             place |= {"checkpoint": str(checkpoint)} if checkpoint is not None else {}
             answers = engine.rpc("init_weight_transfer_engine" if transfer else "weft_open", place)
@@ -137,38 +140,60 @@ class Replica:
 
     def _shut(self, worker: int, message: Shut) -> str | None:
         with self._changed:
+            if self._starting is not None:  # a start that is under way, or was left behind, opens nothing any more
+                self._starting = self._draining = None
+            opened = self._opened.pop(worker, None)
             mine = self._draining is None
             draining = self._draining = self._draining if self._draining is not None else Future()
         if mine:
             draining.set_result(self._drain(message))
         error = draining.result()
         with self._changed:
-            if error is None:
-                self._opened.pop(worker, None)
-            elif self._draining is draining:
+            if error is not None and opened is not None:
+                self._opened[worker] = opened
+            if error is not None and self._draining is draining:
                 self._draining = None
         return error
 
     def _drain(self, message: Shut) -> str | None:
         """Never raises: others wait for what it returns."""
-        version = self._gate.version
+        version, over = self._gate.version, threading.Event()
+        hurry = threading.Thread(target=self._hurry, args=(over,), name="weft hurry", daemon=True)
+        hurries = message.how == "abort" and version is not None
         try:
-            if message.how == "abort" and version is not None:
-                threading.Thread(target=self._hurry, name="weft hurry", daemon=True).start()
+            if hurries:
+                hurry.start()
             error = self._gate.close(message.how, message.deadline_s)
-            if error is None:
-                within(ENGINE_S, "pause", self.engine.pause)
-            elif message.how == "abort" and version is not None:
+            over.set()
+            if hurries:
+                hurry.join(ENGINE_S)
+                if hurry.is_alive():
+                    raise TimeoutError(f"vLLM did not break requests off within {ENGINE_S:g} s")
+            if error is not None and version is not None and hurries:
                 within(ENGINE_S, "start again", lambda: self.engine.resume(version))
+            elif error is None and not self._scheduling.acquire(timeout=ENGINE_S):
+                error = (
+                    f"vLLM has not ended an earlier start within {ENGINE_S:g} s; try again, or start the engine again"
+                )
+            elif error is None:
+                self._scheduling.release()
+                within(ENGINE_S, "pause", self._pause)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             self._fail(f"vLLM could not be paused ({error}); start the engine again")
         return error
 
-    def _hurry(self) -> None:
-        """Breaks requests off once no new ones can come."""
+    def _pause(self) -> None:
+        with self._scheduling:
+            if not self._paused:
+                self.engine.pause()
+                self._paused = True
+
+    def _hurry(self, over: threading.Event) -> None:
+        """Breaks requests off once no new ones can come, unless it is over before."""
         while self._gate.version is not None and self._failed is None:
-            time.sleep(0.001)
+            if over.wait(0.001):
+                return
         with suppress(Exception):  # those that are not broken off are waited for
             self.engine.break_off()
 
@@ -177,26 +202,46 @@ class Replica:
             self._opened[worker] = message.version
             if len(self._opened) < self._num or set(self._opened.values()) != {message.version}:
                 return
+            self._starting = wanted = object()
         try:
-            within(2 * ENGINE_S, "start again", lambda: self._start(message.version))
+            within(2 * ENGINE_S, "start again", lambda: self._start(message.version, wanted))
         except BaseException:
             with self._changed:
                 self._opened.pop(worker, None)
+                if self._starting is wanted:  # left behind, it opens nothing any more; the next to shut pauses anew
+                    self._starting = self._draining = None
             raise
 
-    def _start(self, version: int) -> None:
-        self.engine.resume(version)
+    def _start(self, version: int, wanted: object) -> None:
+        """Opens the gate if that is still wanted when the engine has started; else leaves it paused."""
+        with self._scheduling:
+            self._want(wanted)
+            self._paused = False
+            self.engine.resume(version)
+            try:
+                self._ask_canary(version)
+                with self._changed:
+                    self._want(wanted)
+                    self._starting = self._draining = None
+                    self._gate.open(version)
+                    self._changed.notify_all()
+            except BaseException:
+                if self._failed is None:
+                    self.engine.pause()
+                    self._paused = True
+                raise
+
+    def _want(self, wanted: object) -> None:
+        if self._failed is not None:
+            raise Closed(self._failed)
+        if self._starting is not wanted:
+            raise Closed("the engine started too late: the gate stays closed until the next update")
+
+    def _ask_canary(self, version: int) -> None:
         if self.canary is not None and (expected := self.canary.tokens(version)) is not None:
             made = self.engine.greedy(self.canary.prompt, len(expected))
             if made != list(expected):
-                self.engine.pause()
                 raise ValueError(f"version {version} makes {made} of the canary, its source {list(expected)}")
-        with self._changed:
-            if self._failed is not None:
-                raise Closed(self._failed)
-            self._draining = None
-            self._gate.open(version)
-            self._changed.notify_all()
 
     # ---- the end of a worker -----------------------------------------------------------------------------------------
 
