@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,10 +267,24 @@ def test_a_canary_that_differs_keeps_the_replica_closed(moe: Served, tmp_path: P
 def test_requests_are_broken_off_where_that_is_asked_for(moe: Served) -> None:
     if moe.version < 5:
         moe.update(5)
-    long = [moe.engine.order("generate", prompt=PROMPTS[0], num=LONG, wait_s=0) for _ in range(24)]
-    time.sleep(0.2)
-    moe.update(6, close="abort")
-    answers = [order.result(1) for order in long]
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        """One long request after the other, until one is broken off or not let in."""
+        while True:
+            answer = moe.engine.order("generate", prompt=PROMPTS[0], num=LONG, wait_s=0).result(100)
+            if "closed" in answer:
+                return
+            answers.append(answer)
+            if len(answer["tokens"]) < LONG:
+                return
+
+    with ThreadPoolExecutor(24) as pool:
+        asking = [pool.submit(ask) for _ in range(24)]
+        time.sleep(0.2)
+        moe.update(6, close="abort")
+        for each in asking:
+            each.result()
     assert {answer["version"] for answer in answers} == {5}
     assert any(0 < len(answer["tokens"]) < LONG for answer in answers)
     moe.serves(6)

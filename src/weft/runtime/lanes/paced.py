@@ -1,10 +1,11 @@
 """Lanes whose ops take the time their costs say: an accelerator's timing on a machine without one, with real messages.
 
-A computation or a copy runs and then sleeps until its time is over. A message leaves when its time is over, so that
-it arrives then. An exchange meets first and then takes its time, on every rank of its group; how long the meeting
-itself takes at least (the shortest one seen) is part of that time. Sleeping threads wake late, by what the machine is
-busy with; an op may make up for at most a millisecond of that, which is between when it could have started and when its
-lane's thread came to it.
+A computation or a copy runs and then sleeps until its time is over; it runs a moment after it starts, as the lanes that
+start beside it need the processor at once and it does not. A message leaves so that it is gone when its time is over.
+An exchange meets first and then takes its time, on every rank of its group; how long the meeting itself takes at least
+(the shortest one seen) is part of that time. Sleeping threads wake late, by what the machine is busy with; an op may
+make up for at most a millisecond of that, which is between when it could have started and when its lane's thread came
+to it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from weft.runtime.lanes.thread import Item, ThreadLanes
 
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
+
+AFTER_NS = 1_000_000
+"""How long after its start a computation runs, if that is not more than a quarter of its time."""
 
 
 class Pace(IntEnum):
@@ -36,32 +40,37 @@ class PacedLanes(ThreadLanes):
     def __init__(self, num_lanes: int, dur_ns: Sequence[int], pace: Sequence[Pace], deadline_s: float) -> None:
         self._dur_ns, self._pace = list(dur_ns), list(pace)
         self._free = [0] * num_lanes
-        self._meeting_ns = MADE_UP_NS
+        self._shortest_ns = dict.fromkeys(Pace, MADE_UP_NS)
         super().__init__(num_lanes, len(self._dur_ns), deadline_s)
 
     def _run(self, lane: int, item: Item) -> None:
-        op, run, pace, step = item.op, item.run, self._pace[item.op], item.step
+        op, run, pace, step, dur_ns = item.op, item.run, self._pace[item.op], item.step, self._dur_ns[item.op]
         if pace is Pace.NONE:
             run()
             return
-        ready = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
+        came = perf_counter_ns()
+        could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
+        start = max(could, came - MADE_UP_NS)
         if pace is Pace.TOGETHER:
-            ready = step.start[op] = max(ready, self._meet(run))
-        until = max(ready, perf_counter_ns() - MADE_UP_NS) + self._dur_ns[op]
+            # The last of the group came when the meeting ended, less what it takes if nobody is late.
+            met = self._timed(pace, run) - self._shortest_ns[pace]
+            start = step.start[op] = max(could, met - min(max(0, came - could), MADE_UP_NS))
+        self._free[lane] = until = start + dur_ns
         if pace is Pace.AFTER:
+            _sleep_until(came + min(AFTER_NS, dur_ns // 4))
             run()
-        self._free[lane] = until
-        _sleep_until(until)
         if pace is Pace.BEFORE:
-            run()
+            _sleep_until(until - self._shortest_ns[pace])
+            self._timed(pace, run)
+        _sleep_until(until)
 
-    def _meet(self, run: Run) -> int:
-        """When the last of the group came, as far as this rank can tell."""
+    def _timed(self, pace: Pace, run: Run) -> int:
+        """Runs, and keeps the shortest time that took; when it ended."""
         begun = perf_counter_ns()
         run()
-        met = perf_counter_ns()
-        self._meeting_ns = min(self._meeting_ns, met - begun)
-        return met - self._meeting_ns
+        ended = perf_counter_ns()
+        self._shortest_ns[pace] = min(self._shortest_ns[pace], ended - begun)
+        return ended
 
 
 def _sleep_until(until_ns: int) -> None:
