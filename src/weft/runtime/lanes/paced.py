@@ -22,7 +22,7 @@ MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
 
 AFTER_NS = 1_000_000
-"""How long after its start a computation runs, if that is not more than a quarter of its time."""
+"""How long after its start a computation runs, unless that is more than a quarter of its time."""
 
 
 class Pace(IntEnum):
@@ -57,7 +57,8 @@ class PacedLanes(ThreadLanes):
             start = step.start[op] = max(could, met - min(max(0, came - could), MADE_UP_NS))
         self._free[lane] = until = start + dur_ns
         if pace is Pace.AFTER:
-            _sleep_until(came + min(AFTER_NS, dur_ns // 4))
+            if dur_ns >= 4 * AFTER_NS:
+                _sleep_until(came + AFTER_NS)
             run()
         if pace is Pace.BEFORE:
             _sleep_until(until - self._shortest_ns[pace])
