@@ -22,9 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import weft.update.adapters.vllm.listening as listening_of_replica
 import weft.update.adapters.vllm.replica as replica_module
-import weft.update.endpoint as endpoint_module
+import weft.update.wire.link as link_module
 from ranks import check, run_ranks
 from update_workers import Asker, Troubled, Workers
 from weft.update import Endpoint, Options, Plain, Source, UpdateError, Updater
@@ -486,7 +485,7 @@ def out_of_descriptors(real: Callable[..., Any], times: list[int]) -> Callable[.
 def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "accept", out_of_descriptors(accept, [1, 2]))
+    monkeypatch.setattr(link_module, "accept", out_of_descriptors(accept, [1, 2]))
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
         for _ in range(2):
             with suppress(Gone):
@@ -498,7 +497,7 @@ def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
 
 
 def test_a_replica_that_was_out_of_descriptors_takes_lines_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_of_replica, "accept", out_of_descriptors(accept, [1]))
+    monkeypatch.setattr(link_module, "accept", out_of_descriptors(accept, [1]))
     monkeypatch.setattr(replica_module, "ENGINE_S", 0.1)
     with Replica(Slow(), place):
         with pytest.raises(ConnectionRefusedError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from weft.update.adapters.interface import Adapter
 from weft.update.gate import Closed
 from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.link import Link, accept
+from weft.update.wire.link import Link, accepting
 from weft.update.wire.messages import (
     PROTOCOL,
     Answer,
@@ -34,7 +33,6 @@ MOST_STRANGERS = 32
 """Connections that have not said yet who they are; so an update rank finds a place however many ask."""
 
 HELLO_S = 5.0
-PAUSE_S = 0.05
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
@@ -89,15 +87,7 @@ class Endpoint:
             link.shut()
 
     def _accept(self) -> None:
-        while not self._closing:
-            try:
-                link: Link[ToWorker] | None = accept(self._server, ToWorker)
-            except OSError:
-                if not self._closing:  # out of descriptors, which passes
-                    time.sleep(PAUSE_S)
-                continue
-            if link is None:
-                continue
+        for link in accepting(self._server, ToWorker, lambda: self._closing):
             with self._guard:
                 full = len(self._strangers) >= MOST_STRANGERS
                 if not full:

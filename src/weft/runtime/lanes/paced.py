@@ -40,7 +40,7 @@ class PacedLanes(ThreadLanes):
     def __init__(self, num_lanes: int, dur_ns: Sequence[int], pace: Sequence[Pace], deadline_s: float) -> None:
         self._dur_ns, self._pace = list(dur_ns), list(pace)
         self._free = [0] * num_lanes
-        self._shortest_ns = dict.fromkeys(Pace, MADE_UP_NS)
+        self._shortest_ns: dict[Pace, int] = {}
         super().__init__(num_lanes, len(self._dur_ns), deadline_s)
 
     def _run(self, lane: int, item: Item) -> None:
@@ -61,16 +61,16 @@ class PacedLanes(ThreadLanes):
                 _sleep_until(came + AFTER_NS)
             run()
         if pace is Pace.BEFORE:
-            _sleep_until(until - self._shortest_ns[pace])
+            _sleep_until(until - self._shortest_ns.get(pace, 0))
             self._timed(pace, run)
         _sleep_until(until)
 
     def _timed(self, pace: Pace, run: Run) -> int:
-        """Runs, and keeps the shortest time that took; when it ended."""
+        """Runs, and keeps the shortest time that took, a millisecond at most; when it ended."""
         begun = perf_counter_ns()
         run()
         ended = perf_counter_ns()
-        self._shortest_ns[pace] = min(self._shortest_ns[pace], ended - begun)
+        self._shortest_ns[pace] = min(self._shortest_ns.get(pace, MADE_UP_NS), ended - begun)
         return ended
 
 

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,7 @@ from weft.update.wire.sockets import peer_of, refuse_strangers
 M = TypeVar("M")
 
 MOST_FDS = 8
+PAUSE_S = 0.05
 _CHUNK = 256 << 10
 
 
@@ -181,6 +182,19 @@ def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
     except OSError:
         connection.close()
         return None
+
+
+def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) -> Iterator[Link[Any]]:
+    """All that come, until it is over, and the server closed with it."""
+    while not is_over():
+        try:
+            link = accept(server, takes)
+        except OSError:
+            if not is_over():  # out of descriptors, which passes
+                time.sleep(PAUSE_S)
+            continue
+        if link is not None:
+            yield link
 
 
 def _pidfd(pid: int) -> int | None:

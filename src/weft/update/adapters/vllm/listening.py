@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from weft.update.adapters.vllm.messages import Done, FromVllm, Join
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link, accept
+from weft.update.wire.link import Link, accepting
 from weft.update.wire.sockets import close_server, listen
 
 JOIN_S = 5.0
-PAUSE_S = 0.05
 
 
 class Listening:
@@ -36,15 +34,7 @@ class Listening:
             link.shut()
 
     def _accept(self) -> None:
-        while not self._closing:
-            try:
-                link: Link[FromVllm] | None = accept(self._server, FromVllm)
-            except OSError:
-                if not self._closing:  # out of descriptors, which passes
-                    time.sleep(PAUSE_S)
-                continue
-            if link is None:
-                continue
+        for link in accepting(self._server, FromVllm, lambda: self._closing):
             self._links.add(link)
             threading.Thread(target=self._serve, args=(link,), name="weft line", daemon=True).start()
 
