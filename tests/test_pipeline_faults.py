@@ -199,6 +199,7 @@ def meet_with(kind: str, rank: int, directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1e6)  # another thread may be the one that is told to stop them all, a moment later
         case "sleep":
             time.sleep(1e6)
         case "raise":
