@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from ranks import check, run_ranks
@@ -77,20 +76,31 @@ def stop_for(seconds: float) -> None:
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
-def stalled_decision(updater: Updater, rank: int, have: Holding) -> tuple[str, str]:
+def stall_decision(updater: Updater) -> None:
+    """Stops rank 0 in the middle of its next decision, for longer than others wait."""
+    if updater._coordinator is None:
+        return
+    ledger = updater._coordinator.ledger
+    commit = ledger.commit
+
+    def slow(version: int, epoch: int) -> None:
+        ledger.commit = commit  # type: ignore[method-assign]
+        stop_for(8)
+        commit(version, epoch)
+
+    ledger.commit = slow  # type: ignore[method-assign]
+
+
+def stalled(updater: Updater, rank: int, have: Holding) -> str:
     assert not tried(updater, rank, have, 1)
-    if updater._coordinator is not None:
-        ledger = updater._coordinator.ledger
-        commit = ledger.commit
-
-        def slow(version: int, epoch: int) -> None:
-            ledger.commit = commit  # type: ignore[method-assign]
-            stop_for(8)
-            commit(version, epoch)
-
-        ledger.commit = slow  # type: ignore[method-assign]
+    stall_decision(updater)
     told = tried(updater, rank, have, 2)
     time.sleep(7 if rank else 0)  # until the coordinator goes on
+    return told
+
+
+def stalled_and_again(updater: Updater, rank: int, have: Holding) -> tuple[str, str]:
+    told = stalled(updater, rank, have)
     dist.barrier()
     return told, tried(updater, rank, have, 3)
 
@@ -99,32 +109,17 @@ def test_a_worker_that_has_voted_waits_for_a_decision_however_late() -> None:
     """Rank 0 is stopped in the middle of deciding for longer than rank 1 waits; then it commits."""
     _, want = layouts()
     with Workers(want) as workers:
-        first, second = run(workers, stalled_decision, IMPATIENT)
+        first, second = run(workers, stalled_and_again, IMPATIENT)
         assert "whether version 2 is committed is not known here, and the worker stays closed" in second[0]
         assert first[1] == second[1] == ""
         for worker in range(2):
             assert (status(workers, worker).state, status(workers, worker).version) == ("serving", 3)
 
 
-def stalled_and_ends(updater: Updater, rank: int, have: Holding) -> str:
-    assert not tried(updater, rank, have, 1)
-    if updater._coordinator is not None:
-        commit = updater._coordinator.ledger.commit
-
-        def slow(version: int, epoch: int) -> None:
-            stop_for(8)
-            commit(version, epoch)
-
-        updater._coordinator.ledger.commit = slow  # type: ignore[method-assign]
-    told = tried(updater, rank, have, 2)
-    time.sleep(7 if rank else 0)
-    return told
-
-
 def test_two_versions_are_never_served_when_a_decision_comes_late() -> None:
     _, want = layouts()
     with Workers(want) as workers:
-        run(workers, stalled_and_ends, IMPATIENT)
+        run(workers, stalled, IMPATIENT)
         states = [(status(workers, worker).state, status(workers, worker).version) for worker in range(2)]
         assert states[0] == ("serving", 2)
         assert states[1][0] == "prepared", "it served or went back without having been told"
@@ -177,25 +172,21 @@ def test_a_rank_that_came_too_late_is_in_the_next_attempt() -> None:
         assert workers.tell(0, Compare(2)) == workers.tell(1, Compare(2)) == []
 
 
-def recovers_twice(updater: Updater, rank: int, have: Holding) -> list[int]:
-    return [updater.recover().size_bytes, restart_second(rank), updater.recover().size_bytes]
-
-
-def restart_second(rank: int) -> int:
-    """Waits until the test has started worker 1 again."""
-    Path(os.environ["WEFT_TEST_MARK"]).touch()
-    while not Path(os.environ["WEFT_TEST_MARK"] + ".done").exists():
-        time.sleep(0.02)
-    return 0
+def recovers_twice(rank: int, places: tuple[Path, Path], have: Holding, mark: Path) -> tuple[int, int]:
+    """Once where nothing is to do, once after the test has started worker 1 again."""
+    with Updater(places[0], ledger=places[1], options=OPTIONS) as updater:
+        nothing = updater.recover().size_bytes
+        mark.touch()
+        while not mark.with_suffix(".done").exists():
+            time.sleep(0.02)
+        return nothing, updater.recover().size_bytes
 
 
 def first_version(updater: Updater, rank: int, have: Holding) -> str:
     return tried(updater, rank, have, 1)
 
 
-def test_recovering_where_nothing_is_to_do_does_not_spoil_later_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recovering_where_nothing_is_to_do_does_not_spoil_later_ones(tmp_path: Path) -> None:
     want, _ = layouts()  # both have all of it
     mark = tmp_path / "mark"
     with Workers(want) as workers:
@@ -205,20 +196,14 @@ def test_recovering_where_nothing_is_to_do_does_not_spoil_later_ones(
             while not mark.exists():
                 time.sleep(0.02)
             workers.restart(1)
-            (tmp_path / "mark.done").touch()
+            mark.with_suffix(".done").touch()
 
         thread = threading.Thread(target=restart, daemon=True)
         thread.start()
-        have, _ = layouts()
-        moved = check(run_ranks(2, recovering, (workers.sockets, workers.ledger), have, str(mark)))
+        moved = check(run_ranks(2, recovers_twice, (workers.sockets, workers.ledger), want, mark))
         thread.join()
-        assert all(nothing == 0 < some for nothing, _, some in moved)
+        assert all(nothing == 0 < some for nothing, some in moved)
         assert workers.tell(1, Compare(1)) == []
-
-
-def recovering(rank: int, places: tuple[Path, Path], have: Holding, mark: str) -> list[int]:
-    os.environ["WEFT_TEST_MARK"] = mark
-    return _run(rank, places, have, recovers_twice, OPTIONS)  # type: ignore[no-any-return]
 
 
 def many_plans(updater: Updater, rank: int, have: Holding) -> list[str]:

@@ -119,11 +119,15 @@ class Broadcasts:
             self.waiter = Waiter(post, self.deadline)
         return self._group
 
+    def make(self, what: str) -> Buckets:
+        """A communicator of its own; all ranks make it under this name."""
+        return Buckets(f"{self.name}/{what}", self.rank, self.world, self.device, self.deadline)
+
     def _make(self, epoch: int, made: list[Any]) -> None:
         try:
             sockets = Sockets()
             with sockets.recording():
-                circle = Buckets(f"{self.name}/{epoch}", self.rank, self.world, self.device, self.deadline)
+                circle = self.make(str(epoch))
             if self.device.type == "cpu":
                 listening = torch.tensor([*sockets.ports, *[0] * MOST_PORTS][:MOST_PORTS])
                 sockets.keep(torch.cat(circle.all_gather(listening)).tolist())

@@ -32,7 +32,7 @@ from weft.update.wire.control import (
 )
 from weft.update.wire.doors import Door
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link
+from weft.update.wire.link import PAUSE_S, Link
 from weft.update.wire.messages import PROTOCOL
 
 JOIN_S = 5.0
@@ -97,7 +97,7 @@ class Coordinator:
         try:
             link: Link[ToCoordinator] | None = self.door.accept(ToCoordinator)
         except OSError:  # no descriptors left, for now
-            time.sleep(0.05)
+            time.sleep(PAUSE_S)
             return
         if link is None:
             return

@@ -89,7 +89,6 @@ class Updater:
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
         self.attempt: Attempting | None = None
-        self._name = rendezvous.name
         self._talk: Buckets | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
@@ -152,8 +151,7 @@ class Updater:
         if done.shares is None or done.times is None:
             raise ValueError(f"nothing moved for version {done.version}, so there is no trace of it")
         if self._talk is None:
-            deadline = self.broadcasts.deadline
-            self._talk = Buckets(f"{self._name}/trace", self.rank, self.world, self.device, deadline)
+            self._talk = self.broadcasts.make("trace")
         circle = self._talk
         own = noted(done.times, len(done.shares.plan.buckets))
         own[own >= 0] += clock_offset(circle, self.device)

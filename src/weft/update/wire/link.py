@@ -28,6 +28,8 @@ M = TypeVar("M")
 
 MOST_FDS = 8
 PAUSE_S = 0.05
+"""Before accepting is tried again where there were no descriptors left."""
+
 _CHUNK = 256 << 10
 
 
