@@ -18,6 +18,7 @@ from ranks import check, run_ranks
 from update_models import Compare, model, source_of
 from update_workers import Asker, Trouble, Workers
 from weft.update import Options, UpdateError, Updater
+from weft.update.attempting import FAREWELL_S
 from weft.update.broadcasts import Buckets
 from weft.update.stream import Stream
 from weft.update.wire.messages import MOST_PLANS, Status
@@ -284,6 +285,21 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
             assert "worker 1" in told[0]
             assert told[-1] == ""
             assert not any("was expected" in text for text in told)
+
+
+def gives_up(updater: Updater, rank: int, have: Holding) -> tuple[str, float]:
+    began = time.monotonic()
+    return tried(updater, rank, have, 1), time.monotonic() - began
+
+
+def test_a_worker_that_hangs_is_waited_for_once() -> None:
+    """For the deadline, and not again for its farewell: it goes back by itself, when it finds itself alone."""
+    _, want = layouts()
+    with Workers(want) as workers:
+        workers.tell(1, Trouble("hang", "load", 1, hang_s=60))
+        for told, seconds in run(workers, gives_up, IMPATIENT):
+            assert "worker 1" in told
+            assert IMPATIENT.deadline_s <= seconds < IMPATIENT.deadline_s + FAREWELL_S
 
 
 def two_sets(rank: int, one: tuple[Path, Path], other: tuple[Path, Path], have: Holding) -> list[str]:

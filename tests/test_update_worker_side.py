@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import weft.update.adapters.vllm.replica as replica_module
+import weft.update.endpoint as endpoint_module
 import weft.update.wire.link as link_module
 from ranks import check, run_ranks
 from update_workers import Asker, Troubled, Workers
@@ -43,12 +44,13 @@ from weft.update.shares import Shares
 from weft.update.staging import assembled, shortfall
 from weft.update.store import Store, left_in_group
 from weft.update.wire.errors import Gone
-from weft.update.wire.link import accept
+from weft.update.wire.link import Link, accept
 from weft.update.wire.messages import (
     Begin,
     Begun,
     Commit,
     Finish,
+    FromWorker,
     GetStatus,
     Give,
     Load,
@@ -58,7 +60,7 @@ from weft.update.wire.messages import (
     Status,
     TakePlan,
 )
-from weft.update.wire.sockets import connect
+from weft.update.wire.sockets import close_server, connect, listen
 from weft.update.worker import Worker
 from weft.weights.buffers import Memory
 from weft.weights.pieces import Box, Holding, Piece, Tensor
@@ -522,7 +524,14 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         askers.append(Asker(place, 0))
         strangers = [connect(worker_path(place, 0)) for _ in range(MOST_STRANGERS + 1)]
         strangers[-1].settimeout(3.0)
-        assert strangers[-1].recv(1) == b""  # one that says nothing beyond these is turned away at once
+        told = b"".join(iter(lambda: strangers[-1].recv(1000), b""))  # one beyond these is turned away at once
+        assert b"32 others have not said yet who they are" in told
+        with ThreadPoolExecutor() as pool:
+            coming = pool.submit(beside.connect, 3, 20.0)  # an update rank that is turned away comes again
+            time.sleep(0.3)
+            assert not coming.done()
+            strangers.pop(0).close()
+            coming.result()
         for asker in askers:
             assert asker.status().state == "closed"
             asker.close()
@@ -654,3 +663,46 @@ def test_a_torn_note_of_leftovers_is_no_reason_not_to_start(tmp_path: Path) -> N
     leftovers.add(os.getpid(), 1)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert Leftovers(path)._note.pids == [1]
+
+
+def test_workers_that_join_at_once_are_all_noted(tmp_path: Path) -> None:
+    leftovers = Leftovers(tmp_path / "replica-0.left")
+    together = threading.Barrier(8)
+
+    def join(first: int) -> None:
+        together.wait()
+        for pid in range(first, first + 100):
+            leftovers.add(pid, 1 << 22)
+
+    with ThreadPoolExecutor(8) as pool:
+        for joined in [pool.submit(join, (1 << 22) + 1000 * i) for i in range(1, 9)]:
+            joined.result()
+    assert len(leftovers._note.pids) == 801
+    assert [entry.name for entry in tmp_path.iterdir()] == ["replica-0.left"]
+
+
+def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(place: Path) -> None:
+    """As where it is started again: the connection was made to the process before."""
+    path = worker_path(place, 0)
+    dying = listen(path)
+    post = Post()
+    post.start()
+    beside = Beside(place, 0, post, lambda text: None)
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(beside.connect, 0, 20.0)
+        dying.accept()[0].close()
+        close_server(dying, path)
+        with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
+            coming.result()
+            assert beside.ask(GetStatus(), Status, 3.0).state == "closed"
+            beside.drop()
+
+
+def test_a_connection_that_says_nothing_is_told_so_when_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "HELLO_S", 0.2)
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
+        link: Link[FromWorker] = Link(connect(worker_path(place, 0)), FromWorker)
+        told = link.receive(5.0)
+        assert isinstance(told, Refused)
+        assert (told.code, told.text) == ("late", f"process {os.getpid()} did not send a message in time")
+        link.close()

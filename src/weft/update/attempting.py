@@ -256,7 +256,10 @@ class Attempting:
                 self.beside.ask(Commit(self.epoch, self.version), Status, FAREWELL_S, heed=False)
             elif self.began and not in_doubt:
                 self.beside.send(Abort(self.epoch))
-                self._farewell()
+                if (
+                    not self.timed_out
+                ):  # one that hangs is not waited for twice: it goes back when it finds itself alone
+                    self._farewell()
         if self.timed_out:
             self.beside.drop()  # what it still answers is not to be taken for another answer
         if not in_doubt:

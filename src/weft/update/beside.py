@@ -15,7 +15,7 @@ from weft.update.post import Post, read_into
 from weft.update.wire.control import Fault, Phase
 from weft.update.wire.doors import call_path
 from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.link import Link
+from weft.update.wire.link import PAUSE_S, Link
 from weft.update.wire.messages import (
     MOST_PLANS,
     PROTOCOL,
@@ -55,24 +55,45 @@ class Beside:
         """Meets the worker, unless it is there still."""
         if self._link is not None:
             return
-        until = time.monotonic() + deadline_s
+        until, turned_away = time.monotonic() + deadline_s, 0
+        while True:
+            try:
+                link, welcome = self._call(rank, until)
+                break
+            except Gone as error:  # it may be started again just now, or have had too many visitors
+                turned_away += 1
+                if time.monotonic() + PAUSE_S > until:
+                    raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
+                time.sleep(PAUSE_S)
+        self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
+        self._mapped, self._wants = (), None
+        read_into(self.post, "worker", link, lambda _: False, lambda text: self._gone(link, text))
+
+    def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
+        """Raises Gone where another try may help."""
         try:
-            link: Link[FromWorker] = call_path(self.path, FromWorker, deadline_s)
+            link: Link[FromWorker] = call_path(self.path, FromWorker, until - time.monotonic())
         except OSError as error:
-            raise failure(0, f"worker {self.worker}", "enter", str(error)) from error
+            raise self._missed(str(error)) from error
         link.trust()
         try:
             link.send(Hello(PROTOCOL, "update", rank))
             welcome = link.receive(max(0.1, until - time.monotonic()))
+            if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
+                return link, welcome
+        except Gone:
+            link.close()
+            raise
         except (OSError, WireError) as error:
             link.close()
-            raise failure(0, f"worker {self.worker}", "enter", f"no welcome at {self.path}: {error}") from error
-        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
-            link.close()
-            raise failure(0, f"worker {self.worker}", "enter", f"speaks another protocol at {self.path}: {welcome}")
-        self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
-        self._mapped, self._wants = (), None
-        read_into(self.post, "worker", link, lambda _: False, lambda text: self._gone(link, text))
+            raise self._missed(f"no welcome at {self.path}: {error}") from error
+        link.close()
+        if isinstance(welcome, Refused) and welcome.code in ("busy", "late"):
+            raise Gone(welcome.text)
+        raise self._missed(f"speaks another protocol at {self.path}: {welcome}")
+
+    def _missed(self, text: str) -> UpdateError:
+        return failure(0, f"worker {self.worker}", "enter", text)
 
     def _gone(self, link: Link[FromWorker], text: str) -> None:
         if self._link is link:

@@ -21,6 +21,7 @@ from weft.update.wire.messages import (
     GetStatus,
     Hello,
     Map,
+    Reason,
     Refused,
     ToWorker,
     Welcome,
@@ -32,7 +33,8 @@ MOST_ASKERS = 32
 MOST_STRANGERS = 32
 """Connections that have not said yet who they are; so an update rank finds a place however many ask."""
 
-HELLO_S = 5.0
+HELLO_S = 20.0
+"""How long a connection may take to say who it is: on a host that is short of processors, seconds go by unnoticed."""
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
@@ -94,6 +96,7 @@ class Endpoint:
                     self._links.add(link)
                     self._strangers.add(link)
             if full:
+                self._dismiss(link, "busy", f"{MOST_STRANGERS} others have not said yet who they are; try again")
                 link.close()
                 continue
             threading.Thread(target=self._serve, args=(link,), name="weft link", daemon=True).start()
@@ -102,10 +105,11 @@ class Endpoint:
         try:
             self._converse(link)
         except WireError as error:
-            with suppress(OSError, WireError):
-                link.send(Refused("malformed", str(error)), timeout_s=1.0)
+            self._dismiss(link, "malformed", str(error))
+        except TimeoutError as error:
+            self._dismiss(link, "late", str(error))
         except OSError:
-            pass  # the other end is gone, or too slow to be waited for
+            pass  # the other end is gone
         finally:
             with self._guard:
                 for links in (self._links, self._strangers, self._askers):
@@ -114,6 +118,11 @@ class Endpoint:
             link.close()
             if was_master:
                 self.worker.release(lambda: self._master is not None)
+
+    def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
+        """Says why, if the other end listens, before a connection ends."""
+        with suppress(OSError, WireError):
+            link.send(Refused(code, text), timeout_s=1.0)
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)

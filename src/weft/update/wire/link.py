@@ -28,7 +28,7 @@ M = TypeVar("M")
 
 MOST_FDS = 8
 PAUSE_S = 0.05
-"""Before accepting is tried again where there were no descriptors left."""
+"""Before something is tried again that passes: no descriptors left, no place for another."""
 
 _CHUNK = 256 << 10
 

@@ -24,6 +24,7 @@ MOST_PLANS = 8
 State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
+Reason: TypeAlias = Literal["malformed", "order", "stale", "busy", "late", "closed", "failed", "corrupt", "memory"]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
@@ -231,7 +232,7 @@ class Answer(Message, frozen=True):
 class Refused(Message, frozen=True):
     """Why not. `code` is for programs, `text` for people."""
 
-    code: Literal["malformed", "order", "stale", "busy", "closed", "failed", "corrupt", "memory"]
+    code: Reason
     text: str
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -40,10 +41,11 @@ class _Note(msgspec.Struct):
 
 
 class Leftovers:
-    """Of one replica's processes, noted in a file at `path`."""
+    """Of one replica's processes, noted in a file at `path`. Workers may join at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._one = threading.Lock()
         self._note = _Note([], [])
         if path.exists():
             with suppress(msgspec.DecodeError):  # what it named is lost; it is no reason not to start
@@ -54,10 +56,11 @@ class Leftovers:
         """A worker, and what started it: vLLM's engine core, or where that has the worker itself, this process."""
         pids = {worker_pid, parent_pid} - {os.getpid()}
         names = {name for one in pids for name in named_memory(one)}
-        self._note = _Note(sorted({*self._note.pids, *pids}), sorted({*self._note.names, *names}))
-        part = self.path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(self._note))
-        part.rename(self.path)
+        with self._one:
+            self._note = _Note(sorted({*self._note.pids, *pids}), sorted({*self._note.names, *names}))
+            part = self.path.with_suffix(".part")
+            part.write_bytes(msgspec.json.encode(self._note))
+            part.rename(self.path)
 
     def sweep(self, deadline_s: float) -> None:
         """Removes what is left once all processes ended; those that live on keep theirs."""
@@ -66,7 +69,8 @@ class Leftovers:
             if time.monotonic() >= until:
                 return
             time.sleep(0.05)
-        for name in self._note.names:
-            Path(name).unlink(missing_ok=True)
-        self._note = _Note([], [])
-        self.path.unlink(missing_ok=True)
+        with self._one:
+            for name in self._note.names:
+                Path(name).unlink(missing_ok=True)
+            self._note = _Note([], [])
+            self.path.unlink(missing_ok=True)
