@@ -145,6 +145,8 @@ def test_tokens_are_those_of_a_fresh_load_three_times(dense: Served) -> None:
 
 def test_all_tensors_move_where_only_one_is_said_to_have_changed(dense: Served) -> None:
     """All have: what is served would be wrong if only that one had moved."""
+    if not dense.version:
+        dense.update(1)
     dense.version += 1
     for told in check(run_ranks(2, change, *dense.args, dense.version)):
         assert "all tensors move: the engines of workers 0, 1 take all or none" in told

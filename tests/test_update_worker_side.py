@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from ranks import check, run_ranks
 from update_workers import Asker, Troubled, Workers
 from weft.update import Endpoint, Options, Plain, Source, UpdateError, Updater
 from weft.update.adapters.transformers import named_weights
-from weft.update.adapters.vllm.leftovers import Leftovers
+from weft.update.adapters.vllm.leftovers import Leftovers, named_memory
 from weft.update.adapters.vllm.line import Line, replica_path
 from weft.update.adapters.vllm.messages import Serve, Shut
 from weft.update.adapters.vllm.replica import Replica
@@ -663,6 +665,21 @@ def test_a_torn_note_of_leftovers_is_no_reason_not_to_start(tmp_path: Path) -> N
     leftovers.add(os.getpid(), 1)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert Leftovers(path)._note.pids == [1]
+
+
+def test_what_a_user_keeps_in_shared_memory_is_no_leftover() -> None:
+    """Checkpoints are kept there, and mapped by the engines that load them."""
+    made = SharedMemory(create=True, size=100)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="weft-model", suffix=".safetensors") as checkpoint:
+        checkpoint.write(bytes(100))
+        checkpoint.flush()
+        with mmap.mmap(checkpoint.fileno(), 100):
+            assert checkpoint.name in Path("/proc/self/maps").read_text()
+            named = named_memory(os.getpid())
+    made.close()
+    made.unlink()
+    assert f"/dev/shm/{made.name}" in named
+    assert checkpoint.name not in named
 
 
 def test_workers_that_join_at_once_are_all_noted(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -233,6 +233,18 @@ def attempt(
     return report
 
 
+def _machine() -> dict[str, float]:
+    """Seconds, since it started, in which the machine was away, or something in it had to wait."""
+    stolen = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
+    waited = {what: Path(f"/proc/pressure/{what}").read_text().split("total=")[1].split()[0] for what in ("cpu", "io")}
+    return {
+        "seconds": time.monotonic(),
+        "stolen": int(stolen) / os.sysconf("SC_CLK_TCK"),
+        "waited for a CPU": int(waited["cpu"]) / 1e6,
+        "for a disk": int(waited["io"]) / 1e6,
+    }
+
+
 @dataclass
 class Watcher(Watching):
     """Asks the engine over and over."""
@@ -241,6 +253,16 @@ class Watcher(Watching):
     seen: list[tuple[int, list[int]]] = field(default_factory=list)
     closed: int = 0
     died: int = 0
+
+    def __enter__(self) -> Self:
+        self._before = _machine()
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
+        if error is not None:
+            waited = ", ".join(f"{name} {now - self._before[name]:.1f}" for name, now in _machine().items())
+            error.add_note(f"{waited}; the engine's log ends with\n{self.engine.log.read_text()[-3000:]}")
 
     def _run(self) -> None:
         while not self._stop.wait(0.3):

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-_NAMED = re.compile(r" (/dev/shm/[^\n]+)$", re.MULTILINE)
+_NAMED = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|vllm_dist_|torch_\d)[^/\n]+)$", re.MULTILINE)
+"""As multiprocessing, vLLM and torch name what they make. Other files there are the user's: checkpoints, say."""
 
 
 def named_memory(pid: int) -> tuple[str, ...]:
-    """Files in /dev/shm that a process has mapped and that still have their names."""
+    """Shared memory that a process has mapped, made by its libraries, and that still has its names."""
     try:
         mapped = set(_NAMED.findall(Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
