@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from weft.runtime.device import Wait
 from weft.runtime.place import Place
-from weft.runtime.prompt import starting_prompt_threads
 
 
 class Group(Protocol):
@@ -54,8 +53,7 @@ def make_group(name: str, ranks: list[int], rank: int, deadline: timedelta) -> G
     store, at = PrefixStore(f"weft/{name}", _get_default_store()), ranks.index(rank)
     backend = dist.get_backend()
     if backend == "gloo":
-        with starting_prompt_threads():
-            gloo: Group = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
+        gloo: Group = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
         return gloo
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

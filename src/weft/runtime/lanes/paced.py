@@ -17,7 +17,6 @@ from time import perf_counter_ns
 
 from weft.runtime.lanes.interface import Run
 from weft.runtime.lanes.thread import Item, ThreadLanes
-from weft.runtime.prompt import be_prompt
 
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
@@ -42,7 +41,6 @@ class PacedLanes(ThreadLanes):
         self._dur_ns, self._pace = list(dur_ns), list(pace)
         self._free = [0] * num_lanes
         self._shortest_ns: dict[Pace, int] = {}
-        be_prompt()  # its own lane is only made to look busy
         super().__init__(num_lanes, len(self._dur_ns), deadline_s)
 
     def _run(self, lane: int, item: Item) -> None:

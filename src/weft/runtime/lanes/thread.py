@@ -9,7 +9,6 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from weft.runtime.lanes.interface import Run
-from weft.runtime.prompt import be_prompt
 
 OWN_LANE = 0
 
@@ -88,7 +87,6 @@ class ThreadLanes:
             thread.join(self.deadline_s)
 
     def _work(self, lane: int) -> None:
-        be_prompt()
         queue = self._queues[lane]
         while (item := queue.get()) is not None:
             if item.step is self._step:
