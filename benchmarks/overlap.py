@@ -45,7 +45,7 @@ from weft.simulate.phases import steady_idle
 
 PP, EP, VPP, MICROBATCHES = 4, 2, 2, 16
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 8, 4, 4
-STEP_S = 9.0
+STEP_S = 9.6
 MOST_PRESSURE, MOST_REPEATS = 0.10, 3
 
 loss_fn = nn.functional.mse_loss
