@@ -256,12 +256,10 @@ class Attempting:
                 self.beside.ask(Commit(self.epoch, self.version), Status, FAREWELL_S, heed=False)
             elif self.began and not in_doubt:
                 self.beside.send(Abort(self.epoch))
-                if (
-                    not self.timed_out
-                ):  # one that hangs is not waited for twice: it goes back when it finds itself alone
+                if not self.timed_out:  # one that hangs was waited for already
                     self._farewell()
         if self.timed_out:
-            self.beside.drop()  # what it still answers is not to be taken for another answer
+            self.beside.drop()  # it goes back when it finds itself alone; what it answers is not for another question
         if not in_doubt:
             return known
         text = (

@@ -72,7 +72,7 @@ class Beside:
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
         """Raises Gone where another try may help."""
         try:
-            link: Link[FromWorker] = call_path(self.path, FromWorker, until - time.monotonic())
+            link: Link[FromWorker] = call_path(self.path, FromWorker, max(0.1, until - time.monotonic()))
         except OSError as error:
             raise self._missed(str(error)) from error
         link.trust()
