@@ -234,15 +234,14 @@ def attempt(
 
 
 def _machine() -> dict[str, float]:
-    """Seconds, since it started, in which the machine was away, or something in it had to wait."""
+    """Seconds, since it started, in which the machine was away, or something in it had to wait, where it tells that."""
     stolen = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
-    waited = {what: Path(f"/proc/pressure/{what}").read_text().split("total=")[1].split()[0] for what in ("cpu", "io")}
-    return {
-        "seconds": time.monotonic(),
-        "stolen": int(stolen) / os.sysconf("SC_CLK_TCK"),
-        "waited for a CPU": int(waited["cpu"]) / 1e6,
-        "for a disk": int(waited["io"]) / 1e6,
-    }
+    told = {"seconds": time.monotonic(), "stolen": int(stolen) / os.sysconf("SC_CLK_TCK")}
+    for what in ("cpu", "io"):
+        with suppress(OSError):
+            waited = Path(f"/proc/pressure/{what}").read_text().split("total=")[1].split()[0]
+            told[f"waited for {what}"] = int(waited) / 1e6
+    return told
 
 
 @dataclass

@@ -79,14 +79,13 @@ class Beside:
         try:
             link.send(Hello(PROTOCOL, "update", rank))
             welcome = link.receive(max(0.1, until - time.monotonic()))
-            if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
-                return link, welcome
-        except Gone:
-            link.close()
-            raise
         except (OSError, WireError) as error:
             link.close()
+            if isinstance(error, Gone):
+                raise
             raise self._missed(f"no welcome at {self.path}: {error}") from error
+        if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
+            return link, welcome
         link.close()
         if isinstance(welcome, Refused) and welcome.code in ("busy", "late"):
             raise Gone(welcome.text)
