@@ -70,6 +70,15 @@ def test_an_asker_that_waits_for_nobody_blames_only_who_is_gone() -> None:
     assert culprit(0, Cause.TIMED_OUT, states) == (Kind.HUNG, states[2], "")
 
 
+def test_an_asker_that_is_stuck_names_itself_or_who_stood_still_before_it() -> None:
+    states = seen(sight(0, still_ms=4000), sight(1, still_ms=30), sight(2, 0))
+    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[0], "")
+    states[1] = sight(1, still_ms=9000)
+    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[1], "")
+    states[2] = sight(2, condition=Condition.SILENT)
+    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[2], "")
+
+
 @given(st.data(), st.integers(2, 12))
 def test_every_asker_names_the_same_rank(data: st.DataObject, world: int) -> None:
     """Whoever waits for whom, if one rank hangs and all waits lead to it, it is named whoever asks."""

@@ -74,6 +74,9 @@ OWN_ERRORS = {
 }
 """Errors of this rank's own, of types that waits raise too."""
 
+IMPATIENT_S = 3.0
+"""The deadline of a rank that hangs, where the others have a long one."""
+
 STILL_S, MOST_S = 0.4, 2.5
 """A lane meets with its fault once its rank's computation waits for it, or has been at one op for a while."""
 
@@ -210,6 +213,24 @@ def test_whatever_lane_it_happens_in(fault: str, tmp_path: Path, side_by_side: T
     kinds = [("1f1b", 0), ("interleaved-overlap", 1)]
     cases = [Case(where, fault, *kinds[at % 2]) for at, where in enumerate(PLACES)]
     all_hold(side_by_side, {str(case): partial(run_case, case, tmp_path / case.where) for case in cases})
+
+
+def be_impatient(rank: int, case: Case, directory: Path) -> None:
+    """The victim's own wait for its lane is over long before the others'."""
+    take_part(rank, case, IMPATIENT_S if rank == VICTIM else LONG_S, directory)
+
+
+@pytest.mark.parametrize("where", ["dispatch", "offload", "send"])
+def test_a_rank_whose_own_lane_hangs_tells_so_before_it_leaves(where: str, tmp_path: Path) -> None:
+    """Else it would have said goodbye by the time the others ask, and they would name it for that."""
+    case = Case(where, "sleep")
+    outcomes = run_ranks(WORLD, be_impatient, case, tmp_path, timeout_s=60)
+    for outcome in outcomes:
+        if outcome.rank == VICTIM:
+            look_at_sleeper(outcome, case)
+        else:
+            took_s = look_at(outcome, case, tmp_path) - float((tmp_path / f"fault{VICTIM}").read_text())
+            assert took_s <= IMPATIENT_S + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
 
 
 def test_own_errors_that_look_like_those_of_a_wait(tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:

@@ -47,10 +47,11 @@ class Kind(IntEnum):
 
 
 class Cause(IntEnum):
-    """Why a rank asks what the others are doing."""
+    """Why a rank asks what the others are doing. STUCK: what it waited for in vain is an op of its own."""
 
     TIMED_OUT = 1
     CLOSED = 2
+    STUCK = 3
 
 
 class Condition(IntEnum):

@@ -34,6 +34,8 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
     if gone:
         sight = min(gone, key=lambda sight: (sight.op == UNKNOWN, sight.condition, sight.rank))
         return Finding(Kind.LEFT if sight.condition is Condition.LEFT else Kind.HUNG, sight)
+    if cause is Cause.STUCK and asker in states:
+        return Finding(Kind.HUNG, min([states[asker], *ends], key=_longest))
     if not waits:
         return None
     if cause is Cause.CLOSED and not any(sight.wait in (Wait.TIMED_OUT, Wait.OVERDUE) for sight in states.values()):

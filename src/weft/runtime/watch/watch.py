@@ -121,8 +121,13 @@ class Watch:
         return self._describe(lost) if lost is not None else self.alarm
 
     def failed(self, error: BaseException, waiting_for: str) -> RankLost:
-        """A wait raised: finds out which rank is behind it, and returns the error to raise `from error`."""
+        """A wait raised: finds out which rank is behind it, and returns the error to raise `from error`.
+
+        A rank that is at an op which waits for nobody has waited for itself, and says so before it leaves.
+        """
         cause = Cause.TIMED_OUT if timed_out(error) else Cause.CLOSED
+        if cause is Cause.TIMED_OUT and self._progress.look().waits_for == COMPUTING:
+            cause = Cause.STUCK
         self._find_out(cause)
         self._sentry.acknowledged = True
         lost = self._sentry.case.verdict if self._sentry.alarm is not None else None
@@ -154,7 +159,7 @@ class Watch:
         A rank that waits asks on until all others' waits have had their time, as one of them may be no wait.
         """
         sentry = self._sentry
-        sentry.failed = Wait.TIMED_OUT if cause is Cause.TIMED_OUT else Wait.CLOSED
+        sentry.failed = Wait.CLOSED if cause is Cause.CLOSED else Wait.TIMED_OUT
         waits = self._progress.look().waits_for != COMPUTING
         until = time.monotonic() + (sentry.deadline_s + 3 * ANSWER_S if waits else 2 * ANSWER_S)
         if cause is Cause.CLOSED and sentry.is_alive:
@@ -167,7 +172,8 @@ class Watch:
         """What is left to say without a verdict: the rank that was waited for, or else this one, which is cut off."""
         here, rank = self._progress.look(), self._sentry.rank
         named = here.waits_for if here.waits_for >= 0 else rank
-        kind = Kind.HUNG if cause is Cause.TIMED_OUT and named != rank else Kind.CUT
+        stands = cause is Cause.STUCK or (cause is Cause.TIMED_OUT and named != rank)
+        kind = Kind.HUNG if stands else Kind.CUT
         return Lost(rank, 0, named, kind, UNKNOWN, here.step, time.time_ns(), 0)
 
     def _wait_until_met(self) -> None:
