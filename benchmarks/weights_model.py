@@ -7,9 +7,14 @@ import resource
 import time
 from collections.abc import Callable
 
+import msgspec
+
+from weft.update.catalogue import layout_digest, list_layouts, read_layouts
+from weft.update.wire.control import Catalogue
+from weft.update.wire.messages import Wants
 from weft.weights.buffers import Memory
 from weft.weights.layouts import Parallel
-from weft.weights.pieces import Tensor
+from weft.weights.pieces import Holding, Tensor
 from weft.weights.plan import plan_update
 
 TP = 16
@@ -52,6 +57,31 @@ def kimi_k2() -> list[Tensor]:
     return tensors
 
 
+def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
+    """What update ranks tell each other of these layouts: bytes to every rank, seconds to make them and to read them."""
+    layouts = {
+        id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)
+        for pieces in (*had.pieces, *wanted.pieces)
+    }
+    digests = {key: layout_digest(layout) for key, layout in layouts.items()}
+    told = {digests[key]: layout for key, layout in layouts.items()}
+    has, wants = ([digests[id(pieces)] for pieces in holding.pieces] for holding in (had, wanted))
+    begin = time.perf_counter()
+    body = msgspec.msgpack.encode(list_layouts(told, has, wants, [60 << 30] * len(has)))
+    listed = time.perf_counter()
+    known = read_layouts(msgspec.msgpack.decode(body, type=Catalogue))
+    read = time.perf_counter()
+    assert tuple(side.pieces for side in known.wants) == wanted.pieces
+    largest = max(len(msgspec.msgpack.encode(layout)) for layout in told.values())
+    return {
+        "layouts": len(told),
+        "message_mb": len(body) / 1e6,
+        "largest_layout_mb": largest / 1e6,
+        "list_s": listed - begin,
+        "read_s": read - listed,
+    }
+
+
 def plan_time() -> dict[str, float]:
     """PP16 x EP64, two replicas, into TP16 x 128, all tensors of the model."""
     tensors = kimi_k2()
@@ -72,13 +102,15 @@ def plan_time() -> dict[str, float]:
     plan = plan_update(had, wanted, Memory(60 << 30))
     planned = time.perf_counter()
     digest = plan.digest()
+    digested = time.perf_counter()
     return {
         "tensors": len(tensors),
         "pieces": sum(len(p) for p in {id(p): p for h in (had, wanted) for p in h.pieces}.values()),
         "buckets": len(plan.buckets),
         "layouts_s": laid_out - begin,
         "plan_s": planned - laid_out,
-        "digest_s": time.perf_counter() - planned,
+        "digest_s": digested - planned,
+        **telling_time(had, wanted),
         "bucket_bytes": plan.bucket_bytes,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "notes": len(plan.notes) + (not digest),

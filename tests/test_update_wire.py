@@ -251,6 +251,9 @@ def test_a_question_cannot_update(endpoint: Endpoint) -> None:
 
 def test_only_the_last_update_rank_has_the_say(endpoint: Endpoint) -> None:
     first, second = call(endpoint), call(endpoint)
+    told = first.receive(5)
+    assert isinstance(told, Refused)
+    assert f"of process {os.getpid()} has taken worker 0 over" in told.text
     with pytest.raises(Gone):
         first.receive(5)
     second.send(GetStatus())

@@ -85,8 +85,8 @@ def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> No
             die()
         coordinator._tell = telling  # type: ignore[method-assign]
 
-    def telling(rank: int, message: Any) -> None:
-        tell(rank, message)
+    def telling(rank: int, body: bytes) -> None:
+        tell(rank, body)
         if rank == 1:
             die()
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from weft.update.catalogue import list_layouts
 from weft.update.ledger import Record
-from weft.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Settled, Sides
+from weft.update.wire.control import Agreed, Catalogue, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from weft.update.wire.messages import Wants
 
 
 class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
@@ -74,7 +76,38 @@ class Attempt:
         """The largest that any worker knows of."""
         return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
 
-    def layouts(self, record: Record, sides: tuple[Sides, ...]) -> Layouts | None:
+    @property
+    def digests(self) -> dict[int, tuple[str, str]]:
+        """Each rank's layouts."""
+        return {rank: (entry.has, entry.wants) for rank, entry in self.entered.items()}
+
+    def sends(self) -> dict[int, Send]:
+        """Which rank is asked for what, so that each layout is told once."""
+        has: dict[str, int] = {}
+        wants: dict[str, int] = {}
+        for rank, entry in sorted(self.entered.items()):
+            has.setdefault(entry.has, rank)
+            wants.setdefault(entry.wants, rank)
+        return {
+            rank: Send(self.epoch, has=has[entry.has] == rank, wants=wants[entry.wants] == rank)
+            for rank, entry in self.entered.items()
+        }
+
+    def catalogue(self, sides: dict[int, Sides]) -> Catalogue:
+        """What was told, each layout once."""
+        told: dict[str, Wants] = {}
+        entries = [self.entered[rank] for rank in range(self.world)]
+        for rank, entry in enumerate(entries):
+            side = sides[rank]
+            told |= {entry.has: side.has} if side.has is not None else {}
+            told |= {entry.wants: side.wants} if side.wants is not None else {}
+        for rank, entry in enumerate(entries):
+            if entry.has not in told or entry.wants not in told:
+                raise Refusal(f"update rank {rank}", "nobody told the layout that it entered with")
+        free = [sides[rank].free_bytes for rank in range(self.world)]
+        return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
+
+    def layouts(self, record: Record, catalogue: Catalogue | None) -> Layouts | None:
         """Who is to be loaded with what; None where nobody needs anything."""
         everyone = tuple(range(self.world))
         holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")
@@ -93,9 +126,9 @@ class Attempt:
                     f"{mute if holds else lost} stay closed until the next update, or until recover() is given a "
                     "source that still has it",
                 )
-            return Layouts(self.epoch, version, loads, givers, None, self._circle(), sides)
+            return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue)
         only, why = self._only(record, holds)
-        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), sides, why)
+        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), catalogue, why)
 
     def _circle(self) -> int:
         """The communicator that all have, or a new one."""

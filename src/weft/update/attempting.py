@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from weft.update.beside import RefusedError, blame
 from weft.update.broadcasts import Broken
+from weft.update.catalogue import layout_digest
 from weft.update.coordinator import HEAR_S
 from weft.update.errors import UpdateError, failure
-from weft.update.layout import layout_digest
 from weft.update.packing import Packer
 from weft.update.shares import Shares
 from weft.update.source import Source
@@ -131,10 +131,10 @@ class Attempting:
                 if isinstance(error, TimeoutError):
                     self.beside.drop()  # its answer, when it comes, is not to be taken for another
                 fault = blame(error, 0, self.beside.name, "enter", -1).fault
-            layout = layout_digest(has, wants)
             names = self.kind, self.version, self.base, self.changed
+            layouts = layout_digest(has), layout_digest(wants)
             mine = self.beside.gives, self.u.broadcasts.made
-            self.member.send(Enter(self.u.rank, *names, layout, self.status, *mine, fault), "enter")
+            self.member.send(Enter(self.u.rank, *names, *layouts, self.status, *mine, fault), "enter")
             go = self.member.hear(Go, "enter")
         self.epoch = go.epoch
         with self._in("settle"):
@@ -145,7 +145,8 @@ class Attempting:
             answer = self.member.hear(Send | Layouts | Proceed, "settle")  # type: ignore[arg-type]
         if isinstance(answer, Send):
             with self._in("layout"):
-                self.member.send(Sides(self.epoch, self.u.rank, self.u.free_bytes, has, wants), "layout")
+                asked = has if answer.has else None, wants if answer.wants else None
+                self.member.send(Sides(self.epoch, self.u.rank, self.u.free_bytes, *asked), "layout")
                 answer = self.member.hear(Layouts | Proceed, "layout")  # type: ignore[arg-type]
         return answer if isinstance(answer, Layouts) else None
 

@@ -18,13 +18,13 @@ from weft.update.attempt import Attempt, Refusal
 from weft.update.ledger import Ledger, peek
 from weft.update.wire.control import (
     Agreed,
+    Catalogue,
     Enter,
     Fault,
     Go,
     Join,
     Phase,
     Proceed,
-    Send,
     Settled,
     Sides,
     Stop,
@@ -32,11 +32,8 @@ from weft.update.wire.control import (
 )
 from weft.update.wire.doors import Door
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import PAUSE_S, Link
+from weft.update.wire.link import HELLO_S, PAUSE_S, Link, encode
 from weft.update.wire.messages import PROTOCOL
-
-JOIN_S = 5.0
-"""How long a connection may take to say who it is."""
 
 HEAR_S = 1.0
 """How long ranks that waited in vain are heard, before those that say nothing are blamed."""
@@ -53,7 +50,7 @@ class Coordinator:
         self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
         self._lost: dict[int, str] = {}
         self._sides: dict[int, Sides] = {}
-        self._known: dict[int, str] = {}  # each rank's layout, as everybody knows it
+        self._known: dict[int, tuple[str, str]] = {}  # each rank's layouts, as everybody knows them
         self._attempt = Attempt(world)
         self._since: float | None = None
         self._waited: dict[int, Fault] = {}
@@ -104,7 +101,7 @@ class Coordinator:
         if len(self._strangers) > self.world:
             link.close()
             return
-        self._strangers[link] = time.monotonic() + JOIN_S
+        self._strangers[link] = time.monotonic() + HELLO_S
         self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _hear(self, link: Link[ToCoordinator]) -> None:
@@ -153,7 +150,7 @@ class Coordinator:
             if self._lost:
                 gone = ", ".join(self._lost.values())
                 text = "lost in an earlier attempt; start the update ranks again"
-                self._tell(rank, Stop(0, Fault(0, gone, "enter", -1, text), committed=False))
+                self._tell(rank, encode(Stop(0, Fault(0, gone, "enter", -1, text), committed=False)))
                 return
             if attempt.phase != "enter":  # it has given the attempt up
                 text = "has given up, and begins another attempt"
@@ -212,34 +209,36 @@ class Coordinator:
             record = self.ledger.record
             self._tell_all(Go(attempt.epoch, record.version, record.epochs))
         elif attempt.phase == "settle":
-            layouts = {rank: entry.layout for rank, entry in attempt.entered.items()}
-            if layouts == self._known:
-                self._lay_out(())
+            if attempt.digests == self._known:
+                self._lay_out(None)
             else:
                 attempt.phase = "layout"
                 self._sides.clear()
-                self._tell_all(Send(attempt.epoch))
+                for rank, send in attempt.sends().items():
+                    self._tell(rank, encode(send))
         elif attempt.phase == "layout":
-            self._known = {}  # until they are told
-            self._lay_out(tuple(self._sides[rank] for rank in range(self.world)))
+            self._known = {}  # until all have made their plans of them
+            self._lay_out(attempt.catalogue(self._sides))
+            self._sides.clear()
         else:
             self._agree()
 
-    def _lay_out(self, sides: tuple[Sides, ...]) -> None:
+    def _lay_out(self, catalogue: Catalogue | None) -> None:
         attempt = self._attempt
-        layouts = attempt.layouts(self.ledger.record, sides)
+        layouts = attempt.layouts(self.ledger.record, catalogue)
         if layouts is None:
             self._done("open")
         else:
             attempt.phase = "plan"
             self._tell_all(layouts)
-            self._known = {rank: entry.layout for rank, entry in attempt.entered.items()}
 
     def _agree(self) -> None:
         attempt, phase = self._attempt, self._attempt.phase
         different = attempt.disagreement()
         if different is not None:
             raise Refusal("the update ranks", different)
+        if phase == "plan":
+            self._known = attempt.digests
         if phase == "finish":
             first, record = attempt.first, self.ledger.record
             version = first.version if first.kind == "update" else record.version
@@ -273,12 +272,13 @@ class Coordinator:
         self._tell_all(stop)
 
     def _tell_all(self, message: msgspec.Struct) -> None:
+        body = encode(message)  # once: it may be the layouts of a large model
         for rank in list(self._ranks):
-            self._tell(rank, message)
+            self._tell(rank, body)
 
-    def _tell(self, rank: int, message: msgspec.Struct) -> None:
+    def _tell(self, rank: int, body: bytes) -> None:
         with suppress(OSError):  # its end is heard by the selector, and told then
-            self._ranks[rank].send(message, timeout_s=self.deadline_s)
+            self._ranks[rank].send_encoded(body, timeout_s=self.deadline_s)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Coordinator:
 
     def _check_deadline(self) -> None:
         for link in [link for link, until in self._strangers.items() if time.monotonic() > until]:
-            self._lose(link, f"nothing came within {JOIN_S:g} s")
+            self._lose(link, f"nothing came within {HELLO_S:g} s")
         if self._waited and time.monotonic() > self._judged_s:
             self._judge()
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:

@@ -12,7 +12,7 @@ from typing import Any
 from weft.update.adapters.interface import Adapter
 from weft.update.gate import Closed
 from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.link import Link, accepting
+from weft.update.wire.link import HELLO_S, Link, accepting
 from weft.update.wire.messages import (
     PROTOCOL,
     Answer,
@@ -32,9 +32,6 @@ from weft.update.worker import Worker
 MOST_ASKERS = 32
 MOST_STRANGERS = 32
 """Connections that have not said yet who they are; so an update rank finds a place however many ask."""
-
-HELLO_S = 20.0
-"""How long a connection may take to say who it is: on a host that is short of processors, seconds go by unnoticed."""
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
@@ -150,6 +147,8 @@ class Endpoint:
                 return not full
             before, self._master = self._master, link  # an older one's end means nothing any more
         if before is not None:
+            who = f"update rank {hello.rank} of process {link.pid}"
+            self._dismiss(before, "busy", f"{who} has taken worker {self.worker.worker} over")
             before.shut()
         return True
 

@@ -57,8 +57,10 @@ class Source:
 
     @property
     def has(self) -> Wants:
-        """As it is told to others."""
-        return Wants(tuple(self.tensors.values()), tuple(self.held))
+        """As it is told to others: what lies here, and what has no elements to lie anywhere."""
+        here = {piece.tensor for piece in self.held}
+        told = (tensor for tensor in self.tensors.values() if tensor.name in here or not tensor.size_bytes)
+        return Wants(tuple(told), tuple(self.held))
 
     @cached_property
     def _by_name(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:

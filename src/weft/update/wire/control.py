@@ -6,12 +6,17 @@ coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
 
 from weft.update.wire.messages import Message, Status, Wants
+from weft.weights.pieces import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]
 Phase: TypeAlias = Literal["enter", "settle", "layout", "plan", "begin", "load", "finish", "open"]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A place in a list."""
 
 
 class Join(Message, frozen=True):
@@ -40,7 +45,7 @@ class Fault(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """An update rank begins an attempt. `layout` is a digest of what it has and its worker wants.
+    """An update rank begins an attempt. `has` and `wants` are digests of what it has and of what its worker wants.
 
     `gives`: its worker's engine can hand out what it holds. `circle` is the attempt that made the communicator it has,
     0 if it has none.
@@ -53,7 +58,8 @@ class Enter(Message, frozen=True):
     version: int
     base: int | None
     changed: tuple[str, ...] | None
-    layout: str
+    has: str
+    wants: str
     status: Status | None
     gives: bool
     circle: int
@@ -69,13 +75,13 @@ class Settled(Message, frozen=True):
 
 
 class Sides(Message, frozen=True):
-    """What a rank has, its worker wants, and its device has free."""
+    """What a rank's device has free; what the rank has and its worker wants, where it was asked."""
 
     epoch: int
     rank: int
     free_bytes: int
-    has: Wants
-    wants: Wants
+    has: Wants | None
+    wants: Wants | None
 
 
 class Agreed(Message, frozen=True):
@@ -101,11 +107,29 @@ class Go(Message, frozen=True):
     epochs: tuple[int, ...]
 
 
+class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout in numbers: tensor and box of each piece in turn; `idle` are tensors that it has no piece of."""
+
+    pieces: tuple[Number, ...]
+    idle: tuple[Number, ...]
+
+
+class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All layouts, each once. `has` and `wants` are by rank, and number `layouts`."""
+
+    tensors: tuple[Tensor, ...]
+    boxes: tuple[Box, ...]
+    layouts: tuple[Listed, ...]
+    has: tuple[Number, ...]
+    wants: tuple[Number, ...]
+    free_bytes: tuple[int, ...]
+
+
 class Layouts(Message, frozen=True):
     """What to do after settling: who is to be loaded (`loads`), who holds the version already (`holds`).
 
-    `only`: the tensors that move, None for all. `sides` is by rank, and empty where no layout changed. `circle` is the
-    attempt that made the communicator to use: an earlier one that all still have, or this one.
+    `only`: the tensors that move, None for all. `catalogue` is None where no layout changed. `circle` is the attempt
+    that made the communicator to use: an earlier one that all still have, or this one.
     """
 
     epoch: int
@@ -114,14 +138,16 @@ class Layouts(Message, frozen=True):
     holds: tuple[int, ...]
     only: tuple[str, ...] | None
     circle: int
-    sides: tuple[Sides, ...]
+    catalogue: Catalogue | None
     why: str = ""
 
 
 class Send(Message, frozen=True):
-    """Layouts changed: send Sides."""
+    """Layouts changed: send Sides, with those that are asked for; of ranks that are alike one is asked."""
 
     epoch: int
+    has: bool
+    wants: bool
 
 
 class Proceed(Message, frozen=True):

@@ -26,9 +26,14 @@ from weft.update.wire.sockets import peer_of, refuse_strangers
 
 M = TypeVar("M")
 
+encode = msgspec.msgpack.encode
+
 MOST_FDS = 8
 PAUSE_S = 0.05
 """Before something is tried again that passes: no descriptors left, no place for another."""
+
+HELLO_S = 20.0
+"""How long a connection may take to say who it is: on a host that is short of processors, seconds go by unnoticed."""
 
 _CHUNK = 256 << 10
 
@@ -47,7 +52,6 @@ class Link(Generic[M]):
         self.fds: list[int] = []
         """Descriptors that came along and were not taken yet."""
         self._decode = msgspec.msgpack.Decoder(takes).decode
-        self._encode = msgspec.msgpack.Encoder().encode
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._pidfd = _pidfd(self.pid)
@@ -67,7 +71,10 @@ class Link(Generic[M]):
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """Hands the whole message to the kernel, or raises Gone or TimeoutError; half a message ends the connection."""
-        body = self._encode(message)
+        self.send_encoded(encode(message), fds=fds, timeout_s=timeout_s)
+
+    def send_encoded(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
+        """The same, for a message that goes to many."""
         until = time.monotonic() + timeout_s
         with self._sending:
             whole = data = memoryview(framed(body if self._seal is None else self._seal.close(body)))

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from weft.update.adapters.vllm.messages import Done, FromVllm, Join
 from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link, accepting
+from weft.update.wire.link import HELLO_S, Link, accepting
 from weft.update.wire.sockets import close_server, listen
-
-JOIN_S = 5.0
 
 
 class Listening:
@@ -41,7 +39,7 @@ class Listening:
     def _serve(self, link: Link[FromVllm]) -> None:
         worker, why = -1, ""
         try:
-            message = link.receive(JOIN_S)
+            message = link.receive(HELLO_S)
             if not isinstance(message, Join):
                 raise WireError(f"a line begins with Join, got {message}")
             worker = message.worker

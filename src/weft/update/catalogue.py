@@ -1,0 +1,80 @@
+"""The layouts of all ranks in one message: every tensor, every box and every layout is told once.
+
+Ranks enter with digests of what they have and of what their workers want, and one rank of each digest tells what it
+stands for. So the message grows with how many layouts differ, not with how many devices there are: replicas are free.
+
+    tensors   q, k             layouts   (q, [0:8]) (k, [0:8])        has     0 0 0 0
+    boxes     [0:8], [8:16]              (q, [8:16]) (k, [8:16])      wants   0 1 0 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from weft.update.wire.control import Catalogue, Listed
+from weft.update.wire.errors import WireError
+from weft.update.wire.messages import Wants
+from weft.weights.collecting import uncollected
+from weft.weights.pieces import Box, Piece, Tensor
+
+
+@dataclass(frozen=True)
+class Known:
+    """What each rank has, what its worker wants, what its device has free. Ranks that are alike share one object."""
+
+    has: tuple[Wants, ...]
+    wants: tuple[Wants, ...]
+    free_bytes: tuple[int, ...]
+
+
+def layout_digest(layout: Wants) -> str:
+    """The same for the same layout."""
+    return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
+
+
+def list_layouts(
+    told: Mapping[str, Wants], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
+) -> Catalogue:
+    """From layouts by their digest, and each rank's digests."""
+    tensors: dict[Tensor, int] = {}
+    boxes: dict[Box, int] = {}
+    with uncollected():
+        layouts = tuple(_listed(layout, tensors, boxes) for layout in told.values())
+    number = {digest: at for at, digest in enumerate(told)}
+    had, wanted = (tuple(number[digest] for digest in side) for side in (has, wants))
+    return Catalogue(tuple(tensors), tuple(boxes), layouts, had, wanted, tuple(free_bytes))
+
+
+def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
+    number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
+    pieces: list[int] = []
+    for piece in layout.pieces:
+        pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
+    idle = set(number.values()).difference(pieces[::2])
+    return Listed(tuple(pieces), tuple(sorted(idle)))
+
+
+def read_layouts(catalogue: Catalogue) -> Known:
+    """Raises WireError where it names what it does not have."""
+    if not len(catalogue.has) == len(catalogue.wants) == len(catalogue.free_bytes):
+        raise WireError("a catalogue has as many ranks that have, that want, and that have memory")
+    try:
+        with uncollected():
+            layouts = [_spelled(listed, catalogue) for listed in catalogue.layouts]
+        has, wants = (tuple(layouts[at] for at in side) for side in (catalogue.has, catalogue.wants))
+        return Known(has, wants, catalogue.free_bytes)
+    except IndexError:
+        raise WireError("a catalogue names a tensor, a box or a layout that is not in it") from None
+
+
+def _spelled(listed: Listed, catalogue: Catalogue) -> Wants:
+    tensors, boxes, numbers = catalogue.tensors, catalogue.boxes, listed.pieces
+    named = dict.fromkeys((*numbers[::2], *listed.idle))
+    if len(numbers) % 2:
+        raise WireError("a catalogue has a tensor and a box for each piece")
+    pieces = zip(numbers[::2], numbers[1::2], strict=True)
+    return Wants(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
