@@ -10,7 +10,6 @@ from collections.abc import Callable
 import msgspec
 
 from weft.update.catalogue import layout_digest, list_layouts, read_layouts
-from weft.update.wire.control import Catalogue
 from weft.update.wire.messages import Wants
 from weft.weights.buffers import Memory
 from weft.weights.layouts import Parallel
@@ -58,7 +57,7 @@ def kimi_k2() -> list[Tensor]:
 
 
 def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
-    """What update ranks tell each other of these layouts: bytes to every rank, seconds to make them and to read them."""
+    """What update ranks tell each other of these layouts: bytes to every rank, seconds to make and to read them."""
     layouts = {
         id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)
         for pieces in (*had.pieces, *wanted.pieces)
@@ -67,9 +66,9 @@ def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
     told = {digests[key]: layout for key, layout in layouts.items()}
     has, wants = ([digests[id(pieces)] for pieces in holding.pieces] for holding in (had, wanted))
     begin = time.perf_counter()
-    body = msgspec.msgpack.encode(list_layouts(told, has, wants, [60 << 30] * len(has)))
+    body = list_layouts(told, has, wants, [60 << 30] * len(has))
     listed = time.perf_counter()
-    known = read_layouts(msgspec.msgpack.decode(body, type=Catalogue))
+    known = read_layouts(body)
     read = time.perf_counter()
     assert tuple(side.pieces for side in known.wants) == wanted.pieces
     largest = max(len(msgspec.msgpack.encode(layout)) for layout in told.values())

@@ -258,8 +258,9 @@ def main() -> None:
             f"\nplan: {plan['tensors']} tensors, {plan['pieces']} pieces, {plan['buckets']} buckets of at most "
             f"{plan['bucket_bytes'] / GiB:.2f} GiB: layouts {plan['layouts_s']:.1f} s, plan {plan['plan_s']:.1f} s, "
             f"digest {plan['digest_s']:.1f} s, {plan['peak_gb']:.1f} GB\n"
-            f"told: {plan['layouts']} layouts in {plan['message_mb']:.1f} MB to every rank, made in {plan['list_s']:.1f} s, "
-            f"read in {plan['read_s']:.1f} s; the largest layout alone {plan['largest_layout_mb']:.1f} MB"
+            f"told: {plan['layouts']} layouts in {plan['message_mb']:.1f} MB to every rank, made in "
+            f"{plan['list_s']:.1f} s, read in {plan['read_s']:.1f} s; the largest layout alone "
+            f"{plan['largest_layout_mb']:.1f} MB"
         )
     result = {
         "broadcast_gb_s": found.broadcast_gb_s,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import zlib
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,11 +13,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.update.attempt import Attempt, Refusal
-from weft.update.catalogue import Known, layout_digest, list_layouts, read_layouts
-from weft.update.ledger import Record
-from weft.update.wire.control import Catalogue, Enter, Listed, Settled, Sides
+from weft.update.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
+from weft.update.coordinator import Coordinator
+from weft.update.ledger import Ledger, Record
+from weft.update.wire.control import (
+    Agreed,
+    Catalogue,
+    Enter,
+    Fault,
+    FromCoordinator,
+    Join,
+    Layouts,
+    Listed,
+    Phase,
+    Proceed,
+    Send,
+    Settled,
+    Sides,
+    Stop,
+)
+from weft.update.wire.doors import LocalDoor
 from weft.update.wire.errors import WireError
-from weft.update.wire.messages import Status, Wants
+from weft.update.wire.link import Link
+from weft.update.wire.messages import PROTOCOL, Status, Wants
+from weft.update.wire.sockets import connect
 from weft.weights.layouts import Parallel
 from weft.weights.pieces import Box, Holding, Piece, Tensor
 
@@ -34,22 +56,16 @@ def layouts(draw: st.DrawFn) -> Wants:
     return Wants(tuple(tensors), tuple(pieces))
 
 
-def listed(has: list[Wants], wants: list[Wants]) -> Catalogue:
+def listed(has: list[Wants], wants: list[Wants]) -> bytes:
     told = {layout_digest(layout): layout for layout in (*has, *wants)}
     return list_layouts(told, [*map(layout_digest, has)], [*map(layout_digest, wants)], range(len(has)))
-
-
-def sent(catalogue: Catalogue) -> tuple[Known, int]:
-    """What comes out at the other end, and how many bytes it was."""
-    body = msgspec.msgpack.encode(catalogue)
-    return read_layouts(msgspec.msgpack.decode(body, type=Catalogue)), len(body)
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(layouts(), layouts()), min_size=1, max_size=5))
 def test_what_was_told_is_what_is_known(sides: list[tuple[Wants, Wants]]) -> None:
     has, wants = ([*side] for side in zip(*sides, strict=True))
-    known, _ = sent(listed(has, wants))
+    known = read_layouts(listed(has, wants))
     for told, read in ((has, known.has), (wants, known.wants)):
         assert [side.pieces for side in read] == [side.pieces for side in told]
         assert [set(side.tensors) for side in read] == [set(side.tensors) for side in told]
@@ -68,20 +84,20 @@ def test_replicas_cost_nothing() -> None:
     tensors = [Tensor(f"layers.{i}.experts.{j}.w", (64, 64), "bfloat16") for i in range(8) for j in range(16)]
     number = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.")
 
-    def of(replicas: int) -> tuple[Known, int]:
+    def of(replicas: int) -> bytes:
         have = Parallel(4, 8, 1, replicas, lambda n: _number(n, 1) // 2, lambda n: _number(n, 2) // 2)
         want = Parallel(tp=8, replicas=4 * replicas, dim=lambda name: 0)
-        return sent(listed(wants_of(have.holding(tensors)), wants_of(want.holding(tensors))))
+        return listed(wants_of(have.holding(tensors)), wants_of(want.holding(tensors)))
 
     def _number(name: str, part: int) -> int:
         found = number.match(name)
         assert found is not None
         return int(found[part])
 
-    (few, few_bytes), (many, many_bytes) = of(1), of(100)
-    assert (len(few.has), len(many.has)) == (32, 3200)
+    many = read_layouts(of(100))
+    assert len(many.has) == 3200
     assert len({id(side) for side in (*many.has, *many.wants)}) == 32 + 8, "ranks that are alike share one layout"
-    assert many_bytes - few_bytes <= 10 * (len(many.has) - len(few.has))
+    assert len(of(100)) <= len(of(1)) + 4 * len(many.has)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +113,32 @@ def test_replicas_cost_nothing() -> None:
 )
 def test_a_catalogue_that_names_what_it_has_not_is_refused(bad: Catalogue) -> None:
     with pytest.raises(WireError, match="a catalogue"):
-        read_layouts(bad)
+        read_layouts(pack(bad))
+
+
+def test_a_piece_of_a_tensor_that_was_not_told_is_refused() -> None:
+    with pytest.raises(WireError, match=r"k \[0:4\] is told, and k itself is not"):
+        listed([Wants((Q,), (Piece("k", Box((0,), (4,))),))], [LOW])
 
 
 def test_numbers_do_not_count_from_the_end() -> None:
-    body = msgspec.msgpack.encode(Catalogue((), (), (Listed((), ()),), (-1,), (0,), (1,)))
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(body, type=Catalogue)
+    with pytest.raises(WireError, match="malformed"):
+        unpack(pack(Catalogue((), (), (Listed((), ()),), (-1,), (0,), (1,))))
+
+
+def test_what_is_no_catalogue_is_refused_and_does_not_grow() -> None:
+    good = pack(Catalogue((), (), (Listed((), (0,) * 1000),), (), (), ()))
+    with pytest.raises(WireError, match="larger than 500 unpacked"):
+        unpack(good, most_bytes=500)
+    for bad in (
+        b"",
+        good[:-1],
+        b"x" + good,
+        zlib.compress(b""),
+        zlib.compress(msgspec.msgpack.encode({"tensors": []})),
+    ):
+        with pytest.raises(WireError, match="a catalogue of"):
+            unpack(bad)
 
 
 # -- who is asked ------------------------------------------------------------------------------------------------------
@@ -137,8 +172,7 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
     laid_out = attempt.layouts(Record(), attempt.catalogue(sides))
     assert laid_out is not None
     assert laid_out.catalogue is not None
-    known, _ = sent(laid_out.catalogue)
-    assert known == Known((WHOLE,) * 4, (LOW, HIGH, LOW, HIGH), (7,) * 4)
+    assert read_layouts(laid_out.catalogue) == Known((WHOLE,) * 4, (LOW, HIGH, LOW, HIGH), (7,) * 4)
 
 
 def test_a_rank_that_was_asked_and_does_not_tell_is_named() -> None:
@@ -147,3 +181,55 @@ def test_a_rank_that_was_asked_and_does_not_tell_is_named() -> None:
     with pytest.raises(Refusal, match="nobody told") as refused:
         attempt.catalogue(sides)
     assert refused.value.who == "update rank 1"
+
+
+class Ranks:
+    """Two update ranks as the coordinator hears them, over its own sockets."""
+
+    def __init__(self, path: Path) -> None:
+        self.links: list[Link[Any]] = []
+        for rank in range(2):
+            link: Link[Any] = Link(connect(path), FromCoordinator)
+            link.trust()
+            link.send(Join(PROTOCOL, rank, 2, 1, "here"))
+            self.links.append(link)
+
+    def say(self, *messages: Any) -> list[Any]:
+        """Each rank's message, and what each hears then."""
+        for link, message in zip(self.links, messages, strict=True):
+            link.send(message)
+        return [link.receive(10) for link in self.links]
+
+    def enter(self, version: int) -> tuple[int, list[Any]]:
+        """Up to what the coordinator says after all have settled."""
+        status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(2)]
+        digests = [(layout_digest(WHOLE), layout_digest(wants)) for wants in (LOW, HIGH)]
+        enter = [Enter(r, "update", version, None, None, *digests[r], status[r], True, 0) for r in range(2)]
+        epoch = self.say(*enter)[0].epoch
+        return epoch, self.say(*[Settled(epoch, rank, status[rank]) for rank in range(2)])
+
+    def tell(self, epoch: int, sends: list[Any]) -> list[Any]:
+        told = [(WHOLE if send.has else None, wants) for send, wants in zip(sends, (LOW, HIGH), strict=True)]
+        return self.say(*[Sides(epoch, rank, 7, *told[rank]) for rank in range(2)])
+
+
+def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:
+    coordinator = Coordinator(LocalDoor(tmp_path / "c.sock"), Ledger(tmp_path / "ledger"), 2, 10.0)
+    try:
+        ranks = Ranks(tmp_path / "c.sock")
+        epoch, sends = ranks.enter(1)
+        assert all(isinstance(told, Layouts) and told.catalogue for told in ranks.tell(epoch, sends))
+        ranks.links[1].send(Fault(epoch, "worker 1", "plan", -1, "no memory"))
+        assert all(isinstance(link.receive(10), Stop) for link in ranks.links)
+        epoch, sends = ranks.enter(1)
+        assert all(isinstance(send, Send) for send in sends), "rank 0 may not have got as far as reading them"
+        ranks.tell(epoch, sends)
+        phases: list[Phase] = ["plan", "begin", "finish", "open"]
+        for phase in phases:
+            assert all(isinstance(m, Proceed) for m in ranks.say(*[Agreed(epoch, r, phase, "x") for r in range(2)]))
+        _, layouts = ranks.enter(2)
+        assert all(isinstance(told, Layouts) and told.catalogue is None for told in layouts)
+    finally:
+        coordinator.close()
+        for link in ranks.links:
+            link.close()

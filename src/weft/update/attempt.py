@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from weft.update.catalogue import list_layouts
 from weft.update.ledger import Record
-from weft.update.wire.control import Agreed, Catalogue, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from weft.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
 from weft.update.wire.messages import Wants
 
 
@@ -93,8 +93,8 @@ class Attempt:
             for rank, entry in self.entered.items()
         }
 
-    def catalogue(self, sides: dict[int, Sides]) -> Catalogue:
-        """What was told, each layout once."""
+    def catalogue(self, sides: dict[int, Sides]) -> bytes:
+        """What was told, each layout once, packed."""
         told: dict[str, Wants] = {}
         entries = [self.entered[rank] for rank in range(self.world)]
         for rank, entry in enumerate(entries):
@@ -107,7 +107,7 @@ class Attempt:
         free = [sides[rank].free_bytes for rank in range(self.world)]
         return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
 
-    def layouts(self, record: Record, catalogue: Catalogue | None) -> Layouts | None:
+    def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
         """Who is to be loaded with what; None where nobody needs anything."""
         everyone = tuple(range(self.world))
         holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")

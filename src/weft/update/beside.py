@@ -125,9 +125,14 @@ class Beside:
         return answer
 
     def wants(self, deadline_s: float) -> Wants:
-        """What the worker wants; asked once a connection."""
+        """What the worker wants; asked once a connection. Raises WireError where it does not say of what."""
         if self._wants is None:
-            self._wants = self.ask(GetWants(), Wants, deadline_s)
+            wants = self.ask(GetWants(), Wants, deadline_s)
+            named = {tensor.name for tensor in wants.tensors}
+            unknown = next((piece for piece in wants.pieces if piece.tensor not in named), None)
+            if unknown is not None:
+                raise WireError(f"it wants {unknown.tensor} {unknown.box}, and does not tell of a tensor of that name")
+            self._wants = wants
         return self._wants
 
     def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:

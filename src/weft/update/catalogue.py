@@ -2,6 +2,7 @@
 
 Ranks enter with digests of what they have and of what their workers want, and one rank of each digest tells what it
 stands for. So the message grows with how many layouts differ, not with how many devices there are: replicas are free.
+It is packed (to a fifth: names and numbers repeat), as one process sends it to all ranks.
 
     tensors   q, k             layouts   (q, [0:8]) (k, [0:8])        has     0 0 0 0
     boxes     [0:8], [8:16]              (q, [8:16]) (k, [8:16])      wants   0 1 0 1
@@ -10,6 +11,7 @@ stands for. So the message grows with how many layouts differ, not with how many
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ import msgspec
 
 from weft.update.wire.control import Catalogue, Listed
 from weft.update.wire.errors import WireError
+from weft.update.wire.frames import MOST_BYTES
 from weft.update.wire.messages import Wants
 from weft.weights.collecting import uncollected
 from weft.weights.pieces import Box, Piece, Tensor
@@ -38,28 +41,31 @@ def layout_digest(layout: Wants) -> str:
 
 def list_layouts(
     told: Mapping[str, Wants], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
-) -> Catalogue:
-    """From layouts by their digest, and each rank's digests."""
+) -> bytes:
+    """From layouts by their digest, and each rank's digests. Raises WireError where a layout is none."""
     tensors: dict[Tensor, int] = {}
     boxes: dict[Box, int] = {}
     with uncollected():
         layouts = tuple(_listed(layout, tensors, boxes) for layout in told.values())
     number = {digest: at for at, digest in enumerate(told)}
     had, wanted = (tuple(number[digest] for digest in side) for side in (has, wants))
-    return Catalogue(tuple(tensors), tuple(boxes), layouts, had, wanted, tuple(free_bytes))
+    return pack(Catalogue(tuple(tensors), tuple(boxes), layouts, had, wanted, tuple(free_bytes)))
 
 
 def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
     number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
     pieces: list[int] = []
     for piece in layout.pieces:
+        if piece.tensor not in number:
+            raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
         pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
     idle = set(number.values()).difference(pieces[::2])
     return Listed(tuple(pieces), tuple(sorted(idle)))
 
 
-def read_layouts(catalogue: Catalogue) -> Known:
-    """Raises WireError where it names what it does not have."""
+def read_layouts(packed: bytes) -> Known:
+    """Raises WireError where it is none, or names what it does not have."""
+    catalogue = unpack(packed)
     if not len(catalogue.has) == len(catalogue.wants) == len(catalogue.free_bytes):
         raise WireError("a catalogue has as many ranks that have, that want, and that have memory")
     try:
@@ -78,3 +84,21 @@ def _spelled(listed: Listed, catalogue: Catalogue) -> Wants:
         raise WireError("a catalogue has a tensor and a box for each piece")
     pieces = zip(numbers[::2], numbers[1::2], strict=True)
     return Wants(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
+
+
+def pack(catalogue: Catalogue) -> bytes:
+    """As it is sent."""
+    return zlib.compress(msgspec.msgpack.encode(catalogue), level=1)
+
+
+def unpack(packed: bytes, most_bytes: int = MOST_BYTES) -> Catalogue:
+    """Raises WireError. What would grow beyond the limit of a message is not let grow."""
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(packed, most_bytes)
+        catalogue = msgspec.msgpack.decode(body, type=Catalogue) if unpacker.eof else None
+    except (zlib.error, msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"a catalogue of {len(packed)} bytes is malformed: {error}") from None
+    if catalogue is None:
+        raise WireError(f"a catalogue of {len(packed)} bytes is cut off, or larger than {most_bytes} unpacked")
+    return catalogue

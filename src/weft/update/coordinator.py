@@ -18,7 +18,6 @@ from weft.update.attempt import Attempt, Refusal
 from weft.update.ledger import Ledger, peek
 from weft.update.wire.control import (
     Agreed,
-    Catalogue,
     Enter,
     Fault,
     Go,
@@ -223,7 +222,7 @@ class Coordinator:
         else:
             self._agree()
 
-    def _lay_out(self, catalogue: Catalogue | None) -> None:
+    def _lay_out(self, catalogue: bytes | None) -> None:
         attempt = self._attempt
         layouts = attempt.layouts(self.ledger.record, catalogue)
         if layouts is None:

@@ -128,8 +128,8 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Layouts(Message, frozen=True):
     """What to do after settling: who is to be loaded (`loads`), who holds the version already (`holds`).
 
-    `only`: the tensors that move, None for all. `catalogue` is None where no layout changed. `circle` is the attempt
-    that made the communicator to use: an earlier one that all still have, or this one.
+    `only`: the tensors that move, None for all. `catalogue` (a packed Catalogue) is None where no layout changed.
+    `circle` is the attempt that made the communicator to use: an earlier one that all still have, or this one.
     """
 
     epoch: int
@@ -138,7 +138,7 @@ class Layouts(Message, frozen=True):
     holds: tuple[int, ...]
     only: tuple[str, ...] | None
     circle: int
-    catalogue: Catalogue | None
+    catalogue: bytes | None
     why: str = ""
 
 

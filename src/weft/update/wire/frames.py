@@ -9,7 +9,7 @@ from weft.update.wire.errors import WireError
 _LENGTH = struct.Struct("!I")
 
 MOST_BYTES = 1 << 30
-"""The largest message: the layouts of a large model for all of its devices (about 140 bytes a tensor and device)."""
+"""The largest message: what one worker wants of a large model, about 190 bytes a tensor; so there is room."""
 
 FIRST_BYTES = 4 << 10
 """The largest first message of a connection, before the other end has said who it is."""
