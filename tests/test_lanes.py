@@ -27,7 +27,7 @@ def cuda() -> Lanes:
 
 BACKENDS: dict[str, Callable[[], Lanes]] = {
     "thread": lambda: ThreadLanes(NUM_LANES, NUM_OPS, DEADLINE_S),
-    "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, DEADLINE_S),
+    "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, [0] * NUM_OPS, DEADLINE_S),
     "serial": lambda: SerialLanes(NUM_OPS),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
     "cuda": cuda,
@@ -132,7 +132,7 @@ def test_a_wait_has_a_deadline() -> None:
 
 def test_paced_ops_take_their_time_and_make_up_for_little() -> None:
     """Ten ops of 5 ms take 50 at least; after a gap an op makes up for nothing but its own late start."""
-    lanes = PacedLanes(2, [5 * MS] * 12, [Pace.AFTER] * 12, DEADLINE_S)
+    lanes = PacedLanes(2, [5 * MS] * 12, [Pace.AFTER] * 12, [0] * 12, DEADLINE_S)
     lanes.begin()
     for op in range(10):
         lanes.launch(1, op, lambda: None, ())
@@ -148,11 +148,36 @@ def test_paced_ops_take_their_time_and_make_up_for_little() -> None:
 
 
 def test_a_paced_message_leaves_when_its_time_is_over() -> None:
-    lanes = PacedLanes(2, [10 * MS] * 2, [Pace.BEFORE, Pace.TOGETHER], DEADLINE_S)
+    lanes = PacedLanes(2, [10 * MS] * 2, [Pace.BEFORE, Pace.TOGETHER], [0, 1], DEADLINE_S)
     left: list[int] = []
     lanes.begin()
     lanes.launch(1, 0, lambda: left.append(time.perf_counter_ns()), ())
     lanes.finish()
     start, _ = lanes.times()
     assert left[0] - start[0] >= 9 * MS
+    lanes.close()
+
+
+def test_a_paced_step_is_over_when_its_last_op_is() -> None:
+    lanes = PacedLanes(2, [30 * MS], [Pace.AFTER], [0], DEADLINE_S)
+    lanes.begin()
+    lanes.launch(0, 0, lambda: None, ())
+    lanes.finish()
+    finished = time.perf_counter_ns()
+    start, end = lanes.times()
+    assert start[0] + 30 * MS - MADE_UP_NS <= end[0] <= finished
+    lanes.close()
+
+
+def test_what_an_exchange_computes_is_part_of_its_time() -> None:
+    """Another kind computes nothing; it is not held up by that, but once in a while by the machine."""
+    num = 20
+    lanes = PacedLanes(2, [3 * MS] * (num + 1), [Pace.TOGETHER] * (num + 1), [0, *[1] * num], DEADLINE_S)
+    lanes.begin()
+    lanes.launch(1, 0, lambda: None, ())
+    for op in range(1, num + 1):
+        lanes.launch(1, op, lambda: time.sleep(0.0006), (op - 1,))
+    lanes.finish()
+    start, end = lanes.times()
+    assert min(start[op] - end[op - 1] for op in range(2, num + 1)) < 0.3 * MS
     lanes.close()

@@ -257,7 +257,8 @@ def make_lanes(
     if isinstance(device, Cuda):
         return CudaLanes(num_lanes, len(ops), device)
     if name == "paced":
-        return PacedLanes(num_lanes, dur_ns, [PACE[op.lane.kind] for op in ops], deadline_s)
+        pace, kind = [PACE[op.lane.kind] for op in ops], [op.kind for op in ops]
+        return PacedLanes(num_lanes, dur_ns, pace, kind, deadline_s)
     if name == "virtual":
         return VirtualLanes(num_lanes, dur_ns)
     if name == "thread":

@@ -1,11 +1,12 @@
 """Lanes whose ops take the time their costs say: an accelerator's timing on a machine without one, with real messages.
 
-A computation or a copy runs and then sleeps until its time is over; it runs a moment after it starts, as the lanes that
-start beside it need the processor at once and it does not. A message leaves so that it is gone when its time is over.
-An exchange meets first and then takes its time, on every rank of its group; how long the meeting itself takes at least
-(the shortest one seen) is part of that time. Sleeping threads wake late, by what the machine is busy with; an op may
-make up for at most a millisecond of that, which is between when it could have started and when its lane's thread came
-to it.
+An op ends when its time is over, and what waits for it starts then: its end is known as soon as it has run, and the
+threads of the lanes that wait sleep until then themselves, rather than be woken by one that slept. A computation or a
+copy runs a quarter of its time after its start, when the lanes that start beside it no longer need the processor. A
+message leaves so that it is gone when its time is over. An exchange meets first and then takes its time, on every rank
+of its group; what it takes at least (the shortest one of its kind) is part of that time. Sleeping threads wake late, by
+what the machine is busy with; an op may make up for at most a millisecond of that, which is between when it could have
+started and when its lane's thread came to it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from weft.runtime.lanes.thread import Item, ThreadLanes
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
 
-AFTER_NS = 1_000_000
-"""How long after its start a computation runs, unless that is more than a quarter of its time."""
-
 
 class Pace(IntEnum):
     """How an op takes its time."""
@@ -35,42 +33,50 @@ class Pace(IntEnum):
 
 
 class PacedLanes(ThreadLanes):
-    """`dur_ns[op]` is what an op takes, `pace[op]` how."""
+    """`dur_ns[op]` is what an op takes, `pace[op]` how; ops of one `kind` run equally long if nothing holds them up."""
 
-    def __init__(self, num_lanes: int, dur_ns: Sequence[int], pace: Sequence[Pace], deadline_s: float) -> None:
-        self._dur_ns, self._pace = list(dur_ns), list(pace)
+    def __init__(
+        self, num_lanes: int, dur_ns: Sequence[int], pace: Sequence[Pace], kind: Sequence[int], deadline_s: float
+    ) -> None:
+        self._dur_ns, self._pace, self._kind = list(dur_ns), list(pace), list(kind)
         self._free = [0] * num_lanes
-        self._shortest_ns: dict[Pace, int] = {}
+        self._shortest_ns: dict[int, int] = {}
         super().__init__(num_lanes, len(self._dur_ns), deadline_s)
 
-    def _run(self, lane: int, item: Item) -> None:
+    def finish(self) -> None:
+        """Waits for the last op of each lane, and until its time is over."""
+        super().finish()
+        _sleep_until(max(self._step.end, default=0))
+
+    def _run(self, lane: int, item: Item) -> int:
         op, run, pace, step, dur_ns = item.op, item.run, self._pace[item.op], item.step, self._dur_ns[item.op]
+        could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
+        _sleep_until(could)
+        came = step.start[op] = perf_counter_ns()
         if pace is Pace.NONE:
             run()
-            return
-        came = perf_counter_ns()
-        could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
+            return perf_counter_ns()
         start = max(could, came - MADE_UP_NS)
         if pace is Pace.TOGETHER:
             # The last of the group came when the meeting ended, less what it takes if nobody is late.
-            met = self._timed(pace, run) - self._shortest_ns[pace]
+            kind = self._kind[op]
+            met = self._timed(kind, run) - self._shortest_ns[kind]
             start = step.start[op] = max(could, met - min(max(0, came - could), MADE_UP_NS))
         self._free[lane] = until = start + dur_ns
         if pace is Pace.AFTER:
-            if dur_ns >= 4 * AFTER_NS:
-                _sleep_until(came + AFTER_NS)
+            _sleep_until(came + dur_ns // 4)
             run()
         if pace is Pace.BEFORE:
-            _sleep_until(until - self._shortest_ns.get(pace, 0))
-            self._timed(pace, run)
-        _sleep_until(until)
+            _sleep_until(until - self._shortest_ns.get(self._kind[op], 0))
+            self._timed(self._kind[op], run)
+        return max(until, perf_counter_ns())
 
-    def _timed(self, pace: Pace, run: Run) -> int:
+    def _timed(self, kind: int, run: Run) -> int:
         """Runs, and keeps the shortest time that took, a millisecond at most; when it ended."""
         begun = perf_counter_ns()
         run()
         ended = perf_counter_ns()
-        self._shortest_ns[pace] = min(self._shortest_ns.get(pace, MADE_UP_NS), ended - begun)
+        self._shortest_ns[kind] = min(self._shortest_ns.get(kind, MADE_UP_NS), ended - begun)
         return ended
 
 

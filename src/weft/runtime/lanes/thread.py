@@ -100,15 +100,16 @@ class ThreadLanes:
                 self._await(step, other, self.deadline_s if lane == OWN_LANE else None)
             if step.error is None:
                 step.start[op] = perf_counter_ns()
-                self._run(lane, item)
-                step.end[op] = perf_counter_ns()
+                step.end[op] = self._run(lane, item)
         except BaseException as error:  # it belongs to the thread that finishes the step
             self._fail(step, op, error)
         finally:
             step.done[op].set()
 
-    def _run(self, lane: int, item: Item) -> None:
+    def _run(self, lane: int, item: Item) -> int:
+        """When it ends, which is not before it has run."""
         item.run()
+        return perf_counter_ns()
 
     def _await(self, step: Step, op: int, deadline_s: float | None) -> None:
         if not step.done[op].wait(deadline_s):
