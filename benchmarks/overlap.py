@@ -11,11 +11,13 @@ the time is repeated.
     steady_idle   the largest over ranks of compute's idle share over its overlapped cells but the first and the last
     torch_ratio   torch's step over Weft's
 
-Then real computation over a slow link, as `overlap_link.py` says:
+Then real computation over a slow link, as `overlap_link.py` says, in nearly twice as many rounds, as steps that compute
+differ more:
 
     hidden        how much of the all-to-alls' time overlap takes out of the step
 
-The last line is JSON, medians over rounds. With `--traces` the last of each kind is kept, predicted and measured.
+The last line is JSON, medians over rounds. With `--traces` a round of each kind is kept, predicted and measured: of the
+paced ones the last, over the link that of the median.
 """
 
 from __future__ import annotations
@@ -259,7 +261,7 @@ def main() -> None:
         told = Path(directory) / "paced.json"
         paced(given.rounds, given.traces, told)
         both = json.loads(told.read_text())
-    print(json.dumps({**both, **over_a_link(given.rounds, given.traces)}))
+    print(json.dumps({**both, **over_a_link(2 * given.rounds - 1, given.traces)}))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.update.catalogue import layout_digest, list_layouts, read_layouts
-from weft.update.wire.messages import Wants
 from weft.weights.buffers import Memory
 from weft.weights.layouts import Parallel
 from weft.weights.pieces import Holding, Tensor
@@ -58,6 +56,9 @@ def kimi_k2() -> list[Tensor]:
 
 def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
     """What update ranks tell each other of these layouts: bytes to every rank, seconds to make and to read them."""
+    from weft.update.catalogue import layout_digest, list_layouts, read_layouts  # with torch: the plan does without
+    from weft.update.wire.messages import Wants
+
     layouts = {
         id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)
         for pieces in (*had.pieces, *wanted.pieces)
@@ -102,6 +103,7 @@ def plan_time() -> dict[str, float]:
     planned = time.perf_counter()
     digest = plan.digest()
     digested = time.perf_counter()
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return {
         "tensors": len(tensors),
         "pieces": sum(len(p) for p in {id(p): p for h in (had, wanted) for p in h.pieces}.values()),
@@ -111,6 +113,6 @@ def plan_time() -> dict[str, float]:
         "digest_s": digested - planned,
         **telling_time(had, wanted),
         "bucket_bytes": plan.bucket_bytes,
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "peak_gb": peak_gb,
         "notes": len(plan.notes) + (not digest),
     }
