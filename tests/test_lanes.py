@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -181,3 +182,18 @@ def test_what_an_exchange_computes_is_part_of_its_time() -> None:
     start, end = lanes.times()
     assert min(start[op] - end[op - 1] for op in range(2, num + 1)) < 0.3 * MS
     lanes.close()
+
+
+def test_after_an_error_a_paced_op_that_sleeps_does_not_run() -> None:
+    """It knows already when it could start, as what it waits for has run; then a third lane fails."""
+    for pace in Pace:
+        lanes = PacedLanes(3, [150 * MS, 20 * MS, 5 * MS], [Pace.AFTER, pace, Pace.AFTER], [0, 1, 2], DEADLINE_S)
+        ran: list[int] = []
+        lanes.begin()
+        lanes.launch(1, 0, partial(ran.append, 0), ())
+        lanes.launch(2, 1, partial(ran.append, 1), (0,))
+        time.sleep(0.08)
+        with pytest.raises(ZeroDivisionError):
+            lanes.launch(0, 2, lambda: (1 // 0, None)[1], ())
+        lanes.close()
+        assert 1 not in ran

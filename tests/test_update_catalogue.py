@@ -119,6 +119,8 @@ def test_a_catalogue_that_names_what_it_has_not_is_refused(bad: Catalogue) -> No
 def test_a_piece_of_a_tensor_that_was_not_told_is_refused() -> None:
     with pytest.raises(WireError, match=r"k \[0:4\] is told, and k itself is not"):
         listed([Wants((Q,), (Piece("k", Box((0,), (4,))),))], [LOW])
+    with pytest.raises(WireError, match="twice"):
+        listed([Wants((Q, Tensor("q", (4,), "float32")), ())], [LOW])
 
 
 def test_numbers_do_not_count_from_the_end() -> None:
@@ -133,6 +135,7 @@ def test_what_is_no_catalogue_is_refused_and_does_not_grow() -> None:
     for bad in (
         b"",
         good[:-1],
+        good + b"x",
         b"x" + good,
         zlib.compress(b""),
         zlib.compress(msgspec.msgpack.encode({"tensors": []})),

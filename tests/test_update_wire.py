@@ -188,14 +188,16 @@ def malformed(chance: random.Random) -> bytes:
         at = chance.randrange(len(hello))
         return framed(hello[:at] + bytes([hello[at] ^ (1 << chance.randrange(8))]) + hello[at + 1 :] + b"\xc1")
     if kind == 3:
-        return framed(msgspec.msgpack.encode({"type": "hello", "protocol": 1, "role": "update", "more": 1}))
+        return framed(msgspec.msgpack.encode({"type": "hello", "protocol": PROTOCOL, "role": "update", "more": 1}))
     if kind == 4:
-        return framed(msgspec.msgpack.encode({"type": chance.choice(["eval", "hallo", "", 3]), "protocol": 1}))
+        return framed(msgspec.msgpack.encode({"type": chance.choice(["eval", "hallo", "", 3]), "protocol": PROTOCOL}))
     if kind == 5:
         return framed(msgspec.msgpack.encode(chance.choice([GetStatus(), Ask(b"x"), Load(1, 0, 0)])))
     if kind == 6:
         return framed(b"\x91" * chance.randrange(1, 2000))
-    return framed(msgspec.msgpack.encode({"type": "hello", "protocol": chance.choice([0, 2, "1", -1]), "role": "ask"}))
+    return framed(
+        msgspec.msgpack.encode({"type": "hello", "protocol": chance.choice([0, PROTOCOL + 1, "1", -1]), "role": "ask"})
+    )
 
 
 def refused(path: Path, data: bytes) -> bool:

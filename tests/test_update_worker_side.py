@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -723,3 +724,18 @@ def test_a_connection_that_says_nothing_is_told_so_when_it_ends(place: Path, mon
         assert isinstance(told, Refused)
         assert (told.code, told.text) == ("late", f"process {os.getpid()} did not send a message in time")
         link.close()
+
+
+def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
+    """As the reason for which its connection ended, wherever it waits; not as an answer to what it asked."""
+    told: SimpleQueue[str] = SimpleQueue()
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
+        first, second = (Beside(place, 0, Post(), told.put) for _ in range(2))
+        first.connect(0, 5.0)
+        second.connect(1, 5.0)
+        who = f"update rank 1 of process {os.getpid()} has taken worker 0 over"
+        with pytest.raises(Gone, match=who):
+            first.expect(Status, 5.0)
+        assert told.get(timeout=5.0) == who
+        assert second.ask(GetStatus(), Status, 5.0).state == "closed"
+        second.drop()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.runtime.watch.case import Case
 from weft.runtime.watch.meet import beside
-from weft.runtime.watch.news import UNKNOWN, Cause, Condition, Flooded, Kind, Lost, Sight
+from weft.runtime.watch.news import UNKNOWN, Cause, Condition, Flooded, Kind, Lost, Sight, Wait
 from weft.runtime.watch.verdict import culprit, first
 
 
@@ -73,7 +73,9 @@ def test_an_asker_that_waits_for_nobody_blames_only_who_is_gone() -> None:
 def test_an_asker_that_is_stuck_names_itself_or_who_stood_still_before_it() -> None:
     states = seen(sight(0, still_ms=4000), sight(1, still_ms=30), sight(2, 0))
     assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[0], "")
-    states[1] = sight(1, still_ms=9000)
+    states[1] = sight(1, still_ms=9000)  # it computes, and may do so for long
+    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[0], "")
+    states[1] = replace(states[1], wait=Wait.OVERDUE)
     assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[1], "")
     states[2] = sight(2, condition=Condition.SILENT)
     assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[2], "")

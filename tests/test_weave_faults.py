@@ -71,6 +71,7 @@ OWN_ERRORS = {
     "RuntimeError": RuntimeError("bad shape"),
     "ConnectionError": ConnectionError("Connection reset by peer"),
     "OSError": OSError(28, "No space left on device"),
+    "TimeoutError": TimeoutError("the tokens' server has not answered"),
 }
 """Errors of this rank's own, of types that waits raise too."""
 
@@ -239,6 +240,7 @@ def test_own_errors_that_look_like_those_of_a_wait(tmp_path: Path, side_by_side:
         Case("combine, back", "RuntimeError"),
         Case("dispatch", "ConnectionError"),
         Case("offload", "OSError"),
+        Case("attn", "TimeoutError"),
         Case("weight half", "RuntimeError", "interleaved-overlap", 0),
     ]
     all_hold(side_by_side, {str(case): partial(run_case, case, tmp_path / str(at)) for at, case in enumerate(cases)})

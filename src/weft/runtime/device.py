@@ -20,6 +20,14 @@ import torch.distributed as dist
 Wait = Callable[[dist.Work], Any]
 
 
+class LateError(TimeoutError):
+    """A wait for this rank's own lanes has reached the deadline. A TimeoutError of its model's is something else."""
+
+
+class GpuLateError(LateError):
+    """The same for its GPU, which does not show whether it computes, or for which rank it waits."""
+
+
 class Device(Protocol):
     """One rank's device."""
 
@@ -74,7 +82,7 @@ class Cuda:
         last, until = self.now(), time.monotonic() + self.deadline_s
         while not last.query():
             if time.monotonic() > until:
-                raise TimeoutError(f"Timed out: the GPU has not finished its step within {self.deadline_s:g} s")
+                raise GpuLateError(f"Timed out: the GPU has not finished its step within {self.deadline_s:g} s")
             time.sleep(self.POLL_S)
         self._anchor = last, perf_counter_ns()
 

@@ -25,7 +25,7 @@ from weft.runtime.groups import Circle
 from weft.runtime.whom import NOBODY
 
 OWN_LANE = 0
-SUSPECT_S = 0.25
+SUSPECT_S = 0.5
 """For how long an op that waits for nobody has to stay where it is, after a wait has failed, to be taken for hung."""
 
 _NOTHING = -1

@@ -17,6 +17,7 @@ import numpy as np
 from weft.ir.program import LaneKind, Longs, Op, OpKind
 from weft.plan.running import host_order
 from weft.runtime.channel import Channel, Posted
+from weft.runtime.device import GpuLateError, LateError
 from weft.runtime.exchange import ExchangeError, InParty
 from weft.runtime.executor import Part, arrive, post, send, then_backward, then_forward
 from weft.runtime.groups import Circle
@@ -94,12 +95,14 @@ class Weave:
         """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
         at = self.lanes.failed if self.lanes.failed is not None else at
         op = self.own[at]
-        waited_here = isinstance(error, TimeoutError)  # for another lane, which is shown already
+        waited_here = isinstance(error, LateError)  # for another lane, which is shown already
         talks = waited_here or op.lane.kind in _TALKS
         if op.lane.kind is LaneKind.EP:  # layers run there too, and raise errors of their own
             talks = waited_here or isinstance(error, ExchangeError)
         under_way.over()
-        if not waited_here:
+        if isinstance(error, GpuLateError):
+            under_way.show(at, ALL)
+        elif not waited_here:
             under_way.show(at, self._rows.whom[at] if talks else NOBODY)
         if talks:
             under_way.suspect_itself()

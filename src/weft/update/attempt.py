@@ -53,6 +53,8 @@ class Attempt:
         for entry in self.entered.values():
             if entry.fault is not None:
                 raise Refusal(entry.fault.who, entry.fault.text)
+            if entry.status is None:
+                raise Refusal(f"update rank {entry.rank}", "it does not say how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
             if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
@@ -99,8 +101,10 @@ class Attempt:
         entries = [self.entered[rank] for rank in range(self.world)]
         for rank, entry in enumerate(entries):
             side = sides[rank]
-            told |= {entry.has: side.has} if side.has is not None else {}
-            told |= {entry.wants: side.wants} if side.wants is not None else {}
+            if side.has is not None:
+                told[entry.has] = side.has
+            if side.wants is not None:
+                told[entry.wants] = side.wants
         for rank, entry in enumerate(entries):
             if entry.has not in told or entry.wants not in told:
                 raise Refusal(f"update rank {rank}", "nobody told the layout that it entered with")

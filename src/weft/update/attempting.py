@@ -152,7 +152,10 @@ class Attempting:
 
     def _plan(self, layouts: Layouts) -> Shares:
         with self._in("plan"):
-            shares = self.u.plans.of(layouts)
+            try:
+                shares = self.u.plans.of(layouts)
+            except WireError as error:
+                raise failure(self.epoch, self.member.name, "plan", str(error)) from error
             self.u.buffers(shares)
             gives = self.u.rank in layouts.holds
             self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)

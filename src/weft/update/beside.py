@@ -67,7 +67,7 @@ class Beside:
                 time.sleep(PAUSE_S)
         self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
         self._mapped, self._wants = (), None
-        read_into(self.post, "worker", link, lambda _: False, lambda text: self._gone(link, text))
+        read_into(self.post, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
         """Raises Gone where another try may help."""
@@ -129,6 +129,8 @@ class Beside:
         if self._wants is None:
             wants = self.ask(GetWants(), Wants, deadline_s)
             named = {tensor.name for tensor in wants.tensors}
+            if len(named) < len(wants.tensors):
+                raise WireError("it wants a tensor that it tells of twice")
             unknown = next((piece for piece in wants.pieces if piece.tensor not in named), None)
             if unknown is not None:
                 raise WireError(f"it wants {unknown.tensor} {unknown.box}, and does not tell of a tensor of that name")
@@ -151,6 +153,13 @@ class Beside:
         if plan.digest not in self._plans:
             self.ask(plan, Planned, deadline_s)
             self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
+
+
+def _heed_end(message: FromWorker) -> bool:
+    """A worker that goes over to another rank says so last; that is why the connection ends."""
+    if isinstance(message, Refused) and message.code == "taken":
+        raise Gone(message.text)
+    return False
 
 
 class RefusedError(Exception):

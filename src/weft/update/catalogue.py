@@ -54,6 +54,8 @@ def list_layouts(
 
 def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
     number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
+    if len(number) < len(layout.tensors):
+        raise WireError("a layout tells of a tensor twice")
     pieces: list[int] = []
     for piece in layout.pieces:
         if piece.tensor not in number:
@@ -96,9 +98,12 @@ def unpack(packed: bytes, most_bytes: int = MOST_BYTES) -> Catalogue:
     unpacker = zlib.decompressobj()
     try:
         body = unpacker.decompress(packed, most_bytes)
-        catalogue = msgspec.msgpack.decode(body, type=Catalogue) if unpacker.eof else None
+        whole = unpacker.eof and not unpacker.unused_data
+        catalogue = msgspec.msgpack.decode(body, type=Catalogue) if whole else None
     except (zlib.error, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"a catalogue of {len(packed)} bytes is malformed: {error}") from None
     if catalogue is None:
-        raise WireError(f"a catalogue of {len(packed)} bytes is cut off, or larger than {most_bytes} unpacked")
+        raise WireError(
+            f"a catalogue of {len(packed)} bytes does not end there, or is larger than {most_bytes} unpacked"
+        )
     return catalogue

@@ -98,8 +98,7 @@ class Coordinator:
         if link is None:
             return
         if len(self._strangers) > self.world:
-            link.close()
-            return
+            self._lose(next(iter(self._strangers)), "others have come")
         self._strangers[link] = time.monotonic() + HELLO_S
         self._selector.register(link.connection, selectors.EVENT_READ, link)
 
@@ -216,7 +215,6 @@ class Coordinator:
                 for rank, send in attempt.sends().items():
                     self._tell(rank, encode(send))
         elif attempt.phase == "layout":
-            self._known = {}  # until all have made their plans of them
             self._lay_out(attempt.catalogue(self._sides))
             self._sides.clear()
         else:
@@ -229,6 +227,8 @@ class Coordinator:
             self._done("open")
         else:
             attempt.phase = "plan"
+            if catalogue is not None:
+                self._known = {}  # until all have made their plans of it
             self._tell_all(layouts)
 
     def _agree(self) -> None:

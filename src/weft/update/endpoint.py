@@ -148,7 +148,7 @@ class Endpoint:
             before, self._master = self._master, link  # an older one's end means nothing any more
         if before is not None:
             who = f"update rank {hello.rank} of process {link.pid}"
-            self._dismiss(before, "busy", f"{who} has taken worker {self.worker.worker} over")
+            self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
             before.shut()
         return True
 

@@ -110,7 +110,7 @@ class Post:
 def read_into(
     post: Post, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
 ) -> None:
-    """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for."""
+    """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for, or raises Gone."""
     connection = post.find(side)
 
     def read() -> None:

@@ -17,7 +17,7 @@ from enum import IntEnum
 from time import perf_counter_ns
 
 from weft.runtime.lanes.interface import Run
-from weft.runtime.lanes.thread import Item, ThreadLanes
+from weft.runtime.lanes.thread import NEVER, Item, Step, ThreadLanes
 
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
@@ -51,7 +51,8 @@ class PacedLanes(ThreadLanes):
     def _run(self, lane: int, item: Item) -> int:
         op, run, pace, step, dur_ns = item.op, item.run, self._pace[item.op], item.step, self._dur_ns[item.op]
         could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
-        _sleep_until(could)
+        if not _stands_at(could, step):
+            return NEVER
         came = step.start[op] = perf_counter_ns()
         if pace is Pace.NONE:
             run()
@@ -64,10 +65,12 @@ class PacedLanes(ThreadLanes):
             start = step.start[op] = max(could, met - min(max(0, came - could), MADE_UP_NS))
         self._free[lane] = until = start + dur_ns
         if pace is Pace.AFTER:
-            _sleep_until(came + dur_ns // 4)
+            if not _stands_at(came + dur_ns // 4, step):
+                return NEVER
             run()
         if pace is Pace.BEFORE:
-            _sleep_until(until - self._shortest_ns.get(self._kind[op], 0))
+            if not _stands_at(until - self._shortest_ns.get(self._kind[op], 0), step):
+                return NEVER
             self._timed(self._kind[op], run)
         return max(until, perf_counter_ns())
 
@@ -78,6 +81,12 @@ class PacedLanes(ThreadLanes):
         ended = perf_counter_ns()
         self._shortest_ns[kind] = min(self._shortest_ns.get(kind, MADE_UP_NS), ended - begun)
         return ended
+
+
+def _stands_at(until_ns: int, step: Step) -> bool:
+    """Sleeps, and says whether the step still stands: after an error nothing runs that has not."""
+    _sleep_until(until_ns)
+    return step.error is None
 
 
 def _sleep_until(until_ns: int) -> None:

@@ -8,9 +8,12 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import NamedTuple
 
+from weft.runtime.device import LateError
 from weft.runtime.lanes.interface import Run
 
 OWN_LANE = 0
+NEVER = -1
+"""When something started or ended that did not."""
 
 
 class Step:
@@ -18,7 +21,7 @@ class Step:
 
     def __init__(self, num_ops: int) -> None:
         self.done = [threading.Event() for _ in range(num_ops)]
-        self.start, self.end = [-1] * num_ops, [-1] * num_ops
+        self.start, self.end = [NEVER] * num_ops, [NEVER] * num_ops
         self.last: dict[int, int] = {}
         self.failed: int | None = None
         self.error: BaseException | None = None
@@ -107,13 +110,13 @@ class ThreadLanes:
             step.done[op].set()
 
     def _run(self, lane: int, item: Item) -> int:
-        """When it ends, which is not before it has run."""
+        """When it ends, which is not before it has run; NEVER if it did not, as another has failed meanwhile."""
         item.run()
         return perf_counter_ns()
 
     def _await(self, step: Step, op: int, deadline_s: float | None) -> None:
         if not step.done[op].wait(deadline_s):
-            raise TimeoutError(f"Timed out: op {op} has not ended within {self.deadline_s:g} s")
+            raise LateError(f"Timed out: op {op} has not ended within {self.deadline_s:g} s")
 
     def _fail(self, step: Step, op: int, error: BaseException) -> None:
         if step.error is None:

@@ -24,7 +24,7 @@ MOST_TEXT_BYTES = 600
 MOST_WAITED_FOR = 8192
 
 _HEADER = struct.Struct("!BH")
-_MAGIC = b"weftwat1"
+_MAGIC = b"weftwat2"
 
 
 class MalformedError(Exception):

@@ -26,7 +26,8 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
 
     A rank that nothing is known of counts as silent: its neighbours would have spoken for it, had they been there.
     Where all say that they wait, one may hang at its wait instead. It is found once all waits have had their time:
-    until then it is nobody.
+    until then it is nobody. An asker that is stuck is behind it itself, unless another has stood still for longer than
+    a wait may take.
     """
     seen, ends = _follow(asker, states)
     waits = states[asker].waits if asker in states else ()
@@ -35,7 +36,8 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
         sight = min(gone, key=lambda sight: (sight.op == UNKNOWN, sight.condition, sight.rank))
         return Finding(Kind.LEFT if sight.condition is Condition.LEFT else Kind.HUNG, sight)
     if cause is Cause.STUCK and asker in states:
-        return Finding(Kind.HUNG, min([states[asker], *ends], key=_longest))
+        before = [sight for sight in ends if sight.wait is Wait.OVERDUE]
+        return Finding(Kind.HUNG, min(before or [states[asker]], key=_longest))
     if not waits:
         return None
     if cause is Cause.CLOSED and not any(sight.wait in (Wait.TIMED_OUT, Wait.OVERDUE) for sight in states.values()):

@@ -161,7 +161,7 @@ class Watch:
         sentry = self._sentry
         sentry.failed = Wait.CLOSED if cause is Cause.CLOSED else Wait.TIMED_OUT
         waits = self._progress.look().waits_for != COMPUTING
-        until = time.monotonic() + (sentry.deadline_s + 3 * ANSWER_S if waits else 2 * ANSWER_S)
+        until = time.monotonic() + (3 * ANSWER_S + (sentry.deadline_s if waits else 0.0))
         if cause is Cause.CLOSED and sentry.is_alive:
             sentry.alarmed.wait(NEWS_S)
         while not sentry.alarmed.is_set() and sentry.is_alive and time.monotonic() < until:
@@ -169,12 +169,12 @@ class Watch:
             sentry.alarmed.wait(ANSWER_S)
 
     def _nobody_told(self, cause: Cause) -> Lost:
-        """What is left to say without a verdict: the rank that was waited for, or else this one, which is cut off."""
+        """What is left to say without a verdict: the rank that was waited for, or else this one, cut off or stuck."""
         here, rank = self._progress.look(), self._sentry.rank
         named = here.waits_for if here.waits_for >= 0 else rank
-        stands = cause is Cause.STUCK or (cause is Cause.TIMED_OUT and named != rank)
-        kind = Kind.HUNG if stands else Kind.CUT
-        return Lost(rank, 0, named, kind, UNKNOWN, here.step, time.time_ns(), 0)
+        hung = cause is Cause.STUCK or (cause is Cause.TIMED_OUT and named != rank)
+        op = here.op if cause is Cause.STUCK else UNKNOWN
+        return Lost(rank, 0, named, Kind.HUNG if hung else Kind.CUT, op, here.step, time.time_ns(), 0)
 
     def _wait_until_met(self) -> None:
         until = time.monotonic() + MEET_S

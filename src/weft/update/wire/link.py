@@ -76,7 +76,9 @@ class Link(Generic[M]):
     def send_encoded(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """The same, for a message that goes to many."""
         until = time.monotonic() + timeout_s
-        with self._sending:
+        if not self._sending.acquire(timeout=timeout_s):
+            raise TimeoutError(f"{self.peer} did not take the message before this one in time")
+        try:
             whole = data = memoryview(framed(body if self._seal is None else self._seal.close(body)))
             while data:
                 try:
@@ -92,6 +94,8 @@ class Link(Generic[M]):
                 except OSError as error:
                     raise Gone(f"{self.peer} {_end(error)}") from error
                 fds, data = (), data[sent:]
+        finally:
+            self._sending.release()
 
     def _send_some(self, data: memoryview, fds: Sequence[int]) -> int:
         if not fds:

@@ -4,7 +4,7 @@ update rank -> worker       Hello, GetWants, Settle, Map, TakePlan, Begin, Load,
 anyone of the user -> worker  Hello, GetStatus, Ask
 worker -> update rank       Welcome, Status, Wants, Mapped, Planned, Begun, Loaded, Prepared, Given, Answer, Refused
 update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
-coordinator -> update rank  Go, Layouts, Proceed, Stop
+coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from weft.weights.pieces import Piece, Tensor
 from weft.weights.plan import Item, Take
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MOST_PLANS = 8
 """How many plans a worker keeps; the one that came first goes."""
@@ -24,7 +24,9 @@ MOST_PLANS = 8
 State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
-Reason: TypeAlias = Literal["malformed", "order", "stale", "busy", "late", "closed", "failed", "corrupt", "memory"]
+Reason: TypeAlias = Literal[
+    "malformed", "order", "stale", "busy", "late", "taken", "closed", "failed", "corrupt", "memory"
+]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
