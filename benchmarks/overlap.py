@@ -257,6 +257,8 @@ def main() -> None:
     parser.add_argument("rounds", type=int, nargs="?", default=5)
     parser.add_argument("--traces", type=Path)
     given = parser.parse_args()
+    if given.traces is not None:
+        given.traces.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         told = Path(directory) / "paced.json"
         paced(given.rounds, given.traces, told)

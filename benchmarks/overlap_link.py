@@ -125,6 +125,8 @@ def main() -> None:
     for name in ("--rank", "--master", "--address"):
         parser.add_argument(name)
     given = parser.parse_args()
+    if given.traces is not None:
+        given.traces.mkdir(parents=True, exist_ok=True)
     if given.rank is not None:
         rank_main(int(given.rank), given)
         return
