@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.update.buffers import Buffer
+from weft.update.catalogue import check_layout
 from weft.update.endpoint import worker_path
 from weft.update.errors import UpdateError, failure
 from weft.update.post import Post, read_into
@@ -125,15 +126,10 @@ class Beside:
         return answer
 
     def wants(self, deadline_s: float) -> Wants:
-        """What the worker wants; asked once a connection. Raises WireError where it does not say of what."""
+        """What the worker wants; asked once a connection. Raises WireError where that is no layout."""
         if self._wants is None:
             wants = self.ask(GetWants(), Wants, deadline_s)
-            named = {tensor.name for tensor in wants.tensors}
-            if len(named) < len(wants.tensors):
-                raise WireError("it wants a tensor that it tells of twice")
-            unknown = next((piece for piece in wants.pieces if piece.tensor not in named), None)
-            if unknown is not None:
-                raise WireError(f"it wants {unknown.tensor} {unknown.box}, and does not tell of a tensor of that name")
+            check_layout(wants)
             self._wants = wants
         return self._wants
 

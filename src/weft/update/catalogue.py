@@ -39,6 +39,16 @@ def layout_digest(layout: Wants) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
+def check_layout(layout: Wants) -> None:
+    """Raises WireError where it tells of a tensor twice, or of a piece of one that it does not tell of."""
+    named = {tensor.name for tensor in layout.tensors}
+    if len(named) < len(layout.tensors):
+        raise WireError("a layout tells of a tensor twice")
+    for piece in layout.pieces:
+        if piece.tensor not in named:
+            raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
+
+
 def list_layouts(
     told: Mapping[str, Wants], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
 ) -> bytes:
@@ -53,13 +63,10 @@ def list_layouts(
 
 
 def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
+    check_layout(layout)
     number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
-    if len(number) < len(layout.tensors):
-        raise WireError("a layout tells of a tensor twice")
     pieces: list[int] = []
     for piece in layout.pieces:
-        if piece.tensor not in number:
-            raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
         pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
     idle = set(number.values()).difference(pieces[::2])
     return Listed(tuple(pieces), tuple(sorted(idle)))

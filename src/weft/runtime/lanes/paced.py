@@ -49,7 +49,8 @@ class PacedLanes(ThreadLanes):
         _sleep_until(max(self._step.end, default=0))
 
     def _run(self, lane: int, item: Item) -> int:
-        op, run, pace, step, dur_ns = item.op, item.run, self._pace[item.op], item.step, self._dur_ns[item.op]
+        op, run, step = item.op, item.run, item.step
+        pace, kind, dur_ns = self._pace[op], self._kind[op], self._dur_ns[op]
         could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
         if not _stands_at(could, step):
             return NEVER
@@ -60,7 +61,6 @@ class PacedLanes(ThreadLanes):
         start = max(could, came - MADE_UP_NS)
         if pace is Pace.TOGETHER:
             # The last of the group came when the meeting ended, less what it takes if nobody is late.
-            kind = self._kind[op]
             met = self._timed(kind, run) - self._shortest_ns[kind]
             start = step.start[op] = max(could, met - min(max(0, came - could), MADE_UP_NS))
         self._free[lane] = until = start + dur_ns
@@ -69,9 +69,9 @@ class PacedLanes(ThreadLanes):
                 return NEVER
             run()
         if pace is Pace.BEFORE:
-            if not _stands_at(until - self._shortest_ns.get(self._kind[op], 0), step):
+            if not _stands_at(until - self._shortest_ns.get(kind, 0), step):
                 return NEVER
-            self._timed(self._kind[op], run)
+            self._timed(kind, run)
         return max(until, perf_counter_ns())
 
     def _timed(self, kind: int, run: Run) -> int:

@@ -1,0 +1,92 @@
+"""How many update ranks one coordinator can move: `python benchmarks/coordinator.py [ranks]`.
+
+The coordinator of weight updates, on real sockets, with 2,048 ranks that do nothing but agree (all in this process, one
+connection each), through the phases of one attempt. What ranks want are TP16 layouts of a hundred tensors.
+
+The last line is JSON: seconds of each phase, which includes what the ranks' end of it takes here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.update.catalogue import layout_digest
+from weft.update.coordinator import Coordinator
+from weft.update.ledger import Ledger
+from weft.update.wire.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
+from weft.update.wire.doors import LocalDoor
+from weft.update.wire.link import Link
+from weft.update.wire.messages import PROTOCOL, Status, Wants
+from weft.update.wire.sockets import connect
+from weft.weights.layouts import Parallel
+from weft.weights.pieces import Tensor
+
+TP, TENSORS, DEADLINE_S = 16, 100, 60.0
+AGREED: tuple[Phase, ...] = ("plan", "begin", "finish", "open")
+
+
+class Ranks:
+    """All of them. `say` sends each its own message and gives what each hears then; `seconds` are of these."""
+
+    def __init__(self, path: Path, num: int) -> None:
+        self.links: list[Link[Any]] = [Link(connect(path), FromCoordinator) for _ in range(num)]
+        self.seconds: dict[str, float] = {}
+        for rank, link in enumerate(self.links):
+            link.trust()
+            link.send(Join(PROTOCOL, rank, num, 1, "here"))
+
+    def say(self, phase: Phase, messages: list[Any]) -> list[Any]:
+        """One phase."""
+        begun = time.perf_counter()
+        for link, message in zip(self.links, messages, strict=True):
+            link.send(message)
+        heard = [link.receive(DEADLINE_S) for link in self.links]
+        self.seconds[phase] = round(time.perf_counter() - begun, 2)
+        return heard
+
+
+def attempt(path: Path, num: int) -> dict[str, float]:
+    """All phases; seconds of each."""
+    tensors = tuple(Tensor(f"layers.{i}.w", (4096, 64), "bfloat16") for i in range(TENSORS))
+    held = Parallel(tp=TP, replicas=num // TP, dim=lambda name: 0).holding(tensors).pieces
+    layouts = [Wants(tensors, pieces) for pieces in held]
+    digests = [layout_digest(layout) for layout in layouts[:TP]]
+    status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(num)]
+    ranks = Ranks(path, num)
+    try:
+        names = [(digests[rank % TP], digests[rank % TP]) for rank in range(num)]
+        enter = [Enter(r, "update", 1, None, None, *names[r], status[r], True, 0) for r in range(num)]
+        epoch = ranks.say("enter", enter)[0].epoch
+        sends = ranks.say("settle", [Settled(epoch, rank, status[rank]) for rank in range(num)])
+        both = zip(layouts, sends, strict=True)
+        told = [(side if send.has else None, side if send.wants else None) for side, send in both]
+        ranks.say("layout", [Sides(epoch, rank, 1 << 30, *told[rank]) for rank in range(num)])
+        for phase in AGREED:
+            ranks.say(phase, [Agreed(epoch, rank, phase) for rank in range(num)])
+    finally:
+        for link in ranks.links:
+            link.close()
+    return ranks.seconds
+
+
+def main() -> None:
+    """One attempt."""
+    num = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
+    if num % TP:
+        sys.exit(f"ranks come in replicas of {TP}, got {num}")
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        coordinator = Coordinator(LocalDoor(place / "c.sock"), Ledger(place / "ledger"), num, DEADLINE_S)
+        try:
+            print(json.dumps({"ranks": num, **attempt(place / "c.sock", num)}))
+        finally:
+            coordinator.close()
+
+
+if __name__ == "__main__":
+    main()
