@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -44,6 +44,9 @@ PRELOAD = [
     "pytest",
     "hypothesis",
     "weft.runtime",
+    "weft.update.updater",
+    "weft.update.source",
+    "planned",
 ]
 """Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""
 
@@ -139,8 +142,7 @@ def run_ranks(
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group_timeout_s = group_timeout_s if group_timeout_s is not None else timeout_s
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     task = pickle.dumps((fn, args))  # by multiprocessing's own pickler, all ranks would share the memory of tensors
     processes: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -160,6 +162,25 @@ def run_ranks(
         return [
             _outcome(place, process, end_s) for place, process, end_s in zip(places, processes, ended_s, strict=True)
         ]
+
+
+_starting = threading.Lock()
+
+
+def server() -> ForkServerContext:
+    """The forkserver, started if it was not yet. It finds what lies beside this file as tests do."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with _starting:  # tests run ranks from several threads
+        given = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if given is not None:
+                os.environ["PYTHONPATH"] = given
+    return context
 
 
 def check(outcomes: Sequence[Outcome[T]]) -> list[T]:
@@ -227,13 +248,10 @@ def _rank_main(place: _Place, task: bytes) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name
     try:
         fn, args = pickle.loads(task)
-        dist.init_process_group(
-            "gloo",
-            store=TCPStore("127.0.0.1", place.port, is_master=False),
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=place.group_timeout_s),
-        )
+        store = TCPStore("127.0.0.1", place.port, is_master=False)
+        timeout = timedelta(seconds=place.group_timeout_s)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+        _wait_for_all(store, place.world, timeout)
         value = fn(place.rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -241,6 +259,16 @@ def _rank_main(place: _Place, task: bytes) -> None:
     except BaseException as error:
         place.leave(None, _failure(error))
         raise
+
+
+def _wait_for_all(store: Store, world: int, timeout: timedelta) -> None:
+    """Until every rank has made its group.
+
+    Making it ends when a rank is connected itself; one that closed its connections then would fail those that connect.
+    """
+    if store.add("connected", 1) == world:
+        store.set("all connected", "")
+    store.wait(["all connected"], timeout)
 
 
 def _failure(error: BaseException) -> Failure:

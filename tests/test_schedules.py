@@ -22,7 +22,7 @@ def generated(family: Family, pp: int, vpp: int, num_mb: int) -> weft.Schedule |
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=ANY_SIZE)
 def test_any_valid_size_is_clean(name: str, size: tuple[int, int, int]) -> None:
     schedule = generated(SCHEDULES[name], *size)
@@ -32,7 +32,7 @@ def test_any_valid_size_is_clean(name: str, size: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=ANY_SIZE)
 def test_a_refusal_gives_a_reason_and_a_size_that_works(name: str, size: tuple[int, int, int]) -> None:
     family = SCHEDULES[name]

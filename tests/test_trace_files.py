@@ -177,7 +177,7 @@ LONGEST_NS = 2**42 * 1000
 
 @given(st.integers(0, LONGEST_NS), st.integers(0, LONGEST_NS))
 @example(LONGEST_NS, LONGEST_NS - 1)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nanoseconds_survive_json(tmp_path: Path, first: int, second: int) -> None:
     """Up to 50 days, which is the longest that is written."""
     trace = trace_of("1f1b", 1, 1, "deepseek-v3-h800")
@@ -459,7 +459,7 @@ LENGTH = 11_000  # of good_npz, about; places are taken modulo
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * LENGTH), st.integers(1, 255)), min_size=1, max_size=8))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     content = bytearray(good_npz())
     for place, mask in flips:
@@ -468,7 +468,7 @@ def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int,
 
 
 @given(st.lists(st.tuples(st.integers(0, 1800), st.integers(1, 255)), min_size=1, max_size=8))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_of_the_directory_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     """The end of a zip file says where everything is."""
     content = bytearray(good_npz())
@@ -478,13 +478,13 @@ def test_flipped_bytes_of_the_directory_do_not_get_through(tmp_path: Path, flips
 
 
 @given(st.integers(0, LENGTH), st.binary(max_size=40))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_cut_short_does_not_get_through(tmp_path: Path, length: int, tail: bytes) -> None:
     loads_equal_or_is_refused(good_npz()[: length % len(good_npz())] + tail, tmp_path / "mine.npz")
 
 
 @given(st.sampled_from((*COLUMNS, "weft", "start", "end")), st.integers(0, 4000), st.integers(1, 255))
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_under_a_right_checksum_is_refused_or_sound(tmp_path: Path, name: str, place: int, mask: int) -> None:
     """A hostile file has right checksums: what loads has passed every check, and is not always what was written."""
 
@@ -834,7 +834,7 @@ def test_files_that_are_no_traces(text: str, message: str, tmp_path: Path) -> No
 
 
 @given(st.integers(0, 5000), st.one_of(st.none(), st.integers(1, 255)))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_gzip_files_do_not_get_through(tmp_path: Path, place: int, mask: int | None) -> None:
     content = bytearray(gzip.compress(good_json().encode(), mtime=0))
     place %= len(content)
@@ -852,7 +852,7 @@ def test_damaged_gzip_files_do_not_get_through(tmp_path: Path, place: int, mask:
 
 
 @given(st.integers(0, 30_000), st.sampled_from(["9", "-", '"', "0", "}", "]", ",", "", ".5", "null", "e9", "x"]))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_edited_json_is_a_trace_or_a_value_error(tmp_path: Path, place: int, text: str) -> None:
     """Names and arrows are not read back, and times are whatever they say; the program is the one that was written."""
     whole = good_json()

@@ -261,6 +261,7 @@ def test_goodbyes_are_no_losses() -> None:
 def goes_on_between_steps(rank: int) -> str:
     """Rank 1 is killed while rank 0 is outside a step for longer than a main thread in a step would be given."""
     watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=WAIT_S)
+    dist.barrier()  # rank 0 has seen rank 1's page
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(3.6)

@@ -163,7 +163,7 @@ class View:
         return [replace(ranks[n].sight, condition=Condition.SILENT, waits=()) for n in ranks[self.rank].beside]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 4), st.integers(2, 4), st.booleans())
 def test_all_ranks_reach_the_verdict(data: st.DataObject, dp: int, pp: int, is_silent: bool) -> None:
     """A rank of one pipeline hangs, its peers wait in a line; some of them time out; all pipelines must name it."""

@@ -38,7 +38,7 @@ def cut_by_torch(
     return whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_shards_are_those_of_torch(data: st.DataObject) -> None:
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

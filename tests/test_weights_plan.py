@@ -144,7 +144,7 @@ def reachable(have: Holding, want: Holding) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 def test_every_wanted_byte_arrives_exactly_once(problem: tuple[Holding, Holding, Memory]) -> None:
     have, want, memory = problem
@@ -155,7 +155,7 @@ def test_every_wanted_byte_arrives_exactly_once(problem: tuple[Holding, Holding,
     assert verify_update(lower_update(stream_of(plan))).clean
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_byte_that_nobody_has_is_named(data: st.DataObject) -> None:
     tensors = data.draw(tensor_sets())

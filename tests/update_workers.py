@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ranks import PRELOAD
+from ranks import server
 from weft.update import Endpoint, Plain
 from weft.update.adapters.plain import digest_of
 from weft.update.arrivals import Arrival
@@ -42,9 +42,6 @@ from weft.update.wire.messages import (
 )
 from weft.update.wire.sockets import connect
 from weft.weights.pieces import Holding
-
-PRELOAD += [name for name in ("weft.update.updater", "weft.update.source") if name not in PRELOAD]
-"""Ranks and workers then start without importing these, if no other test has started any before."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,7 @@ class Workers:
             self.await_up(worker)
 
     def start(self, worker: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = server()
         self.pipes[worker], theirs = context.Pipe()
         args = (self.sockets, worker, self.want, theirs)
         self.processes[worker] = context.Process(target=_worker_main, args=args, daemon=True)
@@ -220,8 +216,7 @@ class Spawned:
         self.directory = Path(tempfile.mkdtemp(prefix="weft-u"))
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
         self.sockets.mkdir(mode=0o700)
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = server()
         self.processes = []
         pipes = []
         for worker in range(num):
