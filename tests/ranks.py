@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -246,12 +246,12 @@ def _rank_main(place: _Place, task: bytes) -> None:
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else a rank that ends at once fails those that still connect to it
     try:
         fn, args = pickle.loads(task)
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=timeout)
-        _wait_for_all(store, place.world, timeout)
         value = fn(place.rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -259,16 +259,6 @@ def _rank_main(place: _Place, task: bytes) -> None:
     except BaseException as error:
         place.leave(None, _failure(error))
         raise
-
-
-def _wait_for_all(store: Store, world: int, timeout: timedelta) -> None:
-    """Until every rank has made its group.
-
-    Making it ends when a rank is connected itself; one that closed its connections then would fail those that connect.
-    """
-    if store.add("connected", 1) == world:
-        store.set("all connected", "")
-    store.wait(["all connected"], timeout)
 
 
 def _failure(error: BaseException) -> Failure:

@@ -15,10 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ranks import check, run_ranks
+from update_crashes import Flip, arm
 from update_models import Compare, model, source_of
 from update_workers import Asker, Trouble, Workers
 from weft.update import Options, UpdateError, Updater
-from weft.update.attempting import FAREWELL_S
+from weft.update.attempting import FAREWELL_S, Attempting
 from weft.update.broadcasts import Buckets
 from weft.update.stream import Stream
 from weft.update.wire.messages import MOST_PLANS, Status
@@ -148,6 +149,33 @@ def test_a_rank_that_is_stopped_is_named_not_the_one_that_waits() -> None:
         assert told.startswith("update rank 1 (process "), told
         assert "says nothing; update rank 0 waited for it" in told
         assert "in phase load, bucket" in told
+
+
+def hears_late(updater: Updater, rank: int, have: Holding) -> UpdateError:
+    """Rank 1 looks at why it failed only when the coordinator has told it, and left."""
+    arm(updater, None, Flip(0, 1), Path("no mark"))
+    explain = Attempting._explain
+
+    def late(self: Attempting, error: BaseException) -> UpdateError:
+        until = time.monotonic() + 10
+        while rank == 1 and not self.member.lost and time.monotonic() < until:
+            time.sleep(0.01)
+        return explain(self, error)
+
+    Attempting._explain = late  # type: ignore[method-assign]
+    try:
+        updater.update(source_of(have, rank, 1), 1)
+    except UpdateError as error:
+        return error
+    raise AssertionError("a byte has changed on its way")
+
+
+def test_what_the_coordinator_said_before_it_left_is_what_counts() -> None:
+    _, want = layouts()
+    with Workers(want) as workers:
+        first, second = (error.fault for error in run(workers, hears_late))
+        assert first.corrupt
+        assert first == second
 
 
 # ---- what a failed attempt leaves ------------------------------------------------------------------------------------

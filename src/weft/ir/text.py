@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from weft.ir.action import Action, Cell, Kind, Pair
 from weft.ir.placement import Placement
+from weft.ir.portable import PortableError
 from weft.ir.schedule import Channel, Row, Schedule
 
 MAGIC = "# weft-schedule 1"
@@ -33,7 +34,7 @@ _ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,2})")
 _PAIR = re.compile(r"\((F[^|]*)\|(B[^|]*)\)")
 
 
-class ParseError(ValueError):
+class ParseError(PortableError, ValueError):
     """What is wrong with a text, and where: the line is shown with a caret under the place."""
 
     def __init__(self, message: str, source: str, line_number: int, line: str, column: int) -> None:

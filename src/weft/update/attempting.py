@@ -298,8 +298,8 @@ class Attempting:
             if self.epoch:
                 self.member.report(fault)
             return post.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.decided)
-        bad = post.bad
-        if self.member.lost or (bad.phase == "finish" and bad.bucket < 0 and self.phase == "load"):
+        bad, cut_off = post.bad, self.member.lost and self.member.stop is None
+        if cut_off or (bad.phase == "finish" and bad.bucket < 0 and self.phase == "load"):
             # Whoever ended did not say where it was; where it left this rank is the next best.
             here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
             return UpdateError(here.fault, committed=bad.committed or self.decided)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from weft.ir.portable import PortableError
 from weft.update.wire.control import Fault, Phase
 
 
-class UpdateError(RuntimeError):
+class UpdateError(PortableError, RuntimeError):
     """An attempt ended. `committed`: its version had been decided before, so workers that live will serve it."""
 
     def __init__(self, fault: Fault, *, committed: bool = False) -> None:

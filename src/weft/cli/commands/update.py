@@ -129,6 +129,7 @@ def _be_rank(
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     bar = _Bar() if rank == 0 and err.is_terminal and not as_json else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from weft.ir.portable import PortableError
 from weft.runtime.watch.news import UNKNOWN, Kind, Lost
 from weft.runtime.watch.progress import OUTSIDE, Slots
 
@@ -18,7 +19,7 @@ _TIMED_OUT = ("timed out", "timeout")
 _NETWORK = (*_TIMED_OUT, "connection closed", "connection reset", "connection refused", "broken pipe")
 
 
-class RankLost(RuntimeError):  # noqa: N818
+class RankLost(PortableError, RuntimeError):  # noqa: N818
     """A rank of the pipeline was lost; every other rank raises this, and all name the same one.
 
     `kind` is "killed", "raised", "hung", "left" (it said goodbye while others still needed it) or "cut" (its

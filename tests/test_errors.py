@@ -1,0 +1,31 @@
+"""Errors of Weft as other processes get them: frameworks that run ranks, as Ray does, pickle what they raise."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from weft import RankLost
+from weft.ir.text import ParseError
+from weft.update import UpdateError
+from weft.update.wire.control import Fault
+
+FAULT = Fault(7, "worker 1", "load", 3, "bytes differ", corrupt=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RankLost("rank 1 was lost first", rank=1, kind="killed", op="F3.0", waiting_for=None),
+        UpdateError(FAULT, committed=True),
+        ParseError("expected a row", "mine.txt", 1, "1f1b", 0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_in_another_process(error: Exception) -> None:
+    error.add_note("at 3 a.m.")
+    other = pickle.loads(pickle.dumps(error))
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert vars(other) == vars(error)
