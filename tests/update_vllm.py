@@ -85,8 +85,10 @@ def _spawn(task: dict[str, Any], env: dict[str, str], log: Path) -> tuple[subpro
     )
     command = [sys.executable, str(TESTS / "update_vllm_engine.py"), str(theirs.fileno()), json.dumps(task)]
     with log.open("ab") as out:
+        # No session of its own: Linux 6.18 shares the cores between sessions, and one that spins and has many threads
+        # that wake often, as vLLM's, kept all others from running for minutes.
         process = subprocess.Popen(
-            command, env=env, pass_fds=[theirs.fileno()], stdout=out, stderr=out, start_new_session=True
+            command, env=env, pass_fds=[theirs.fileno()], stdout=out, stderr=out, process_group=0
         )
     theirs.close()
     return process, ours
@@ -108,7 +110,7 @@ def fresh_tokens(models: list[dict[str, Any]], log: Path) -> list[list[list[int]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All of its session: vLLM's processes are its children's children."""
+    """All of its group: vLLM's processes are its children's children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -269,7 +271,7 @@ class Watcher(Watching):
             error.add_note(f"{waited}; the engine's log ends with\n{self.engine.log.read_text()[-3000:]}")
 
     def _run(self) -> None:
-        while not self._stop.wait(0.3):
+        while not self._stop.wait(0.02):
             try:
                 answer = self.engine.generate()
             except (OSError, EOFError):  # it is started again
