@@ -75,12 +75,20 @@ def test_verify_points_at_the_cell() -> None:
     assert caret == " " * row.rindex("F1.0") + "^^^^"
 
 
+def test_verify_says_where_it_stopped_listing() -> None:
+    rows = "\n".join(f"{rank}: {' '.join(f'F{mb}.0' for mb in range(1500))}" for rank in range(2))
+    done = run("verify", "-", stdin=rows)
+    assert done.returncode == 1
+    assert "W101: past 1,000 findings no more were looked for" in done.stdout.splitlines()
+
+
 def test_verify_as_json() -> None:
     done = run("verify", "gpipe", "--pp", "2", "-m", "4", "--max-activations", "3", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 1
     assert report["clean"] is False
     assert report["peak_activations"] == [4, 4]
+    assert report["cut"] == []
     assert {finding["code"] for finding in report["findings"]} == {"W301"}
 
 

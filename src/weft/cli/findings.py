@@ -8,6 +8,7 @@ from weft.cli.terminal import out
 from weft.ir import Schedule
 from weft.ir.program import Program
 from weft.verify import Finding, Report
+from weft.verify.finding import more_of
 
 SHOWN = 5
 """Findings shown in full unless asked for all: the first ones are usually the cause of the rest."""
@@ -24,6 +25,8 @@ def print_report(report: Report, schedule: Schedule | None, program: Program | N
     left = len(report.findings) - len(shown)
     if left:
         out.print(f"... and {left} more, often consequences of these (--all shows them)", soft_wrap=True)
+    for code in report.cut:
+        out.print(more_of(code), soft_wrap=True)
 
 
 def _print_finding(finding: Finding, schedule: Schedule | None, program: Program | None) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
+from weft.runtime.pressure import short_of_cores
 from weft.update.attempt import Attempt, Refusal
 from weft.update.ledger import Ledger, peek
 from weft.update.wire.control import (
@@ -298,5 +299,5 @@ class Coordinator:
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
             missing = self._attempt.missing(self._sides)
             who = ", ".join(f"update rank {rank}" for rank in missing)
-            text = f"not heard of within {self.deadline_s:g} s of the others"
+            text = f"not heard of within {self.deadline_s:g} s of the others{short_of_cores()}"
             self._stop(self._attempt.fault(who, text))

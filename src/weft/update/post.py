@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from weft.runtime.pressure import short_of_cores
 from weft.update.errors import UpdateError
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import Link
@@ -84,7 +85,7 @@ class Post:
                     raise Gone(self._gone[side])
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"no answer within {deadline_s:g} s")
+                    raise TimeoutError(f"no answer within {deadline_s:g} s{short_of_cores()}")
                 self._changed.wait(left)
 
     def stir(self) -> None:

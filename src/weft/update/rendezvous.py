@@ -17,6 +17,7 @@ import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from weft.runtime.clock import host_number
+from weft.runtime.pressure import short_of_cores
 from weft.runtime.watch.meet import own_address
 from weft.update.wire.control import FromCoordinator
 from weft.update.wire.doors import Door, KeyedDoor, LocalDoor, call_path, call_port
@@ -94,6 +95,6 @@ class Rendezvous:
         except Exception as error:  # a store raises what it likes
             raise TimeoutError(
                 f"update rank 0 has not said within {deadline_s:g} s where its coordinator is; do all ranks make "
-                "their updaters in the same order?"
+                f"their updaters in the same order?{short_of_cores()}"
             ) from error
         return msgspec.json.decode(self._store.get(self.name), type=Word)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from weft.runtime.pressure import short_of_cores
 from weft.update.beside import Beside
 from weft.update.buffers import Buffer
 from weft.update.shares import Shares
@@ -174,7 +175,8 @@ class _Packed:
         try:
             packed = self._full.get(timeout=deadline_s)
         except queue.Empty:
-            raise RuntimeError(f"this rank did not pack bucket {number} within {deadline_s:g} s") from None
+            late = f"this rank did not pack bucket {number} within {deadline_s:g} s{short_of_cores()}"
+            raise RuntimeError(late) from None
         if isinstance(packed, Exception):
             raise packed
         self._used[number] = packed

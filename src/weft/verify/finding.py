@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from weft.ir.program import Op
 
 MOST = 1000
-"""Findings of one code past this many say nothing new."""
+"""Findings of one code past this many say nothing new: they are not looked for, and the report says so."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(finding for *_, finding in sorted(ranked, key=lambda entry: entry[:2]))
 
 
+def more_of(code: str) -> str:
+    """What a report says of a code that it may not list all findings of."""
+    return f"{code}: past {MOST:,} findings no more were looked for"
+
+
 @dataclass(frozen=True)
 class Report:
     """What verifying found; `findings` is empty where all is well.
@@ -71,13 +77,20 @@ class Report:
     peak_bytes: tuple[int, ...] = ()
 
     @property
+    def cut(self) -> tuple[str, ...]:
+        """The codes with so many findings that there may be more than are listed."""
+        counts = Counter(finding.code for finding in self.findings)
+        return tuple(code for code, count in counts.items() if count >= MOST)
+
+    @property
     def clean(self) -> bool:
         """Nothing to object to."""
         return not self.findings
 
     def __str__(self) -> str:
         if self.findings:
-            return "\n".join("\n    ".join([str(finding), *finding.steps]) for finding in self.findings)
+            told = ["\n    ".join([str(finding), *finding.steps]) for finding in self.findings]
+            return "\n".join([*told, *map(more_of, self.cut)])
         if self.peak_bytes:
             return f"clean: {self.num_ranks} ranks, {self.num_ops} ops, peak {max(self.peak_bytes)} bytes"
         peak = max(self.peak_activations, default=0)
@@ -92,5 +105,6 @@ class Report:
             "num_ops": self.num_ops,
             "peak_activations": list(self.peak_activations),
             "peak_bytes": list(self.peak_bytes),
+            "cut": list(self.cut),
             "findings": [finding.as_dict() for finding in self.findings],
         }

@@ -56,7 +56,7 @@ def _missing(schedule: Schedule, kind: Kind, where: npt.NDArray[np.bool_]) -> It
     for pipe, stage, mb in np.argwhere(where)[:MOST]:
         rank, chunk = schedule.placement.holder(int(stage), int(pipe))
         action = Action(kind, int(mb), chunk)
-        wanted = "; nor are I and W" if kind is Kind.B else ""
+        wanted = ", and so are I and W" if kind is Kind.B else ""
         yield Finding("W101", rank, None, f"{action} of stage {stage} is missing{wanted}")
 
 

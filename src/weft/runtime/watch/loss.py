@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from weft.ir.portable import PortableError
+from weft.runtime.pressure import short_of_cores
 from weft.runtime.watch.news import UNKNOWN, Kind, Lost
 from weft.runtime.watch.progress import OUTSIDE, Slots
 
@@ -97,8 +98,10 @@ def _details(lost: Lost, deadline_s: float) -> str:
         case Kind.HUNG if lost.text:
             return f": ranks {lost.text} wait for each other; does `weft verify` pass?"
         case Kind.HUNG if lost.silent:
-            return f", without a sign of life for {still_s:.1f} s: stopped, or its interpreter blocked."
+            why = f"stopped, or its interpreter blocked{short_of_cores()}"
+            return f", without a sign of life for {still_s:.1f} s: {why}."
         case Kind.HUNG:
-            return f", where it had been for {still_s:.1f} s. If it was only slow, give more than {deadline_s:g} s."
+            way_out = f"If it was only slow, give more than {deadline_s:g} s{short_of_cores()}."
+            return f", where it had been for {still_s:.1f} s. {way_out}"
         case _:
             return "."
