@@ -93,7 +93,7 @@ def model_of(kind: str, path: Path) -> dict[str, Any]:
 
 def vllm_memory() -> set[str]:
     """What vLLM has in /dev/shm."""
-    return {name for name in shared_memory() if name.startswith(("vllm", "psm_"))}
+    return {name for name in shared_memory() if name.startswith(("vllm", "psm_", "sem."))}
 
 
 @dataclass

@@ -110,8 +110,13 @@ def fresh_tokens(models: list[dict[str, Any]], log: Path) -> list[list[list[int]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All of its group: vLLM's processes are its children's children."""
+    """All of its group: vLLM's processes are its children's children. They have time: the last tidies shared memory."""
+    until = time.monotonic() + 60
     with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -172,8 +177,6 @@ class Engine:
         """As it should; killed where it does not."""
         with suppress(OSError):
             self.order("stop")
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
         _end(self.process)
         self.stream.close()
 
