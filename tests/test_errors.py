@@ -36,7 +36,7 @@ def test_an_error_is_the_same_in_another_process(error: Exception) -> None:
 def test_lateness_is_put_down_to_a_host_that_is_short_of_cores(tmp_path: Path) -> None:
     pressure = tmp_path / "cpu"
     assert short_of_cores(pressure) == ""  # a kernel that does not tell
-    short = "; this host is short of cores: in 76 % of the last ten seconds something waited for one"
+    short = " (this host is short of cores: in 76 % of the last ten seconds something waited for one)"
     for waited, said in ((3.5, ""), (76.4, short)):
         pressure.write_text(f"some avg10={waited} avg60=1.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00\n")
         assert short_of_cores(pressure) == said

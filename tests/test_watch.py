@@ -114,7 +114,7 @@ def test_the_words_of_a_loss() -> None:
     assert "raised KeyError at F3.2 (step 7): 'a: b'. This" in str(
         told(replace(killed, kind=Kind.RAISED, text="KeyError: 'a: b'"))
     )
-    assert "for 61.0 s. If it was only slow, give more than 60 s" in str(
+    assert "for 61.0 s. If it was only slow, give more than 60 s." in str(
         told(replace(killed, kind=Kind.HUNG, still_ms=61000))
     )
     assert "ranks 0, 2 wait for each other" in str(told(replace(killed, kind=Kind.HUNG, text="0, 2")))

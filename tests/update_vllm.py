@@ -195,15 +195,10 @@ def update(
     world: int,
     versions: list[int],
     close: Close = "drain",
-    mark: Path | None = None,
 ) -> list[int]:
-    """Brings these versions, one after the other; with a mark, when the test has removed it."""
+    """Brings these versions, one after the other."""
     with Updater(places[0], ledger=places[1], options=Options(SMALL, close=close)) as updater:
         made = []
-        if mark is not None:
-            mark.touch()
-            while mark.exists():
-                time.sleep(0.005)
         for version in versions:
             source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
             made.append(updater.update(source, version).version)

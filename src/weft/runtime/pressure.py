@@ -10,7 +10,7 @@ _MUCH = 50.0
 
 
 def short_of_cores(path: Path = _PRESSURE) -> str:
-    """A clause to end an error about lateness with; nothing where the host has cores to spare, or does not tell."""
+    """An aside to end an error about lateness with; nothing where the host has cores to spare, or does not tell."""
     try:
         told = re.search(r"^some avg10=([\d.]+)", path.read_text())
     except OSError:
@@ -18,4 +18,4 @@ def short_of_cores(path: Path = _PRESSURE) -> str:
     waited = float(told[1]) if told is not None else 0.0
     if waited < _MUCH:
         return ""
-    return f"; this host is short of cores: in {waited:.0f} % of the last ten seconds something waited for one"
+    return f" (this host is short of cores: in {waited:.0f} % of the last ten seconds something waited for one)"

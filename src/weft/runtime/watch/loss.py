@@ -98,10 +98,10 @@ def _details(lost: Lost, deadline_s: float) -> str:
         case Kind.HUNG if lost.text:
             return f": ranks {lost.text} wait for each other; does `weft verify` pass?"
         case Kind.HUNG if lost.silent:
-            why = f"stopped, or its interpreter blocked{short_of_cores()}"
-            return f", without a sign of life for {still_s:.1f} s: {why}."
+            what = "stopped, or its interpreter blocked"
+            return f", without a sign of life for {still_s:.1f} s: {what}.{short_of_cores()}"
         case Kind.HUNG:
-            way_out = f"If it was only slow, give more than {deadline_s:g} s{short_of_cores()}."
-            return f", where it had been for {still_s:.1f} s. {way_out}"
+            way_out = f"If it was only slow, give more than {deadline_s:g} s."
+            return f", where it had been for {still_s:.1f} s. {way_out}{short_of_cores()}"
         case _:
             return "."
