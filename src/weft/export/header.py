@@ -28,6 +28,7 @@ VERSION = 1
 TIMING_KEYS = ("clock", "about", "measured")
 
 _LAYOUT_KEYS = ("placement", "num_mb", "layers", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
+_ENDS = ("embedding", "head")  # written where they are true: files of programs without them stay as they were
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 
@@ -54,6 +55,7 @@ def layout_object(layout: Layout) -> Object:
         "dp": layout.dp,
         "saved": {kind.name: size for kind, size in layout.saved.items()},
         "kept": layout.kept,
+        **{name: True for name in _ENDS if getattr(layout, name)},
     }
 
 
@@ -72,7 +74,7 @@ def check_version(fields: Fields) -> None:
 
 def read_layout(fields: Fields) -> Layout:
     """The Layout that `layout_object` wrote."""
-    fields.expect(_LAYOUT_KEYS)
+    fields.expect(_LAYOUT_KEYS, _ENDS)
     placement = _placement(fields.inner("placement"))
     layers = fields.wholes("layers", 0, _MOST_LAYERS)
     if len(layers) != placement.num_stages:
@@ -88,6 +90,7 @@ def read_layout(fields: Fields) -> Layout:
         dp=fields.whole("dp", 1, _MOST_RANKS),
         saved=_saved(fields.inner("saved")),
         kept=fields.share("kept"),
+        **{name: fields.flag(name) for name in _ENDS if name in fields.content},
     )
     if layout.num_ranks > _MOST_RANKS:
         raise fields.error("ep", f"a size that makes at most {_MOST_RANKS} ranks", layout.ep)

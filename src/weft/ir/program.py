@@ -30,7 +30,8 @@ NEVER = -1
 class OpKind(IntEnum):
     """What an op does. The first four are whole actions (the grain of cells), then parts of them and messages.
 
-    The last three are a weight update: a bucket to its source's device, to all devices, and into the served model.
+    H2D, BROADCAST and RELOAD are a weight update: a bucket to its source's device, to all devices, and into the served
+    model. EMBED and HEAD are what the first stage has before its layers and the last behind them; the loss is HEAD's.
     """
 
     F = 0
@@ -59,6 +60,11 @@ class OpKind(IntEnum):
     H2D = 23
     BROADCAST = 24
     RELOAD = 25
+    EMBED_F = 26
+    EMBED_B = 27
+    HEAD_F = 28
+    HEAD_B = 29
+    HEAD_W = 30
 
     @property
     def is_send(self) -> bool:
@@ -91,6 +97,8 @@ LANE_OF: dict[OpKind, LaneKind] = {
     **dict.fromkeys((OpKind.F, OpKind.B, OpKind.I, OpKind.W), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.MLP_W, OpKind.ATTN_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
     **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
     **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
@@ -104,6 +112,13 @@ LANE_OF: dict[OpKind, LaneKind] = {
     OpKind.RELOAD: LaneKind.RELOAD,
 }
 """The lane that each kind of op runs on."""
+
+UPDATE = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
+"""The ops of a weight update."""
+
+EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
+HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
+"""Ops of the first and of the last stage that belong to no layer."""
 
 COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.BROADCAST)
 """The lanes that have a communicator, and so a place in their rank's launch order."""
@@ -146,10 +161,12 @@ class Op:
         """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`; of an update `reload 0.3`."""
         if self.kind <= OpKind.RECV_B:
             return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
-        if self.kind >= OpKind.H2D:
+        if self.kind in UPDATE:
             return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
         if self.kind is OpKind.REDUCE_GRAD:
             return f"reduce_grad .{self.chunk}"
+        if self.kind in EMBEDDING or self.kind in HEAD:
+            return f"{self.kind.name.lower()} {self.mb}.{self.chunk}"
         return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"
 
     def __str__(self) -> str:
@@ -169,6 +186,9 @@ class Layout:
     backward, where that is not split); `kept` is the fraction that stays between the two. Ranks are numbered
     `(pp * dp + d) * ep + e`.
 
+    `embedding`: the first stage has EMBED ops before its layers. `head`: the last has HEAD ops, which end in the loss,
+    behind them; their weight half is apart where `weights` has HEAD_W.
+
     A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
     round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
     and `cell` the bucket's place in the order of broadcast.
@@ -184,6 +204,8 @@ class Layout:
     dp: int = 1
     saved: dict[OpKind, int] = field(default_factory=dict)
     kept: float = 1.0
+    embedding: bool = False
+    head: bool = False
 
     @property
     def max_layers(self) -> int:

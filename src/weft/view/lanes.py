@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from weft.ir.program import LaneKind, Op, OpKind, Program
+from weft.ir.program import EMBEDDING, HEAD, LaneKind, Op, OpKind, Program
 
 NAMES: dict[OpKind, str] = {
     OpKind.ATTN_F: "attn",
@@ -27,6 +27,11 @@ NAMES: dict[OpKind, str] = {
     OpKind.ATTN_B: "attn'",
     OpKind.MLP_W: "mlpW",
     OpKind.ATTN_W: "attnW",
+    OpKind.EMBED_F: "embed",
+    OpKind.EMBED_B: "embed'",
+    OpKind.HEAD_F: "head",
+    OpKind.HEAD_B: "head'",
+    OpKind.HEAD_W: "headW",
     OpKind.OFFLOAD: "offload",
     OpKind.ONLOAD: "onload",
 }
@@ -74,5 +79,5 @@ def _token(op: Op, many: bool) -> str:
         return f"send {op.label} to {op.lane.peer}"
     if op.kind not in NAMES:
         return str(op)
-    layer = f" L{op.layer}" if many else ""
+    layer = f" L{op.layer}" if many and op.kind not in (*EMBEDDING, *HEAD) else ""
     return f"{NAMES[op.kind]} {op.mb}.{op.chunk}{layer}"

@@ -19,6 +19,8 @@ class Role(StrEnum):
     BACKWARD = "backward"
     INPUT = "input gradient"
     WEIGHT = "weight gradient"
+    EMBED = "embedding"
+    HEAD = "head and loss"
     PP = "pipeline message"
     EP = "expert all-to-all"
     OUT = "offload"
@@ -35,7 +37,9 @@ ROLE_OF: dict[OpKind, Role] = {
     **dict.fromkeys((OpKind.F, OpKind.ATTN_F, OpKind.MLP_F), Role.FORWARD),
     **dict.fromkeys((OpKind.B, OpKind.ATTN_B, OpKind.MLP_B), Role.BACKWARD),
     OpKind.I: Role.INPUT,
-    **dict.fromkeys((OpKind.W, OpKind.ATTN_W, OpKind.MLP_W), Role.WEIGHT),
+    **dict.fromkeys((OpKind.W, OpKind.ATTN_W, OpKind.MLP_W, OpKind.HEAD_W), Role.WEIGHT),
+    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), Role.EMBED),
+    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), Role.HEAD),
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), Role.PP),
     **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), Role.EP),
     **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), Role.EP),
@@ -57,7 +61,9 @@ NAMES: dict[OpKind, str] = {
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), "PP"),
     **dict.fromkeys((OpKind.ATTN_F, OpKind.ATTN_B), "Attn"),
     **dict.fromkeys((OpKind.MLP_F, OpKind.MLP_B), "MLP"),
-    **dict.fromkeys((OpKind.ATTN_W, OpKind.MLP_W), "WGrad"),
+    **dict.fromkeys((OpKind.ATTN_W, OpKind.MLP_W, OpKind.HEAD_W), "WGrad"),
+    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), "Embed"),
+    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), "Head"),
     OpKind.COUNTS: "counts",
     OpKind.HOST: "host",
     **dict.fromkeys((OpKind.DISPATCH_F, OpKind.DISPATCH_B), "EP-D"),
@@ -117,6 +123,12 @@ _COPIES = {
     Role.HOST: Look("#b9b9b9", hatch="..."),
 }
 
+# The ends of the model: told from everything else by their hatch.
+_ENDS = {
+    Role.EMBED: Look("#cfd8c4", hatch="|||||"),
+    Role.HEAD: Look("#d9c7e6", hatch="-----"),
+}
+
 # As in the published figure of Kimi K2's checkpoint engine, the source darker and H2D hatched for grey printers.
 _UPDATE = {
     Role.H2D: Look("#dae8fc", hatch="/////"),
@@ -135,6 +147,7 @@ PALETTES: dict[str, Palette] = {
         Role.PP: Look("#57a05a"),
         Role.EP: Look("#f7dd72"),
         Role.DP: Look("#6b5a94", "#ffffff"),
+        **_ENDS,
         **_COPIES,
         **_UPDATE,
     },
@@ -146,6 +159,7 @@ PALETTES: dict[str, Palette] = {
         Role.PP: Look("#8a8a8a"),
         Role.EP: Look("#f7ef9a"),
         Role.DP: Look("#5d4d85", "#ffffff"),
+        **_ENDS,
         **_COPIES,
         **_UPDATE,
     },
@@ -158,6 +172,7 @@ PALETTES: dict[str, Palette] = {
         Role.PP: Look("#009e73"),
         Role.EP: Look("#f0e442"),
         Role.DP: Look("#44355e", "#ffffff"),
+        **_ENDS,
         **_COPIES,
         Role.H2D: Look("#cfe6f7", hatch="/////"),
         Role.SOURCE: Look("#e6a820"),

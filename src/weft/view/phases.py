@@ -15,8 +15,8 @@ from weft.ir.trace import Trace
 
 Phase: TypeAlias = Literal["warmup", "steady", "cooldown"]
 
-_FORWARD = (OpKind.F, OpKind.ATTN_F, OpKind.MLP_F)
-_BACKWARD = (OpKind.B, OpKind.I, OpKind.ATTN_B, OpKind.MLP_B)
+_FORWARD = (OpKind.F, OpKind.ATTN_F, OpKind.MLP_F, OpKind.EMBED_F, OpKind.HEAD_F)
+_BACKWARD = (OpKind.B, OpKind.I, OpKind.ATTN_B, OpKind.MLP_B, OpKind.EMBED_B, OpKind.HEAD_B)
 _COPIES: dict[int, tuple[Phase, ...]] = {LaneKind.OUT: ("warmup", "steady"), LaneKind.IN: ("steady", "cooldown")}
 """Forwards alone only send copies out, backwards alone only bring them back."""
 
