@@ -20,7 +20,7 @@ from weft.ir.program import EMBEDDING, HEAD, OpKind
 from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.saved import Store
 from weft.runtime.seeding import Seeds
-from weft.runtime.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, is_segmented
+from weft.runtime.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, is_segmented, leaves_of
 from weft.runtime.split import AddGradient, Half, Halves
 
 SEGMENT_OF = {
@@ -96,6 +96,7 @@ class LayeredStage(Chunk):
         self._embedding = Segment("embed", nn.Sequential(*before), ("x",), ("x",)) if before else None
         self._head = nn.Sequential(*behind)
         self._passing: dict[int, _Passage] = {}
+        self._examined: set[tuple[int, str]] = set()
         self._autocast: tuple[str, torch.dtype] | None = None
 
     @property
@@ -169,6 +170,9 @@ class LayeredStage(Chunk):
         segment = plan.segments[name]
         with self._saving(mb, layer, name):
             cut = Cut.forward(segment, passage.values)
+        if name in EXCHANGE and (layer, name) not in self._examined:
+            self._examined.add((layer, name))
+            self._refuse_parameters(name, layer, cut)
         if AUX_LOSS in segment.writes:
             self._own_loss(mb, passage.values[AUX_LOSS])
         drop(passage.values, plan.dead[name])
@@ -177,6 +181,16 @@ class LayeredStage(Chunk):
             passage.last = passage.values.pop("x")
             if self.loss_fn is None:
                 self._exit(mb, passage.last)
+
+    def _refuse_parameters(self, name: str, layer: int, cut: Cut) -> None:
+        """An exchange runs beside computation: a gradient that both add to would depend on who comes first."""
+        used = leaves_of(cut)
+        for parameter, p in self.plans[layer].module.named_parameters():
+            if any(p is leaf for leaf in used):
+                raise ValueError(
+                    f"stage {self.number}, layer {layer}: segment {name} uses the parameter {parameter}; an exchange "
+                    "runs beside computation and only moves rows: use parameters in attn or mlp"
+                )
 
     def _seed(self, name: str, mb: int, layer: int) -> None:
         """Computation starts from a seed of its own; exchanges run beside it and draw nothing."""

@@ -164,6 +164,23 @@ class Cut:
         self.outputs = []
 
 
+def leaves_of(cut: Cut) -> list[Tensor]:
+    """The tensors whose `.grad` a cut's backward adds to."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    ahead: list[Any] = [edge.node for _, edge in cut.outputs]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
 def drop(values: dict[str, Value], names: Sequence[str]) -> None:
     """Forgets values that nobody reads any more. Their gradients may still come."""
     for name in names:
@@ -176,6 +193,7 @@ class Plan:
 
     segments: dict[str, Segment]
     dead: dict[str, tuple[str, ...]]
+    module: nn.Module
 
     @classmethod
     def of(cls, layer: Segmented, where: str) -> Plan:
@@ -202,7 +220,8 @@ class Plan:
             segment.name: tuple(n for n in {*segment.reads, *segment.writes} if _is_dead(n, listed[at + 1 :]))
             for at, segment in enumerate(listed)
         }
-        return cls({segment.name: segment for segment in listed}, dead)
+        assert isinstance(layer, nn.Module)
+        return cls({segment.name: segment for segment in listed}, dead, layer)
 
 
 def _is_dead(name: str, later: list[Segment]) -> bool:
