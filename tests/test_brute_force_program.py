@@ -1231,7 +1231,7 @@ def test_a_dependency_on_an_op_that_is_gone_is_on_never() -> None:
 def test_each_mutation_can_do_damage() -> None:
     shape = Shape(layers=2, offload=True, saved=SAVED)
     by_layer = spread(lower_layers(generate("1f1b", pp=2, microbatches=3), shape, reduce=True), ep=2, dp=1)
-    made = [by_layer, lower_cells(generate("dualpipe", pp=2, microbatches=4))]
+    made = [by_layer, lower_cells(generate("dualpipe", pp=2, microbatches=4)), read(TWO_ENDS, TWO_ENDED)[0]]
     launched = [order_launches(program, np.ones(program.num_ops, dtype=np.int64)) for program in made]
     for mutation in MUTATIONS:
         assert any(_damages(mutation, program, seed) for seed, program in product(range(20), launched)), mutation
