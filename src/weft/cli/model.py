@@ -66,7 +66,7 @@ class Model:
             layers=parse_layers(self.layers),
             moe=self.moe,
             padded=self.padded,
-            split=() if self.no_split else (OpKind.MLP_W, OpKind.ATTN_W),
+            split=() if self.no_split else (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W),
             offload=self.offload,
             hold={Hold.AUTO: None, Hold.ALWAYS: True, Hold.NEVER: False}[self.hold],
             ep=self.ep,

@@ -11,6 +11,8 @@
     [layer]          # the parts of one layer, for the grain of layers
     attn_f = 40
     dispatch_f = 30
+    [ends]           # what the first stage has before its layers, and the last behind them, the loss included
+    head_f = 20
     [message]        # one message, copy or collective
     send = 5
     [saved_bytes]    # what a part's forward keeps for its backward
@@ -35,12 +37,14 @@ from weft.ir.trace import MICROSECONDS, Clock
 CELLS = ("f", "b", "i", "w", "fb")
 LAYER = ("attn_f", "counts", "host", "dispatch_f", "mlp_f", "combine_f", "combine_b", "mlp_b", "dispatch_b", "attn_b")
 WEIGHTS = ("mlp_w", "attn_w")
+ENDS = ("embed_f", "embed_b", "head_f", "head_b", "head_w")
 MESSAGE = ("send", "offload", "onload", "reduce_grad")
-SAVED = ("attn", "mlp")
+SAVED = ("attn", "mlp", "embed", "head")
 MOVED = ("send", "counts", "dispatch", "combine", "reduce_grad")
 _SECTIONS = {
     "cells": CELLS,
     "layer": (*LAYER, *WEIGHTS),
+    "ends": ENDS,
     "message": MESSAGE,
     "saved_bytes": SAVED,
     "moved_bytes": MOVED,
@@ -60,6 +64,7 @@ class Costs:
     clock: Clock
     cells: Mapping[str, int] = field(default_factory=dict)
     layer: Mapping[str, int] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
     message: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: Mapping[str, int] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -79,7 +84,7 @@ class Costs:
     def message_bytes(self, kind: OpKind) -> int:
         """Bytes that an op of this kind moves."""
         if kind in (OpKind.OFFLOAD, OpKind.ONLOAD):
-            return sum(self.saved_bytes.values())
+            return sum(self.saved_bytes.get(part, 0) for part in ("attn", "mlp"))
         name = kind.name.lower()
         name = "send" if kind.is_send or kind.is_recv else name
         return self.moved_bytes.get(name.removesuffix("_f").removesuffix("_b"), self.moved_bytes.get(name, 0))
@@ -99,7 +104,7 @@ def parse(text: str, source: str = "<text>") -> Costs:
     if unit not in _CLOCKS:
         raise ValueError(f"{source}: unit is {' or '.join(_CLOCKS)}, got {unit!r}")
     clock = _CLOCKS[unit]
-    times = {s: _numbers(table, s, clock.ticks, source) for s in ("cells", "layer", "message")}
+    times = {s: _numbers(table, s, clock.ticks, source) for s in ("cells", "layer", "ends", "message")}
     sizes = {s: _numbers(table, s, 1, source) for s in ("saved_bytes", "moved_bytes")}
     name, about = str(table.get("name", source)), str(table.get("about", ""))
     return Costs(name, clock, **times, **sizes, about=about)

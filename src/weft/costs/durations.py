@@ -8,9 +8,10 @@ import numpy.typing as npt
 from weft.costs.costs import Costs
 from weft.ir.execute import Ticks
 from weft.ir.kernel import kernel
-from weft.ir.program import Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
+from weft.ir.program import EMBEDDING, HEAD, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
 
-_WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W}  # what a backward does besides, if not split
+_WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.HEAD_B: OpKind.HEAD_W}
+"""What a backward does besides, if that is not split off."""
 _SHARED = {
     "f": (OpKind.ATTN_F, OpKind.MLP_F),
     "i": (OpKind.MLP_B, OpKind.ATTN_B),
@@ -63,6 +64,8 @@ def _table(layout: Layout, costs: Costs) -> Longs:
         table[:, kind] = costs.message.get("send", 0)
     for kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD):
         table[:, kind] = costs.message.get(kind.name.lower(), 0)
+    for kind in (*EMBEDDING, *HEAD):
+        table[:, kind] = costs.ends.get(kind.name.lower(), 0)
     if costs.layer:
         for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
             table[:, part] = costs.layer.get(OpKind(part).name.lower(), 0)

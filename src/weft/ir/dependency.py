@@ -54,4 +54,9 @@ FORWARD = (
     OpKind.COMBINE_F,
 )
 BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
-WEIGHT_OF = {OpKind.W: OpKind.I, OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
+WEIGHT_OF = {
+    OpKind.W: OpKind.I,
+    OpKind.MLP_W: OpKind.MLP_B,
+    OpKind.ATTN_W: OpKind.ATTN_B,
+    OpKind.HEAD_W: OpKind.HEAD_B,
+}

@@ -15,10 +15,12 @@ from weft.ir.execute import Times
 from weft.ir.kernel import kernel
 from weft.ir.program import Bytes, Ints, Layout, Longs, OpKind, Program
 
-_PARTS = {
+_PARTS: dict[OpKind, tuple[OpKind, OpKind | None]] = {
     OpKind.F: (OpKind.I, OpKind.W),
     OpKind.ATTN_F: (OpKind.ATTN_B, OpKind.ATTN_W),
     OpKind.MLP_F: (OpKind.MLP_B, OpKind.MLP_W),
+    OpKind.EMBED_F: (OpKind.EMBED_B, None),
+    OpKind.HEAD_F: (OpKind.HEAD_B, OpKind.HEAD_W),
 }
 """The backward and the weight half of what a forward part saves."""
 
@@ -38,11 +40,12 @@ def changes(layout: Layout) -> tuple[Longs, Longs]:
         taken[forward] = size
         kept = round(size * layout.kept) if weight in layout.weights else 0
         given[backward] += size - kept
-        if weight in layout.weights:
+        if weight is not None and weight in layout.weights:
             given[weight] += kept
         if forward is OpKind.F:
             given[OpKind.B] = size
-    taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = sum(layout.saved.values())
+    of_layer = sum(size for kind, size in layout.saved.items() if kind in layout.forward)
+    taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = of_layer
     return taken, given
 
 

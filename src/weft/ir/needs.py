@@ -1,9 +1,12 @@
 """The dependency rule over a Program's columns: which ops each op needs, by its label alone.
 
-    first part of a layer     the last part of the layer before; of the first layer, what comes from the stage before
+    first part of a layer     the last part of the layer before; of the first layer, what comes from the stage before,
+                              or the embedding
     any other part            the part before it
-    first part of a backward  the last part of the layer after; of the last layer, what comes from the stage after, and
-                              its own forward
+    first part of a backward  the last part of the layer after; of the last layer, what comes from the stage after or
+                              from the head, and its own forward
+    head                      the last part of the last layer; its backward its forward
+    backward of the embedding the last part of the backward
     weight half               its backward part
     first reader of what was saved    its onload, where it was offloaded
     send                      the last part of what it sends
@@ -25,14 +28,15 @@ from weft.ir.kernel import kernel
 from weft.ir.program import NEVER, Bools, Bytes, Ints, Longs, OpKind, Program, Shorts
 from weft.ir.rule import (
     BACKWARD_PART,
+    FOLLOWS,
     FORWARD_PART,
+    HEAD_PART,
     LANES,
     NOTHING,
     OFFLOAD,
     ONLOAD,
     REDUCE,
     SEND,
-    WEIGHT_HALF,
     Rule,
 )
 
@@ -43,6 +47,7 @@ UNKNOWN = -2
 _I, _SEND_F, _SEND_B = int(OpKind.I), int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 _OUT, _IN, _REDUCE_GRAD = int(OpKind.OFFLOAD), int(OpKind.ONLOAD), int(OpKind.REDUCE_GRAD)
+_EMBED_F, _HEAD_B = int(OpKind.EMBED_F), int(OpKind.HEAD_B)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Index:
                 rule.holder,
                 rule.depth,
                 rule.slot,
+                rule.only,
                 rule.makes_gradient,
                 np.array(rule.shape, np.int64),
             ),
@@ -143,6 +149,7 @@ def _index(
     holder: Ints,
     depth: Ints,
     slot: Ints,
+    only: Ints,
     makes_gradient: npt.NDArray[np.bool_],
     shape: Longs,
 ) -> tuple[Longs, Ints, Bytes, Ints, int, int]:
@@ -176,6 +183,8 @@ def _index(
                     continue
                 c = holder[pipe[c], maker, 1]
             if at >= depth[stage[pp, c]] or (_SEND_F <= k <= _RECV_B and at > 0):
+                continue
+            if only[k] >= 0 and (at > 0 or stage[pp, c] != only[k]):
                 continue
             place = (((rank * num_chunks + c) * num_mb + m) * num_layers + at) * num_slots + slot[k]
             key[op] = place
@@ -259,6 +268,9 @@ def _needs(
                     else:
                         need[count] = first[whole + slot[_RECV_F]]
                     count += 1
+                elif slot[_EMBED_F] >= 0:
+                    need[count] = first[whole + slot[_EMBED_F]]
+                    count += 1
             elif what == BACKWARD_PART:
                 if before[k] >= 0:
                     need[count] = first[base + slot[before[k]]]
@@ -281,6 +293,9 @@ def _needs(
                         else:
                             need[count] = first[whole + slot[_RECV_B]]
                         count += 1
+                    elif slot[_HEAD_B] >= 0:
+                        need[count] = first[whole + slot[_HEAD_B]]
+                        count += 1
                 if (
                     k == first_reader
                     and slot[_IN] >= 0
@@ -288,8 +303,11 @@ def _needs(
                 ):
                     need[count] = first[base + slot[_IN]]
                     count += 1
-            elif what == WEIGHT_HALF:
+            elif what == FOLLOWS:
                 need[count] = first[base + slot[before[k]]]
+                count += 1
+            elif what == HEAD_PART:
+                need[count] = first[whole + last_layer * num_slots + slot[last_forward]]
                 count += 1
             elif what == SEND:
                 if k == _SEND_F:

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.ir.dependency import WEIGHT_OF
-from weft.ir.program import LANE_OF, NEVER, Bytes, Ints, Layout, OpKind
+from weft.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bytes, Ints, Layout, OpKind
 
 LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
-FORWARD_PART, BACKWARD_PART, WEIGHT_HALF, SEND, OFFLOAD, ONLOAD, REDUCE, NOTHING = range(8)
-"""What a kind is to the rule: the numbers in `Rule.tables`."""
+FORWARD_PART, BACKWARD_PART, FOLLOWS, SEND, OFFLOAD, ONLOAD, REDUCE, HEAD_PART, NOTHING = range(9)
+"""What a kind is to the rule: the numbers in `Rule.tables`. FOLLOWS needs the kind in `before`, of its own label."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,15 @@ class Rule:
         messages = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
         halves = () if layout.by_layer else (OpKind.I,)
         copies = (OpKind.OFFLOAD, OpKind.ONLOAD) if layout.by_layer else ()
-        return (*layout.forward, *layout.backward, *halves, *layout.weights, *messages, *copies)
+        ends = (*(EMBEDDING if layout.embedding else ()), *(HEAD[:2] if layout.head else ()))
+        return (*layout.forward, *layout.backward, *halves, *layout.weights, *messages, *copies, *ends)
+
+    @cached_property
+    def only(self) -> Ints:
+        """`[kind]` -> the one stage that has it, as the embedding and the head have; else NEVER."""
+        only = np.full(len(OpKind), NEVER, np.int32)
+        only[list(EMBEDDING)], only[list(HEAD)] = 0, self.layout.placement.num_stages - 1
+        return only
 
     @cached_property
     def tables(self) -> tuple[Bytes, Ints]:
@@ -77,7 +85,12 @@ class Rule:
         if not self.layout.by_layer:
             role[OpKind.I] = BACKWARD_PART
         for kind in self.layout.weights:
-            role[kind], before[kind] = WEIGHT_HALF, WEIGHT_OF[kind]
+            role[kind], before[kind] = FOLLOWS, WEIGHT_OF[kind]
+        if self.layout.embedding:
+            role[OpKind.EMBED_B], before[OpKind.EMBED_B] = FOLLOWS, self.layout.backward[-1]
+        if self.layout.head:
+            role[OpKind.HEAD_F] = HEAD_PART
+            role[OpKind.HEAD_B], before[OpKind.HEAD_B] = FOLLOWS, OpKind.HEAD_F
         role[[OpKind.SEND_F, OpKind.SEND_B]] = SEND
         role[OpKind.OFFLOAD], role[OpKind.ONLOAD], role[OpKind.REDUCE_GRAD] = OFFLOAD, ONLOAD, REDUCE
         return role, before
@@ -97,8 +110,11 @@ class Rule:
     def makes_gradient(self) -> npt.NDArray[np.bool_]:
         """`[kind]`: does its end add to a weight gradient."""
         made = np.zeros(len(OpKind), bool)
-        made[list(self.layout.weights)] = True
-        split = {WEIGHT_OF[kind] for kind in self.layout.weights}
-        whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in self.layout.backward and k not in split]
+        layout = self.layout
+        made[list(layout.weights)] = True
+        split = {WEIGHT_OF[kind] for kind in layout.weights}
+        whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in layout.backward and k not in split]
         made[whole] = True
+        made[OpKind.EMBED_B] = layout.embedding
+        made[OpKind.HEAD_B] = layout.head and OpKind.HEAD_B not in split
         return made

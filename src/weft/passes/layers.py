@@ -13,6 +13,10 @@ A cell's order on its lanes is a template, written down as the field draws it:
     (B alone)   compute        mlp'       attn' | mlp W, attn W
                 pp                              | send
 
+The embedding comes before the first layer; its backward behind the last backward layer, or with the weight halves. The
+head with the loss comes behind the last layer, its backward before the first backward layer. The head's weight half
+runs where compute would stand still: in a lone backward under the first all-to-all, else at the end of the cell.
+
 Forward layer i goes with backward layer L-1-i; where a stage is deeper than the other, a surplus of backward layers
 runs first and one of forward layers last. Lanes are not joined at the ends of cells.
 """
@@ -29,7 +33,7 @@ import numpy as np
 
 from weft.ir.action import Kind
 from weft.ir.dependency import BACKWARD, FORWARD
-from weft.ir.program import LANE_OF, Ints, LaneKind, Layout, OpKind
+from weft.ir.program import EMBEDDING, LANE_OF, Ints, LaneKind, Layout, OpKind
 from weft.ir.schedule import Schedule
 
 _EP_ONLY = (OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.COMBINE_F, OpKind.COMBINE_B, OpKind.DISPATCH_B)
@@ -43,13 +47,16 @@ class Shape:
     host waits for them; without, dispatches are padded. `split`: the weight halves that run apart from their backward.
     `hold_attn_w`: attention's weight half waits for the next slot, where the all-to-all of a backward leaves compute
     idle. `early_mlp_w`: in a lone backward the experts' weight half runs during the dispatch, not at the end.
+    `embedding`, `head`: does the first stage have one before its layers, and the last one (with the loss) behind them.
     `saved` and `moved` are bytes by kind of op.
     """
 
     layers: int | tuple[int, ...] = 1
     moe: bool = True
     counts: bool = True
-    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W)
+    embedding: bool = False
+    head: bool = False
+    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
     hold_attn_w: bool = False
     early_mlp_w: bool = False
     offload: bool = False
@@ -70,9 +77,11 @@ class Shape:
             layers=layers,
             forward=tuple(kind for kind in FORWARD if kind not in absent),
             backward=tuple(kind for kind in BACKWARD if kind not in absent),
-            weights=self.split,
+            weights=tuple(kind for kind in self.split if self.head or kind is not OpKind.HEAD_W),
             saved=dict(self.saved),
             kept=self.kept,
+            embedding=self.embedding,
+            head=self.head,
         )
 
 
@@ -113,14 +122,24 @@ class Template(NamedTuple):
         return tuple(part for part in self.parts if LANE_OF[part.kind] is lane)
 
 
+class Span(NamedTuple):
+    """What of a stage a half of a cell runs: its layers, and the ends of the model that it has."""
+
+    layers: int
+    embedding: bool = False
+    head: bool = False
+
+
 @cache
-def template(cell: CellKind, forward: int, backward: int, shape: ShapeKey, carry_in: bool, carry_out: bool) -> Template:
-    """The parts of a cell whose forward has `forward` layers and whose backward has `backward`.
+def template(
+    cell: CellKind, forward: Span, backward: Span, shape: ShapeKey, carry_in: bool, carry_out: bool
+) -> Template:
+    """The parts of a cell whose forward and whose backward run these spans.
 
     A weight half that was held back in the cell before comes in after the first compute part of this one; one that is
     held back here goes out.
     """
-    present = {*shape.forward, *shape.backward, *shape.weights}
+    present = {*shape.forward, *shape.backward, *shape.weights, *EMBEDDING, OpKind.HEAD_F, OpKind.HEAD_B}
     parts: list[Part] = []
     slots: list[int] = []
     held = Part(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
@@ -130,7 +149,7 @@ def template(cell: CellKind, forward: int, backward: int, shape: ShapeKey, carry
             if part.kind not in present:
                 continue
             if held is not None and LANE_OF[part.kind] is LaneKind.COMPUTE:
-                after_first = part.kind is OpKind.ATTN_F
+                after_first = part.kind in (OpKind.ATTN_F, OpKind.EMBED_F, OpKind.HEAD_B)
                 parts += [part, held] if after_first else [held, part]
                 held = None
             elif shape.hold and part.kind is OpKind.ATTN_W and cell in (CellKind.PAIR, CellKind.B):
@@ -152,8 +171,34 @@ class ShapeKey(NamedTuple):
     early: bool
 
 
-def _slots(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Iterator[list[Part]]:
-    """The layers of a cell, one or a pair at a time."""
+def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> list[list[Part]]:
+    """The layers of a cell, one or a pair at a time, with the ends of the model in the first and in the last."""
+    slots = list(_layers(cell, forward.layers, backward.layers, shape))
+    first, last = _ends(cell, forward, backward, OpKind.COMBINE_B in shape.backward)
+    slots[0] = [*first, *slots[0]]
+    slots[-1] = [*slots[-1], *last]
+    return slots
+
+
+def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tuple[list[Part], list[Part]]:
+    """What a cell runs of the embedding and the head, before its layers and behind them."""
+    first: list[Part] = []
+    last: list[Part] = []
+    if cell is not CellKind.W and cell is not CellKind.F and backward.head:
+        first.append(_b(OpKind.HEAD_B, 0))
+    if backward.head and (cell is CellKind.W or (cell is CellKind.B and exchanges)):
+        first.append(_b(OpKind.HEAD_W, 0))
+    if cell in (CellKind.F, CellKind.PAIR):
+        first += [_f(OpKind.EMBED_F, 0)] * forward.embedding
+        last += [_f(OpKind.HEAD_F, 0)] * forward.head
+    if cell in (CellKind.B, CellKind.W, CellKind.PAIR):
+        last += [_b(OpKind.EMBED_B, 0)] * backward.embedding
+    if backward.head and (cell is CellKind.PAIR or (cell is CellKind.B and not exchanges)):
+        last.append(_b(OpKind.HEAD_W, 0))
+    return first, last
+
+
+def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Iterator[list[Part]]:
     if cell is CellKind.F:
         yield from (_forward(layer) for layer in range(forward))
     elif cell is CellKind.W:
@@ -196,6 +241,11 @@ def _pair(fwd: int, bwd: int) -> list[Part]:
     return [comb_b, attn, counts, host, disp, mlp_b, mlp_w, disp_b, mlp, comb, attn_b, attn_w]
 
 
+def _span(column: Ints) -> Span:
+    layers, embedding, head = column
+    return Span(int(layers), bool(embedding), bool(head))
+
+
 @dataclass(frozen=True, eq=False)
 class Cells:
     """The cells of a schedule in columns: `mb` and `chunk` by half, `template` into `templates`, `first` a rank."""
@@ -222,17 +272,22 @@ class Cells:
         first = np.searchsorted(rank, np.arange(schedule.pp + 1)).astype(np.int32)
         before = np.r_[0, second[:-1]]
         source = np.stack([lead, second, before])
-        deep = np.array(layout.layers, np.int32)[columns.stage[source[:2]]]
-        # What the last backward layer holds back goes to the next cell, unless this one has forward layers left.
-        carries = (kind == CellKind.B) | ((kind == CellKind.PAIR) & (deep[0] <= deep[1]))
+        stage = columns.stage[source[:2]]
+        deep = np.array(layout.layers, np.int32)[stage]
+        embeds = (stage == 0) & layout.embedding
+        heads = (stage == layout.placement.num_stages - 1) & layout.head
+        # What the last backward layer holds back goes to the next cell, unless this one has more to compute behind it.
+        ends = embeds[1] | heads[1] | ((kind == CellKind.PAIR) & heads[0])
+        carries = ((kind == CellKind.B) | ((kind == CellKind.PAIR) & (deep[0] <= deep[1]))) & ~ends
         carries &= shape.hold_attn_w and OpKind.ATTN_W in shape.split
         carries[first[1:] - 1] = False
         carried = np.r_[False, carries[:-1]]
-        keys = np.stack([kind, deep[0], deep[1], carried, carries])
+        keys = np.stack([kind, deep[0], embeds[0], heads[0], deep[1], embeds[1], heads[1], carried, carries])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         shape_key = ShapeKey(layout.forward, layout.backward, layout.weights, shape.hold_attn_w, shape.early_mlp_w)
         templates = tuple(
-            template(CellKind(int(k)), int(f), int(b), shape_key, bool(i), bool(o)) for k, f, b, i, o in distinct.T
+            template(CellKind(int(k)), _span(f), _span(b), shape_key, bool(i), bool(o))
+            for k, f, b, (i, o) in zip(distinct[0], distinct[1:4].T, distinct[4:7].T, distinct[7:].T, strict=True)
         )
         mb, chunk = columns.mb[source], columns.chunk[source]
         return cls(rank, mb, chunk, which.reshape(-1).astype(np.int32), templates, kind, first)

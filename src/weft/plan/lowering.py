@@ -41,12 +41,16 @@ class Options:
 
     `hold`: attention's weight half waits for the next slot; `early`: a lone backward runs the experts' weight half
     during its dispatch. Where they are None, whatever simulates faster is taken.
+    `embedding`, `head`: does the first stage have one before its layers, and the last one (with the loss) behind them.
+    Where they are None, they are there if the costs give them a time.
     """
 
     layers: int | tuple[int, ...] | None = None
     moe: bool = True
     padded: bool = False
-    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W)
+    embedding: bool | None = None
+    head: bool | None = None
+    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
     offload: bool = False
     hold: bool | None = None
     early: bool | None = None
@@ -97,17 +101,29 @@ def choose(schedule: Schedule, costs: Costs, options: Options) -> Shape:
 
 def _shape(costs: Costs, options: Options) -> Shape:
     assert options.layers is not None
+    embedding, head = _has(options.embedding, "embed", costs), _has(options.head, "head", costs)
     saved = {OpKind.ATTN_F: costs.saved_bytes.get("attn", 0), OpKind.MLP_F: costs.saved_bytes.get("mlp", 0)}
+    if embedding:
+        saved[OpKind.EMBED_F] = costs.saved_bytes.get("embed", 0)
+    if head:
+        saved[OpKind.HEAD_F] = costs.saved_bytes.get("head", 0)
     return Shape(
         layers=options.layers,
         moe=options.moe,
         counts=not options.padded,
+        embedding=embedding,
+        head=head,
         split=options.split,
         offload=options.offload,
         saved=saved,
         moved={kind: costs.message_bytes(kind) for kind in _MOVED},
         kept=options.kept,
     )
+
+
+def _has(said: bool | None, end: str, costs: Costs) -> bool:
+    """Is this end of the model there: as was said, or where costs give it a time."""
+    return said if said is not None else any(name.startswith(end) for name in costs.ends)
 
 
 def first_microbatches(schedule: Schedule, num_mb: int) -> Schedule:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.costs import Costs, durations
 from weft.ir import Kind, Schedule
+from weft.ir.dependency import WEIGHT_OF
 from weft.ir.program import Longs, Op, OpKind, Program
 from weft.plan.lowering import Options
 from weft.plan.running import expected, lower_running, lower_weaving
@@ -39,7 +40,7 @@ Modules: TypeAlias = Mapping[int, nn.Module]
 LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
 SavedName: TypeAlias = Literal["leave", "count", "offload"]
 
-_BACKWARD_OF = {OpKind.MLP_W: OpKind.MLP_B, OpKind.ATTN_W: OpKind.ATTN_B}
+_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
 
 def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
@@ -61,6 +62,21 @@ def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
         _check_plain(module, chunk)
         _check_checkpoints(module, chunk)
         _check_alike(module, chunk)
+        _check_ends(module, chunk, schedule.placement.stage(place.pp_rank, chunk), schedule.placement.num_stages)
+
+
+def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
+    """Refuses plain modules beside layers that name their segments where neither embedding nor head can be."""
+    if not is_layered(module):
+        return
+    before, _, behind = parts_of(module, chunk)
+    for plain, where, at, wanted in ((before, "before", stage, 0), (behind, "behind", stage, num_stages - 1)):
+        if plain and at != wanted:
+            name, end = type(plain[0]).__name__, "first" if wanted == 0 else "last"
+            raise ValueError(
+                f"chunk {chunk} is stage {stage} of {num_stages} and has {name} {where} layers that name their "
+                f"segments; only the {end} stage can have plain modules {where} its layers: put {name} into a segment"
+            )
 
 
 def _check_plain(module: nn.Module, chunk: int) -> None:
@@ -153,7 +169,9 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -
         layers=depths(met, schedule),
         moe="dispatch" in first.segments,
         padded="counts" not in first.segments,
-        split=(OpKind.MLP_W, OpKind.ATTN_W) if all(met.splits.values()) else (),
+        embedding=met.embedding,
+        head=True,  # at least the loss
+        split=_SPLIT if all(met.splits.values()) else (),
         offload=saved == "offload",
     )
 
@@ -229,7 +247,7 @@ class Maker:
             made = Stage(number, module, self._halves(chunk), seeds, offset)
         else:
             made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
-            made.deferred = tuple(_BACKWARD_OF[half] for half in self.shape.split)
+            made.deferred = tuple(WEIGHT_OF[half] for half in self.shape.split)
             made.store = self.store
         made.loss_fn = self.loss_fn if number == placement.num_stages - 1 else None
         if number in self.boundaries:

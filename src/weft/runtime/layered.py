@@ -1,8 +1,9 @@
 """One chunk of a rank at the grain of layers: what each op of the Program does to a micro-batch.
 
 The chunk is an `nn.Sequential`: layers that name their segments, on the first stage perhaps plain modules before them
-(an embedding), on the last plain modules behind them (a head). What comes before runs with the first op of the first
-layer; what comes behind, and the loss, with the last op of the last layer.
+(the embedding), on the last plain modules behind them (the head). The embedding is an op of its own, and so is the head
+with the loss: all that computes runs on the compute lane, in one thread, and so whatever computing touches (weight
+halves, gradients, the random generator) has one owner.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.ir.program import OpKind
+from weft.ir.program import EMBEDDING, HEAD, OpKind
 from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.saved import Store
 from weft.runtime.seeding import Seeds
-from weft.runtime.segments import COMPUTE, Cut, Plan, Segment, Value, drop, is_segmented
+from weft.runtime.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, is_segmented
 from weft.runtime.split import AddGradient, Half, Halves
 
 SEGMENT_OF = {
@@ -35,12 +36,32 @@ SEGMENT_OF = {
     OpKind.ATTN_B: "attn",
     OpKind.MLP_W: "mlp",
     OpKind.ATTN_W: "attn",
+    **dict.fromkeys(EMBEDDING, "embed"),
+    **dict.fromkeys(HEAD, "head"),
 }
 """The segment that an op is the forward, the backward or the weight half of."""
 
-FORWARD = (OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.MLP_F, OpKind.COMBINE_F)
-BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
+FORWARD = (
+    OpKind.ATTN_F,
+    OpKind.COUNTS,
+    OpKind.HOST,
+    OpKind.DISPATCH_F,
+    OpKind.MLP_F,
+    OpKind.COMBINE_F,
+    OpKind.EMBED_F,
+    OpKind.HEAD_F,
+)
+BACKWARD = (
+    OpKind.COMBINE_B,
+    OpKind.MLP_B,
+    OpKind.DISPATCH_B,
+    OpKind.ATTN_B,
+    OpKind.EMBED_B,
+    OpKind.HEAD_B,
+)
 COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
+EMBEDDING_LAYER = -1
+"""Where what the embedding saves is kept; what the head saves is behind the last layer. Neither is offloaded."""
 AUX_LOSS = "aux_loss"
 """A value of this name, which nobody reads, is a loss of the layer's own."""
 
@@ -72,8 +93,8 @@ class LayeredStage(Chunk):
         self.halves = halves
         before, layers, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
-        self._before = Segment("before", nn.Sequential(*before), ("x",), ("x",)) if before else None
-        self._behind = nn.Sequential(*behind)
+        self._embedding = Segment("embed", nn.Sequential(*before), ("x",), ("x",)) if before else None
+        self._head = nn.Sequential(*behind)
         self._passing: dict[int, _Passage] = {}
         self._autocast: tuple[str, torch.dtype] | None = None
 
@@ -125,17 +146,26 @@ class LayeredStage(Chunk):
         move((self.number, mb, layer))
 
     def _saving(self, mb: int, layer: int, name: str) -> AbstractContextManager[Any]:
-        """What is before the layers is saved with the first of them, and the loss with the last."""
         if self.store is None:
             return nullcontext()
-        return self.store.saving((self.number, mb, min(max(layer, 0), self.num_layers - 1)), name)
+        return self.store.saving((self.number, mb, layer), name)
 
     def _forward(self, name: str, mb: int, layer: int) -> None:
-        plan = self.plans[layer]
         self._seed(name, mb, layer)
-        if layer == 0 and name == "attn":
+        if mb not in self._passing:
             self._enter(mb)
         passage = self._passing[mb]
+        if name == "embed":
+            assert self._embedding is not None, "the ranks have agreed on who has an embedding"
+            with self._saving(mb, EMBEDDING_LAYER, name):
+                passage.cuts[layer, name] = Cut.forward(self._embedding, passage.values)
+        elif name == "head":
+            self._forward_head(mb, passage)
+        else:
+            self._forward_layer(name, mb, layer, passage)
+
+    def _forward_layer(self, name: str, mb: int, layer: int, passage: _Passage) -> None:
+        plan = self.plans[layer]
         segment = plan.segments[name]
         with self._saving(mb, layer, name):
             cut = Cut.forward(segment, passage.values)
@@ -144,11 +174,19 @@ class LayeredStage(Chunk):
         drop(passage.values, plan.dead[name])
         passage.cuts[layer, name] = cut
         if layer == self.num_layers - 1 and name == list(plan.segments)[-1]:
-            self._exit(mb, passage)
+            passage.last = passage.values.pop("x")
+            if self.loss_fn is None:
+                self._exit(mb, passage.last)
 
     def _seed(self, name: str, mb: int, layer: int) -> None:
         """Computation starts from a seed of its own; exchanges run beside it and draw nothing."""
-        if self.seeds is not None and name in COMPUTE:
+        if self.seeds is None or name in EXCHANGE:
+            return
+        if name == "embed":
+            self.seeds.begin_segment(self.mb_offset + mb, 0, len(COMPUTE))
+        elif name == "head":
+            self.seeds.begin_segment(self.mb_offset + mb, self.num_layers - 1, len(COMPUTE) + 1)
+        else:
             self.seeds.begin_segment(self.mb_offset + mb, layer, COMPUTE.index(name))
 
     def _enter(self, mb: int) -> None:
@@ -156,23 +194,22 @@ class LayeredStage(Chunk):
         (x,) = self.inputs.pop(mb)
         passage.first = passage.values["x"] = Value(x, x.requires_grad)
         passage.zeros = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
-        if self._before is not None:
-            with self._saving(mb, -1, "before"):
-                passage.cuts[-1, "before"] = Cut.forward(self._before, passage.values)
 
-    def _exit(self, mb: int, passage: _Passage) -> None:
-        out = passage.values.pop("x")
-        passage.last = out
-        if self.loss_fn is None:
-            self._check(mb, out)
-            self.outputs[mb] = (out.thing,)
-            out.thing = None
-            return
-        target, loss_fn, behind = self.targets.pop(mb), self.loss_fn, self._behind
+    def _exit(self, mb: int, out: Value) -> None:
+        """What the last layer made is to be sent."""
+        self._check(mb, out)
+        self.outputs[mb] = (out.thing,)
+        out.thing = None
+
+    def _forward_head(self, mb: int, passage: _Passage) -> None:
+        """The head and the loss, from what the last layer made."""
+        out, target, loss_fn, head = passage.last, self.targets.pop(mb), self.loss_fn, self._head
+        assert out is not None
+        assert loss_fn is not None
         values = {"x": out}
-        end = Segment("loss", lambda x: loss_fn(behind(x), target), ("x",), ("loss",))
-        with self._saving(mb, self.num_layers, "loss"):
-            passage.cuts[self.num_layers, "loss"] = Cut.forward(end, values)
+        end = Segment("head", lambda x: loss_fn(head(x), target), ("x",), ("loss",))
+        with self._saving(mb, self.num_layers, "head"):
+            passage.cuts[0, "head"] = Cut.forward(end, values)
         out.thing = None
         self._own_loss(mb, values["loss"])
 
@@ -193,8 +230,9 @@ class LayeredStage(Chunk):
 
     def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:
         passage = self._passing[mb]
-        if layer == self.num_layers - 1 and name == list(self.plans[layer].segments)[-1]:
-            self._reenter(mb, passage)
+        if self.loss_fn is None and layer == self.num_layers - 1 and name == list(self.plans[layer].segments)[-1]:
+            assert passage.last is not None
+            passage.last.grad = self.output_grads.pop(mb)[0] if passage.last.needs_grad else None
         self._seed(name, mb, layer)  # for what is computed again
         if defer:
             self.halves.open()
@@ -203,16 +241,6 @@ class LayeredStage(Chunk):
             halves = passage.halves[layer, name] = self.halves.close()
             if self.store is not None:
                 self.store.hold_halves((self.number, mb, layer), name, halves)
-        if layer == 0 and name == "attn" and self._before is not None:
-            passage.cuts.pop((-1, "before")).backward()
-
-    def _reenter(self, mb: int, passage: _Passage) -> None:
-        """The gradient of the chunk's output: from the loss, or from the stage behind."""
-        assert passage.last is not None
-        if self.loss_fn is not None:
-            passage.cuts.pop((self.num_layers, "loss")).backward()
-        else:
-            passage.last.grad = self.output_grads.pop(mb)[0] if passage.last.needs_grad else None
 
     def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
         """Behind the last of a micro-batch's backward its input gradient is to be sent, and its passage may be over."""
@@ -240,6 +268,11 @@ def parts_of(module: nn.Module, number: int) -> tuple[list[nn.Module], list[Any]
             f"stage {number} has plain modules ({', '.join(plain)}) between layers that name their segments"
         )
     return children[:first], children[first : last + 1], children[last + 1 :]
+
+
+def has_embedding(module: nn.Module) -> bool:
+    """Does a stage have plain modules before layers that name their segments."""
+    return is_layered(module) and isinstance(module, nn.Sequential) and not is_segmented(module[0])
 
 
 def is_layered(module: nn.Module) -> bool:

@@ -22,12 +22,14 @@ _WEIGHTS = 8191  # of elements in a sum that tells their order
 class Met:
     """Of each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
 
-    `layered`: do the layers name their segments, all of them or none.
+    `layered`: do the layers name their segments, all of them or none. `embedding`: does the first stage have plain
+    modules before such layers.
     """
 
     splits: Mapping[tuple[int, int], bool]
     layers: Mapping[tuple[int, int], int]
     layered: bool
+    embedding: bool
 
 
 def meet(
@@ -37,6 +39,7 @@ def meet(
     splits: list[bool],
     layers: list[int],
     layered: list[bool],
+    embeds: list[bool],
     segments: list[str],
     problem: ValueError | None,
     device: torch.device,
@@ -47,7 +50,8 @@ def meet(
     """
     _agree_to_start(talk, schedule, terms, problem, device)
     vpp = schedule.vpp
-    mine = torch.tensor([*splits, *layers, *layered, _number(repr(segments))], dtype=torch.int64, device=device)
+    told = [*splits, *layers, *layered, *embeds, _number(repr(segments))]
+    mine = torch.tensor(told, dtype=torch.int64, device=device)
     culprit = _NOBODY
     if talk.replicas is not None:  # what one replica cannot split, none does
         everyone = torch.stack(talk.replicas.all_gather(mine))
@@ -71,7 +75,10 @@ def meet(
             "all layers of a model have the same"
         )
     return Met(
-        {(r, c): bool(rows[r][c]) for r, c in places}, {(r, c): rows[r][vpp + c] for r, c in places}, named == {True}
+        {(r, c): bool(rows[r][c]) for r, c in places},
+        {(r, c): rows[r][vpp + c] for r, c in places},
+        layered=named == {True},
+        embedding=any(flag for row in rows for flag in row[3 * vpp : 4 * vpp]),
     )
 
 

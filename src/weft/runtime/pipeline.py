@@ -47,7 +47,7 @@ from weft.runtime.executor import Part
 from weft.runtime.gradients import Gradients
 from weft.runtime.groups import next_name
 from weft.runtime.guard import Guard
-from weft.runtime.layered import is_layered
+from weft.runtime.layered import has_embedding, is_layered
 from weft.runtime.meeting import Met, check_copies, meet
 from weft.runtime.place import place_in
 from weft.runtime.recorder import merge
@@ -146,8 +146,9 @@ class Pipeline:
         can = [self.splits[c].possible if c in self.splits else True for c in chunks]
         layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
+        embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
         segments = segments_in(modules)
-        return meet(self.talk, schedule, terms, can, layers, layered, segments, problem, self._control)
+        return meet(self.talk, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
 
     @cached_property
     def _with_reduce(self) -> Walk | Weave:

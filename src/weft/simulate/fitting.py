@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from weft.costs import Costs
-from weft.costs.costs import CELLS, LAYER, MESSAGE, WEIGHTS
+from weft.costs.costs import CELLS, ENDS, LAYER, MESSAGE, WEIGHTS
 from weft.ir.program import Longs, OpKind, Program
 from weft.ir.trace import Trace
 from weft.simulate.grouping import WORK, tally, work_of
@@ -21,7 +21,7 @@ _MOVED = {
     "combine": (OpKind.COMBINE_F, OpKind.COMBINE_B),
     "reduce_grad": (OpKind.REDUCE_GRAD,),
 }
-_SAVED = {"attn": OpKind.ATTN_F, "mlp": OpKind.MLP_F}
+_SAVED = {"attn": OpKind.ATTN_F, "mlp": OpKind.MLP_F, "embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
 
 
 def fit(trace: Trace) -> Costs:
@@ -38,6 +38,7 @@ def fit(trace: Trace) -> Costs:
         trace.clock,
         cells=_section(typical, CELLS),
         layer=_section(typical, (*LAYER, *WEIGHTS)),
+        ends=_section(typical, ENDS),
         message=_section(typical, MESSAGE),
         saved_bytes=_saved_bytes(program),
         moved_bytes=_moved_bytes(program),

@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.ir.kernel import kernel
 from weft.ir.needs import UNKNOWN, Index
-from weft.ir.program import LANE_OF, NEVER, Bytes, Ints, Lane, LaneKind, Longs, Op, OpKind, Program
+from weft.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bytes, Ints, Lane, LaneKind, Longs, Op, OpKind, Program
 from weft.verify.finding import MOST, Finding
 
 _NOWHERE = Lane(NEVER, LaneKind.COMPUTE, NEVER)
@@ -33,6 +33,7 @@ def check_labels(program: Program, index: Index) -> Iterator[Finding]:
     shape = np.array(rule.shape, np.int64)
     codes = np.zeros(len(OpKind), np.int32)
     codes[list(layout.forward)] = codes[list(layout.backward)] = codes[list(layout.weights)] = 1
+    codes[[*EMBEDDING, *HEAD[:2]]] = 1  # those that the layout lacks are not among the rule's kinds
     missing = _missing(
         index.count,
         shape,
@@ -43,6 +44,7 @@ def check_labels(program: Program, index: Index) -> Iterator[Finding]:
         rule.depth,
         np.array(rule.kinds, np.int32),
         rule.slot,
+        rule.only,
         codes,
         layout.by_layer,
         MOST,
@@ -108,6 +110,7 @@ def _missing(
     depth: Ints,
     kinds: Ints,
     slot: Ints,
+    only: Ints,
     always: Ints,
     by_layer: bool,
     most: int,
@@ -130,7 +133,7 @@ def _missing(
                         if count[base + k] > 0:
                             continue
                         kind = kinds[k]
-                        wanted = always[kind] == 1
+                        wanted = always[kind] == 1 and (only[kind] < 0 or (only[kind] == s and layer == 0))
                         if not by_layer and _B <= kind <= _W:
                             whole, split = count[base + slot[_B]], count[base + slot[_I]] + count[base + slot[_W]]
                             wanted = whole == 0 and (kind == _B) == (split == 0)

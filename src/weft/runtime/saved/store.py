@@ -23,6 +23,8 @@ from weft.runtime.saved.ledger import Ledger
 from weft.runtime.saved.pool import Pool
 from weft.runtime.split import Half
 
+_ENDS = {"embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
+
 Key: TypeAlias = tuple[int, int, int]
 """(stage, mb, layer)."""
 
@@ -50,7 +52,8 @@ class SavedReport:
             sum(self.parts.get(name, 0) for name in names)
             for names in (("attn", "counts", "host", "dispatch"), ("mlp", "combine"))
         )
-        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp}
+        ends = {kind: self.parts[name] for name, kind in _ENDS.items() if name in self.parts}
+        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp, **ends}
 
 
 class Saved:
