@@ -1056,6 +1056,8 @@ def test_peaks_of_ends() -> None:
     two = replace(ENDS, num_mb=2)
     # of the first micro-batch what HEAD_W waits for is kept, when the second has all 23
     assert run(two, HEAD_LATE).peak == (23 + 11,)
+    soon = HEAD_LATE.replace("w0=HEAD_W0.0", "").replace("g0=", "w0=HEAD_W0.0 g0=")
+    assert run(two, soon).peak == (23,)
     assert run(replace(two, kept=0.5), HEAD_LATE).peak == (29,)
     assert run(replace(two, kept=0.0), HEAD_LATE).peak == (23,)
     whole = HEAD_LATE.replace("w0=HEAD_W0.0", "").replace("w1=HEAD_W1.0", "")
