@@ -22,11 +22,18 @@ SENDS = (OpKind.SEND_F, OpKind.SEND_B)
 RECEIVES = (OpKind.RECV_F, OpKind.RECV_B)
 FORWARD_MESSAGES = (OpKind.SEND_F, OpKind.RECV_F)
 COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
+EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
+HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
 CHANNEL_LANES = (LaneKind.SEND, LaneKind.RECV)
 
-WEIGHT_HALF = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.I: OpKind.W}
+WEIGHT_HALF = {
+    OpKind.MLP_B: OpKind.MLP_W,
+    OpKind.ATTN_B: OpKind.ATTN_W,
+    OpKind.HEAD_B: OpKind.HEAD_W,
+    OpKind.I: OpKind.W,
+}
 INPUT_HALF = {weight: backward for backward, weight in WEIGHT_HALF.items()}
-MAY_MAKE_GRADIENTS = (OpKind.MLP_B, OpKind.ATTN_B, OpKind.B)
+MAY_MAKE_GRADIENTS = (OpKind.MLP_B, OpKind.ATTN_B, OpKind.HEAD_B, OpKind.B, OpKind.EMBED_B)
 FORWARD_OF = {
     OpKind.B: OpKind.F,
     OpKind.I: OpKind.F,
@@ -37,8 +44,11 @@ FORWARD_OF = {
     OpKind.MLP_W: OpKind.MLP_F,
     OpKind.ATTN_B: OpKind.ATTN_F,
     OpKind.ATTN_W: OpKind.ATTN_F,
+    OpKind.EMBED_B: OpKind.EMBED_F,
+    OpKind.HEAD_B: OpKind.HEAD_F,
+    OpKind.HEAD_W: OpKind.HEAD_F,
 }
-"""Whose bytes a backward part or a weight half gives back."""
+"""Whose bytes a backward op or a weight half gives back."""
 
 MOST_STUCK_NOTED = 20
 
@@ -150,13 +160,28 @@ class Rules:
 
     @cached_property
     def weights(self) -> tuple[OpKind, ...]:
-        return self.layout.weights if self.by_layer else (OpKind.W,)
+        """The weight halves of a layer, so not the head's."""
+        return tuple(kind for kind in self.layout.weights if kind not in HEAD) if self.by_layer else (OpKind.W,)
+
+    @cached_property
+    def embedding(self) -> tuple[OpKind, ...]:
+        return EMBEDDING if self.layout.embedding else ()
+
+    @cached_property
+    def head(self) -> tuple[OpKind, ...]:
+        if not self.layout.head:
+            return ()
+        return HEAD if OpKind.HEAD_W in self.layout.weights else HEAD[:2]
 
     @cached_property
     def kinds(self) -> frozenset[OpKind]:
         halves = () if self.by_layer else (OpKind.I,)
         rest = (*MESSAGES, *(COPIES if self.by_layer else ()), OpKind.REDUCE_GRAD)
-        return frozenset((*self.forward, *self.backward, *self.weights, *halves, *rest))
+        return frozenset((*self.forward, *self.backward, *self.weights, *halves, *self.embedding, *self.head, *rest))
+
+    def split(self, kind: OpKind) -> bool:
+        """Has a backward op a weight half of its own."""
+        return WEIGHT_HALF.get(kind) in (*self.weights, *self.head)
 
     def stage(self, rank: int, chunk: int) -> int | None:
         """The stage that a rank's chunk is, if there are such."""
@@ -181,13 +206,22 @@ class Rules:
             return range(0)
         return range(self.layout.layers[stage] if self.by_layer else 1)
 
+    def ends(self, rank: int, chunk: int) -> tuple[OpKind, ...]:
+        """The ops of the embedding, if a rank's chunk is the first stage, and of the head, if it is the last."""
+        stage = self.stage(rank, chunk)
+        first = self.embedding if stage == 0 else ()
+        return first + (self.head if stage == len(self.layout.layers) - 1 else ())
+
     def knows(self, op: Op) -> bool:
         kind, rank, chunk, mb, layer = op.name
         mbs = (-1,) if kind == OpKind.REDUCE_GRAD else self.mbs
-        layers = (0,) if kind in (*MESSAGES, OpKind.REDUCE_GRAD) else self.layers(rank, chunk)
+        in_no_layer = kind in (*MESSAGES, *EMBEDDING, *HEAD, OpKind.REDUCE_GRAD)
+        layers = (0,) if in_no_layer else self.layers(rank, chunk)
         exists = rank in self.ranks and chunk in self.chunks and mb in mbs and layer in layers
         if not exists or kind not in self.kinds or op.lane.kind != LANE_OF[kind]:
             return False
+        if kind in (*EMBEDDING, *HEAD):
+            return kind in self.ends(rank, chunk)
         return kind not in SENDS or self._feeder(op)[0] == rank
 
     def _feeder(self, send: Op) -> Holder:
@@ -204,8 +238,14 @@ class Rules:
             yield from self._backward_needs(op.name)
             if kind == self.backward[0] and not copied.isdisjoint(op.name._replace(kind=copy) for copy in COPIES):
                 yield (op.name._replace(kind=OpKind.ONLOAD),)
-        elif kind in self.weights:
+        elif kind in (*self.weights, OpKind.HEAD_W):
             yield (op.name._replace(kind=INPUT_HALF[kind]),)
+        elif kind == OpKind.HEAD_F:
+            yield (self._leaves((rank, chunk), mb),)
+        elif kind == OpKind.HEAD_B:
+            yield (op.name._replace(kind=OpKind.HEAD_F),)
+        elif kind == OpKind.EMBED_B:
+            yield self._returns((rank, chunk), mb)
         elif kind == OpKind.SEND_F:
             yield (self._leaves(self._feeder(op), mb),)
         elif kind == OpKind.SEND_B:
@@ -227,6 +267,8 @@ class Rules:
                 yield (name._replace(kind=OpKind.RECV_F),)
             elif origin is not None:
                 yield (self._leaves(origin, name.mb),)
+            if OpKind.EMBED_F in self.ends(name.rank, name.chunk):
+                yield (name._replace(kind=OpKind.EMBED_F),)
 
     def _backward_needs(self, name: Name) -> Iterator[tuple[Name, ...]]:
         part = 0 if name.kind == OpKind.I else self.backward.index(name.kind)
@@ -241,6 +283,8 @@ class Rules:
                 yield (name._replace(kind=OpKind.RECV_B, layer=0),)
             elif origin is not None:
                 yield self._returns(origin, name.mb)
+            if OpKind.HEAD_B in self.ends(name.rank, name.chunk):
+                yield (name._replace(kind=OpKind.HEAD_B, layer=0),)
 
     def _leaves(self, holder: Holder, mb: int) -> Name:
         """What makes a stage's output: the last forward part of its last layer."""
@@ -252,9 +296,9 @@ class Rules:
         return tuple(Name(kind, *holder, mb, 0) for kind in kinds)
 
     def makes_gradient(self, kind: OpKind) -> bool:
-        """Does a kind make a weight gradient: a weight half, or a backward part that has none split off."""
-        whole = kind in self.backward and kind in MAY_MAKE_GRADIENTS and WEIGHT_HALF.get(kind) not in self.weights
-        return whole or kind in self.weights
+        """Does a kind make a weight gradient: a weight half, or a backward op that has none split off."""
+        whole = kind in self.kinds and kind in MAY_MAKE_GRADIENTS and not self.split(kind)
+        return whole or kind in (*self.weights, OpKind.HEAD_W)
 
     def required(self) -> Iterator[tuple[Name, int]]:
         """What must be there once, with the peer of a send (else -1). Copies, REDUCE_GRAD and cells come besides."""
@@ -263,6 +307,8 @@ class Rules:
                 for layer in self.layers(rank, chunk):
                     for kind in (*self.forward, *self.backward, *self.weights):
                         yield Name(kind, rank, chunk, mb, layer), -1
+            for kind in self.ends(rank, chunk):
+                yield Name(kind, rank, chunk, mb, 0), -1
             for step, receive, send in ((-1, OpKind.RECV_F, OpKind.SEND_F), (+1, OpKind.RECV_B, OpKind.SEND_B)):
                 origin = self.beside(rank, chunk, step)
                 if origin is not None and origin[0] != rank:
@@ -617,7 +663,8 @@ class Memory:
     def _taken(self, kind: OpKind) -> Fraction:
         if kind == OpKind.ONLOAD:
             return self._layer()
-        return self._saved(kind) if kind in self._rules.forward else Fraction(0)
+        saves = kind in self._rules.kinds and kind in (*self._rules.forward, OpKind.EMBED_F, OpKind.HEAD_F)
+        return self._saved(kind) if saves else Fraction(0)
 
     def _given(self, kind: OpKind) -> Fraction:
         if kind == OpKind.OFFLOAD:
@@ -625,9 +672,9 @@ class Memory:
         if kind not in self._rules.kinds or kind not in FORWARD_OF:
             return Fraction(0)
         saved = self._saved(FORWARD_OF[kind])
-        if kind in self._rules.weights:
+        if kind in (*self._rules.weights, OpKind.HEAD_W):
             return saved * self._kept
-        return saved * (1 - self._kept) if WEIGHT_HALF.get(kind) in self._rules.weights else saved
+        return saved * (1 - self._kept) if self._rules.split(kind) else saved
 
     def _saved(self, kind: OpKind) -> Fraction:
         return Fraction(self._rules.layout.saved.get(kind, 0))

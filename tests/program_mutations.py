@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from weft.ir.program import COMMUNICATION, LANE_OF, NEVER, LaneKind, Layout, OpKind, Program
+from weft.ir.program import COMMUNICATION, EMBEDDING, HEAD, LANE_OF, NEVER, LaneKind, Layout, OpKind, Program
 
 
 @dataclass(eq=False)
@@ -314,6 +314,35 @@ def spoil_copy(draft: Draft, random: Random) -> bool:
     return True
 
 
+def spoil_end(draft: Draft, random: Random) -> bool:
+    """An op of the embedding or the head is left out, moved, renamed, put on another stage, or not waited for."""
+    ends = [
+        (lane, place)
+        for lane in draft.lanes
+        for place, op in enumerate(lane.ops)
+        if op.kind in (*EMBEDDING, *HEAD) and lane.kind == LaneKind.COMPUTE
+    ]
+    if not ends:
+        return False
+    lane, place = random.choice(ends)
+    op = lane.ops[place]
+    what = random.random()
+    if what < 0.2:
+        _leave_out(draft, lane, place, inherit=random.random() < 0.7)
+    elif what < 0.5:
+        _swap(lane, place, _near(place, len(lane.ops), random))
+    elif what < 0.65:
+        op.kind = random.choice([kind for kind in (*EMBEDDING, *HEAD) if kind != op.kind])
+    elif what < 0.8:
+        to = random.choice([other for other in draft.lanes if other.kind == LaneKind.COMPUTE])
+        to.ops.insert(_near(min(place, len(to.ops)), len(to.ops) + 1, random), lane.ops.pop(place))
+        op.chunk = random.randrange(draft.layout.placement.vpp)
+    else:
+        readers = [reader for reader in draft.ops if op in reader.deps]
+        return _alter_dependency(readers, [random.choice(draft.ops)], random, 0.3)
+    return True
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     drop,
     drop_together,
@@ -335,6 +364,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     swap_launches,
     misnumber_launches,
     spoil_copy,
+    spoil_end,
 )
 
 
