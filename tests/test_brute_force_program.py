@@ -1060,6 +1060,12 @@ def test_peaks_of_ends() -> None:
     assert run(two, soon).peak == (23,)
     assert run(replace(two, kept=0.5), HEAD_LATE).peak == (29,)
     assert run(replace(two, kept=0.0), HEAD_LATE).peak == (23,)
+    # of a micro-batch that is through, HEAD_W gave back just what HEAD_B had kept
+    through = """
+        0 COMPUTE: e2=EMBED_F2.0 a2=ATTN_F2.0 m2=MLP_F2.0 h2=HEAD_F2.0
+            k2=HEAD_B2.0 w2=HEAD_W2.0 n2=MLP_B2.0 t2=ATTN_B2.0 g2=EMBED_B2.0
+    """
+    assert run(replace(two, num_mb=3, kept=0.5), through + HEAD_LATE.replace("0 COMPUTE: ", "")).peak == (29,)
     whole = HEAD_LATE.replace("w0=HEAD_W0.0", "").replace("w1=HEAD_W1.0", "")
     for kept in (0.0, 1.0):
         assert run(replace(two, weights=(), kept=kept), whole).peak == (23,)
@@ -1259,6 +1265,7 @@ def test_damage_is_varied() -> None:
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 6), (4, 8)]
 BOTH = (MLP_W, ATTN_W)
+WITH_HEAD = (MLP_W, ATTN_W, HEAD_W)
 MOVED = {OpKind.OFFLOAD: 5, OpKind.DISPATCH_F: 7, OpKind.SEND_F: 3, OpKind.RECV_F: 3}
 SHAPES = [
     Shape(layers=1, moe=False, counts=False, split=(), saved=SAVED),
@@ -1269,6 +1276,9 @@ SHAPES = [
     Shape(layers=1, moe=True, counts=True, split=(MLP_W,), early_mlp_w=True, saved=SAVED),
     Shape(layers=2, moe=True, counts=True, split=BOTH, hold_attn_w=True, early_mlp_w=True, offload=True, saved=SAVED),
     Shape(layers=1, moe=False, counts=False, split=BOTH, offload=True, saved=SAVED, moved=MOVED, kept=0.5),
+    Shape(layers=1, moe=False, counts=False, split=(), embedding=True, head=True, saved=ENDS.saved),
+    Shape(layers=2, moe=False, counts=False, split=WITH_HEAD, head=True, offload=True, saved=ENDS.saved, kept=0.5),
+    Shape(layers=1, moe=True, counts=True, split=WITH_HEAD, embedding=True, head=True, saved=ENDS.saved, moved=MOVED),
 ]
 
 

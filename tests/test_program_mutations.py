@@ -65,16 +65,20 @@ def random_shape(schedule: weft.Schedule, random: Random) -> Shape:
     def flag() -> bool:
         return random.random() < 0.5
 
+    head = flag()
+    split = random.choice(((), (OpKind.MLP_W,), (OpKind.MLP_W, OpKind.ATTN_W)))
     depths = tuple(random.randint(1, 2) for _ in range(schedule.placement.num_stages))
     return Shape(
         layers=random.choice((1, 2, depths)),
         moe=flag(),
         counts=flag(),
-        split=random.choice(((), (OpKind.MLP_W,), (OpKind.MLP_W, OpKind.ATTN_W))),
+        embedding=flag(),
+        head=head,
+        split=(*split, OpKind.HEAD_W) if head and flag() else split,
         hold_attn_w=flag(),
         early_mlp_w=flag(),
         offload=flag(),
-        saved={OpKind.ATTN_F: 8, OpKind.MLP_F: 4},
+        saved={OpKind.ATTN_F: 8, OpKind.MLP_F: 4, OpKind.EMBED_F: 3, OpKind.HEAD_F: 16},
         moved=SIZES,
         kept=0.5,
     )
