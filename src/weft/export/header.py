@@ -79,6 +79,8 @@ def read_layout(fields: Fields) -> Layout:
     layers = fields.wholes("layers", 0, _MOST_LAYERS)
     if len(layers) != placement.num_stages:
         raise fields.error("layers", f"a number for each of the {placement.num_stages} stages", list(layers))
+    if min(layers) == 0 < max(layers):
+        raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
     layout = Layout(
         placement=placement,
         num_mb=fields.whole("num_mb", 1, MOST_MICROBATCHES),

@@ -207,6 +207,12 @@ class Layout:
     embedding: bool = False
     head: bool = False
 
+    def __post_init__(self) -> None:
+        if self.layers and min(self.layers) == 0 < max(self.layers):
+            raise ValueError(
+                f"layers are 0 for every stage (the grain of cells) or at least 1 for each, got {self.layers}"
+            )
+
     @property
     def max_layers(self) -> int:
         """Layers of the deepest stage; at the grain of cells 1."""

@@ -65,7 +65,12 @@ class Rule:
         halves = () if layout.by_layer else (OpKind.I,)
         copies = (OpKind.OFFLOAD, OpKind.ONLOAD) if layout.by_layer else ()
         ends = (*(EMBEDDING if layout.embedding else ()), *(HEAD[:2] if layout.head else ()))
-        return (*layout.forward, *layout.backward, *halves, *layout.weights, *messages, *copies, *ends)
+        return (*layout.forward, *layout.backward, *halves, *self.weights, *messages, *copies, *ends)
+
+    @cached_property
+    def weights(self) -> tuple[OpKind, ...]:
+        """The weight halves; without a head HEAD_W is none."""
+        return tuple(kind for kind in self.layout.weights if self.layout.head or kind is not OpKind.HEAD_W)
 
     @cached_property
     def only(self) -> Ints:
@@ -84,7 +89,7 @@ class Rule:
                 before[kind] = chain[place - 1] if place else NEVER
         if not self.layout.by_layer:
             role[OpKind.I] = BACKWARD_PART
-        for kind in self.layout.weights:
+        for kind in self.weights:
             role[kind], before[kind] = FOLLOWS, WEIGHT_OF[kind]
         if self.layout.embedding:
             role[OpKind.EMBED_B], before[OpKind.EMBED_B] = FOLLOWS, self.layout.backward[-1]
@@ -111,8 +116,8 @@ class Rule:
         """`[kind]`: does its end add to a weight gradient."""
         made = np.zeros(len(OpKind), bool)
         layout = self.layout
-        made[list(layout.weights)] = True
-        split = {WEIGHT_OF[kind] for kind in layout.weights}
+        made[list(self.weights)] = True
+        split = {WEIGHT_OF[kind] for kind in self.weights}
         whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in layout.backward and k not in split]
         made[whole] = True
         made[OpKind.EMBED_B] = layout.embedding
