@@ -89,6 +89,8 @@ class Updater:
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
         self.attempt: Attempting | None = None
+        self.turn: int | None = None
+        """Which blocks were compared last; from the first attempt's number on, so that the next process goes on."""
         self._talk: Buckets | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
