@@ -13,6 +13,7 @@ from weft.update.catalogue import layout_digest
 from weft.update.comparing import Comparison, comparison
 from weft.update.coordinator import HEAR_S
 from weft.update.errors import UpdateError, failure
+from weft.update.layout import Unplannable
 from weft.update.packing import Packer
 from weft.update.shares import Shares
 from weft.update.source import Source
@@ -157,6 +158,8 @@ class Attempting:
                 shares = self.u.plans.of(layouts)
             except WireError as error:
                 raise failure(self.epoch, self.member.name, "plan", str(error)) from error
+            except Unplannable as error:
+                raise failure(self.epoch, error.who, "plan", str(error)) from error
             self.u.buffers(shares)
             gives = self.u.rank in layouts.holds
             self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)
