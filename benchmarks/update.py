@@ -15,7 +15,18 @@ columns, whose slices are strided. In each round, in an order that rotates, the 
                    was under way, from when the last rank had joined it until the last one had it all (a source is
                    done earlier: its last bytes are still in the kernel); null where namespaces are not allowed
 
-The run is void, and exits with 1, if again over bare leaves 0.95 to 1.05. The last line is JSON.
+Then two ranks that both hold all of it, so that half of what each receives it has itself, update with checks and
+
+    off      no comparison of the ranks' weights
+    sample   one block of 4 KiB in sixteen, the default
+    all      every byte
+    again    none once more
+
+    compare_sample, compare_all, compare_again   over off, median of the rounds', and quartiles
+    compare_sample_cpu, ...                      the same of the processor time of rank 0, workers not counted: what
+                                                 neighbours on the machine disturb least (`--replicated`: only these)
+
+The run is void, and exits with 1, if again over bare, or over off, leaves 0.95 to 1.05. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,15 +62,17 @@ from weft.weights.plan import plan_update
 
 MiB = 1 << 20
 KINDS = ("bare", "engine", "checked", "again")
+COMPARED = ("off", "sample", "all", "again")
 BUCKET, TOTAL = 32 * MiB, 512 * MiB
 SHAPED_RATE = "1gbit"
 
 
-def layouts(ranks: int, total: int) -> tuple[Holding, Holding]:
-    """Matrices of 8 MiB, every other one cut along its columns."""
+def layouts(ranks: int, total: int, *, replicated: bool = False) -> tuple[Holding, Holding]:
+    """Matrices of 8 MiB, every other one cut along its columns; in pipeline stages, or all of them on each rank."""
     tensors = [Tensor(f"layers.{i}", (2048, 2048), "bfloat16") for i in range(total // (8 * MiB))]
     stage = {tensor.name: i * ranks // len(tensors) for i, tensor in enumerate(tensors)}
-    have = Parallel(pp=ranks, stage=stage.__getitem__).holding(tensors)
+    spread = Parallel(replicas=ranks) if replicated else Parallel(pp=ranks, stage=stage.__getitem__)
+    have = spread.holding(tensors)
     want = Parallel(tp=ranks, dim=lambda name: int(name.split(".")[1]) % 2).holding(tensors)
     return have, want
 
@@ -152,19 +165,22 @@ class Bare:
             pending -= 1
 
 
-def be_rank(directory: Path, rank: int, ranks: int, rounds: int, total: int, bucket: int) -> None:
+def be_rank(directory: Path, rank: int, given: argparse.Namespace) -> None:
+    ranks, rounds, bucket = given.ranks, given.rounds, given.bucket
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    have, want = layouts(ranks, total)
-    generator = torch.Generator().manual_seed(rank)
+    have, want = layouts(ranks, given.total, replicated=given.replicated)
+    generator = torch.Generator().manual_seed(0 if given.replicated else rank)
     held = {p: torch.randn(p.box.shape, generator=generator).to(torch.bfloat16) for p in have.pieces[rank]}
     source = Source(have.tensors, held)
     options = Options(memory(bucket), rollback="none", deadline_s=120)
     with Updater(directory, ledger=directory / "ledger", options=options) as updater:
-        if rounds:
+        if given.replicated:
+            result: Any = compare(updater, source, rounds)
+        elif rounds:
             seconds = compete(directory, updater, source, Shares(plan_update(have, want, memory(bucket))), rounds)
-            result: Any = seconds
+            result = seconds
         else:
             result = hidden(updater, source)
         if rank == 0:
@@ -195,6 +211,25 @@ def compete(directory: Path, updater: Updater, source: Source, shares: Shares, r
     return seconds
 
 
+def compare(updater: Updater, source: Source, rounds: int) -> list[dict[str, float]]:
+    """Updates with each kind of comparison in turn."""
+    options, version, seconds = updater.options, 0, []
+    for turn in range(-1, rounds):
+        taken: dict[str, float] = {}
+        for kind in (*COMPARED[turn % 4 :], *COMPARED[: turn % 4]):
+            version += 1
+            updater.options = replace(options, compare_sources="off" if kind == "again" else kind)
+            dist.barrier()
+            began, used = time.perf_counter(), time.process_time()
+            updater.update(source, version)
+            taken[f"{kind}_cpu"] = time.process_time() - used
+            dist.barrier()
+            taken[kind] = time.perf_counter() - began
+        if turn >= 0:
+            seconds.append(taken)
+    return seconds
+
+
 def hidden(updater: Updater, source: Source) -> float:
     """Of the second update: how much of all reloads ran while the link was busy. The hosts share a clock here."""
     updater.update(source, 1)
@@ -215,7 +250,7 @@ def hidden(updater: Updater, source: Source) -> float:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | None = None) -> Any:
+def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | None = None, *more: str) -> Any:
     """Starts workers and ranks, and returns what rank 0 found."""
     with tempfile.TemporaryDirectory(prefix="weft-b") as name:
         directory = Path(name)
@@ -223,7 +258,7 @@ def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | No
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        sizes = [f"--ranks={ranks}", f"--total={total}", f"--bucket={bucket}", f"--directory={directory}"]
+        sizes = [f"--ranks={ranks}", f"--total={total}", f"--bucket={bucket}", f"--directory={directory}", *more]
         processes = []
         try:
             for worker in range(ranks):
@@ -260,6 +295,18 @@ def measure_hidden() -> float | None:
         return float(play(2, 0, TOTAL, BUCKET, link))
 
 
+def over(kinds: tuple[str, ...], rounds: list[dict[str, float]]) -> dict[str, tuple[float, float, float]]:
+    """Each kind's times over the first's, round by round: lower quartile, median, upper quartile."""
+    for at, taken in enumerate(rounds):
+        print(f"round {at:2}  " + "  ".join(f"{kind} {taken[kind] * 1e3:7.1f} ms" for kind in kinds))
+    found = {}
+    for kind in kinds[1:]:
+        ratios = [taken[kind] / taken[kinds[0]] for taken in rounds]
+        low, high = np.quantile(ratios, (0.25, 0.75))
+        found[kind] = round(float(low), 3), round(statistics.median(ratios), 3), round(float(high), 3)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("rounds", type=int, nargs="?", default=15)
@@ -269,22 +316,35 @@ def main() -> int:
     parser.add_argument("--worker", type=int)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--directory", type=Path)
+    parser.add_argument("--replicated", action="store_true", help="Only compare sources.")
     given = parser.parse_args()
     if given.worker is not None:
         be_worker(given.directory, given.worker, given.ranks, given.total)
     if given.rank is not None:
-        be_rank(given.directory, given.rank, given.ranks, given.rounds, given.total, given.bucket)
+        be_rank(given.directory, given.rank, given)
         return 0
-    rounds: list[dict[str, float]] = play(given.ranks, given.rounds, given.total, given.bucket)
-    for at, taken in enumerate(rounds):
-        print(f"round {at:2}  " + "  ".join(f"{kind} {taken[kind] * 1e3:7.1f} ms" for kind in KINDS))
-    ratios = {kind: statistics.median(taken[kind] / taken["bare"] for taken in rounds) for kind in KINDS[1:]}
-    void = not 0.95 <= ratios["again"] <= 1.05
-    print(f"bare against bare {ratios['again']:.3f}" + (": void" if void else ""))
-    shown = {"ratio": round(ratios["engine"], 3), "ratio_checked": round(ratios["checked"], 3)}
-    found = measure_hidden()
-    print(json.dumps({**shown, "hidden": None if found is None else round(found, 3)}))
+    sizes = given.ranks, given.rounds, given.total, given.bucket
+    shown = compare_sources(play(*sizes, None, "--replicated"))
+    void = not 0.95 <= shown["compare_again"] <= 1.05
+    if not given.replicated:
+        ratios = over(KINDS, play(*sizes))
+        void = void or not 0.95 <= ratios["again"][1] <= 1.05
+        print(f"bare against bare {ratios['again'][1]:.3f}")
+        found = measure_hidden()
+        shown |= {"ratio": ratios["engine"][1], "ratio_checked": ratios["checked"][1]}
+        shown["hidden"] = None if found is None else round(found, 3)
+    print("void" if void else "valid")
+    print(json.dumps(shown))
     return 1 if void else 0
+
+
+def compare_sources(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Ratios to no comparison."""
+    shown: dict[str, Any] = {}
+    for kinds in (COMPARED, tuple(f"{kind}_cpu" for kind in COMPARED)):
+        for kind, (low, middle, high) in over(kinds, rounds).items():
+            shown |= {f"compare_{kind}": middle, f"compare_{kind}_quartiles": [low, high]}
+    return shown
 
 
 if __name__ == "__main__":

@@ -93,6 +93,13 @@ def test_mistakes_are_told(tmp_path: Path, arguments: tuple[str, ...], told: str
     assert told in done.stderr
 
 
+def test_a_trainer_that_is_not_there_is_told(workers: Workers, tmp_path: Path) -> None:
+    done = weft_update(tmp_path, "--from", "nobody.here:source", "--to", str(workers.sockets))
+    assert "--from nobody.here:source: there is no module 'nobody' here" in done.stderr
+    done = weft_update(tmp_path, "--from", "json:source", "--to", str(workers.sockets), "--compare-sources", "all")
+    assert "has no 'source'; name the function that makes a Source" in done.stderr
+
+
 def test_nothing_to_recover(workers: Workers, tmp_path: Path) -> None:
     done = weft_update(tmp_path, "--recover", "--to", str(workers.sockets))
     assert done.returncode == 1

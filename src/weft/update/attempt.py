@@ -127,8 +127,8 @@ class Attempt:
                 mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
                 raise Refusal(
                     f"workers {_listed(loads)}",
-                    f"{mute if holds else lost} stay closed until the next update, or until recover() is given a "
-                    "source that still has it",
+                    f"{mute if holds else lost} stay closed until the next update, or until "
+                    f"recover(source, version={version}) is called with a source that still has it",
                 )
             return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue)
         only, why = self._only(record, holds)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from weft.update.beside import RefusedError, blame
 from weft.update.broadcasts import Broken
 from weft.update.catalogue import layout_digest
+from weft.update.comparing import Comparison, comparison
 from weft.update.coordinator import HEAR_S
 from weft.update.errors import UpdateError, failure
+from weft.update.layout import Unplannable
 from weft.update.packing import Packer
 from weft.update.shares import Shares
 from weft.update.source import Source
@@ -156,6 +158,8 @@ class Attempting:
                 shares = self.u.plans.of(layouts)
             except WireError as error:
                 raise failure(self.epoch, self.member.name, "plan", str(error)) from error
+            except Unplannable as error:
+                raise failure(self.epoch, error.who, "plan", str(error)) from error
             self.u.buffers(shares)
             gives = self.u.rank in layouts.holds
             self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)
@@ -189,6 +193,7 @@ class Attempting:
         with self._in("load"):
             group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
             assert self.u.broadcasts.waiter is not None
+            compared = self._comparison(layouts, shares)
             self.stream = Stream(
                 shares,
                 self.u.rank,
@@ -200,6 +205,7 @@ class Attempting:
                 wait=self.u.broadcasts.waiter.wait,
                 deadline_s=self.options.deadline_s,
                 checked=self.options.checked,
+                compare=compared.look if compared is not None else None,
             )
             if layouts.holds:
                 waits = self.options.deadline_s, self.options.checked
@@ -215,6 +221,15 @@ class Attempting:
                 self.u.progress(done, total)
 
             self.stream.run(fill, self.loads, progress)
+            different = compared.refusal(layouts.version) if compared is not None else None
+            if different is not None:
+                raise failure(self.epoch, different[0], "load", different[1])
+
+    def _comparison(self, layouts: Layouts, shares: Shares) -> Comparison | None:
+        """With the weights of this rank; workers that give hold one committed version."""
+        self.u.turn = self.u.turn + 1 if self.u.turn is not None else self.epoch
+        source = self.source if not layouts.holds else None
+        return comparison(shares.plan, source, self.u.rank, self.options.compare_sources, self.u.turn)
 
     def _vote(self) -> None:
         """From when the coordinator may know of this rank's vote, only it can tell what becomes of the worker."""

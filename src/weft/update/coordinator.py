@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import msgspec
 
-from weft.runtime.pressure import short_of_cores
 from weft.update.attempt import Attempt, Refusal
+from weft.update.lateness import why_late
 from weft.update.ledger import Ledger, peek
 from weft.update.wire.control import (
     Agreed,
@@ -31,7 +31,7 @@ from weft.update.wire.control import (
     ToCoordinator,
 )
 from weft.update.wire.doors import Door
-from weft.update.wire.errors import WireError
+from weft.update.wire.errors import WireError, WrongKey
 from weft.update.wire.link import HELLO_S, PAUSE_S, Link, encode
 from weft.update.wire.messages import PROTOCOL
 
@@ -49,6 +49,7 @@ class Coordinator:
         self._ranks: dict[int, Link[ToCoordinator]] = {}
         self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
         self._lost: dict[int, str] = {}
+        self._foreign = ""  # who came with another key
         self._sides: dict[int, Sides] = {}
         self._known: dict[int, tuple[str, str]] = {}  # each rank's layouts, as everybody knows them
         self._attempt = Attempt(world)
@@ -114,6 +115,8 @@ class Coordinator:
             except TimeoutError:
                 return
             except (OSError, WireError) as error:
+                if isinstance(error, WrongKey):
+                    self._turn_away(link, error)
                 self._lose(link, str(error))
                 return
             self._take(next(rank for rank, other in self._ranks.items() if other is link), message)
@@ -128,7 +131,15 @@ class Coordinator:
         self._ranks[join.rank] = link
         link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
         self._lost.pop(join.rank, None)
+        if len(self._ranks) == self.world:
+            self._foreign = ""
         self._known.clear()  # a rank that is new knows nobody's layout
+
+    def _turn_away(self, link: Link[ToCoordinator], error: WrongKey) -> None:
+        """Any message shows the other end, too, that the keys differ; ranks that are missed hear of it later."""
+        self._foreign = f"; {link.peer} was turned away: {error}"
+        with suppress(OSError):
+            link.send(Stop(0, Fault(0, "the coordinator", "enter", -1, str(error)), committed=False), timeout_s=0)
 
     def _lose(self, link: Link[ToCoordinator], text: str) -> None:
         self._selector.unregister(link.connection)
@@ -195,7 +206,8 @@ class Coordinator:
             self._stop(fault)
             return
         who = ", ".join(f"update rank {other} ({self._ranks[other].peer})" for other in silent)
-        text = f"says nothing; update rank {rank} waited for it: {fault.text}"
+        aside = why_late(*(self._ranks[other].pid for other in silent))
+        text = f"says nothing{aside}; update rank {rank} waited for it: {fault.text}"
         self._stop(Fault(fault.epoch, who, fault.phase, fault.bucket, text))
 
     def _advance(self) -> None:
@@ -299,5 +311,6 @@ class Coordinator:
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
             missing = self._attempt.missing(self._sides)
             who = ", ".join(f"update rank {rank}" for rank in missing)
-            text = f"not heard of within {self.deadline_s:g} s of the others{short_of_cores()}"
+            why = self._foreign or why_late(*(self._ranks[rank].pid for rank in missing if rank in self._ranks))
+            text = f"not heard of within {self.deadline_s:g} s of the others{why}"
             self._stop(self._attempt.fault(who, text))

@@ -10,10 +10,19 @@ from weft.update.shares import Shares
 from weft.update.wire.control import Layouts
 from weft.update.wire.messages import Wants
 from weft.weights.buffers import Memory
+from weft.weights.missing import near
 from weft.weights.pieces import Holding, Tensor
 from weft.weights.plan import plan_update
 
 MOST_PLANS = 4
+
+
+class Unplannable(ValueError):  # noqa: N818 - told to all ranks
+    """Why there is no plan, and who is to blame: all ranks make it of the same layouts, so none of them alone."""
+
+    def __init__(self, who: str, text: str) -> None:
+        super().__init__(text)
+        self.who = who
 
 
 class Plans:
@@ -25,7 +34,7 @@ class Plans:
         self._made: dict[tuple[object, ...], Shares] = {}
 
     def of(self, layouts: Layouts) -> Shares:
-        """The plan of an attempt."""
+        """The plan of an attempt. Raises Unplannable."""
         if layouts.catalogue is not None:
             self._known = read_layouts(layouts.catalogue)
             self._made.clear()
@@ -42,8 +51,32 @@ class Plans:
         have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
         want = _holding(known.wants, layouts.loads)
         memory = replace(self._memory, free_bytes=free) if self._memory is not None else Memory(free)
-        plan = plan_update(have, want, memory, layouts.only)
+        _check_changed(layouts.only, have, want)
+        try:
+            plan = plan_update(have, want, memory, layouts.only)
+        except ValueError as error:
+            raise Unplannable("the update ranks", f"{error}{_instead(layouts)}") from error
         return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker gives into the IPC buffer
+
+
+def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding) -> None:
+    for name in sorted(set(changed or ()) - want.tensors.keys()):
+        if name in have.tensors:
+            text = "which no worker wants; name the tensor it is tied to, or leave it out"
+        else:
+            text = f"a tensor that no rank has and no worker wants{near(name, want.tensors.keys())}; leave it out"
+        raise Unplannable("the caller", f"changed= names {name!r}, {text}")
+
+
+def _instead(layouts: Layouts) -> str:
+    """The way out where workers were to give what they serve."""
+    if not layouts.holds:
+        return ""
+    version = layouts.version
+    return (
+        f"; the workers that serve version {version} do not have all of it: call recover(source, version={version}) "
+        "with a source that has"
+    )
 
 
 def _holding(sides: Sequence[Wants], of: Collection[int]) -> Holding:
@@ -52,7 +85,15 @@ def _holding(sides: Sequence[Wants], of: Collection[int]) -> Holding:
     for rank, side in enumerate(sides):
         for tensor in side.tensors if id(side) not in seen else ():
             if tensors.setdefault(tensor.name, tensor) != tensor:
-                raise ValueError(f"{tensor.name} is {tensors[tensor.name]} on one rank and {tensor} on rank {rank}")
+                raise Unplannable(
+                    f"update rank {rank}",
+                    f"{tensor.name} is {_words(tensor)} there and {_words(tensors[tensor.name])} on a rank before it; "
+                    "all must say the same of a tensor",
+                )
         seen.add(id(side))
     among = set(of)
     return Holding(tensors, tuple(side.pieces if rank in among else () for rank, side in enumerate(sides)))
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.shape}" + (f" of family {tensor.family}" if tensor.family else "")

@@ -6,22 +6,29 @@ is the old decision or the new one. One coordinator at a time holds the ledger.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Annotated, ClassVar, TypeAlias
 
 import msgspec
 
 from weft.update.wire.sockets import own_directory
 
+MOST = 2**63 - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""What fits into a message."""
+
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`version` was committed by the attempts `epochs`: the first moved it, later ones brought it to lost workers."""
 
-    version: int | None = None
-    epochs: tuple[int, ...] = ()
+    version: Count | None = None
+    epochs: tuple[Count, ...] = ()
 
 
 def peek(directory: Path) -> Record:
@@ -34,7 +41,7 @@ class Ledger:
 
     def __init__(self, directory: Path) -> None:
         fresh = [path for path in (directory, *directory.parents) if not path.exists()]
-        self.directory = own_directory(directory)
+        self.directory = own_directory(directory, "others could read or replace the decisions in it")
         for path in fresh:  # else a crash could take the directory, and the decision in it
             _sync(path.parent)
         self._path = directory / "ledger.json"
@@ -45,13 +52,15 @@ class Ledger:
             )
         self.record = _read(self._path)
         self._counter = directory / "attempts"
-        counted = self._counter.read_text() if self._counter.exists() else ""
-        self.attempt = max(int(counted) if counted.isdecimal() else 0, *self.record.epochs, 0)
+        counted = self._counter.read_bytes() if self._counter.exists() else b""
+        known = counted.isdigit() and len(counted) < len(str(MOST))  # else it is torn, and workers know better
+        self.attempt = max(int(counted) if known else 0, *self.record.epochs, 0)
 
     def begin(self, least: int) -> int:
         """The number of a new attempt, larger than any before and than `least`."""
         self.attempt = max(self.attempt, least) + 1
-        self._counter.write_text(str(self.attempt))  # not synced: workers know of every attempt that reached them
+        with _naming(self._counter):  # not synced: workers know of every attempt that reached them
+            self._counter.write_text(str(self.attempt))
         return self.attempt
 
     def commit(self, version: int, epoch: int) -> None:
@@ -61,7 +70,7 @@ class Ledger:
 
     def _write(self, record: Record) -> None:
         part = self._path.with_suffix(".part")
-        with part.open("wb") as file:
+        with _naming(part), part.open("wb") as file:
             file.write(msgspec.json.encode(record))
             file.flush()
             os.fsync(file.fileno())
@@ -113,6 +122,19 @@ class _Lock:
                 self._taken.discard(self._place)
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Writes the path into what the system says, which is not always there: not when a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.strerror is None:
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        told = f"{error.strerror}; make room there, then try again" if full else error.strerror
+        raise OSError(error.errno, told, str(path)) from error
+
+
 def _sync(directory: Path) -> None:
     """Names in it outlive a crash."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -127,7 +149,7 @@ def _read(path: Path) -> Record:
         return Record()
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # msgspec's are such, and what is not UTF-8
         raise ValueError(
             f"{path} is not a ledger ({error}); the committed version is unknown; remove it to start over, which "
             "closes every worker until the next update"

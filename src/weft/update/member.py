@@ -18,6 +18,9 @@ from weft.update.wire.messages import PROTOCOL
 M = TypeVar("M", bound=FromCoordinator)
 
 
+WHY_S = 1.0
+
+
 class Member:
     """Speaks to the coordinator; it is never found again once it is lost."""
 
@@ -27,6 +30,7 @@ class Member:
         self.stop: Stop | None = None
         """What the coordinator said of the end of this attempt."""
         self.lost = False
+        self.why_lost = ""
         self._link, self.name = rendezvous.call(options.deadline_s)
         self._link.trust()
         self._link.send(Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname()))
@@ -47,7 +51,7 @@ class Member:
         self.epoch, self.stop = 0, None
 
     def _gone(self, text: str) -> None:
-        self.lost = True
+        self.lost, self.why_lost = True, text
         self.post.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
 
     def send(self, message: Any, phase: Phase) -> None:
@@ -55,7 +59,8 @@ class Member:
         try:
             self._link.send(message)
         except OSError as error:
-            raise failure(self.epoch, self.name, phase, f"lost: {error}") from error
+            self.post.wait_bad(WHY_S)  # the thread that reads may be about to learn why
+            raise self.post.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
     def report(self, fault: Fault) -> None:
         """Tells of a fault, if there is anybody to tell."""

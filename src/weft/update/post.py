@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from weft.runtime.pressure import short_of_cores
 from weft.update.errors import UpdateError
+from weft.update.lateness import why_late
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import Link
 
@@ -29,6 +29,7 @@ class Post:
         self._boxes: dict[Side, deque[Any]] = {"worker": deque(), "coordinator": deque()}
         self._gone: dict[Side, str] = {}
         self._connection: dict[Side, int] = {"worker": 0, "coordinator": 0}
+        self._pid: dict[Side, int] = {"worker": 0, "coordinator": 0}
         self.bad: UpdateError | None = None
         self.on_bad: Callable[[], None] = lambda: None
 
@@ -62,9 +63,10 @@ class Post:
                 self._gone[side] = text
                 self._changed.notify_all()
 
-    def find(self, side: Side) -> int:
+    def find(self, side: Side, pid: int) -> int:
         """A connection was made; its number. What still comes over an earlier one is of no interest."""
         with self._changed:
+            self._pid[side] = pid
             self._gone.pop(side, None)
             self._boxes[side].clear()
             self._connection[side] += 1
@@ -85,7 +87,7 @@ class Post:
                     raise Gone(self._gone[side])
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"no answer within {deadline_s:g} s{short_of_cores()}")
+                    raise TimeoutError(f"no answer within {deadline_s:g} s{why_late(self._pid[side])}")
                 self._changed.wait(left)
 
     def stir(self) -> None:
@@ -112,7 +114,7 @@ def read_into(
     post: Post, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
 ) -> None:
     """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for, or raises Gone."""
-    connection = post.find(side)
+    connection = post.find(side, link.pid)
 
     def read() -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +75,13 @@ class Source:
             if box.meet(piece.box) == piece.box:
                 return tensor[piece.box.slices(box)]
         raise ValueError(f"{piece.tensor} {piece.box} is not held here")
+
+    def overlapping(self, piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The parts of a piece that this rank has, and their elements."""
+        for box, tensor in self._by_name.get(piece.tensor, ()):
+            common = box.meet(piece.box)
+            if common is not None:
+                yield common, tensor[common.slices(box)]
 
 
 def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box]:

@@ -64,6 +64,7 @@ class Stream:
         wait: Callable[[Any], None],
         deadline_s: float,
         checked: bool,
+        compare: Callable[[Buffer, int], None] | None = None,
     ) -> None:
         self.shares, self.rank, self.epoch = shares, rank, epoch
         self.ipc, self.h2d, self.beside, self.group, self.wait = ipc, h2d, beside, group, wait
@@ -72,6 +73,8 @@ class Stream:
         self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
         self._waiting: deque[int] = deque()
         self._packed: _Packed | None = None
+        self._compare = compare
+        self._arrived: tuple[Buffer, int] | None = None
 
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
         """Until the worker has loaded all of its part; `loads`: it has one."""
@@ -89,7 +92,12 @@ class Stream:
                     self._waiting.append(number)
                 elif self._packed is not None:
                     self._packed.done(number)
+                if bucket.source != self.rank:
+                    self._arrived = self.ipc[at], number
+                if plan.num_ipc == 1:
+                    self._look()
                 progress(bucket.size_bytes)
+            self._look()
             self._await_loaded(len(plan.buckets))
         finally:
             if self._packed is not None:
@@ -120,7 +128,17 @@ class Stream:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.shares.plan.buckets[number].source, 0
         work = self.group.broadcast([buffer.tensor[:size]], options)
+        self._look()
         self.wait(work)
+
+    def _look(self) -> None:
+        """Compares the bucket before with this rank's own weights while the next one is on its way.
+
+        With two IPC buffers it is not overwritten before the one after that.
+        """
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None and self._compare is not None:
+            self._compare(*arrived)
 
     def _await_loaded(self, last: int) -> None:
         """Until the worker is done with the buckets up to this one."""

@@ -27,7 +27,7 @@ from weft.update.buffers import Buffer, HostBuffer
 from weft.update.coordinator import Coordinator
 from weft.update.errors import UpdateError, failure
 from weft.update.layout import Plans
-from weft.update.ledger import Ledger
+from weft.update.ledger import MOST, Ledger
 from weft.update.measured import noted, trace_of
 from weft.update.member import Member
 from weft.update.options import Options
@@ -89,6 +89,8 @@ class Updater:
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
         self.attempt: Attempting | None = None
+        self.turn: int | None = None
+        """Which blocks were compared last; from the first attempt's number on, so that the next process goes on."""
         self._talk: Buckets | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
@@ -108,8 +110,8 @@ class Updater:
         self, source: Source, version: int, *, changed: Collection[str] | None = None, base: int | None = None
     ) -> Updated:
         """Brings a version to all workers. With `changed` and `base`, only those tensors, where all serve `base`."""
-        if version < 1:
-            raise ValueError(f"versions count from 1, got {version}")
+        if not 1 <= version <= MOST:
+            raise ValueError(f"versions are numbers from 1 to {MOST}, got {version}")
         names = tuple(sorted(changed)) if changed is not None else None
         return self._run("update", version, source, names, base)
 
@@ -119,14 +121,18 @@ class Updater:
         Where peers do not have it, a `source` that still has that `version` does.
         """
         if (source is None) != (version == 0):
-            raise ValueError("a source to recover from comes with its version, and the other way round")
+            given = "a version and no source" if source is None else "a source and no version"
+            raise ValueError(
+                f"recover() takes the version from workers that serve it, recover(source, version=7) from a source "
+                f"that has it; got {given}"
+            )
         return self._run("recover", version, source, None, None)
 
     def _run(
         self, kind: Kind, version: int, source: Source | None, changed: tuple[str, ...] | None, base: int | None
     ) -> Updated:
         if self.member.lost:
-            text = "lost in an earlier attempt; start the update ranks again"
+            text = f"lost before this attempt: {self.member.why_lost}; start the update ranks again"
             raise failure(0, self.member.name, "enter", text)
         self.post.start()
         self.attempt = attempt = Attempting(self, kind, version, source, changed, base)

@@ -12,6 +12,7 @@ from weft.weights.bundles import Bundle, Ranks, Unit, make_bundles, size_in_buck
 from weft.weights.collecting import uncollected
 from weft.weights.geometry import disjoint
 from weft.weights.match import Matcher
+from weft.weights.missing import missing_tensors, who_wants
 from weft.weights.pieces import Box, Holding, Piece, Tensor
 from weft.weights.sources import choose_sources, fill_buckets
 
@@ -93,7 +94,7 @@ def plan_update(have: Holding, want: Holding, memory: Memory, only: Collection[s
 def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None) -> UpdatePlan:
     tensors, matcher = _moved(have, want, only), Matcher()
     wanted, wanting = _by_tensor(want, tensors, matcher)
-    units = _units(have, tensors, wanted, matcher)
+    units = _units(have, want, tensors, wanted, matcher)
     num_ranks = len(have.pieces)
     total_bytes = sum(size_in_bucket(unit.tensor, unit.part.box) for unit in units)
     rough = choose_buffers(memory, total_bytes)
@@ -126,13 +127,14 @@ def _moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[s
         raise ValueError(
             f"`only` names {unwanted[0]!r}, which no worker wants; name the tensor it is tied to, or leave it out"
         )
+    missing = [name for name in want.tensors if name in chosen and name not in have.tensors]
+    if missing:
+        raise ValueError(missing_tensors(missing, have, want))
     tensors = {}
     for name, wanted in want.tensors.items():
         if name not in chosen:
             continue
-        had = have.tensors.get(name)
-        if had is None:
-            raise ValueError(f"{name} {Box.whole(wanted.shape)} is wanted, but no rank has a tensor of that name")
+        had = have.tensors[name]
         if (had.shape, had.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
                 f"{name} is wanted as {wanted.dtype} {wanted.shape}, but had as {had.dtype} {had.shape}; "
@@ -173,7 +175,7 @@ def _apart(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     )
 
 
-def _units(have: Holding, tensors: dict[str, Tensor], wanted: _Held, matcher: Matcher) -> list[Unit]:
+def _units(have: Holding, want: Holding, tensors: dict[str, Tensor], wanted: _Held, matcher: Matcher) -> list[Unit]:
     had, having = _by_tensor(have, tensors, matcher)
     units = []
     ranks_of: dict[tuple[int, ...], Ranks] = {}
@@ -184,7 +186,10 @@ def _units(have: Holding, tensors: dict[str, Tensor], wanted: _Held, matcher: Ma
         match = matcher.match(tuple(boxes), tuple(wanted[name]))
         if match.absent is not None:
             asked, missing = match.absent
-            raise ValueError(f"{name} {asked} is wanted, but no rank has {missing} of it; add a rank that has it")
+            raise ValueError(
+                f"{name} {asked} is wanted, but no rank has {missing} of it; {who_wants(want, name, asked)} it; add a "
+                "rank that has it"
+            )
         holders = list(boxes.values())
         for part in match.parts:
             classes = tuple(sorted({number for box in part.had_in for number in holders[box]}))

@@ -56,6 +56,9 @@ def update(
     deadline: Annotated[float, typer.Option(help="Seconds of each wait.")] = 30.0,
     bucket: Annotated[str, typer.Option(help="Bytes of a bucket.")] = "64MiB",
     check: Annotated[bool, typer.Option(help="Compare bytes from source to worker.")] = True,
+    compare_sources: Annotated[
+        str, typer.Option(help="What ranks that hold the same weights compare: a sample, all or off.")
+    ] = "sample",
     recover: Annotated[
         bool, typer.Option("--recover", help="Bring the committed version to workers that lost it, from their peers.")
     ] = False,
@@ -77,7 +80,7 @@ def update(
         raise typer.Exit(_start_ranks(target))
     from weft.update import Options
 
-    options = Options(_memory(bucket), rollback, close, drain, deadline, check)  # type: ignore[arg-type]
+    options = Options(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
     place = ledger if ledger is not None else target / "ledger"
     raise typer.Exit(_be_rank(target, place, key, options, source, version, as_json=as_json))
 
@@ -184,7 +187,15 @@ def _source(named: str, rank: int, world: int) -> Source:
     from importlib import import_module
 
     sys.path.insert(0, str(Path.cwd()))
-    made: Source = getattr(import_module(module), function)()
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"--from {named}: there is no module {error.name!r} here or among those installed") from None
+    if not hasattr(found, function):
+        raise ValueError(f"--from {named}: {found.__file__} has no {function!r}; name the function that makes a Source")
+    made: Source = getattr(found, function)()
     return made
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
+from weft.update.wire.processes import stopped
 from weft.update.wire.seal import Seal
 from weft.update.wire.sockets import peer_of, refuse_strangers
 
@@ -152,7 +153,8 @@ class Link(Generic[M]):
         left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
         ready = poll.poll(left_ms)
         if not ready:
-            raise TimeoutError(f"{self.peer} did not {what} in time")
+            why = stopped(self.pid) if left_ms else ""  # who only looks whether something came is told nothing
+            raise TimeoutError(f"{self.peer} did not {what} in time{why}")
         if any(fd == self._pidfd for fd, _ in ready):
             self._ended = True  # what it sent before its end is read first
             if event == select.POLLOUT:

@@ -12,11 +12,13 @@ import secrets
 import stat
 from pathlib import Path
 
-from weft.update.wire.errors import WireError
+from weft.update.wire.errors import WireError, WrongKey
 
 NONCE_BYTES = 32
 TAG_BYTES = 32
 LEAST_KEY_BYTES = 32
+
+KEYS_DIFFER = "its key is not this one's; give all ranks the same key file (sha256sum shows which differ)"
 
 
 class Seal:
@@ -50,6 +52,8 @@ class Seal:
         self._came += 1
         body, code = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(code, self._code(body, self._came, from_listener=not self._listens)):
+            if self._came == 1:
+                raise WrongKey(KEYS_DIFFER)
             raise WireError("a message came that was not made with this key")
         return body
 

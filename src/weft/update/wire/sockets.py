@@ -26,14 +26,14 @@ class Peer:
     uid: int
 
 
-def own_directory(path: Path) -> Path:
-    """Makes the directory, or refuses one that others could reach into."""
+def own_directory(path: Path, why: str = "others could reach the sockets in it") -> Path:
+    """Makes the directory, or refuses one that others could reach into; `why` that matters is part of the error."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
             f"{path} must be a directory of uid {os.getuid()} with mode 0700, it has uid {status.st_uid} and mode "
-            f"{stat.S_IMODE(status.st_mode):04o}; sockets in it could be reached by others; chmod 700, or use another"
+            f"{stat.S_IMODE(status.st_mode):04o}; {why}; chmod 700 {path}, or use another"
         )
     return path
 
