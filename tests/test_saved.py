@@ -227,8 +227,12 @@ def test_checkpointing_leaves_less_to_offload() -> None:
     assert again[0][2].moved < plain[0][2].moved / 2
 
 
-def paced(rank: int, saved: Any) -> tuple[int, int]:
-    """(the most bytes saved at once, the simulator's), four layers a chunk."""
+def counted(rank: int, saved: Any) -> tuple[int, int]:
+    """(the most bytes saved at once, the simulator's), four layers a chunk.
+
+    On lanes whose clock only counts: how it comes out does not depend on what else the machine does. With lanes that
+    take their time it is measured by benchmarks/offload.py.
+    """
     unit = weft.load_costs("deepseek-v3-h800")
     schedule = weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
@@ -236,7 +240,7 @@ def paced(rank: int, saved: Any) -> tuple[int, int]:
     stages = {c: nn.Sequential(*[MoELayer(64, 64, 2) for _ in range(4)]) for c in range(2)}
     loss_fn, x = nn.functional.mse_loss, torch.randn(16 * 64, 64)
     pipe = weft.Pipeline(
-        stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="paced", costs=unit, saved=saved, deadline_s=120
+        stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="virtual", costs=unit, saved=saved, deadline_s=120
     )
     pipe.step(x, x)
     pipe.step(x, x)
@@ -250,8 +254,8 @@ def paced(rank: int, saved: Any) -> tuple[int, int]:
 
 def test_the_peak_is_the_simulators() -> None:
     """interleaved-overlap, PP4, two chunks, 16 micro-batches, four layers a chunk."""
-    left = check(run_ranks(4, paced, "count", timeout_s=200))
-    out = check(run_ranks(4, paced, "offload", timeout_s=200))
+    left = check(run_ranks(4, counted, "count", timeout_s=200))
+    out = check(run_ranks(4, counted, "offload", timeout_s=200))
     peak, predicted = max(peak for peak, _ in out), max(predicted for _, predicted in out)
     assert peak == pytest.approx(predicted, rel=0.10)
     assert peak <= 0.4 * max(peak for peak, _ in left)
