@@ -18,7 +18,8 @@ from ranks import check, run_ranks
 from update_models import model, source_of
 from update_workers import Workers
 from weft.update import Options, Source, UpdateError, Updater
-from weft.update.ledger import MOST, Ledger, peek
+from weft.update.ledger import Ledger, peek
+from weft.update.protocol.record import MOST
 from weft.update.wire.processes import stopped
 from weft.weights.buffers import Memory
 from weft.weights.layouts import Parallel

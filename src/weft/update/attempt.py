@@ -11,9 +11,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from weft.update.catalogue import list_layouts
-from weft.update.ledger import Record
+from weft.update.protocol.record import (
+    Member,
+    Record,
+    is_foreign,
+    member_of,
+    missing_members,
+    replaced_members,
+    taken_over,
+)
 from weft.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
-from weft.update.wire.messages import Wants
+from weft.update.wire.messages import Status, Wants
 
 
 class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
@@ -24,9 +32,9 @@ class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
         self.who = who
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attempt:
-    """What has been said so far, by rank."""
+    """What has been said so far, by rank. `left`: members that are out of the set from this attempt on."""
 
     world: int
     epoch: int = 0
@@ -35,20 +43,25 @@ class Attempt:
     entered: dict[int, Enter] = field(default_factory=dict)
     settled: dict[int, Settled] = field(default_factory=dict)
     agreed: dict[int, Agreed] = field(default_factory=dict)
+    left: tuple[Member, ...] = ()
+
+    @property
+    def statuses(self) -> dict[int, Status]:
+        """How each rank's worker stood when the rank entered."""
+        return {rank: entry.status for rank, entry in self.entered.items() if entry.status is not None}
 
     @property
     def first(self) -> Enter:
         """All ranks entered alike."""
         return next(iter(self.entered.values()))
 
-    def missing(self, sides: dict[int, Sides]) -> list[int]:
-        """Ranks that have not spoken in this phase."""
+    def spoken(self, sides: dict[int, Sides]) -> Collection[int]:
+        """Ranks that have spoken in this phase."""
         by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
-        said = by_phase.get(self.phase, self.agreed)
-        return [rank for rank in range(self.world) if rank not in said]
+        return by_phase.get(self.phase, self.agreed)
 
-    def refuse_entries(self, record: Record) -> None:
-        """Raises Refusal where ranks do not want the same thing, or want what cannot be."""
+    def refuse_entries(self, record: Record, where: str = "") -> None:
+        """Raises Refusal where ranks do not want the same thing, want what cannot be, or find other workers."""
         first = self.first
         for entry in self.entered.values():
             if entry.fault is not None:
@@ -63,16 +76,85 @@ class Attempt:
                     f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
                     f"{first.kind} of version {first.version}; all ranks must ask for the same",
                 )
+            if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
+                raise Refusal(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+        self._refuse_logs(record, where)
+        self._refuse_set(record)
+        record = self.start_from(record)
         if first.kind == "update" and record.version is not None and first.version <= record.version:
             raise Refusal(
                 "the caller", f"version {first.version} is not newer than {record.version}, which is committed"
             )
         if first.kind == "recover" and record.version is None:
-            raise Refusal("the caller", "no version was ever committed, so there is none to recover; update first")
+            text = "no version was ever committed, so there is none to recover; update first"
+            other = "the workers do not all serve one version of one log, so there is none to go on with; update first"
+            raise Refusal("the caller", other if first.takeover else text)
         if first.kind == "recover" and first.version not in (0, record.version):
             raise Refusal(
                 "the caller", f"the source has version {first.version}, version {record.version} is committed"
             )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers of this attempt, as the log will know them."""
+        statuses = self.statuses
+        return tuple(member_of(rank, statuses[rank]) for rank in range(self.world))
+
+    def start_from(self, record: Record) -> Record:
+        """What the log says once it has taken over what it is told to."""
+        if not self.first.takeover:
+            return record
+        statuses = self.statuses
+        return taken_over(record, [statuses[rank] for rank in range(self.world)], self.members)
+
+    def _refuse_set(self, record: Record) -> None:
+        """The workers must be those of the log, or the caller must say that they are a new set."""
+        for rank, status in self.statuses.items():
+            if not status.holds_slot:
+                raise Refusal(
+                    f"worker {rank} (process {status.pid})",
+                    f"process {status.before} was worker {rank} before, and has neither ended nor closed; end it",
+                )
+        if self.first.new_set:
+            return
+        missing = missing_members(record, self.entered)
+        if missing:
+            raise Refusal(
+                ", ".join(member.name for member in missing),
+                f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
+                f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
+                "start a rank beside each worker, or say that the set is a new one (new_set=True, --new-set)",
+            )
+        replaced = replaced_members(record, self.statuses)
+        if replaced:
+            raise Refusal(
+                ", ".join(member.name for member in replaced),
+                "another worker is in its place, at another path or host, and whether this one has ended cannot be "
+                f"told from there; it may still serve version {record.version}; end it and say that the set is a new "
+                "one (new_set=True, --new-set)",
+            )
+
+    def _refuse_logs(self, record: Record, where: str) -> None:
+        foreign = {r: status for r, status in self.statuses.items() if is_foreign(record, status.log)}
+        if foreign and not self.first.takeover:
+            rank, status = next(iter(sorted(foreign.items())))
+            raise Refusal(
+                f"workers {_listed(sorted(foreign))}",
+                f"worker {rank} belongs to another log: {status.log} committed its version {status.version}, and this "
+                f"one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take the "
+                "workers over (takeover=True, --takeover) if it is lost",
+            )
+
+    def leaving(self, record: Record) -> list[Member]:
+        """Members of the log that are out of the set, as the caller says."""
+        return [*missing_members(record, self.entered), *replaced_members(record, self.statuses)]
+
+    def refuse_strangers(self) -> None:
+        """Raises Refusal where a worker that settled is not the process that was there at entry."""
+        for rank, status in self.statuses.items():
+            now = self.settled[rank].status
+            if now.incarnation != status.incarnation:
+                raise Refusal(f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}")
 
     def next_epoch(self) -> int:
         """The largest that any worker knows of."""
@@ -130,9 +212,20 @@ class Attempt:
                     f"{mute if holds else lost} stay closed until the next update, or until "
                     f"recover(source, version={version}) is called with a source that still has it",
                 )
-            return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue)
+            return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue, self._who_left())
         only, why = self._only(record, holds)
-        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), catalogue, why)
+        whys = "; ".join(filter(None, (why, self._who_left())))
+        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), catalogue, whys)
+
+    def _who_left(self) -> str:
+        """What became of the members that are out of the set."""
+        closed = {worker for settled in self.settled.values() for worker in settled.closed}
+        parts = [
+            f"{member.name} left the set and "
+            + ("is closed" if member.worker in closed else "was not reached: end it, if it lives it serves what it has")
+            for member in self.left
+        ]
+        return "; ".join(parts)
 
     def _circle(self) -> int:
         """The communicator that all have, or a new one."""

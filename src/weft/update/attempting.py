@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from weft.update.beside import RefusedError, blame
+from weft.update.beside import RefusedError, blame, dismiss
 from weft.update.broadcasts import Broken
 from weft.update.catalogue import layout_digest
 from weft.update.comparing import Comparison, comparison
@@ -15,10 +15,12 @@ from weft.update.coordinator import HEAR_S
 from weft.update.errors import UpdateError, failure
 from weft.update.layout import Unplannable
 from weft.update.packing import Packer
+from weft.update.protocol import rank
+from weft.update.protocol.rank import Action, Ask, Done, RankState, Say, Work
 from weft.update.shares import Shares
 from weft.update.source import Source
 from weft.update.stream import Stream, giving
-from weft.update.wire.control import Agreed, Enter, Fault, Go, Kind, Layouts, Phase, Proceed, Send, Settled, Sides
+from weft.update.wire.control import Enter, Fault, Go, Kind, Layouts, Phase, Sides
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.messages import (
     Abort,
@@ -26,7 +28,6 @@ from weft.update.wire.messages import (
     Begun,
     Commit,
     Finish,
-    GetStatus,
     Prepared,
     Settle,
     Status,
@@ -46,10 +47,7 @@ _NOTHING = Wants((), ())
 
 
 class Attempting:
-    """Runs once. `voted`: this rank's worker is prepared and the coordinator knows; `decided`: it was committed.
-
-    `timed_out`: a wait for the worker did.
-    """
+    """Runs once, as `protocol/rank.py` decides. `timed_out`: a wait for the worker did."""
 
     def __init__(
         self,
@@ -60,16 +58,29 @@ class Attempting:
         changed: tuple[str, ...] | None,
         base: int | None,
     ) -> None:
-        self.u, self.kind, self.version, self.source = updater, kind, version, source
+        self.u, self.kind, self.source = updater, kind, source
         self.changed, self.base = changed, base
         self.options, self.member, self.beside = updater.options, updater.member, updater.beside
-        self.epoch = 0
+        self.state = RankState(updater.rank, updater.options, version=version)
         self.member.begin()
-        self.phase: Phase = "enter"
-        self.voted = self.decided = self.began = self.loads = self.timed_out = False
+        self.timed_out = False
         self.seconds: dict[str, float] = {}
         self.status: Status | None = None
         self.stream: Stream | None = None
+        self._has = source.has if source is not None else _NOTHING
+        self._wants = _NOTHING
+        self._shares: Shares | None = None
+        self._kept = 0
+
+    @property
+    def epoch(self) -> int:
+        """The attempt's number, 0 before it has one."""
+        return self.state.epoch
+
+    @property
+    def phase(self) -> Phase:
+        """Where this rank is."""
+        return self.state.phase
 
     @property
     def bucket(self) -> int:
@@ -80,150 +91,143 @@ class Attempting:
         """All phases."""
         from weft.update.updater import Updated
 
-        layouts = self._meet()
-        if layouts is None:
-            assert self.status is not None
+        with self._in("enter"):
+            action: Action
+            self.state, action = self._say(Say(self._enter(), (Go,)))
+        while not isinstance(action, Done):
+            with self._in(self.phase):
+                if isinstance(action, Say):
+                    self.state, action = self._say(action)
+                elif isinstance(action, Ask):
+                    self.state, action = rank.answered(self.state, self._ask(action.message))
+                else:
+                    self.state, action = rank.worked(self.state, self._work(action))
+        assert self.status is not None
+        if self._shares is None:
             assert self.status.version is not None
             return Updated(self.status.version, self.epoch, 0, 0, self.status.rollbacks, self.seconds, ())
-        self.loads, self.version = self.u.rank in layouts.loads, layouts.version
-        shares = self._plan(layouts)
-        notes = (*shares.plan.notes, *([layouts.why] if layouts.why else []))
-        kept = self._begin(layouts, shares) if self.loads else 0
-        self._agree("begin")
-        self._load(layouts, shares)
-        if self.loads:
-            with self._in("finish"):
-                self.beside.ask(Finish(self.epoch), Prepared, self.options.deadline_s)
-        self._vote()
-        if self.loads:
-            with self._in("open"):
-                commit = Commit(self.epoch, layouts.version)
-                self.status = self.beside.ask(commit, Status, self.options.deadline_s)
-        self._agree("open")
-        assert self.status is not None
+        assert self.state.layouts is not None
         assert self.stream is not None
-        moved = sum(bucket.size_bytes for bucket in shares.plan.buckets)
+        shares, why = self._shares, self.state.layouts.why
         return Updated(
-            layouts.version,
+            self.state.version,
             self.epoch,
-            moved,
-            kept,
+            sum(bucket.size_bytes for bucket in shares.plan.buckets),
+            self._kept,
             self.status.rollbacks,
             self.seconds,
-            notes,
+            (*shares.plan.notes, *([why] if why else [])),
             shares,
             self.stream.times,
         )
 
-    # ---- phases ------------------------------------------------------------------------------------------------------
+    # ---- what a rank does --------------------------------------------------------------------------------------------
 
-    def _meet(self) -> Layouts | None:
-        """All ranks are here, all workers know what is committed, all layouts are known."""
-        deadline_s = self.options.deadline_s
-        has = self.source.has if self.source is not None else _NOTHING
-        with self._in("enter"):
-            wants, fault = _NOTHING, None
-            try:
-                self.beside.connect(self.u.rank, deadline_s)
-                self.status = self.beside.ask(GetStatus(), Status, deadline_s)
-                wants = self.beside.wants(deadline_s)
-            except (UpdateError, RefusedError, WireError, OSError) as error:
-                if self.u.post.bad is not None:
-                    raise
-                if isinstance(error, TimeoutError):
-                    self.beside.drop()  # its answer, when it comes, is not to be taken for another
-                fault = blame(error, 0, self.beside.name, "enter", -1).fault
-            names = self.kind, self.version, self.base, self.changed
-            layouts = layout_digest(has), layout_digest(wants)
-            mine = self.beside.gives, self.u.broadcasts.made
-            self.member.send(Enter(self.u.rank, *names, *layouts, self.status, *mine, fault), "enter")
-            go = self.member.hear(Go, "enter")
-        self.epoch = go.epoch
-        with self._in("settle"):
-            settle = Settle(go.epoch, go.committed, go.epochs, self.options.close, self.options.drain_s)
-            self.status = self.beside.ask(settle, Status, self.options.phase_s)
-            self.began = True
-            self.member.send(Settled(self.epoch, self.u.rank, self.status), "settle")
-            answer = self.member.hear(Send | Layouts | Proceed, "settle")  # type: ignore[arg-type]
-        if isinstance(answer, Send):
-            with self._in("layout"):
-                asked = has if answer.has else None, wants if answer.wants else None
-                self.member.send(Sides(self.epoch, self.u.rank, self.u.free_bytes, *asked), "layout")
-                answer = self.member.hear(Layouts | Proceed, "layout")  # type: ignore[arg-type]
-        return answer if isinstance(answer, Layouts) else None
+    def _enter(self) -> Enter:
+        """Meets the worker. A rank that cannot enters too, so that all ranks hear of it together."""
+        deadline_s, fault = self.options.deadline_s, None
+        try:
+            self.beside.connect(self.u.rank, deadline_s)
+            self.status = self.beside.settled_in(deadline_s)
+            self._wants = self.beside.wants(deadline_s)
+        except (UpdateError, RefusedError, WireError, OSError) as error:
+            if self.u.post.bad is not None:
+                raise
+            if isinstance(error, TimeoutError):
+                self.beside.drop()  # its answer, when it comes, is not to be taken for another
+            fault = blame(error, 0, self.beside.name, "enter", -1).fault
+        names = self.kind, self.state.version, self.base, self.changed
+        layouts = layout_digest(self._has), layout_digest(self._wants)
+        mine = self.beside.gives, self.u.broadcasts.made
+        vouched = self.u.takeover, self.u.new_set
+        return Enter(self.u.rank, *names, *layouts, self.status, *mine, fault, *vouched)
+
+    def _say(self, say: Say) -> rank.Step:
+        self.member.send(say.message, self.phase)
+        return rank.heard(self.state, self.member.hear(say.answers, self.phase))
+
+    def _ask(self, message: Settle | Begin | Finish | Commit) -> Status | Begun | Prepared:
+        """The worker's answer."""
+        options = self.options
+        if isinstance(message, Begin):
+            begun = self.beside.ask(message, Begun, options.phase_s)
+            self._kept = begun.rollback_bytes
+            if begun.rollback_bytes:
+                self.u.say(
+                    f"worker {self.u.rank} keeps {begun.rollback_bytes} bytes ({options.rollback}) until version "
+                    f"{message.version} is committed"
+                )
+            return begun
+        if isinstance(message, Finish):
+            return self.beside.ask(message, Prepared, options.deadline_s)
+        within_s = options.phase_s if isinstance(message, Settle) else options.deadline_s
+        self.status = self.beside.ask(message, Status, within_s)
+        return self.status
+
+    def _work(self, work: Work) -> Any:
+        """What this rank does by itself."""
+        if work.what == "dismiss":
+            assert self.state.go is not None
+            return dismiss(self.u.directory, work.about, self.state.go, self.options)
+        if work.what == "describe":
+            asked = self._has if work.about.has else None, self._wants if work.about.wants else None
+            return Sides(self.epoch, self.u.rank, self.u.free_bytes, *asked)
+        assert self.state.layouts is not None
+        if work.what == "plan":
+            self._shares = self._plan(self.state.layouts)
+            return self._shares.digest
+        assert self._shares is not None
+        self._load(self.state.layouts, self._shares)
+        return None
 
     def _plan(self, layouts: Layouts) -> Shares:
-        with self._in("plan"):
-            try:
-                shares = self.u.plans.of(layouts)
-            except WireError as error:
-                raise failure(self.epoch, self.member.name, "plan", str(error)) from error
-            except Unplannable as error:
-                raise failure(self.epoch, error.who, "plan", str(error)) from error
-            self.u.buffers(shares)
-            gives = self.u.rank in layouts.holds
-            self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)
-            device = self.u.device.index or 0 if self.u.device.type == "cuda" else -1
-            self.beside.map([*self.u.ipc, *self.u.h2d], device, self.options.deadline_s)
-            self._agree("plan", shares.digest)
+        try:
+            shares = self.u.plans.of(layouts)
+        except WireError as error:
+            raise failure(self.epoch, self.member.name, "plan", str(error)) from error
+        except Unplannable as error:
+            raise failure(self.epoch, error.who, "plan", str(error)) from error
+        self.u.buffers(shares)
+        gives = self.u.rank in layouts.holds
+        self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)
+        device = self.u.device.index or 0 if self.u.device.type == "cuda" else -1
+        self.beside.map([*self.u.ipc, *self.u.h2d], device, self.options.deadline_s)
         return shares
 
-    def _begin(self, layouts: Layouts, shares: Shares) -> int:
-        with self._in("begin"):
-            options = self.options
-            begin = Begin(
-                self.epoch,
-                layouts.version,
-                shares.digest,
-                options.rollback,
-                options.close,
-                options.drain_s,
-                options.checked,
-                layouts.only is not None,
-            )
-            begun = self.beside.ask(begin, Begun, options.phase_s)
-        if begun.rollback_bytes:
-            self.u.say(
-                f"worker {self.u.rank} keeps {begun.rollback_bytes} bytes ({options.rollback}) until version "
-                f"{layouts.version} is committed"
-            )
-        return begun.rollback_bytes
-
     def _load(self, layouts: Layouts, shares: Shares) -> None:
-        with self._in("load"):
-            group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
-            assert self.u.broadcasts.waiter is not None
-            compared = self._comparison(layouts, shares)
-            self.stream = Stream(
-                shares,
-                self.u.rank,
-                self.epoch,
-                ipc=self.u.ipc,
-                h2d=self.u.h2d[: shares.plan.num_h2d],
-                beside=self.beside,
-                group=group,
-                wait=self.u.broadcasts.waiter.wait,
-                deadline_s=self.options.deadline_s,
-                checked=self.options.checked,
-                compare=compared.look if compared is not None else None,
-            )
-            if layouts.holds:
-                waits = self.options.deadline_s, self.options.checked
-                fill = giving(self.beside, shares, self.epoch, self.u.ipc, *waits)
-            else:
-                assert self.source is not None
-                fill = Packer(shares, self.source, checked=self.options.checked).fill
-            total, done = sum(bucket.size_bytes for bucket in shares.plan.buckets), 0
+        group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
+        assert self.u.broadcasts.waiter is not None
+        compared = self._comparison(layouts, shares)
+        self.stream = Stream(
+            shares,
+            self.u.rank,
+            self.epoch,
+            ipc=self.u.ipc,
+            h2d=self.u.h2d[: shares.plan.num_h2d],
+            beside=self.beside,
+            group=group,
+            wait=self.u.broadcasts.waiter.wait,
+            deadline_s=self.options.deadline_s,
+            checked=self.options.checked,
+            compare=compared.look if compared is not None else None,
+        )
+        if layouts.holds:
+            waits = self.options.deadline_s, self.options.checked
+            fill = giving(self.beside, shares, self.epoch, self.u.ipc, *waits)
+        else:
+            assert self.source is not None
+            fill = Packer(shares, self.source, checked=self.options.checked).fill
+        total, done = sum(bucket.size_bytes for bucket in shares.plan.buckets), 0
 
-            def progress(size_bytes: int) -> None:
-                nonlocal done
-                done += size_bytes
-                self.u.progress(done, total)
+        def progress(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            self.u.progress(done, total)
 
-            self.stream.run(fill, self.loads, progress)
-            different = compared.refusal(layouts.version) if compared is not None else None
-            if different is not None:
-                raise failure(self.epoch, different[0], "load", different[1])
+        self.stream.run(fill, self.state.loads, progress)
+        different = compared.refusal(layouts.version) if compared is not None else None
+        if different is not None:
+            raise failure(self.epoch, different[0], "load", different[1])
 
     def _comparison(self, layouts: Layouts, shares: Shares) -> Comparison | None:
         """With the weights of this rank; workers that give hold one committed version."""
@@ -231,21 +235,10 @@ class Attempting:
         source = self.source if not layouts.holds else None
         return comparison(shares.plan, source, self.u.rank, self.options.compare_sources, self.u.turn)
 
-    def _vote(self) -> None:
-        """From when the coordinator may know of this rank's vote, only it can tell what becomes of the worker."""
-        self.voted = True
-        self._agree("finish")
-        self.decided = True
-
-    def _agree(self, phase: Phase, value: str = "") -> None:
-        self.phase = phase
-        self.member.send(Agreed(self.epoch, self.u.rank, phase, value), phase)
-        self.member.hear(Proceed, phase)
-
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
         """Around a phase: takes its time, and what its waits raise becomes the fault that all will hear of."""
-        self.phase, began = phase, time.perf_counter()
+        began = time.perf_counter()
         try:
             yield
         except (Gone, TimeoutError, RefusedError, WireError) as error:
@@ -268,23 +261,24 @@ class Attempting:
 
         Once this rank has voted, only the coordinator's word is known: without it the worker stays prepared.
         """
-        known = self._explain(error)
-        in_doubt = self.voted and not self.decided and self.member.stop is None
+        known, told = self._explain(error), self.member.stop is not None
+        word = rank.farewell(self.state, told=told, committed=known.committed)
         with suppress(Exception):  # a worker that is gone or hangs: it will learn in the next attempt
-            if self.loads and (known.committed or self.decided):
-                self.beside.ask(Commit(self.epoch, self.version), Status, FAREWELL_S, heed=False)
-            elif self.began and not in_doubt:
+            if word == "commit":
+                self.beside.ask(Commit(self.epoch, self.state.version), Status, FAREWELL_S, heed=False)
+            elif word == "abort":
                 self.beside.send(Abort(self.epoch))
                 if not self.timed_out:  # one that hangs was waited for already
                     self._farewell()
         if self.timed_out:
             self.beside.drop()  # it goes back when it finds itself alone; what it answers is not for another question
-        if not in_doubt:
+        if not self.state.in_doubt(told=told):
             return known
         text = (
-            f"{known.text}; whether version {self.version} is committed is not known here, and the worker stays closed"
+            f"{known.text}; whether version {self.state.version} is committed is not known here, and the worker stays "
+            "closed until the next attempt tells it"
         )
-        return failure(self.epoch, known.who, known.phase, f"{text} until the next attempt tells it", known.bucket)
+        return failure(self.epoch, known.who, known.phase, text, known.bucket)
 
     def _farewell(self) -> None:
         """Reads what the worker still has to say until it has gone back; lets go of one that does not."""
@@ -312,12 +306,12 @@ class Attempting:
                 fault = Fault(self.epoch, who, self.phase, self.bucket, text, waited=waited)
             if self.epoch:
                 self.member.report(fault)
-            return post.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.decided)
+            return post.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.state.decided)
         bad, cut_off = post.bad, self.member.lost and self.member.stop is None
         if cut_off or (bad.phase == "finish" and bad.bucket < 0 and self.phase == "load"):
             # Whoever ended did not say where it was; where it left this rank is the next best.
             here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
-            return UpdateError(here.fault, committed=bad.committed or self.decided)
+            return UpdateError(here.fault, committed=bad.committed or self.state.decided)
         return bad
 
 

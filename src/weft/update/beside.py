@@ -12,8 +12,9 @@ from weft.update.buffers import Buffer
 from weft.update.catalogue import check_layout
 from weft.update.endpoint import worker_path
 from weft.update.errors import UpdateError, failure
+from weft.update.options import Options
 from weft.update.post import Post, read_into
-from weft.update.wire.control import Fault, Phase
+from weft.update.wire.control import Fault, Go, Phase
 from weft.update.wire.doors import call_path
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import PAUSE_S, Link
@@ -21,16 +22,20 @@ from weft.update.wire.messages import (
     MOST_PLANS,
     PROTOCOL,
     FromWorker,
+    GetStatus,
     GetWants,
     Hello,
     Map,
     Mapped,
     Planned,
     Refused,
+    Settle,
+    Status,
     TakePlan,
     Wants,
     Welcome,
 )
+from weft.update.wire.sockets import connect, place_of
 
 M = TypeVar("M", bound=FromWorker)
 
@@ -43,6 +48,7 @@ class Beside:
         self.gives = False
         self._lost = lost
         self._link: Link[FromWorker] | None = None
+        self._place: tuple[int, int] | None = None
         self._plans: list[str] = []
         self._mapped: tuple[Buffer, ...] = ()
         self._wants: Wants | None = None
@@ -53,12 +59,15 @@ class Beside:
         return f"worker {self.worker}" + (f" (process {self._link.pid})" if self._link is not None else "")
 
     def connect(self, rank: int, deadline_s: float) -> None:
-        """Meets the worker, unless it is there still."""
-        if self._link is not None:
+        """Meets the worker, unless it is there still: another process may have taken its place."""
+        there = place_of(self.path)
+        if self._link is not None and there in (None, self._place):
             return
+        self.drop()
         until, turned_away = time.monotonic() + deadline_s, 0
         while True:
             try:
+                self._place = place_of(self.path)  # before: a socket that comes after it is another
                 link, welcome = self._call(rank, until)
                 break
             except Gone as error:  # it may be started again just now, or have had too many visitors
@@ -125,6 +134,15 @@ class Beside:
             raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
         return answer
 
+    def settled_in(self, deadline_s: float) -> Status:
+        """How the worker stands, once a process that was in its place has closed or ended, or at the deadline."""
+        until = time.monotonic() + deadline_s
+        while True:
+            status = self.ask(GetStatus(), Status, deadline_s)
+            if status.holds_slot or time.monotonic() > until:
+                return status
+            time.sleep(PAUSE_S)
+
     def wants(self, deadline_s: float) -> Wants:
         """What the worker wants; asked once a connection. Raises WireError where that is no layout."""
         if self._wants is None:
@@ -164,6 +182,31 @@ class RefusedError(Exception):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.text)
         self.refused = refused
+
+
+def dismiss(directory: Path, workers: Sequence[int], go: Go, options: Options) -> tuple[int, ...]:
+    """Closes workers that are out of the set, as far as they are in this directory: those that are closed now."""
+    settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
+    return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
+
+
+def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
+    try:
+        link: Link[FromWorker] = Link(connect(path), FromWorker)
+    except OSError:
+        return False
+    try:
+        link.trust()
+        link.send(Hello(PROTOCOL, "update"))
+        if not isinstance(link.receive(deadline_s), Welcome):
+            return False
+        link.send(settle)
+        answer = link.receive(deadline_s)
+        return isinstance(answer, Status) and answer.state == "closed"
+    except (OSError, WireError):
+        return False
+    finally:
+        link.close()
 
 
 def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:

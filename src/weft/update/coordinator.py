@@ -1,4 +1,4 @@
-"""The coordinator: one thread that hears all update ranks, moves attempts from phase to phase, and decides.
+"""The coordinator: one thread that hears all update ranks and does what `protocol/coordinator.py` decides.
 
 It talks to update ranks only, wherever they are; each of them speaks for the worker beside it. A rank whose connection
 ends is lost, and the attempt with it.
@@ -14,22 +14,11 @@ from contextlib import suppress
 
 import msgspec
 
-from weft.update.attempt import Attempt, Refusal
+from weft.update.attempt import Attempt
 from weft.update.lateness import why_late
 from weft.update.ledger import Ledger, peek
-from weft.update.wire.control import (
-    Agreed,
-    Enter,
-    Fault,
-    Go,
-    Join,
-    Phase,
-    Proceed,
-    Settled,
-    Sides,
-    Stop,
-    ToCoordinator,
-)
+from weft.update.protocol import coordinator as protocol
+from weft.update.wire.control import Fault, Join, Stop, ToCoordinator
 from weft.update.wire.doors import Door
 from weft.update.wire.errors import WireError, WrongKey
 from weft.update.wire.link import HELLO_S, PAUSE_S, Link, encode
@@ -37,8 +26,6 @@ from weft.update.wire.messages import PROTOCOL
 
 HEAR_S = 1.0
 """How long ranks that waited in vain are heard, before those that say nothing are blamed."""
-
-_AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
 
 
 class Coordinator:
@@ -48,11 +35,8 @@ class Coordinator:
         self.door, self.ledger, self.world, self.deadline_s = door, ledger, world, deadline_s
         self._ranks: dict[int, Link[ToCoordinator]] = {}
         self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
-        self._lost: dict[int, str] = {}
         self._foreign = ""  # who came with another key
-        self._sides: dict[int, Sides] = {}
-        self._known: dict[int, tuple[str, str]] = {}  # each rank's layouts, as everybody knows them
-        self._attempt = Attempt(world)
+        self._state = protocol.Deciding(world, Attempt(world), str(ledger.directory))
         self._since: float | None = None
         self._waited: dict[int, Fault] = {}
         self._judged_s = 0.0
@@ -130,10 +114,9 @@ class Coordinator:
         del self._strangers[link]
         self._ranks[join.rank] = link
         link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
-        self._lost.pop(join.rank, None)
         if len(self._ranks) == self.world:
             self._foreign = ""
-        self._known.clear()  # a rank that is new knows nobody's layout
+        self._state = protocol.joined(self._state, join.rank)
 
     def _turn_away(self, link: Link[ToCoordinator], error: WrongKey) -> None:
         """Any message shows the other end, too, that the keys differ; ranks that are missed hear of it later."""
@@ -147,46 +130,50 @@ class Coordinator:
         self._strangers.pop(link, None)
         if rank is not None:
             del self._ranks[rank]
-            self._lost[rank] = f"update rank {rank} ({link.peer})"
         link.close()
-        if rank is not None and self._attempt.entered:
-            self._stop(self._attempt.fault(self._lost[rank], f"lost: {text}"))
+        if rank is not None:
+            self._carry_out(protocol.lost(self._state, rank, f"update rank {rank} ({link.peer})", text))
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
     def _take(self, rank: int, message: ToCoordinator) -> None:
-        attempt = self._attempt
-        if isinstance(message, Enter):
-            if self._lost:
-                gone = ", ".join(self._lost.values())
-                text = "lost in an earlier attempt; start the update ranks again"
-                self._tell(rank, encode(Stop(0, Fault(0, gone, "enter", -1, text), committed=False)))
-                return
-            if attempt.phase != "enter":  # it has given the attempt up
-                text = "has given up, and begins another attempt"
-                self._stop(attempt.fault(f"update rank {rank}", text))
-                attempt = self._attempt
-            attempt.entered[rank] = message
-        elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
-            return  # of an attempt that is over
-        elif isinstance(message, Fault):
+        if isinstance(message, Fault) and message.epoch == self._state.attempt.epoch != 0:
             self._accuse(rank, message)
-            return
-        elif isinstance(message, Settled):
-            attempt.settled[rank] = message
-        elif isinstance(message, Sides):
-            self._sides[rank] = message
-        elif isinstance(message, Agreed) and message.phase == attempt.phase:
-            attempt.agreed[rank] = message
-        self._since = self._since if self._since is not None else time.monotonic()
-        if not attempt.missing(self._sides):
-            self._since = None
+        else:
+            self._carry_out(protocol.hear(self._state, rank, message, self.ledger.record))
+
+    def _carry_out(self, step: protocol.Step) -> None:
+        """Does what was decided, in its order; what the log answers leads to more."""
+        before = self._state.attempt
+        self._state, actions = step
+        self._mind_time(before)
+        for action in actions:
+            if isinstance(action, protocol.Tell):
+                if action.rank < 0:
+                    self._tell_all(action.message)
+                else:
+                    self._tell(action.rank, encode(action.message))
+                continue
             try:
-                self._advance()
-            except Refusal as refusal:
-                self._stop(attempt.fault(refusal.who, str(refusal)))
-            except (OSError, WireError) as error:
-                self._stop(attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}"))
+                if isinstance(action, protocol.Open):
+                    epoch = self.ledger.begin(action.least, action.record, action.members)
+                    after = protocol.opened(self._state, epoch, self.ledger.record)
+                else:
+                    self._commit(action.version)
+                    after = protocol.decided(self._state)
+            except OSError as error:
+                after = protocol.stop(self._state, protocol.fault_of_log(self._state, error))
+            self._carry_out(after)
+
+    def _mind_time(self, before: Attempt) -> None:
+        """A phase is late from when the first rank has spoken in it."""
+        attempt = self._state.attempt
+        if self._state.num_spoken in (0, self.world):
+            self._since = None
+        elif self._since is None or (before.epoch, before.phase) != (attempt.epoch, attempt.phase):
+            self._since = time.monotonic()
+        if not attempt.entered:
+            self._waited.clear()
 
     def _accuse(self, rank: int, fault: Fault) -> None:
         """Stops the attempt. Ranks that waited for others in vain are heard first: who says nothing was waited for."""
@@ -210,78 +197,18 @@ class Coordinator:
         text = f"says nothing{aside}; update rank {rank} waited for it: {fault.text}"
         self._stop(Fault(fault.epoch, who, fault.phase, fault.bucket, text))
 
-    def _advance(self) -> None:
-        """Everybody has spoken in this phase."""
-        attempt = self._attempt
-        if attempt.phase == "enter":
-            attempt.refuse_entries(self.ledger.record)
-            attempt.epoch = self.ledger.begin(attempt.next_epoch())
-            attempt.phase = "settle"
-            record = self.ledger.record
-            self._tell_all(Go(attempt.epoch, record.version, record.epochs))
-        elif attempt.phase == "settle":
-            if attempt.digests == self._known:
-                self._lay_out(None)
-            else:
-                attempt.phase = "layout"
-                self._sides.clear()
-                for rank, send in attempt.sends().items():
-                    self._tell(rank, encode(send))
-        elif attempt.phase == "layout":
-            self._lay_out(attempt.catalogue(self._sides))
-            self._sides.clear()
-        else:
-            self._agree()
-
-    def _lay_out(self, catalogue: bytes | None) -> None:
-        attempt = self._attempt
-        layouts = attempt.layouts(self.ledger.record, catalogue)
-        if layouts is None:
-            self._done("open")
-        else:
-            attempt.phase = "plan"
-            if catalogue is not None:
-                self._known = {}  # until all have made their plans of it
-            self._tell_all(layouts)
-
-    def _agree(self) -> None:
-        attempt, phase = self._attempt, self._attempt.phase
-        different = attempt.disagreement()
-        if different is not None:
-            raise Refusal("the update ranks", different)
-        if phase == "plan":
-            self._known = attempt.digests
-        if phase == "finish":
-            first, record = attempt.first, self.ledger.record
-            version = first.version if first.kind == "update" else record.version
-            assert version is not None
-            self._commit(version)
-            attempt.committed = True
-        attempt.agreed.clear()
-        if phase == "open":
-            self._done(phase)
-        else:
-            attempt.phase = _AFTER[phase]
-            self._tell_all(Proceed(attempt.epoch, phase))
-
     def _commit(self, version: int) -> None:
         """From here on it is decided. Where that cannot be told, this thread ends, and workers stay closed."""
         try:
-            self.ledger.commit(version, self._attempt.epoch)
+            self.ledger.commit(version, self._state.attempt.epoch)
         except OSError as error:
-            if self._attempt.epoch in peek(self.ledger.directory).epochs:
+            if self._state.attempt.epoch in peek(self.ledger.directory).epochs:
                 raise RuntimeError(f"version {version} is committed, but that may not outlast this host") from error
             raise
 
-    def _done(self, phase: Phase) -> None:
-        self._tell_all(Proceed(self._attempt.epoch, phase))
-        self._attempt = Attempt(self.world)
-
     def _stop(self, fault: Fault) -> None:
-        stop = Stop(self._attempt.epoch, fault, self._attempt.committed)
-        self._attempt, self._since = Attempt(self.world), None
         self._waited.clear()
-        self._tell_all(stop)
+        self._carry_out(protocol.stop(self._state, fault))
 
     def _tell_all(self, message: msgspec.Struct) -> None:
         body = encode(message)  # once: it may be the layouts of a large model
@@ -309,8 +236,8 @@ class Coordinator:
         if self._waited and time.monotonic() > self._judged_s:
             self._judge()
         if self._since is not None and time.monotonic() > self._since + self.deadline_s + 1:
-            missing = self._attempt.missing(self._sides)
+            missing = self._state.missing
             who = ", ".join(f"update rank {rank}" for rank in missing)
             why = self._foreign or why_late(*(self._ranks[rank].pid for rank in missing if rank in self._ranks))
             text = f"not heard of within {self.deadline_s:g} s of the others{why}"
-            self._stop(self._attempt.fault(who, text))
+            self._stop(self._state.attempt.fault(who, text))

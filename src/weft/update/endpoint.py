@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.update.adapters.interface import Adapter
 from weft.update.gate import Closed
+from weft.update.slot import Slot
 from weft.update.wire.errors import Gone, WireError
 from weft.update.wire.link import HELLO_S, Link, accepting
 from weft.update.wire.messages import (
@@ -26,12 +27,18 @@ from weft.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from weft.update.wire.sockets import close_server, listen
+from weft.update.wire.sockets import close_server, listen, place_of
 from weft.update.worker import Worker
 
 MOST_ASKERS = 32
 MOST_STRANGERS = 32
 """Connections that have not said yet who they are; so an update rank finds a place however many ask."""
+
+WATCH_S = 0.1
+"""How often an endpoint looks whether another process has taken its place, or has left it."""
+
+RETIRE_S = 2.0
+"""How long requests may take to break off in an engine whose place another process has taken."""
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
@@ -44,7 +51,8 @@ def worker_path(directory: Path, worker: int) -> Path:
 class Endpoint:
     """Listens for one worker until it is closed. `answer` serves Ask: it returns the version that answered, and what.
 
-    `spill` is a directory for `rollback="disk"`.
+    `spill` is a directory for `rollback="disk"`. One process at a time has the worker's slot, and serves: where another
+    has put its socket in this one's place, this one closes the engine and gives the slot back, and the other gets it.
     """
 
     def __init__(
@@ -60,6 +68,10 @@ class Endpoint:
         self.answer = answer
         self.path = worker_path(directory, worker)
         self._server = listen(self.path)
+        self._place = place_of(self.path)
+        self._slot = Slot(self.path.with_suffix(".slot"))
+        self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
+        self.worker.place(holds_slot=self._slot.held)
         self._links: set[Link[ToWorker]] = set()
         self._strangers: set[Link[ToWorker]] = set()
         self._askers: set[Link[ToWorker]] = set()
@@ -68,6 +80,9 @@ class Endpoint:
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name=f"weft worker {worker}", daemon=True)
         self._thread.start()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._watch_place, name=f"weft slot {worker}", daemon=True)
+        self._watch.start()
 
     def __enter__(self) -> Endpoint:
         return self
@@ -76,14 +91,41 @@ class Endpoint:
         self.close()
 
     def close(self) -> None:
-        """Takes no more; the engine stays as it is."""
+        """Takes no more; the engine stays as it is. One that serves keeps its slot until its process ends."""
+        self._over.set()
+        self._watch.join()
+        self._leave()
+        if self.worker.state != "serving":
+            self._slot.give_back()
+
+    def _leave(self) -> None:
+        """Takes no more."""
         self._closing = True
-        close_server(self._server, self.path)
+        close_server(self._server, self.path, self._place)
         self._thread.join()
         with self._guard:
             links = list(self._links)
         for link in links:
             link.shut()
+
+    def _watch_place(self) -> None:
+        while not self._over.wait(WATCH_S):
+            if place_of(self.path) not in (None, self._place):  # a path that is gone is nobody else's
+                if self.worker.retire(RETIRE_S):
+                    self._slot.give_back()
+                    self._stop_updates()
+                    return
+            elif not self._slot.held and self._slot.take():
+                self.worker.slot = self._slot.id
+                self.worker.place(holds_slot=True)
+
+    def _stop_updates(self) -> None:
+        """Update ranks look for who is in this place now; those who ask are told that nothing is served."""
+        with self._guard:
+            master, self._master = self._master, None
+        if master is not None:
+            self._dismiss(master, "taken", f"another process has taken the place of worker {self.worker.worker}")
+            master.shut()
 
     def _accept(self) -> None:
         for link in accepting(self._server, ToWorker, lambda: self._closing):

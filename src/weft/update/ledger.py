@@ -1,4 +1,4 @@
-"""The coordinator's memory: which version is committed, on disk before it is told; and how many attempts there were.
+"""The coordinator's memory: which version is committed, by whom, on disk before it is told; and how many attempts.
 
 A decision is a file written beside the old one, synced, renamed over it, and the directory synced: after a crash there
 is the old decision or the new one. One coordinator at a time holds the ledger.
@@ -9,26 +9,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, ClassVar, TypeAlias
+from typing import IO, ClassVar
 
 import msgspec
 
+from weft.update.protocol.record import MOST, Member, Record, committed
 from weft.update.wire.sockets import own_directory
-
-MOST = 2**63 - 1
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-"""What fits into a message."""
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`version` was committed by the attempts `epochs`: the first moved it, later ones brought it to lost workers."""
-
-    version: Count | None = None
-    epochs: tuple[Count, ...] = ()
 
 
 def peek(directory: Path) -> Record:
@@ -37,7 +28,7 @@ def peek(directory: Path) -> Record:
 
 
 class Ledger:
-    """Held until it is closed or its process ends."""
+    """Held until it is closed or its process ends. A log gets its random id when it is new, or was written without."""
 
     def __init__(self, directory: Path) -> None:
         fresh = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -51,13 +42,24 @@ class Ledger:
                 f"another coordinator holds the ledger in {directory}; end it, or use another directory"
             )
         self.record = _read(self._path)
+        self.members: tuple[Member, ...] = self.record.members
+        """Of the attempt under way."""
+        self._named = bool(self.record.id)
+        if not self._named:
+            self.record = msgspec.structs.replace(self.record, id=secrets.token_hex(16))
         self._counter = directory / "attempts"
         counted = self._counter.read_bytes() if self._counter.exists() else b""
         known = counted.isdigit() and len(counted) < len(str(MOST))  # else it is torn, and workers know better
         self.attempt = max(int(counted) if known else 0, *self.record.epochs, 0)
 
-    def begin(self, least: int) -> int:
-        """The number of a new attempt, larger than any before and than `least`."""
+    def begin(self, least: int, record: Record | None = None, members: tuple[Member, ...] = ()) -> int:
+        """The number of a new attempt, larger than any before and than `least`. `record` is what it starts from.
+
+        The log's id outlives this process from here on: workers will be told.
+        """
+        if not self._named or (record is not None and record != self.record):
+            self._write(record if record is not None else self.record)
+        self.members = members
         self.attempt = max(self.attempt, least) + 1
         with _naming(self._counter):  # not synced: workers know of every attempt that reached them
             self._counter.write_text(str(self.attempt))
@@ -65,8 +67,7 @@ class Ledger:
 
     def commit(self, version: int, epoch: int) -> None:
         """Decides. When this returns, the decision outlives this process."""
-        epochs = (*self.record.epochs, epoch) if self.record.version == version else (epoch,)
-        self._write(Record(version, epochs))
+        self._write(committed(self.record, version, epoch, self.members))
 
     def _write(self, record: Record) -> None:
         part = self._path.with_suffix(".part")
@@ -76,7 +77,7 @@ class Ledger:
             os.fsync(file.fileno())
         part.rename(self._path)
         _sync(self.directory)
-        self.record = record
+        self.record, self._named = record, True
 
     def close(self) -> None:
         """Lets go of it."""
@@ -154,3 +155,6 @@ def _read(path: Path) -> Record:
             f"{path} is not a ledger ({error}); the committed version is unknown; remove it to start over, which "
             "closes every worker until the next update"
         ) from error
+
+
+__all__ = ["Ledger", "Member", "Record", "peek"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.update.errors import UpdateError, failure
 from weft.update.options import Options
@@ -14,9 +14,6 @@ from weft.update.rendezvous import Rendezvous
 from weft.update.wire.control import Fault, FromCoordinator, Go, Join, Phase, Stop
 from weft.update.wire.errors import Gone
 from weft.update.wire.messages import PROTOCOL
-
-M = TypeVar("M", bound=FromCoordinator)
-
 
 WHY_S = 1.0
 
@@ -67,16 +64,17 @@ class Member:
         with suppress(OSError):
             self._link.send(fault, timeout_s=2.0)
 
-    def hear(self, kind: type[M], phase: Phase) -> M:
-        """The next message, of this kind."""
+    def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
+        """The next message, of one of these kinds."""
         try:
             message = self.post.wait("coordinator", self.options.phase_s + 3)
         except (TimeoutError, Gone) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
-        if not isinstance(message, kind):
-            text = f"{type(message).__name__} came where {getattr(kind, '__name__', kind)} was expected"
+        if not isinstance(message, kinds):
+            named = " or ".join(kind.__name__ for kind in kinds)
+            text = f"{type(message).__name__} came where {named} was expected"
             raise failure(self.epoch, self.name, phase, text)
-        return message
+        return message  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """The coordinator takes it for a loss, unless it ends too."""

@@ -27,11 +27,12 @@ from weft.update.buffers import Buffer, HostBuffer
 from weft.update.coordinator import Coordinator
 from weft.update.errors import UpdateError, failure
 from weft.update.layout import Plans
-from weft.update.ledger import MOST, Ledger
+from weft.update.ledger import Ledger
 from weft.update.measured import noted, trace_of
 from weft.update.member import Member
 from weft.update.options import Options
 from weft.update.post import Post
+from weft.update.protocol.record import MOST
 from weft.update.rendezvous import Rendezvous
 from weft.update.shares import Shares
 from weft.update.source import Source
@@ -62,6 +63,9 @@ class Updater:
 
     Where update ranks are on several hosts, all need the same `key`, a file that only its owner can read; `address` is
     where they reach rank 0, if that is not the address from which it reaches torch's store.
+    `takeover`: workers that belong to another log are taken over from it; for a log that is lost. If this log is new,
+    it commits to the version that they serve, and they go on. `new_set`: the workers are a new set; members of the log
+    that have no rank are closed where they can be reached, and taken for ended otherwise.
     `say` hears what people want to know before it happens; `progress` bytes done and bytes in all.
     """
 
@@ -74,12 +78,15 @@ class Updater:
         address: str | None = None,
         options: Options | None = None,
         device: torch.device | None = None,
+        takeover: bool = False,
+        new_set: bool = False,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.options = options if options is not None else Options()
         self.device = device if device is not None else torch.device("cpu")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.directory, self.takeover, self.new_set = directory, takeover, new_set
         self.say, self.progress = say, progress
         self.post = Post()
         self.plans = Plans(self.options.memory)

@@ -1,9 +1,4 @@
-"""A worker's side of an update: what it holds, what it serves, and which messages may change that.
-
-    closed ──begin──> loading ──finish──> prepared ──commit──> serving
-       ^                 │                    │                   │
-       └── nothing to ───┴── abort, settle ───┘                begin
-           go back to
+"""A worker's side of an update: the engine does what `protocol/worker.py` decides.
 
 Until it has voted (`prepared`), a worker may go back by itself: no version is committed without every worker of the
 set. From then on it stays closed until it learns what was decided.
@@ -12,10 +7,13 @@ set. From then on it stays closed until it learns what was decided.
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from weft.update.adapters.interface import Adapter
 from weft.update.arrivals import Arrival, Assembly
 from weft.update.buffers import Buffer, HostBuffer
 from weft.update.keeping import Keeping
+from weft.update.protocol import worker as deciding
+from weft.update.protocol.worker import Act, Moves, RefusalError, WorkerState
 from weft.update.staging import arrivals_of, assembled, check_plan, give, shortfall
 from weft.update.wire.errors import WireError
 from weft.update.wire.messages import (
@@ -53,34 +53,34 @@ from weft.update.wire.messages import (
 BUSY_S = 2.0
 
 
-class _RefusalError(Exception):
-    """Carries a refusal out of a step."""
-
-    def __init__(self, code: Any, text: str) -> None:
-        super().__init__(text)
-        self.refused = Refused(code, text)
-
-
 class Worker:
     """One engine and its state. `handle` takes a message and returns the answer; it never raises."""
 
     def __init__(self, adapter: Adapter, worker: int, spill: Path | None = None) -> None:
         self.adapter, self.worker = adapter, worker
-        self.state: State = "closed"
-        self.version: int | None = None
-        self.epoch = 0
+        self.now = WorkerState(worker)
+        self.incarnation = secrets.token_hex(8)
+        self.slot = ""
+        self.before: Callable[[], int] = lambda: 0
+        """The process that holds the slot, where this one does not."""
         self.rollbacks = 0
         self.plans: dict[str, TakePlan] = {}
         self._held = ""
-        self._content = 0  # the epoch by which the version held was committed
-        self._begun: Begin | None = None
         self._loaded: set[int] = set()
-        self._touched = False
         self._assembly = Assembly()
         self._keeping = Keeping(adapter, spill)
         self._buffers: list[Buffer] = []
         self._one = threading.Lock()
         self._doing = ""
+        self._acts: dict[Act, Callable[[WorkerState], str | None]] = {
+            "begin": lambda _: self.adapter.begin(),
+            "finish": lambda _: self.adapter.finish(),
+            "invalidate": lambda _: self.adapter.invalidate(),
+            "open": self._open_new,
+            "reopen": self._open,
+            "abort": lambda _: self.adapter.abort(),
+            "restore": lambda _: self._restore(),
+        }
         self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
             GetWants: lambda _: self.adapter.wants(),
             Settle: self._settle,
@@ -94,9 +94,30 @@ class Worker:
         }
 
     @property
+    def state(self) -> State:
+        """Closed, loading, prepared or serving."""
+        return self.now.state
+
+    @property
     def status(self) -> Status:
         """How it stands."""
-        return Status(self.worker, os.getpid(), self.state, self.version, self.epoch, self.rollbacks)
+        now = self.now
+        return Status(
+            self.worker,
+            os.getpid(),
+            now.state,
+            now.version,
+            now.epoch,
+            self.rollbacks,
+            log=now.bound,
+            origin=now.held.log if now.held is not None else "",
+            content=now.held.epoch if now.held is not None else 0,
+            incarnation=self.incarnation,
+            slot=self.slot,
+            holds_slot=now.holds_slot,
+            before=0 if now.holds_slot else self.before(),
+            host=socket.gethostname(),
+        )
 
     def handle(self, message: Any) -> FromWorker:
         """Does what a message says if it is its time."""
@@ -117,19 +138,32 @@ class Worker:
         with self._one:
             if taken_over():
                 return
-            if self.state == "loading":
-                with suppress(Exception):  # what an engine raises leaves it closed
-                    self._back()
+            with suppress(Exception):  # what an engine raises leaves it closed
+                self._make(deciding.release(self.now, can_restore=self._keeping.can_restore))
             self._unmap()
+
+    def place(self, *, holds_slot: bool) -> None:
+        """Whether this process is the only one that serves as this worker."""
+        with self._one:
+            self.now = replace(self.now, holds_slot=holds_slot)
+
+    def retire(self, drain_s: float) -> bool:
+        """Another process has taken its place: closes for good. False while the engine does not close."""
+        with self._one:
+            try:
+                self._make(deciding.retire(self.now), lambda: self.adapter.close("abort", drain_s))
+            except Exception:  # an engine's code; it is asked again
+                return False
+            return True
 
     def _alone(self, doing: str, step: Callable[[], FromWorker]) -> FromWorker:
         if not self._one.acquire(timeout=BUSY_S):
-            return Refused("busy", f"worker {self.worker} is still busy with {self._doing} of attempt {self.epoch}")
+            return Refused("busy", f"worker {self.worker} is still busy with {self._doing} of attempt {self.now.epoch}")
         try:
             self._doing = doing
             return step()
-        except _RefusalError as refusal:
-            return refusal.refused
+        except RefusalError as refusal:
+            return Refused(refusal.code, str(refusal))
         except Exception as error:  # an engine's code: whatever it raises is its answer
             return Refused("failed", f"{type(error).__name__}: {error}")
         finally:
@@ -137,29 +171,9 @@ class Worker:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _fresh(self, epoch: int) -> None:
-        if epoch < self.epoch:
-            raise _RefusalError("stale", f"attempt {epoch} is over, worker {self.worker} is at {self.epoch}")
-
-    def _during(self, epoch: int, *states: State) -> Begin:
-        self._fresh(epoch)
-        if epoch != self.epoch or self.state not in states or self._begun is None:
-            raise _RefusalError(
-                "order", f"worker {self.worker} is {self.state} at attempt {self.epoch}, not in {epoch}"
-            )
-        return self._begun
-
     def _settle(self, message: Settle) -> FromWorker:
-        self._fresh(message.epoch)
-        if self.state == "prepared" and self.epoch in message.epochs and self._begun is not None:
-            self._open_new(self._begun)
-        elif self.state in ("loading", "prepared"):
-            self._back()
-        held = self.version == message.version and self._content in message.epochs
-        if self.state != "serving" or not held:  # an engine may be open though nothing is known of what it serves
-            self._do(self.adapter.close(message.close, message.drain_s))
-            self.state, self.version = "closed", None
-        self.epoch = message.epoch
+        moves = deciding.settle(self.now, message, can_restore=self._keeping.can_restore)
+        self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
         return self.status
 
     def _map(self, message: Map, fds: list[int]) -> FromWorker:
@@ -190,43 +204,41 @@ class Worker:
         return Planned(message.digest)
 
     def _begin(self, message: Begin) -> FromWorker:
-        self._fresh(message.epoch)
-        if self.state == "loading" and message == self._begun and not self._touched:
-            return Begun(message.epoch, self._keeping.size_bytes)
-        if self.state not in ("serving", "closed"):
-            raise _RefusalError("order", f"worker {self.worker} is {self.state} at attempt {self.epoch}; settle first")
-        plan = self._plan(message.plan)
-        if message.partial and self.version is None:
-            raise _RefusalError("order", f"worker {self.worker} holds no version that a part could be added to")
-        wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
-        if wrong:
-            raise _RefusalError(
-                "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
-            )
-        refusal = self._keeping.prepare(plan, message, has_version=self.version is not None)
-        if refusal is not None:
-            raise _RefusalError("memory", refusal)
-        self._do(self.adapter.close(message.close, message.drain_s))  # last: until here requests are served
-        self.state, self.epoch, self._begun = "loading", message.epoch, message
-        self._loaded, self._touched, self._assembly = set(), False, Assembly()
-        self._do(self.adapter.begin())
+        moves, loading = deciding.begin(self.now, message)
+        if moves:
+            plan = self._plan(message.plan)
+            wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
+            if wrong:
+                raise RefusalError(
+                    "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
+                )
+            refusal = self._keeping.prepare(plan, message, has_version=loading.served)
+            if refusal is not None:
+                raise RefusalError("memory", refusal)
+            self._loaded, self._assembly = set(), Assembly()
+            # Closing comes last: until here requests are served.
+            self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
         return Begun(message.epoch, self._keeping.size_bytes)
 
     def _load(self, message: Load) -> FromWorker:
         start_ns = time.perf_counter_ns()
-        begun = self._during(message.epoch, "loading")
+        moves = deciding.load(self.now, message.epoch)
+        begun = self.now.begun
+        assert begun is not None
         if message.bucket not in self._loaded:
             plan = self.plans[begun.plan]
             share = self._share(plan.shares, message.bucket)
             arrivals = arrivals_of(plan, share, self._raw(message.buffer), checked=begun.checked)
-            self._touched = True
-            self._keeping.stash(arrivals)
-            self._do(self._take(arrivals))
+            self._make(moves, load=lambda: self._take_in(arrivals))
             for arrival in arrivals:
                 if arrival.wrong:
-                    raise _RefusalError("corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's")
+                    raise RefusalError("corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's")
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
+
+    def _take_in(self, arrivals: list[Arrival]) -> str | None:
+        self._keeping.stash(arrivals)
+        return self._take(arrivals)
 
     def _take(self, parts: list[Arrival]) -> str | None:
         if self.adapter.whole:
@@ -234,95 +246,93 @@ class Worker:
         return self.adapter.load(parts) if parts else None
 
     def _give(self, message: Give) -> FromWorker:
-        self._fresh(message.epoch)
+        if message.epoch < self.now.epoch:
+            raise RefusalError("stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}")
         if self.state != "serving":
-            raise _RefusalError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
+            raise RefusalError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
         plan = self._plan(message.plan)
         share, raw = self._share(plan.gives, message.bucket), self._raw(message.buffer)
         self._do(give(self.adapter, plan, share, raw, checked=message.checked))
         return Given(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
-        begun = self._during(message.epoch, "loading", "prepared")
-        if self.state == "loading":
+        moves, prepared = deciding.finish(self.now, message)
+        begun = self.now.begun
+        assert begun is not None
+        if moves:
             missing = {share.bucket for share in self.plans[begun.plan].shares} - self._loaded
             if missing or self._assembly.missing:
-                raise _RefusalError(
+                raise RefusalError(
                     "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
                 )
             self._do(self.adapter.finish())
             self._held = self.adapter.digest() if begun.checked else ""
-            self.state = "prepared"
+            self.now = prepared
         return Prepared(message.epoch, begun.version, self._held)
 
     def _commit(self, message: Commit) -> FromWorker:
-        self._fresh(message.epoch)
-        if self.state == "serving" and (self._content, self.version) == (message.epoch, message.version):
-            return self.status
-        begun = self._during(message.epoch, "prepared")
-        if begun.version != message.version:
-            raise _RefusalError("order", f"version {begun.version} is prepared, not {message.version}")
-        self._open_new(begun)
+        self._make(deciding.commit(self.now, message))
         return self.status
 
     def _abort(self, message: Abort) -> FromWorker:
-        self._fresh(message.epoch)
-        if message.epoch == self.epoch and self.state in ("loading", "prepared"):
-            self._back()
+        self._make(deciding.abort(self.now, message, can_restore=self._keeping.can_restore))
         return self.status
 
-    # ---- what they come to -------------------------------------------------------------------------------------------
+    # ---- what the engine does ----------------------------------------------------------------------------------------
 
-    def _open_new(self, begun: Begin) -> None:
-        self._do(self.adapter.invalidate())
-        self.version, self._content = begun.version, begun.epoch
+    def _make(
+        self,
+        moves: Moves,
+        close: Callable[[], str | None] = lambda: None,
+        load: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Makes the moves in turn; one that fails leaves the state that it says, and those after it are not made."""
+        for move in moves[0]:
+            self.now = move.failed  # unless it succeeds, whatever an engine raises
+            if move.act == "close":
+                self._do(close())
+            elif move.act == "load":
+                self._do(load())
+            else:
+                self._do(self._acts[move.act](move.ok))
+            self.now = move.ok
+        self.now = moves[1]
+
+    def _open_new(self, serving: WorkerState) -> str | None:
         self._keeping.commit()
-        self._open(begun.version)
+        return self._open(serving)
 
-    def _open(self, version: int) -> None:
-        self._begun = None
-        self.state = "serving"
-        try:
-            self._do(self.adapter.open(version))
-        except BaseException:
-            self.state, self.version = "closed", None
-            raise
+    def _open(self, serving: WorkerState) -> str | None:
+        assert serving.version is not None
+        return self.adapter.open(serving.version)
 
-    def _back(self) -> None:
-        """To the version before, if it is still there; else nothing is held that could be served."""
-        version, self.version, self.state, self._begun = self.version, None, "closed", None
+    def _restore(self) -> str | None:
         self._do(self.adapter.abort())
-        if version is None:
-            return
-        if self._touched:
-            if not self._keeping.can_restore:
-                return
-            self._do(self.adapter.begin())
-            self._assembly = Assembly()
-            self._do(self._take(self._keeping.arrivals()))
-            self._do(self.adapter.finish())
-            self._do(self.adapter.invalidate())
-            self.rollbacks += 1
-        self.version = version
-        self._open(version)
+        self._do(self.adapter.begin())
+        self._assembly = Assembly()
+        self._do(self._take(self._keeping.arrivals()))
+        self._do(self.adapter.finish())
+        self._do(self.adapter.invalidate())
+        self.rollbacks += 1
+        return None
 
     def _do(self, error: str | None) -> None:
         if error is not None:
-            raise _RefusalError("failed", error)
+            raise RefusalError("failed", error)
 
     def _plan(self, digest: str) -> TakePlan:
         plan = self.plans.get(digest)
         if plan is None:
-            raise _RefusalError("order", f"worker {self.worker} does not have plan {digest}")
+            raise RefusalError("order", f"worker {self.worker} does not have plan {digest}")
         return plan
 
     def _share(self, shares: tuple[Share, ...], bucket: int) -> Share:
         for share in shares:
             if share.bucket == bucket:
                 return share
-        raise _RefusalError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
+        raise RefusalError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
 
     def _raw(self, buffer: int) -> Any:
         if not 0 <= buffer < len(self._buffers):
-            raise _RefusalError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
+            raise RefusalError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
         return self._buffers[buffer].raw

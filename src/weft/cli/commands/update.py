@@ -62,6 +62,14 @@ def update(
     recover: Annotated[
         bool, typer.Option("--recover", help="Bring the committed version to workers that lost it, from their peers.")
     ] = False,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="The workers' own log is lost: take them over, with the version they serve."),
+    ] = False,
+    new_set: Annotated[
+        bool,
+        typer.Option("--new-set", help="The workers are a new set; members of the log that are not there have ended."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Brings new weights to a running engine: all of its workers serve them, or none does.
@@ -82,7 +90,8 @@ def update(
 
     options = Options(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
     place = ledger if ledger is not None else target / "ledger"
-    raise typer.Exit(_be_rank(target, place, key, options, source, version, as_json=as_json))
+    vouched = takeover, new_set
+    raise typer.Exit(_be_rank(target, place, key, options, source, version, vouched, as_json=as_json))
 
 
 def _memory(bucket: str) -> Any:
@@ -122,6 +131,7 @@ def _be_rank(
     options: Options,
     source: str | None,
     version: int | None,
+    vouched: tuple[bool, bool],
     *,
     as_json: bool,
 ) -> int:
@@ -141,7 +151,15 @@ def _be_rank(
     with bar.progress if bar is not None else nullcontext():
         try:
             with Updater(
-                target, ledger=ledger, key=key, options=options, device=device, say=say, progress=shown
+                target,
+                ledger=ledger,
+                key=key,
+                options=options,
+                device=device,
+                takeover=vouched[0],
+                new_set=vouched[1],
+                say=say,
+                progress=shown,
             ) as updater:
                 done = _do(updater, source, version, ledger)
                 dist.barrier()  # rank 0 has the coordinator, and ends last

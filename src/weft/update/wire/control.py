@@ -50,7 +50,8 @@ class Enter(Message, frozen=True):
     `gives`: its worker's engine can hand out what it holds. `circle` is the attempt that made the communicator it has,
     0 if it has none.
 
-    A rank that cannot (`fault`) enters too, so that all ranks hear of it together.
+    A rank that cannot (`fault`) enters too, so that all ranks hear of it together. `takeover` and `new_set` are what
+    its caller vouches for.
     """
 
     rank: int
@@ -64,14 +65,17 @@ class Enter(Message, frozen=True):
     gives: bool
     circle: int
     fault: Fault | None = None
+    takeover: bool = False
+    new_set: bool = False
 
 
 class Settled(Message, frozen=True):
-    """How the worker stands after it learnt what is committed."""
+    """How the worker stands after it learnt what is committed. `closed`: workers that left, and are closed now."""
 
     epoch: int
     rank: int
     status: Status
+    closed: tuple[int, ...] = ()
 
 
 class Sides(Message, frozen=True):
@@ -100,11 +104,15 @@ ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault
 
 
 class Go(Message, frozen=True):
-    """The attempt's epoch, and what is committed so far."""
+    """The attempt's epoch, and what is committed so far, by which log. `left`: workers that are out of the set now."""
 
     epoch: int
     committed: int | None
     epochs: tuple[int, ...]
+    log: str = ""
+    took: tuple[str, ...] = ()
+    takeover: bool = False
+    left: tuple[int, ...] = ()
 
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ import msgspec
 from weft.weights.pieces import Piece, Tensor
 from weft.weights.plan import Item, Take
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MOST_PLANS = 8
 """How many plans a worker keeps; the one that came first goes."""
@@ -25,7 +25,7 @@ State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
 Reason: TypeAlias = Literal[
-    "malformed", "order", "stale", "busy", "late", "taken", "closed", "failed", "corrupt", "memory"
+    "malformed", "order", "stale", "busy", "late", "taken", "closed", "failed", "corrupt", "memory", "foreign"
 ]
 
 
@@ -55,7 +55,8 @@ class GetWants(Message, frozen=True):
 class Settle(Message, frozen=True):
     """What is committed, `version` (None: nothing yet) by any of `epochs`. A prepared worker opens it or goes back.
 
-    One that serves anything else is closed, as an update would.
+    One that serves anything else is closed, as an update would, and keeps what it holds. `log` is the id of the log
+    that says so; a worker of another log refuses, except of those that it `took` over, or with `takeover`.
     """
 
     epoch: int
@@ -63,6 +64,9 @@ class Settle(Message, frozen=True):
     epochs: tuple[int, ...]
     close: Close = "drain"
     drain_s: float = 2.0
+    log: str = ""
+    took: tuple[str, ...] = ()
+    takeover: bool = False
 
 
 class Map(Message, frozen=True):
@@ -103,6 +107,7 @@ class Begin(Message, frozen=True):
     drain_s: float
     checked: bool
     partial: bool
+    log: str = ""
 
 
 class Load(Message, frozen=True):
@@ -157,7 +162,12 @@ ToWorker: TypeAlias = (
 
 
 class Status(Message, frozen=True):
-    """How a worker stands. `version` is what it serves, or could go back to; `epoch` the last attempt it knows of."""
+    """How a worker stands. `version` is what it serves, or holds; `epoch` the last attempt it knows of.
+
+    `log` is the log that it belongs to; `origin` and `content` are the log and the attempt that its version is of.
+    `incarnation` is new for each endpoint, `slot` names the place that one process at a time holds (`holds_slot`), and
+    `before` is the process that holds it, where this one does not.
+    """
 
     worker: int
     pid: int
@@ -165,6 +175,14 @@ class Status(Message, frozen=True):
     version: int | None
     epoch: int
     rollbacks: int
+    log: str = ""
+    origin: str = ""
+    content: int = 0
+    incarnation: str = ""
+    slot: str = ""
+    holds_slot: bool = True
+    before: int = 0
+    host: str = ""
 
 
 class Welcome(Message, frozen=True):

@@ -58,9 +58,19 @@ def listen(path: Path) -> socket.socket:
     return server
 
 
-def close_server(server: socket.socket, path: Path) -> None:
-    """Ends a server; a thread that waits in `accept` gets an OSError."""
-    path.unlink(missing_ok=True)  # first: once it is closed, the path may be a successor's
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Which file is at `path`, however it is called; None for none."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def close_server(server: socket.socket, path: Path, place: tuple[int, int] | None = None) -> None:
+    """Ends a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
+    if place is None or place_of(path) == place:
+        path.unlink(missing_ok=True)  # first: once it is closed, the path may be a successor's
     with suppress(OSError):
         server.shutdown(socket.SHUT_RDWR)
     server.close()

@@ -1,0 +1,489 @@
+"""What the model checker of weight updates moves about: logs, ranks, workers, and the sockets between them.
+
+Decisions are those of `weft.update.protocol`; here is what carries them out in place of sockets, disks and engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from weft.update.attempt import Attempt
+from weft.update.options import Options
+from weft.update.protocol import coordinator, rank, worker
+from weft.update.protocol.coordinator import Decide, Deciding, Open, Tell
+from weft.update.protocol.rank import Ask, Done, RankState, Say
+from weft.update.protocol.record import Member, Record, committed
+from weft.update.protocol.worker import Content, WorkerState
+from weft.update.wire.control import Enter, Fault, Kind, Stop
+from weft.update.wire.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+
+OPTIONS = Options()
+LAYOUT = "has", "wants"
+RULES = frozenset({"log ids", "members", "slots"})
+
+Weights: TypeAlias = tuple[int, int, int] | str | None
+"""What an engine holds in truth: (log, version, attempt), "torn", or nothing of any version."""
+
+Link: TypeAlias = tuple[int, int]
+"""A rank's connection: (run, rank)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much may happen. `crashes` counts all that goes wrong: processes that end, and ranks that give up waiting."""
+
+    ranks: int = 2
+    workers: int = 2
+    updates: int = 2
+    crashes: int = 2
+    replacements: int = 0
+    mistakes: int = 0
+    recoveries: int = 1
+    rules: frozenset[str] = RULES
+
+
+class Process(NamedTuple):
+    """An inference worker: its state as it knows it, its engine as it is, and what its update rank has sent."""
+
+    slot: int
+    incarnation: str
+    state: WorkerState
+    weights: Weights = None
+    before: Weights = None
+    open: bool = False
+    at_path: bool = True
+    master: Link | None = None
+    queue: tuple[tuple[Link, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.slot} ({self.incarnation})"
+
+
+class Rank(NamedTuple):
+    """An update rank's process. `waits` for: an attempt, to enter it, the coordinator, the worker; or done.
+
+    `found` is who was at its worker's path when it entered.
+    """
+
+    state: RankState | None = None
+    waits: str = "idle"
+    link: str = ""
+    found: str = ""
+
+
+class Run(NamedTuple):
+    """One start of all update ranks, with a log; the coordinator is in rank 0's process."""
+
+    log: int
+    world: int
+    core: Deciding | None
+    ranks: tuple[Rank | None, ...]
+    down: tuple[tuple[Any, ...], ...]
+    asked: tuple[Kind, int] = ("recover", 0)
+
+    @property
+    def is_over(self) -> bool:
+        return self.core is None or bool(self.core.lost)
+
+
+class World(NamedTuple):
+    """Everything. `logs` are on disk; `on` which slots each was committed on; `left` what may still happen."""
+
+    logs: tuple[Record, ...]
+    counters: tuple[int, ...]
+    on: tuple[frozenset[int], ...]
+    processes: tuple[Process, ...]
+    runs: tuple[Run, ...]
+    version: int
+    left: tuple[int, int, int, int, int]
+    members: tuple[tuple[Member, ...], ...]
+    wrong: str = ""
+
+    def key(self) -> Any:
+        """Equal for worlds that go on alike."""
+        runs = tuple((r.log, r.world, _core_key(r.core), r.ranks, r.down, r.asked) for r in self.runs)
+        rest = self.counters, self.on, self.version, self.left, self.members
+        return self.logs, self.processes, runs, rest
+
+
+UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES = range(5)
+
+
+def _core_key(core: Deciding | None) -> Any:
+    if core is None:
+        return None
+    a = core.attempt
+    said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.agreed))
+    return a.epoch, a.phase, a.committed, a.left, said, tuple(sorted(core.lost))
+
+
+def start(sizes: Sizes) -> World:
+    """A set that serves version 1, its ranks, and another log with a version 1 of other weights, on other workers."""
+    rules = sizes.rules
+    ids = ("A", "B") if "log ids" in rules else ("", "")
+    processes = tuple(
+        Process(
+            slot,
+            f"w{slot}",
+            WorkerState(slot, "serving", Content(ids[0], 1, 1), ids[0], epoch=1, attempt=ids[0]),
+            weights=(0, 1, 1),
+            open=True,
+        )
+        for slot in range(sizes.workers)
+    )
+    slotted = "slots" in rules
+    members = tuple(Member(p.slot, f"s{p.slot}" if slotted else "", p.incarnation, 1, "") for p in processes)
+    members = members if "members" in rules else ()
+    logs = Record(1, (1,), ids[0], members), Record(1, (1,), ids[1])
+    on = frozenset(range(sizes.workers)), frozenset[int]()
+    left = sizes.updates, sizes.crashes, sizes.replacements, sizes.mistakes, sizes.recoveries
+    world = World(logs, (1, 1), on, processes, (), 1, left, ((), ()))
+    return started(world, 0, sizes.ranks)
+
+
+def started(world: World, log: int, num: int) -> World:
+    for number, run in enumerate(world.runs):
+        for r, me in enumerate(run.ranks):
+            if run.is_over and me is not None and me.waits in ("idle", "enter", "done"):
+                world = kill(world, (number, r), keep=True)
+    known = dict.fromkeys(range(num), LAYOUT)
+    core = Deciding(num, Attempt(num), known=known)
+    run = Run(log, num, core, (Rank(),) * num, ((),) * num)
+    return replace(world, runs=(*world.runs, run))
+
+
+# ---- changing a part -------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T", bound="Process | Rank | Run | World")
+
+
+def replace(of: T, **changes: Any) -> T:
+    """The same with some fields changed."""
+    return of._replace(**changes)  # type: ignore[return-value]
+
+
+def with_item(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def spend(world: World, what: int) -> World:
+    return replace(world, left=with_item(world.left, what, world.left[what] - 1))
+
+
+def with_process(world: World, process: Process) -> World:
+    return replace(
+        world,
+        processes=tuple(process if p.incarnation == process.incarnation else p for p in world.processes),
+    )
+
+
+def with_run(world: World, number: int, **changes: Any) -> World:
+    return replace(world, runs=with_item(world.runs, number, replace(world.runs[number], **changes)))
+
+
+def with_rank(world: World, link: Link, to: Rank | None) -> World:
+    number, r = link
+    return with_run(world, number, ranks=with_item(world.runs[number].ranks, r, to))
+
+
+def find(world: World, incarnation: str) -> Process | None:
+    return next((p for p in world.processes if p.incarnation == incarnation), None)
+
+
+def send(world: World, link: Link, message: Any) -> World:
+    """To the rank's worker, if that is there and has not gone over to another rank."""
+    me = world.runs[link[0]].ranks[link[1]]
+    process = find(world, me.link) if me is not None else None
+    if process is None or process.master != link:
+        return world
+    return with_process(world, replace(process, queue=(*process.queue, (link, message))))
+
+
+# ---- the coordinator -------------------------------------------------------------------------------------------------
+
+
+class Crashed(Exception):  # noqa: N818 - a world in which the coordinator ended at a decision
+    """Carries that world."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+
+def _hear(world: World, link: Link, message: Any, crash: str = "") -> World:
+    """The coordinator hears a rank; `crash` says if it ends before or after it writes a decision. Raises Crashed."""
+    number, r = link
+    run = world.runs[number]
+    if run.core is None:
+        return world
+    return carry_out(world, number, coordinator.hear(run.core, r, message, world.logs[run.log]), crash)
+
+
+def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> World:
+    core, actions = step
+    world = with_run(world, number, core=core)
+    for action in actions:
+        run = world.runs[number]
+        assert run.core is not None
+        log = run.log
+        if isinstance(action, Tell):
+            to = range(run.world) if action.rank < 0 else (action.rank,)
+            message = _bare(action.message)
+            down = tuple((*d, message) if r in to and run.ranks[r] else d for r, d in enumerate(run.down))
+            world = with_run(world, number, down=down)
+        elif isinstance(action, Open):
+            epoch = max(world.counters[log], action.least) + 1
+            world = replace(
+                world,
+                counters=with_item(world.counters, log, epoch),
+                logs=with_item(world.logs, log, action.record),
+                members=with_item(world.members, log, action.members if world.logs[log].members else ()),
+            )
+            world = carry_out(world, number, coordinator.opened(run.core, epoch, world.logs[log]), crash)
+        else:
+            assert isinstance(action, Decide)
+            if crash == "before":
+                raise Crashed(world)
+            record = committed(world.logs[log], action.version, run.core.attempt.epoch, world.members[log])
+            world = replace(
+                world,
+                logs=with_item(world.logs, log, record),
+                on=with_item(world.on, log, frozenset(range(run.world)) | world.on[log]),
+            )
+            if crash == "after":
+                raise Crashed(world)
+            world = carry_out(world, number, coordinator.decided(run.core), crash)
+    return world
+
+
+def _bare(message: Any) -> Any:
+    """Without the words, which would make states of one."""
+    if not isinstance(message, Stop):
+        return message
+    return Stop(message.epoch, Fault(message.epoch, "", "enter", -1, ""), message.committed)
+
+
+# ---- update ranks ----------------------------------------------------------------------------------------------------
+
+
+def enter(world: World, link: Link, sizes: Sizes) -> World:
+    """A rank meets the worker that is at its path, unless it is connected, and enters."""
+    number, r = link
+    run = world.runs[number]
+    me = run.ranks[r]
+    assert me is not None
+    there = next((p for p in world.processes if p.slot == r and p.at_path), None)
+    found = there.incarnation if there is not None else ""
+    kept = find(world, me.link)
+    if kept is not None and kept.master == link and ("slots" not in sizes.rules or there is None):
+        there = kept  # it looks at the path only since slots were
+    state = RankState(r, OPTIONS, version=run.asked[1])
+    world = with_run(world, number, down=with_item(run.down, r, ()))
+    if there is None:
+        world = with_rank(world, link, Rank(state, "coordinator"))
+        fault = Fault(0, "worker", "enter", -1, "")
+        return _hear(world, link, Enter(r, *run.asked, None, None, *LAYOUT, None, True, 1, fault))
+    if there.master != link:
+        world = taken(world, there)
+        there = find(world, there.incarnation)
+        assert there is not None
+    there = replace(there, master=link, queue=())  # of an earlier connection nothing is read any more
+    world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found))
+    entered = Enter(r, *run.asked, None, None, *LAYOUT, _status(there, sizes), True, 1)
+    return _hear(world, link, entered)
+
+
+def _status(p: Process, sizes: Sizes) -> Status:
+    s, held = p.state, p.state.held
+    slots = "slots" in sizes.rules
+    return Status(
+        p.slot,
+        1,
+        s.state,
+        s.version,
+        s.epoch,
+        0,
+        log=s.bound,
+        origin=held.log if held is not None else "",
+        content=held.epoch if held is not None else 0,
+        holds_slot=s.holds_slot,
+        incarnation=p.incarnation if slots else "",
+        slot=f"s{p.slot}" if slots else "",
+    )
+
+
+def taken(world: World, process: Process) -> World:
+    """A worker's connection ends for the rank that has it."""
+    link = process.master
+    if link is None:
+        return world
+    world = with_process(world, replace(process, master=None, queue=()))
+    me = world.runs[link[0]].ranks[link[1]]
+    if me is None or me.link != process.incarnation:
+        return world
+    world = with_rank(world, link, replace(me, link=""))
+    return fail(world, link) if me.waits in ("worker", "coordinator") and me.state is not None else world
+
+
+def fail(world: World, link: Link, *, heard: bool = True) -> World:
+    """A rank ends its attempt for a reason of its own; where it is `heard`, the coordinator says what came of it."""
+    number, r = link
+    me = world.runs[number].ranks[r]
+    assert me is not None
+    assert me.state is not None
+    if not me.state.epoch:
+        return leave(world, link, None)
+    if not heard:
+        return leave(world, link, None)
+    world = _hear(world, link, Fault(me.state.epoch, f"rank {r}", me.state.phase, -1, ""))
+    down = world.runs[number].down[r]
+    told = next((m for m in down if isinstance(m, Stop) and m.epoch == me.state.epoch), None)
+    return leave(world, link, told)
+
+
+def leave(world: World, link: Link, told: Stop | None) -> World:
+    """The worker hears what the rank knows."""
+    number, r = link
+    me = world.runs[number].ranks[r]
+    assert me is not None
+    assert me.state is not None
+    word = rank.farewell(me.state, told=told is not None, committed=told is not None and told.committed)
+    if word != "nothing":
+        last = Commit(me.state.epoch, me.state.version) if word == "commit" else Abort(me.state.epoch)
+        world = send(world, link, last)
+    if world.runs[number].is_over:  # nothing is left for it to do
+        return kill(world, link, keep=True)
+    return with_rank(world, link, Rank(None, "idle", me.link))
+
+
+def kill(world: World, link: Link, *, keep: bool) -> World:
+    """A rank's process ends; what it sent before is still read."""
+    number, r = link
+    run = world.runs[number]
+    world = send(world, link, "end")
+    world = with_run(with_rank(world, link, None), number, down=with_item(run.down, r, ()))
+    if r == 0:
+        run = world.runs[number]
+        down = tuple((*(d if keep else ()), "end") if run.ranks[q] is not None else () for q, d in enumerate(run.down))
+        return with_run(world, number, core=None, down=down)
+    core = world.runs[number].core
+    if core is None:
+        return world
+    return carry_out(world, number, coordinator.lost(core, r, f"rank {r}", "killed"), "")
+
+
+def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "") -> World:
+    """What the rank does next, up to where it waits."""
+    state, action = step
+    while True:
+        me = world.runs[link[0]].ranks[link[1]]
+        assert me is not None
+        if isinstance(action, Done):
+            return _done(with_rank(world, link, replace(me, state=state, waits="done")), link[0])
+        if isinstance(action, Say):
+            world = with_rank(world, link, replace(me, state=state, waits="coordinator"))
+            return _hear(world, link, action.message, crash)
+        if isinstance(action, Ask):
+            world = with_rank(world, link, replace(me, state=state, waits="worker"))
+            return _asked(world, link, action.message)
+        if action.what == "load" and state.loads:
+            world = with_rank(world, link, replace(me, state=state, waits="worker"))
+            return _asked(world, link, Load(state.epoch, 0, 0))
+        state, action = rank.worked(state, {"plan": "p", "dismiss": ()}.get(action.what))
+
+
+def _asked(world: World, link: Link, message: Any) -> World:
+    me = world.runs[link[0]].ranks[link[1]]
+    assert me is not None
+    return send(world, link, message) if me.link else fail(world, link)
+
+
+def _done(world: World, number: int) -> World:
+    """All ranks have been told that all is well: is it."""
+    run = world.runs[number]
+    if not all(r is not None and r.waits == "done" for r in run.ranks):
+        return world
+    record = world.logs[run.log]
+    wrong = ""
+    for me in run.ranks:
+        there = find(world, me.found) if me is not None else None
+        if there is None or not there.at_path:
+            continue  # it has ended since, or another has come
+        serves = there.weights if there.open else None
+        if not isinstance(serves, tuple) or serves[:2] != (run.log, record.version):
+            wrong = f"told right: {run.asked[0]} said that all is well, {there.name} holds {named_weights(serves)}"
+    idle = tuple(Rank(None, "idle", r.link) for r in run.ranks if r is not None)
+    return replace(with_run(world, number, ranks=idle), wrong=wrong)
+
+
+def named_weights(weights: Weights) -> str:
+    if isinstance(weights, tuple):
+        return f"version {weights[1]} of log {'AB'[weights[0]]} by attempt {weights[2]}"
+    return weights if weights is not None else "nothing that it serves"
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> World:
+    """A worker takes the next message of its rank, and the rank its answer."""
+    (link, message), *rest = process.queue
+    process = replace(process, queue=tuple(rest))
+    try:
+        moves, state = _decide(process, message)
+    except worker.RefusalError:
+        return _answer(with_process(world, process), link, message, None, sizes, crash)
+    for move in moves:
+        process = engine(process, move.act, link, message, world)
+    process = replace(process, state=state)
+    if message == "end":
+        process = replace(process, master=None)
+    return _answer(with_process(world, process), link, message, process, sizes, crash)
+
+
+def _decide(process: Process, message: Any) -> worker.Moves:
+    state, can_restore = process.state, process.before is not None
+    if isinstance(message, Settle):
+        return worker.settle(state, message, can_restore=can_restore)
+    if isinstance(message, Begin):
+        return worker.begin(state, message)
+    if isinstance(message, Load):
+        return worker.load(state, message.epoch)
+    if isinstance(message, Finish):
+        return worker.finish(state, message)
+    if isinstance(message, Commit):
+        return worker.commit(state, message)
+    if isinstance(message, Abort):
+        return worker.abort(state, message, can_restore=can_restore)
+    return worker.release(state, can_restore=can_restore)
+
+
+def engine(p: Process, act: worker.Act, link: Link | None, message: Any, world: World) -> Process:
+    """What the engine comes to hold and serve."""
+    if act == "close":
+        p = replace(p, open=False)
+        return replace(p, before=p.weights if p.state.state == "serving" else None) if isinstance(message, Begin) else p
+    if act == "load":
+        return replace(p, weights="torn")
+    if act == "finish":
+        assert link is not None
+        assert p.state.begun is not None
+        return replace(p, weights=(world.runs[link[0]].log, p.state.begun.version, p.state.epoch))
+    if act == "restore":
+        return replace(p, weights=p.before)
+    return replace(p, open=True) if act in ("open", "reopen") else p
+
+
+def _answer(world: World, link: Link, asked: Any, done: Process | None, sizes: Sizes, crash: str) -> World:
+    me = world.runs[link[0]].ranks[link[1]] if link[0] < len(world.runs) else None
+    if me is None or me.waits != "worker" or me.state is None or isinstance(asked, Abort) or asked == "end":
+        return world
+    if getattr(asked, "epoch", 0) != me.state.epoch or (isinstance(asked, Commit) and me.state.phase != "open"):
+        return world
+    if done is None:
+        return fail(world, link)
+    step = rank.worked(me.state) if isinstance(asked, Load) else rank.answered(me.state, _status(done, sizes))
+    return do(world, link, step, sizes, crash)
