@@ -204,9 +204,11 @@ def test_a_rank_with_another_key_is_not_let_in() -> None:
         other.chmod(0o600)
         mixed = Hosts(hosts.sockets, hosts.ledger, (*hosts.keys[:3], other))
         told = check(run_ranks(4, one_wrong_key, mixed, have))
-        assert "its key is not this one's; give all ranks the same key file" in told[3]
+        assert "not made with this key, so it has another one; give all ranks the same key file" in told[3]
         assert all("update rank 3" in text and "not heard of" in text for text in told[:3]), told
-        assert all("a process on 127.0.0.1 was turned away: its key is not this one's" in text for text in told[:3])
+        assert all(
+            "a process on 127.0.0.1 was turned away: its messages are not made with" in text for text in told[:3]
+        )
         secret = {key.read_text() for key in (other, *hosts.keys) if key is not None}
         assert not any(key in text for key in secret for text in told)
         assert all(workers.tell(worker, Compare(1)) != [] for worker in range(4))

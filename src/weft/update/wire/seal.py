@@ -18,7 +18,10 @@ NONCE_BYTES = 32
 TAG_BYTES = 32
 LEAST_KEY_BYTES = 32
 
-KEYS_DIFFER = "its key is not this one's; give all ranks the same key file (sha256sum shows which differ)"
+KEYS_DIFFER = (
+    "its messages are not made with this key, so it has another one; give all ranks the same key file (sha256sum shows "
+    "which differ)"
+)
 
 
 class Seal:
