@@ -29,13 +29,13 @@ class Chunk:
         self.output_grads: dict[int, Tensors] = {}
         self.input_grads: dict[int, Tensors] = {}
         self.losses: dict[int, Tensor] = {}
-        self._scale: Tensor | None = None
+        self._scales: dict[torch.dtype, Tensor] = {}
 
     def begin_step(self, scale: Tensor) -> None:
         """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
         for left in (self.inputs, self.targets, self.outputs, self.output_grads, self.input_grads, self.losses):
             left.clear()
-        self._scale = scale
+        self._scales = {scale.dtype: scale}
 
     def keep_shape(self, mb: int, outputs: Tensors) -> None:
         """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
@@ -49,11 +49,13 @@ class Chunk:
             )
 
     def scale_as(self, dtype: torch.dtype) -> Tensor:
-        """The scale in the precision of a loss, made once a step."""
-        assert self._scale is not None
-        if self._scale.dtype is not dtype:
-            self._scale = self._scale.to(dtype)
-        return self._scale
+        """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.
+
+        Lanes' threads may ask at once; the first to put its tensor in is the one that all of them get.
+        """
+        scales = self._scales
+        made = scales.get(dtype)
+        return made if made is not None else scales.setdefault(dtype, scales[torch.float64].to(dtype))
 
 
 def check_losses(losses: Tensors) -> None:
