@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from weft.ir.action import Kind
 from weft.ir.kernel import kernel
 from weft.ir.needs import Index
 from weft.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Program
@@ -54,7 +55,8 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
         lanes += _copy_lanes(schedule, cells, layout)
     lanes += _channel_lanes(schedule)
     program = with_needs(_assemble([part for part in lanes if len(part.kind)], layout, shape))
-    if reduce or layout.placement.num_pipes > 1:
+    trains = any(action.kind is not Kind.F for row in schedule.rows for cell in row for action in cell.actions)
+    if trains and (reduce or layout.placement.num_pipes > 1):
         return with_reduce(program, shape.moved.get(OpKind.REDUCE_GRAD, 0))
     return program
 

@@ -106,6 +106,21 @@ def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Sche
     return replace(schedule, rows=rows)
 
 
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, each rank's in its own order: an evaluation.
+
+    Forwards wait for nothing but forwards, so what is left of a sound schedule comes to its end too.
+    """
+    rows = tuple(
+        tuple(action for cell in row for action in cell.actions if action.kind is Kind.F) for row in schedule.rows
+    )
+    receives = {
+        channel: tuple(label for label in labels if label.kind is Kind.F)
+        for channel, labels in schedule.receives.items()
+    }
+    return replace(schedule, rows=rows, receives=receives)
+
+
 def disagreements(program: Program) -> list[str]:
     """Where the lists that ranks go through differ from the program that was verified, over all of its ranks.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,10 +18,10 @@ from weft.ir import Kind, Schedule
 from weft.ir.dependency import WEIGHT_OF
 from weft.ir.program import Longs, Op, OpKind, Program
 from weft.plan.lowering import Options
-from weft.plan.running import expected, lower_running, lower_weaving
+from weft.plan.running import expected, forward_only, lower_running, lower_weaving
 from weft.runtime import split
-from weft.runtime.boundary import Boundary
-from weft.runtime.chunk import Chunk, LossFn
+from weft.runtime.boundary import Boundary, all_flags
+from weft.runtime.chunk import CheckedLoss, Chunk, LossFn
 from weft.runtime.communicators import Communicators
 from weft.runtime.device import Cuda, Device
 from weft.runtime.exchange import InParty
@@ -193,6 +194,34 @@ def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: boo
     return program, ticks
 
 
+def plan_forward(schedule: Schedule, shape: Options | None, costs: Costs, trained: Program) -> tuple[Program, Longs]:
+    """The Program of an evaluation, and its ticks: the forwards of `trained`, in the order of the schedule's rows.
+
+    The verifier asks for every backward, and says so (W101); nothing else may be wrong with it, and no forward missing.
+    """
+    forwards = forward_only(schedule)
+    if shape is None:
+        program = lower_running(forwards, reduce=False)
+        ticks = expected(program)
+    else:
+        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False), reduce=False)
+        ticks = durations(program, costs)
+    wrong = [finding for finding in verify_program(program, ticks).findings if finding.code != "W101"]
+    if wrong:
+        raise ValueError(f"the forwards of this schedule alone are not sound: {wrong[0]}")
+    assert _forwards(program) == _forwards(trained), "an evaluation runs every forward once"
+    return program, ticks
+
+
+def _forwards(program: Program) -> list[tuple[int, ...]]:
+    """(rank, kind, micro-batch, chunk, layer) of all forward parts and their messages, in order of these numbers."""
+    kinds = (*program.layout.forward, OpKind.EMBED_F, OpKind.HEAD_F, OpKind.SEND_F, OpKind.RECV_F)
+    ops = np.flatnonzero(np.isin(program.kind, kinds))
+    rank = program.lane_rank[program.lane_of[ops]]
+    columns = (rank, program.kind[ops], program.mb[ops], program.chunk[ops], program.layer[ops])
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
 def make_store(modules: Modules, saved: SavedName, device: torch.device, directory: Path | None) -> Store | None:
     """What saved tensors go through, if they do."""
     if saved == "leave":
@@ -235,6 +264,14 @@ class Maker:
         """All of them."""
         return {chunk: self._chunk(chunk, module) for chunk, module in modules.items()}
 
+    def evaluating(self, modules: Modules) -> dict[int, Chunk]:
+        """The same chunks for evaluations: they save nothing, and find out their own shapes."""
+        shape = replace(self.shape, split=(), offload=False) if self.shape is not None else None
+        chunks = replace(self, splits={}, boundaries={}, store=None, shape=shape).chunks(modules)
+        for chunk in chunks.values():
+            chunk.trains = False
+        return chunks
+
     def _chunk(self, chunk: int, module: nn.Module) -> Chunk:
         placement, schedule = self.schedule.placement, self.schedule
         number = placement.stage(self.place.pp_rank, chunk)
@@ -249,9 +286,12 @@ class Maker:
             made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
             made.deferred = tuple(WEIGHT_OF[half] for half in self.shape.split)
             made.store = self.store
-        made.loss_fn = self.loss_fn if number == placement.num_stages - 1 else None
+        made.loss_fn = CheckedLoss(self.loss_fn, module) if number == placement.num_stages - 1 else None
         if number in self.boundaries:
             made.boundary, made.header_due = self.boundaries[number], False
+            made.output_flags = all_flags(self.boundaries[number])
+        if number - 1 in self.boundaries:
+            made.input_flags = all_flags(self.boundaries[number - 1])
         return made
 
     def _halves(self, chunk: int) -> Halves | None:

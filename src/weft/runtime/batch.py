@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.chunk import tensors_within
 from weft.runtime.communicators import Communicators
 from weft.runtime.saved import SavedReport
 
@@ -30,6 +31,22 @@ def microbatches(given: Any, num: int, what: str) -> list[Any]:
             raise ValueError(f"the schedule has {num} micro-batches, got {len(given)} {what}")
         return list(given)
     raise ValueError(f"{what} are a tensor, or a list with one entry a micro-batch, got {type(given).__name__}")
+
+
+def targets_of(given: Any, num: int) -> list[Any]:
+    """The targets of each micro-batch; None for each where there are none, as a loss function may ignore them."""
+    return [None] * num if given is None else microbatches(given, num, "targets")
+
+
+def refuse_graph(given: Any, what: str) -> None:
+    """Refuses inputs or targets that require a gradient: none would come back for them."""
+    for tensor in tensors_within(given):
+        if tensor.requires_grad:
+            made_by = f"made by {tensor.grad_fn.name()}" if tensor.grad_fn is not None else "a leaf that requires one"
+            raise ValueError(
+                f"{what} require a gradient ({made_by}), but gradients do not leave a pipeline: what made them would "
+                "not train; make it part of the first or the last stage, or give them as detach()"
+            )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _DTYPES = (
 _MOST_TENSORS, _MOST_DIMS = 16, 8
 _FIELDS = 3 + _MOST_DIMS
 HEADER_SIZE = 1 + _MOST_TENSORS * _FIELDS
+FLAGS_SIZE = 1 + _MOST_TENSORS
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Spec:
 
 
 Boundary = tuple[Spec, ...]
+
+Flags = tuple[bool, ...]
+"""For each output of a stage that a gradient may come back for: whether one does. What nobody reads gets none."""
 
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
@@ -97,3 +101,22 @@ def from_header(header: Tensor) -> Boundary:
         dtype, grad, dims, *shape = values[1 + number * _FIELDS :][:_FIELDS]
         specs.append(Spec(tuple(shape[:dims]), _DTYPES[dtype], bool(grad)))
     return tuple(specs)
+
+
+def all_flags(boundary: Boundary) -> Flags:
+    """The flags where a gradient comes back for every output that may have one."""
+    return tuple(True for spec in boundary if spec.grad)
+
+
+def to_flags(flags: Flags) -> Tensor:
+    """The flags as numbers."""
+    header = torch.zeros(FLAGS_SIZE, dtype=torch.int64)
+    header[0] = len(flags)
+    header[1 : 1 + len(flags)] = torch.tensor(flags, dtype=torch.int64)
+    return header
+
+
+def from_flags(header: Tensor) -> Flags:
+    """The flags that `to_flags` wrote down."""
+    num, *flags = header.tolist()
+    return tuple(map(bool, flags[:num]))

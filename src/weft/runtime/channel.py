@@ -9,21 +9,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.runtime.boundary import HEADER_SIZE, Boundary, from_header
+from weft.runtime.boundary import Boundary
 from weft.runtime.device import Wait
-from weft.runtime.groups import Group
+from weft.runtime.groups import CLOSED, Group, close_group
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 _LEAVING = 4
-"""Tensors that may be on their way at once: the next send waits for the one before the last, which has its receive."""
+"""Tensors that may be on their way at once, besides those of the last message, whose receive may not be posted yet."""
+
+
+class _Leaving(NamedTuple):
+    """A message on its way. Its tensors must stay as they are until it has left: `versions` tell if they did."""
+
+    told: str
+    tensors: list[Tensor]
+    versions: list[int]
+    works: list[dist.Work]
 
 
 class Channel:
@@ -34,20 +43,30 @@ class Channel:
 
     def __init__(self, group: Group, place: int, device: torch.device, wait: Wait) -> None:
         self.group, self.place, self.device, self.wait = group, place, device, wait
-        self._leaving: deque[dist.Work] = deque()
+        self._leaving: deque[_Leaving] = deque()
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Launches a message; waits for one that left some messages before, so that few stay alive."""
-        leaving = self._leaving
-        for tensor in tensors:
-            leaving.append(self.group.send([tensor.contiguous()], self.place, 0))
-        while len(leaving) > _LEAVING:
-            self.wait(leaving.popleft())
+    def send(self, tensors: Sequence[Tensor], told: str) -> None:
+        """Launches a message, and waits for earlier ones so that few stay alive. `told` is what errors call it."""
+        if not tensors:
+            return
+        sent = [tensor.contiguous() for tensor in tensors]
+        works = [self.group.send([tensor], self.place, 0) for tensor in sent]
+        self._leaving.append(_Leaving(told, sent, versions(sent), works))
+        num = sum(len(message.works) for message in self._leaving)
+        while num > _LEAVING and len(self._leaving) > 1:
+            num -= len(self._leaving[0].works)
+            self._wait_for_oldest()
 
     def drain(self) -> None:
         """Waits until everything sent has left."""
         while self._leaving:
-            self.wait(self._leaving.popleft())
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        message = self._leaving.popleft()
+        for work in message.works:
+            self.wait(work)
+        refuse_reused(message.tensors, message.versions, message.told)
 
     def post(self, boundary: Boundary) -> Posted:
         """Launches the receive of a message."""
@@ -63,10 +82,30 @@ class Channel:
 
     def send_header(self, header: Tensor) -> None:
         """Tells the reader what the messages of a stage will be like."""
-        self.send([header.to(self.device)])
+        self.send([header.to(self.device)], "a header")
 
-    def receive_header(self) -> Boundary:
-        """What the messages of a stage will be like."""
-        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
+    def receive_header(self, size: int) -> Tensor:
+        """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
+        header = torch.empty(size, dtype=torch.int64, device=self.device)
         self.wait(self.group.recv([header], self.place, 0))
-        return from_header(header)
+        return header
+
+    def close(self) -> None:
+        """Gives the communicator back, and forgets what did not leave."""
+        group, self.group = self.group, CLOSED
+        self._leaving.clear()
+        close_group(group)
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor's memory was written to, as autograd counts it; views of one memory count together."""
+    return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
+
+
+def refuse_reused(tensors: Sequence[Tensor], before: Sequence[int], told: str) -> None:
+    """Raises ValueError if tensors were written to since they had these versions."""
+    if versions(tensors) != before:
+        raise ValueError(
+            f"{told} was written to before it was sent on or read: the stage uses the memory of an output again, for "
+            "another micro-batch; return a tensor of its own for each micro-batch, for example buffer.clone()"
+        )

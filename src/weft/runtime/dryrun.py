@@ -193,9 +193,9 @@ def _meter_stage(stage: Stage, chunk: int, meter: _Meter) -> None:
 def _meter_sends(channel: Channel, sizes: list[int]) -> None:
     send = channel.send
 
-    def metered(tensors: Sequence[Tensor]) -> None:
+    def metered(tensors: Sequence[Tensor], told: str) -> None:
         sizes.append(sum(t.nbytes for t in tensors))
-        send(tensors)
+        send(tensors, told)
 
     channel.send = metered  # type: ignore[method-assign]
 

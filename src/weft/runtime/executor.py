@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from weft.ir.program import LaneKind, Op, OpKind, Program
 from weft.plan.running import expected, host_order
-from weft.runtime.boundary import Boundary, to_header
+from weft.runtime.boundary import (
+    FLAGS_SIZE,
+    HEADER_SIZE,
+    Boundary,
+    from_flags,
+    from_header,
+    to_flags,
+    to_header,
+)
 from weft.runtime.channel import Channel, Posted
-from weft.runtime.chunk import Chunk, Tensors
+from weft.runtime.chunk import Chunk, Grads, Tensors
 from weft.runtime.gradients import Gradients
 from weft.runtime.stage import Stage
 from weft.runtime.whom import ALIKE, NOBODY
@@ -93,7 +105,8 @@ def then_forward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], No
     def forward_here() -> None:
         run()
         assert chunk.boundary is not None
-        after.inputs[mb] = _as_leaves(chunk.outputs.pop(mb), chunk.boundary)
+        after.inputs[mb] = _as_leaves(chunk.outputs[mb], chunk.boundary)
+        after.given_by[mb] = chunk
 
     return forward_here
 
@@ -130,12 +143,15 @@ def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
 
     def post_forward() -> None:
         if op.chunk not in boundaries:
-            boundaries[op.chunk] = channel.receive_header()
+            boundaries[op.chunk] = from_header(channel.receive_header(HEADER_SIZE))
         posted[op.index] = channel.post(boundaries[op.chunk])
 
     def post_gradient() -> None:
         assert stage.boundary is not None, "its forward has run"
-        posted[op.index] = channel.post(tuple([spec for spec in stage.boundary if spec.grad]))
+        if stage.output_flags is None:
+            stage.output_flags = from_flags(channel.receive_header(FLAGS_SIZE))
+        may_come = [spec for spec in stage.boundary if spec.grad]
+        posted[op.index] = channel.post(tuple(compress(may_come, stage.output_flags)))
 
     return post_forward if op.kind is OpKind.RECV_F else post_gradient
 
@@ -149,7 +165,11 @@ def arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
         stage.inputs[mb] = _as_leaves(channel.wait_for(posted.pop(index)), boundaries[chunk])
 
     def gradient() -> None:
-        stage.output_grads[mb] = channel.wait_for(posted.pop(index))
+        flags = stage.output_flags
+        assert flags is not None, "its receive was posted"
+        came = channel.wait_for(posted.pop(index))
+        rest = iter(came)
+        stage.output_grads[mb] = came if all(flags) else tuple([next(rest) if flag else None for flag in flags])
 
     return forward if op.kind is OpKind.RECV_F else gradient
 
@@ -158,20 +178,41 @@ def send(part: Part, op: Op) -> Callable[[], None]:
     """A send's label is its reader's; what it sends is made by the op it waits for."""
     channel, mb = part.outgoing[op.lane.peer], op.mb
     needed = map(part.program.op, part.program.deps(op.index))
-    stage = part.stages[next(maker.chunk for maker in needed if not maker.kind.is_recv)]
-    leaving: dict[int, Tensors] = stage.outputs if op.kind is OpKind.SEND_F else stage.input_grads
+    chunk = next(maker.chunk for maker in needed if not maker.kind.is_recv)
+    stage = part.stages[chunk]
 
     def send_gradient() -> None:
-        channel.send(leaving.pop(mb))
+        grads = stage.input_grads.pop(mb)
+        if stage.input_flags is None:
+            stage.input_flags = tuple([grad is not None for grad in grads])
+            channel.send_header(to_flags(stage.input_flags))
+        message = _as_told(stage, mb, grads, part.boundaries[chunk], channel.device)
+        channel.send(message, f"the input gradient of stage {stage.number} for micro-batch {mb}")
 
     def send_forward() -> None:
         if stage.header_due:
             stage.header_due = False
             assert stage.boundary is not None, "its forward has run"
             channel.send_header(to_header(stage.boundary, stage.number))
-        channel.send(leaving.pop(mb))
+        channel.send(stage.take_outputs(mb), stage.told(mb))
 
     return send_forward if op.kind is OpKind.SEND_F else send_gradient
+
+
+def _as_told(stage: Chunk, mb: int, grads: Grads, boundary: Boundary, device: torch.device) -> list[Tensor]:
+    """The gradients that a message carries: for the same inputs in every micro-batch, as receives are posted ahead."""
+    assert stage.input_flags is not None
+    message = []
+    specs = [spec for spec in boundary if spec.grad]
+    for at, (grad, flag, spec) in enumerate(zip(grads, stage.input_flags, specs, strict=True)):
+        if grad is not None and not flag:
+            raise ValueError(
+                f"stage {stage.number} used its input {at} in micro-batch {mb}, but not in the first; an input is used "
+                "in all micro-batches or in none: add 0 * input.sum() to an output where it is not needed"
+            )
+        if flag:
+            message.append(grad if grad is not None else spec.empty(device).zero_())
+    return message
 
 
 def walk(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:

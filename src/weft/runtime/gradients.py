@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.runtime.exchange import RankOwned
 from weft.runtime.groups import Circle
@@ -53,20 +54,25 @@ class Gradients:
         self._held: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
         self._flights: dict[int, list[_Flight]] = {}
-        self._hooks = []
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         owner = {p: chunk for chunk in self.order for p in chunks[chunk].parameters() if p.requires_grad}
         self.params: dict[int, list[nn.Parameter]] = {chunk: [] for chunk in chunks}
         for param, chunk in owner.items():  # one that several chunks share is reduced with the last of them
             self.params[chunk].append(param)
             if param.dtype in _LOW:
-                hook = param.register_post_accumulate_grad_hook(self._into_sum)  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+                self._listen(param)
         self.reduced = True
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
+
+    def _listen(self, param: nn.Parameter) -> None:
+        """Takes each gradient of a parameter into its sum, after all that others' hooks do with it."""
+        hook = param.register_post_accumulate_grad_hook(self._into_sum)  # type: ignore[no-untyped-call]
+        self._hooks[param] = hook
 
     def add(self, param: Tensor, grad: Tensor) -> None:
         """One more contribution from a weight half."""
@@ -92,6 +98,10 @@ class Gradients:
     def begin(self, *, reduce: bool) -> None:
         """Before a step. What earlier steps left in `.grad` is added to, not reduced a second time."""
         everything = [p for params in self.params.values() for p in params]
+        for param, hook in list(self._hooks.items()):
+            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
+                hook.remove()
+                self._listen(param)
         if not reduce and self.reduced and self.circle is not None and any(p.grad is not None for p in everything):
             raise ValueError(
                 "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "

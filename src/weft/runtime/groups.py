@@ -47,6 +47,10 @@ class Group(Protocol):
         """Gives up what is under way, where the backend can."""
         ...
 
+    def shutdown(self) -> None:
+        """Ends the communicator, where the backend has to be told."""
+        ...
+
 
 def make_group(name: str, ranks: list[int], rank: int, deadline: timedelta) -> Group:
     """A communicator of these ranks, who all make it under this name, with the backend of the world."""
@@ -70,6 +74,22 @@ def next_name(place: Place) -> str:
     """A name for the next thing that the ranks of a mesh make together; they make such things in the same order."""
     mesh = hashlib.sha1(repr(place.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
     return f"{mesh}/{_get_default_store().add(f'weft/{mesh}/made by {place.rank}', 1)}"
+
+
+class ClosedGroup:
+    """Stands where a communicator was, so that nothing keeps the communicator itself alive."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} on a communicator that is closed; make a new Pipeline")
+
+
+CLOSED: Group = ClosedGroup()
+
+
+def close_group(group: Group) -> None:
+    """Ends what a backend keeps beside its sockets. gloo's ends with the last reference."""
+    if group is not CLOSED and dist.is_initialized() and dist.get_backend() == "nccl":
+        group.shutdown()
 
 
 class Circle:
@@ -108,3 +128,8 @@ class Circle:
     def recv(self, tensor: Tensor, at: int) -> None:
         """From the one at this place of the circle."""
         self.wait(self.group.recv([tensor], at, 0))
+
+    def close(self) -> None:
+        """Gives the communicator back, whoever still holds the circle."""
+        group, self.group = self.group, CLOSED
+        close_group(group)

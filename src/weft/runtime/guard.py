@@ -75,7 +75,7 @@ class Guard:
         self._agreed = False
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt is no less a loss to the others
             if not self._agreed:  # else all ranks raise it, and none is lost
                 self._tell(error)
             raise
@@ -95,7 +95,7 @@ class Guard:
                 except ValueError:
                     self._agreed = all_refuse
                     raise
-        except Exception:
+        except BaseException:
             self.close()
             raise
 
@@ -126,14 +126,20 @@ class Guard:
     def _name_own(self, op: int) -> str:
         return self.name(self.place.rank if self.place is not None else 0, op)
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self, error: BaseException) -> None:
         if self.watch is not None:
             self.watch.raised(error)
 
+    @property
+    def is_lost(self) -> bool:
+        """Has a rank been lost, as far as this one knows."""
+        return self.watch is not None and self.watch.alarm is not None
+
     def close(self) -> None:
-        """Says goodbye."""
+        """Says goodbye, and leaves the page that neighbours saw."""
         if self.watch is not None:
             self.watch.close()
+            self.watch.slots = self.slots = memoryview(array("q", [NOBODY] * 4))
 
 
 def _of_a_wait(error: Exception) -> bool:

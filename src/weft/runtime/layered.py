@@ -8,9 +8,7 @@ halves, gradients, the random generator) has one owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +73,6 @@ class _Passage:
         self.last: Value | None = None
         self.cuts: dict[tuple[int, str], Cut] = {}
         self.halves: dict[tuple[int, str], list[Half]] = {}
-        self.zeros: Callable[[], Tensor] = torch.Tensor
 
 
 class LayeredStage(Chunk):
@@ -118,7 +115,7 @@ class LayeredStage(Chunk):
             self._copy(kind, mb, layer)
             return
         name = SEGMENT_OF[kind]
-        with self._precision(kind):
+        with self._precision(kind), nullcontext() if self.trains else torch.no_grad():  # each thread has its own modes
             if kind in FORWARD:
                 self._forward(name, mb, layer)
             elif kind in BACKWARD:
@@ -205,14 +202,13 @@ class LayeredStage(Chunk):
 
     def _enter(self, mb: int) -> None:
         passage = self._passing[mb] = _Passage()
-        (x,) = self.inputs.pop(mb)
+        (x,) = self.take_inputs(mb)
         passage.first = passage.values["x"] = Value(x, x.requires_grad)
-        passage.zeros = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
 
     def _exit(self, mb: int, out: Value) -> None:
         """What the last layer made is to be sent."""
         self._check(mb, out)
-        self.outputs[mb] = (out.thing,)
+        self.put_outputs(mb, (out.thing,))
         out.thing = None
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
@@ -264,7 +260,7 @@ class LayeredStage(Chunk):
             assert first is not None
             self.input_grads[mb] = ()
             if first.needs_grad:
-                self.input_grads[mb] = (first.grad if first.grad is not None else passage.zeros(),)
+                self.input_grads[mb] = (first.grad,)
         if not passage.cuts and not passage.halves:
             del self._passing[mb]
 

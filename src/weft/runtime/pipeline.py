@@ -20,6 +20,7 @@ from weft.ir.trace import Trace
 from weft.passes.mesh import spread
 from weft.plan.running import join_halves
 from weft.runtime import split
+from weft.runtime.arrivals import Arrivals
 from weft.runtime.assembly import (
     LanesName,
     Maker,
@@ -33,13 +34,14 @@ from weft.runtime.assembly import (
     make_lanes,
     make_store,
     plan,
+    plan_forward,
     reduce_order,
     segments_in,
     shape_of,
 )
-from weft.runtime.batch import StepReport, agree, microbatches
+from weft.runtime.batch import StepReport, agree, microbatches, refuse_graph, targets_of
 from weft.runtime.boundary import Boundary
-from weft.runtime.chunk import LossFn
+from weft.runtime.chunk import Chunk, LossFn
 from weft.runtime.clock import clock_offset
 from weft.runtime.communicators import Communicators
 from weft.runtime.device import device_of
@@ -49,8 +51,10 @@ from weft.runtime.groups import next_name
 from weft.runtime.guard import Guard
 from weft.runtime.layered import has_embedding, is_layered
 from weft.runtime.meeting import Met, check_copies, meet
+from weft.runtime.parameters import Parameters
 from weft.runtime.place import place_in
 from weft.runtime.recorder import merge
+from weft.runtime.saved import SavedReport
 from weft.runtime.seeding import generator_of, step_seed
 from weft.runtime.split import Split
 from weft.runtime.walk import Walk
@@ -97,25 +101,27 @@ class Pipeline:
         self._modules = dict(stages)
         self._lanes, self._costs = lanes, costs
         self._device = device_of(self.device, self._deadline)
-        self.talk = Communicators.make(next_name(self.place), self.place, self._deadline, self._device.wait)
         self._guard = Guard()
-        met = self._meet(schedule, f"{costs!r} {saved}")
-        self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        self._shape = shape_of(self._modules, met, self.schedule, saved)
-        reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
-        self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
-        self.talk.connect(self.program, self.device)
-        bind(self._modules, self.talk)
-        self._guard.program = self.program
-        if dist.get_backend() != "fake":
-            self._guard.join(self.talk, deadline_s, self._control, address)
+        name = next_name(self.place)
+        with Arrivals(name, self.place, self._deadline).making():
+            self.talk = Communicators.make(name, self.place, self._deadline, self._device.wait)
+            met = self._meet(schedule, f"{costs!r} {saved}")
+            self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
+            self._shape = shape_of(self._modules, met, self.schedule, saved)
+            reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
+            self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
+            self.talk.connect(self.program, self.device)
+            bind(self._modules, self.talk)
+            self._guard.program = self.program
+            if dist.get_backend() != "fake":
+                self._guard.join(self.talk, deadline_s, self._control, address)
         with self._guard.making(all_refuse=True):
             order = [c for c in reduce_order(self.program, self.place.pp_rank) if c in self._modules]
             self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
             check_copies(self.talk, self._modules, self.gradients, self._control)
         with self._guard.making():
             self._store = make_store(self._modules, saved, self.device, pool_directory)
-            maker = Maker(
+            maker = self._maker = Maker(
                 schedule=self.schedule,
                 place=self.place,
                 shape=self._shape,
@@ -129,7 +135,11 @@ class Pipeline:
             )
             self.stages = maker.chunks(self._modules)
         self._boundaries = maker.incoming(self.stages)
+        self._parameters = Parameters(self._modules)
+        self._evaluating: dict[int, Chunk] = {}
+        self._evaluated: dict[int, Boundary] = {}
         self._last: Walk | Weave | None = None
+        self._closed = False
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
@@ -152,22 +162,32 @@ class Pipeline:
 
     @cached_property
     def _with_reduce(self) -> Walk | Weave:
-        return self._make_walk(self.program, self._ticks)
+        return self._make_walk(self.program, self._ticks, self.stages, self._boundaries)
 
     @cached_property
     def _without_reduce(self) -> Walk | Weave:
-        return self._make_walk(*plan(self.schedule, self._shape, self._costs, reduce=False))
+        planned = plan(self.schedule, self._shape, self._costs, reduce=False)
+        return self._make_walk(*planned, self.stages, self._boundaries)
 
-    def _make_walk(self, program: Program, ticks: Longs) -> Walk | Weave:
+    @cached_property
+    def _forward(self) -> Walk | Weave:
+        """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
+        planned = plan_forward(self.schedule, self._shape, self._costs, self.program)
+        self._evaluating = self._maker.evaluating(self._modules)
+        return self._make_walk(*planned, self._evaluating, self._evaluated)
+
+    def _make_walk(
+        self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
+    ) -> Walk | Weave:
         part = Part(
             program,
             self.place.pp_rank,
-            self.stages,
+            stages,
             self.talk.outgoing,
             self.talk.incoming,
             self.gradients,
             self.place.neighbour,
-            self._boundaries,
+            boundaries,
         )
         if self._shape is None:
             return Walk(part, self._device)
@@ -187,25 +207,61 @@ class Pipeline:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
         `inputs` are needed where the first stage is, `targets` where the last is: a tensor that is cut into
-        micro-batches, or a list of them. What they are on other ranks does not matter. The gradient is that of
+        micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None where there
+        are no targets. The gradient is that of
         sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
         step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
         says more.
         """
+        self._refuse_closed()
         chosen = self._with_reduce if reduce or self.gradients.circle is None else self._without_reduce
         scale = self._scale(num_tokens)
         self.gradients.begin(reduce=reduce)
-        factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
-        for stage in self.stages.values():
-            stage.begin_step(factor)
+        self._begin(chosen, self.stages, scale)
         self._last = chosen
         with self._guard.step(self._step):
-            self._feed(inputs, targets)
+            self._check_training()
+            self._feed(self.stages, inputs, targets)
             if self._store is not None:
                 self._store.begin([s for stage in self.stages.values() for s in (stage.inputs, stage.targets)])
-            self._run(chosen)
+            self._run(chosen, self.stages)
+            self._step += 1
             self.gradients.finish(reduce=reduce)
-            return self._finish(scale)
+            saved = self._store.report() if self._store is not None else None
+            return self._finish(self.stages, scale, self.gradients.num_bad(), saved)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, num_tokens: float | None = None) -> Tensor:
+        """Runs all micro-batches forward; returns the loss of the global batch, the same on every rank.
+
+        Takes what `step` takes, in micro-batches of any one size. Leaves `.grad`, the random state, the next step's
+        randomness, and the modules' train or eval mode as they are; auxiliary losses count as in `step`. `report` has
+        the loss of each micro-batch.
+        """
+        self._refuse_closed()
+        chosen, stages = self._forward, self._evaluating
+        scale = self._scale(num_tokens)
+        self._begin(chosen, stages, scale)
+        chosen.forget_shapes()
+        self._evaluated.clear()
+        for stage in stages.values():
+            stage.forget_shape()
+        with self._guard.step(self._step), torch.no_grad():
+            self._feed(stages, inputs, targets)
+            self._run(chosen, stages)
+            loss = self._finish(stages, scale, 0, None)
+        self._begin(chosen, stages, scale)  # forgets what was on its way
+        return loss
+
+    def _begin(self, chosen: Walk | Weave, stages: dict[int, Chunk], scale: float) -> None:
+        """Before a step or an evaluation: nothing is left of the one before."""
+        self._guard.program = chosen.program
+        factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
+        for stage in stages.values():
+            stage.begin_step(factor)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError("this Pipeline is closed: its communicators are given back; make a new one")
 
     def _scale(self, num_tokens: float | None) -> float:
         if num_tokens is None:
@@ -214,25 +270,36 @@ class Pipeline:
             raise ValueError(f"num_tokens is what the sum of the losses is divided by, more than 0, got {num_tokens}")
         return 1.0 / float(num_tokens)
 
-    def _feed(self, inputs: Any, targets: Any) -> None:
+    def _check_training(self) -> None:
+        """Refuses what would train nothing, or something else than was planned."""
+        if not torch.is_grad_enabled():
+            raise ValueError("step() trains, but gradients are off (torch.no_grad()); use evaluate() for losses alone")
+        self._parameters.check()
+
+    def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any) -> None:
         """Gives the first and the last stages their micro-batches."""
         placement, num = self.schedule.placement, self.schedule.num_microbatches
         per_pipe = self.schedule.microbatches_per_pipe
         last = placement.num_stages - 1
-        for chunk, stage in self.stages.items():
+        for chunk, stage in stages.items():
             first_mb = placement.pipes[chunk] * per_pipe
             if stage.number == 0:
+                if stage.trains:
+                    refuse_graph(inputs, "inputs")
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
                 stage.inputs.update((mb, _cut_off(x)) for mb, x in enumerate(mine))
             if stage.number == last:
-                stage.targets.update(enumerate(microbatches(targets, num, "targets")[first_mb : first_mb + per_pipe]))
+                if stage.trains:
+                    refuse_graph(targets, "targets")
+                stage.targets.update(enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]))
 
-    def _run(self, chosen: Walk | Weave) -> None:
+    def _run(self, chosen: Walk | Weave, stages: dict[int, Chunk]) -> None:
+        """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
         generator = generator_of(self.device)
-        state = generator.get_state() if self._seed is not None else None
+        state = generator.get_state() if self._seed is not None or stages is self._evaluating else None
         if self._seed is not None:
             base = step_seed(self._seed, self._step)
-            for stage in self.stages.values():
+            for stage in stages.values():
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)
         try:
@@ -240,15 +307,13 @@ class Pipeline:
         finally:
             if state is not None:
                 generator.set_state(state)
-        self._step += 1
 
-    def _finish(self, scale: float) -> Tensor:
+    def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
-        for chunk, stage in self.stages.items():
+        for chunk, stage in stages.items():
             for mb, loss in stage.losses.items() if self.device.type != "meta" else ():
                 losses[placement.pipes[chunk] * per_pipe + mb] += loss
-        num_bad = self.gradients.num_bad()
         with self._guard.together("the agreement on the loss"):
             loss, losses, num_bad, alike = agree(self.talk, losses, scale, num_bad)
         if not alike:
@@ -256,7 +321,6 @@ class Pipeline:
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
             )
         finite = num_bad == 0 and bool(loss.isfinite())
-        saved = self._store.report() if self._store is not None else None
         self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
         return loss
 
@@ -265,6 +329,7 @@ class Pipeline:
     @property
     def trace(self) -> Trace:
         """What the last step's ops took, all ranks on one clock. Every rank of the mesh has to ask for it."""
+        self._refuse_closed()
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
         program = spread(self._last.program, ep=self.place.ep, dp=self.place.dp // self.place.ep)
@@ -289,14 +354,24 @@ class Pipeline:
         return along_pp + int(self.talk.pipe.all_gather(along_dp)[0])
 
     def close(self) -> None:
-        """Gives the modules back as they were, and says goodbye to the other ranks."""
+        """Gives the modules back as they were, says goodbye, and gives back communicators, threads and memory at once.
+
+        May be called again. Ranks close when none of them needs another any more.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._guard.close()
-        for name in ("_with_reduce", "_without_reduce"):
+        for name in ("_with_reduce", "_without_reduce", "_forward"):
             if name in self.__dict__:
-                self.__dict__[name].close()
+                self.__dict__.pop(name).close()
+        self._last = None
         self.gradients.close()
         for stage in self.stages.values():
             split.restore(stage.module)
+        if self._guard.is_lost:
+            self.talk.break_off()  # or a thread that still waits for a lost rank would be waited for
+        self.talk.close()
 
 
 def _cut_off(microbatch: Any) -> tuple[Any, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 AddGradient = Callable[[Tensor, Tensor], None]
@@ -86,12 +85,12 @@ class _Linear(torch.autograd.Function):
             return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # with create_graph: what is computed here is differentiated itself
         with _as_it_is(x):
             dx = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-            if ctx.halves.take(ctx.linear, x, grad):
+            if not again and ctx.halves.take(ctx.linear, x, grad):
                 return dx, None, None, None, None
             flat = grad.flatten(0, -2)
             dw = (flat.t() @ x.flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -104,17 +103,22 @@ class SplitForward:
 
     def __init__(self, linear: nn.Linear, halves: Halves) -> None:
         self.linear, self.halves = linear, halves
+        self._num_hooks = _num_hooks(linear)
 
     def __call__(self, input: Tensor) -> Tensor:
         """The linear's output, in autocast's precision if that is on."""
-        linear = self.linear
-        if not torch.is_grad_enabled() or input.dim() < 2:
-            return functional.linear(input, linear.weight, linear.bias)
+        linear, weight, bias = self.linear, self.linear.weight, self.linear.bias
+        if not torch.is_grad_enabled() or input.dim() < 2 or _num_hooks(linear) != self._num_hooks:
+            return functional.linear(input, weight, bias)  # autograd tells hooks that were put on the parameters since
         kind = input.device.type
         lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if lowers and input.dtype is not torch.float64:  # which autocast leaves alone
+        if (
+            lowers and input.dtype is not torch.float64 and weight.dtype is not torch.float64
+        ):  # autocast leaves it alone
             input = input.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Linear.apply(input, linear.weight, linear.bias, self.halves, linear)  # type: ignore[no-untyped-call]
+        elif input.dtype is not weight.dtype or (bias is not None and bias.dtype is not weight.dtype):
+            return functional.linear(input, weight, bias)  # raises torch's own error
+        out: Tensor = _Linear.apply(input, weight, bias, self.halves, linear)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -172,8 +176,19 @@ def _linears(module: nn.Module) -> Iterator[nn.Linear]:
             yield part
 
 
-def _has_hooks(param: nn.Parameter) -> bool:
+def _has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+def _num_hooks(linear: nn.Linear) -> int:
+    """How many listen to the gradients of a linear's parameters; float32 sums do from the start."""
+    return sum(
+        len(hooks)
+        for param in (linear.weight, linear.bias)
+        if param is not None
+        for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)
+        if hooks
+    )
 
 
 def _against(module: nn.Module) -> str | None:

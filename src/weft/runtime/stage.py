@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from weft.runtime.boundary import fits
-from weft.runtime.chunk import Chunk, Tensors, check_losses
+from weft.runtime.chunk import Chunk, Grads, Tensors, check_losses
 from weft.runtime.edge import edge_of
 from weft.runtime.seeding import Seeds
 from weft.runtime.split import AddGradient, Half, Halves
@@ -59,9 +59,8 @@ class Stage(Chunk):
 
     def forward(self, mb: int) -> None:
         """F: from `inputs` to `outputs`, or to the loss on the last stage."""
-        inputs = self.inputs.pop(mb)
-        seeds = self.seeds
-        result = self.module(*inputs) if seeds is None else seeds.forward(self.mb_offset + mb, inputs)
+        inputs = self.take_inputs(mb)
+        result = self._run(mb, inputs)
         aux: tuple[Tensor, ...] = ()
         if isinstance(result, Output):
             aux, result = (result.aux_loss,), result.output
@@ -76,12 +75,26 @@ class Stage(Chunk):
         if aux:
             check_losses(aux)
             self.losses[mb] = aux[0].detach()
-        self._kept[mb] = _Kept(inputs, roots, aux)
-        self.outputs[mb] = tuple([o.detach() for o in outputs])
+        if self.trains:
+            self._kept[mb] = _Kept(inputs, roots, aux)
+        self.put_outputs(mb, tuple([o.detach() for o in outputs]))
+
+    def _run(self, mb: int, inputs: Tensors) -> Any:
+        try:
+            return self.module(*inputs) if self.seeds is None else self.seeds.forward(self.mb_offset + mb, inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
+                raise ValueError(
+                    f"stage {self.number} changes its input in place, which autograd does not allow where a graph "
+                    "begins; let the first operation make a tensor of its own, for example x = x + y for x += y, or "
+                    "nn.ReLU() for nn.ReLU(inplace=True)"
+                ) from error
+            raise
 
     def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
         check_losses(losses)
-        self._kept[mb] = _Kept(inputs, (), losses)
+        if self.trains:
+            self._kept[mb] = _Kept(inputs, (), losses)
         total = losses[0].detach()
         self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
 
@@ -91,26 +104,30 @@ class Stage(Chunk):
             if not isinstance(output, Tensor):
                 raise ValueError(
                     f"stage {self.number} returned {type(output).__name__}; a stage returns a tensor, a tuple of "
-                    "tensors, or weft.Output(output, aux_loss)"
+                    "tensors, which the next stage gets as its arguments, or weft.Output(output, aux_loss); return "
+                    "tuple(...) for a list, and tuple(....values()) for a dict. The last stage may return anything"
                 )
         self.keep_shape(mb, outputs)
 
     def backward(self, mb: int) -> None:
         """B: from the gradients of the outputs to those of the inputs and of all parameters."""
         inputs, roots, losses = self._kept.pop(mb)
-        grads: tuple[Tensor | None, ...] = self.output_grads.pop(mb) if self.loss_fn is None else ()
-        starts: list[Any] = list(roots)
+        known = [pair for pair in zip(roots, self._grads(mb), strict=True) if pair[1] is not None]
+        starts: list[Any] = [root for root, _ in known]
+        grads = [grad for _, grad in known]
         if losses:
             starts += [loss for loss in losses if loss.requires_grad]
-            grads = (*grads, *[self.scale_as(loss.dtype) for loss in losses if loss.requires_grad])
+            grads += [self.scale_as(loss.dtype) for loss in losses if loss.requires_grad]
         if starts and self._autocast is not None:
             with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
                 torch.autograd.backward(starts, grads)
         elif starts:
             torch.autograd.backward(starts, grads)
-        self.input_grads[mb] = tuple(
-            [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs if x.requires_grad]
-        )
+        self.input_grads[mb] = tuple([x.grad for x in inputs if x.requires_grad])
+
+    def _grads(self, mb: int) -> Grads:
+        """The gradients of the outputs; None for those that nobody read."""
+        return self.output_grads.pop(mb) if self.loss_fn is None else ()
 
     def input_half(self, mb: int) -> None:
         """I: as B, but the linears' weight gradients are put off."""

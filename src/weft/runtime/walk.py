@@ -35,5 +35,8 @@ class Walk:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
         return self.recorder.times()
 
+    def forget_shapes(self) -> None:
+        """The list is the same whatever the shapes."""
+
     def close(self) -> None:
         """Nothing to give back."""

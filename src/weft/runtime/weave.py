@@ -68,6 +68,11 @@ class Weave:
         self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
         self._known = False
         self._under_way: UnderWay | None = None
+        self._last_sends = [
+            (place[op.index], part.outgoing[op.lane.peer])
+            for op in self.own
+            if op.kind.is_send and op.index + 1 in program.lane_ptr
+        ]
         self._waits = NotedWait.of(_talkers(part))
         self.lanes = make_lanes(len(lanes), self.own)
 
@@ -87,9 +92,15 @@ class Weave:
                 self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
             under_way.want_all()
             self.lanes.finish()
+            for at, channel in self._last_sends:  # noqa: B007  (an error is told of this op)
+                channel.drain()
             self._known = self.lanes.ahead
         except Exception as error:
             self._blame(guard, under_way, error, at)
+
+    def forget_shapes(self) -> None:
+        """The next step finds out shapes again, and so launches its ops in order."""
+        self._known = False
 
     def _blame(self, guard: Guard, under_way: UnderWay, error: Exception, at: int) -> NoReturn:
         """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
@@ -132,8 +143,11 @@ class Weave:
         return both
 
     def close(self) -> None:
-        """Gives the lanes back."""
+        """Gives the lanes back, and the page that neighbours saw."""
         self.lanes.close()
+        self._under_way = None
+        for wait in self._waits:
+            wait.step = None
 
 
 def _talkers(part: Part) -> list[Circle | Channel]:

@@ -19,12 +19,15 @@ Naming: TypeAlias = Callable[[int, int], str]
 _TIMED_OUT = ("timed out", "timeout")
 _NETWORK = (*_TIMED_OUT, "connection closed", "connection reset", "connection refused", "broken pipe")
 
+_INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
+
 
 class RankLost(PortableError, RuntimeError):  # noqa: N818
     """A rank of the pipeline was lost; every other rank raises this, and all name the same one.
 
-    `kind` is "killed", "raised", "hung", "left" (it said goodbye while others still needed it) or "cut" (its
-    connection broke although it lives). `op` is what the lost rank was at, `waiting_for` what this rank waited for.
+    `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it said goodbye while others still needed
+    it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the pipeline). `op` is what
+    the lost rank was at, `waiting_for` what this rank waited for.
     """
 
     def __init__(self, message: str, *, rank: int, kind: str, op: str | None, waiting_for: str | None) -> None:
@@ -72,7 +75,8 @@ def _what(lost: Lost, name: Naming) -> str:
         case Kind.CUT:
             return "its connection broke, though it lives,"
         case Kind.RAISED:
-            return f"raised {lost.text.partition(':')[0]}"
+            error = lost.text.partition(":")[0]
+            return f"interrupted by {error}" if error in _INTERRUPTS else f"raised {error}"
         case _:
             return lost.kind.word
 

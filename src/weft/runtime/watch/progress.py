@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+from array import array
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -51,10 +52,11 @@ class Progress:
         return Slots(*self.slots)
 
     def close(self) -> None:
-        """Closes the file. The page itself lives as long as `slots`, so a late write does no harm."""
+        """Closes the file. The page itself lives as long as someone has its slots, so a late write does no harm."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            self.slots = memoryview(array("q", self.slots))
 
 
 class Onlooker:
