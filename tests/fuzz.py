@@ -55,9 +55,6 @@ from fuzz_models import (
 from planted import PLANTS, apply
 from ranks import Outcome, run_ranks
 
-BF16_LOSS = 1e-3
-"""Of the loss from one process's where it has parts in bf16, which a stage adds up in bf16."""
-
 LATEST_S = 0.3
 """By how much a rank may come too late to the making of its pipeline."""
 
@@ -213,8 +210,7 @@ def differences(config: Config, got: tuple[float, Grads], wanted: Wanted) -> Ite
     (loss, grads), most = got, MOST_DIFFERENCE[config.dtype]
     if loss != wanted.serial_loss:
         yield f"the loss is {loss!r}, on serial lanes {wanted.serial_loss!r}"
-    most_loss = max(most, BF16_LOSS if config.aux == "bf16" else 0.0)
-    if abs(loss - wanted.loss) > most_loss * abs(wanted.loss):
+    if abs(loss - wanted.loss) > most * abs(wanted.loss):
         yield f"the loss is {loss!r}, in one process {wanted.loss!r}"
     for name, grad in grads.items():
         size, serial = wanted.sizes[name], wanted.serial[name]

@@ -91,6 +91,11 @@ class Chunk:
                 "one shape: pad them, or make a new Pipeline for the new shape"
             )
 
+    def add_loss(self, mb: int, loss: Tensor) -> None:
+        """Adds a loss to its micro-batch's, in float64: losses of a step may differ in type, and there may be many."""
+        total = loss.detach().double()
+        self.losses[mb] = self.losses[mb] + total if mb in self.losses else total
+
     def scale_as(self, dtype: torch.dtype) -> Tensor:
         """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.
 

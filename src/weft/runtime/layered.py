@@ -236,7 +236,7 @@ class LayeredStage(Chunk):
         check_losses((loss,))
         if value.needs_grad:
             value.grad = self.scale_as(loss.dtype)
-        self.losses[mb] = self.losses[mb] + loss if mb in self.losses else loss
+        self.add_loss(mb, loss)
 
     def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:
         passage = self._passing[mb]

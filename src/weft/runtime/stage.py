@@ -74,7 +74,7 @@ class Stage(Chunk):
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
         if aux:
             check_losses(aux)
-            self.losses[mb] = aux[0].detach()
+            self.add_loss(mb, aux[0])
         if self.trains:
             self._kept[mb] = _Kept(inputs, roots, aux)
         self.put_outputs(mb, tuple([o.detach() for o in outputs]))
@@ -95,8 +95,8 @@ class Stage(Chunk):
         check_losses(losses)
         if self.trains:
             self._kept[mb] = _Kept(inputs, (), losses)
-        total = losses[0].detach()
-        self.losses[mb] = total if len(losses) == 1 else total + losses[1].detach()
+        for loss in losses:
+            self.add_loss(mb, loss)
 
     def _check(self, mb: int, outputs: Tensors) -> None:
         """What a stage returns is tensors, in the shape of the first."""
