@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ranks import check, run_ranks
 from update_models import Compare, model, source_of
 from update_workers import Asker, Workers
-from weft.update import Options, Source, UpdateError, Updater
+from weft.update import Options, Plain, Source, UpdateError, Updater
 from weft.update.endpoint import worker_path
-from weft.update.wire.messages import Answer, Refused
+from weft.update.ledger import Ledger, peek
+from weft.update.slot import Slot
+from weft.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from weft.update.worker import Worker
 from weft.weights.buffers import Memory
 from weft.weights.layouts import Parallel
 from weft.weights.pieces import Holding
@@ -301,3 +308,88 @@ def test_a_log_that_is_lost_is_replaced_by_one_that_takes_over() -> None:
         assert run(workers, 2, second, new) == ["", ""]
         assert all("another log" in told for told in run(workers, 2, second))
         assert served(workers) == [2, 2]
+
+
+# ---- one worker and one log, without processes -----------------------------------------------------------------------
+
+
+def lone() -> tuple[Worker, Plain]:
+    """A worker that serves version 1 of log A by attempt 1."""
+    plain = Plain({"w": torch.zeros(0)})
+    made = Worker(plain, 0)
+    made.handle(TakePlan("p", (), ()))
+    made.handle(Settle(1, None, (), log="A"))
+    made.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
+    made.handle(Finish(1))
+    assert isinstance(made.handle(Commit(1, 1)), Status)
+    return made, plain
+
+
+def test_a_worker_refuses_another_log_and_names_both() -> None:
+    made, plain = lone()
+    told = made.handle(Settle(9, 1, (1,), log="B"))
+    assert isinstance(told, Refused)
+    assert (told.code, plain.gate.version) == ("foreign", 1)
+    assert all(part in told.text for part in ("another log, A", "this one is B", "takeover=True"))
+    assert made.status.epoch == 1, "what was refused leaves no trace"
+
+
+def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
+    made, _ = lone()
+    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Begin(2, 5, "p", "none", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Finish(2))
+    told = made.handle(Settle(3, 1, (1,), log="A"))
+    assert isinstance(told, Refused)
+    assert told.code == "foreign"
+    assert made.status.log == "B"
+
+
+def test_a_closed_worker_keeps_what_it_has_for_its_own_log_only() -> None:
+    made, plain = lone()
+    closed = made.handle(Settle(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
+    assert isinstance(closed, Status)
+    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("closed", 1, "A", None)
+    opened = made.handle(Settle(3, 1, (1,), log="A"))
+    assert isinstance(opened, Status)
+    assert (opened.state, plain.gate.version) == ("serving", 1)
+
+
+def test_a_closed_worker_does_not_open_when_an_attempt_fails() -> None:
+    made, plain = lone()
+    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Begin(2, 5, "p", "host", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Abort(2))
+    assert (made.state, plain.gate.version) == ("closed", None)
+    made.handle(Settle(3, 1, (1,), log="A"))
+    assert plain.gate.version == 1
+
+
+def test_a_log_of_before_there_were_ids_gets_one_with_the_next_attempt(tmp_path: Path) -> None:
+    directory = tmp_path / "l"
+    directory.mkdir(mode=0o700)
+    (directory / "ledger.json").write_text('{"version":3,"epochs":[5]}')
+    ledger = Ledger(directory)
+    assert (ledger.record.version, ledger.record.epochs, ledger.record.members) == (3, (5,), ())
+    assert peek(directory).id == ""
+    ledger.begin(0)
+    ledger.close()
+    assert peek(directory).id == ledger.record.id != ""
+    again = Ledger(directory)
+    assert again.record == ledger.record
+    again.close()
+
+
+def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
+    """A second endpoint of the same process takes it from the first; the id stays the file's."""
+    one = Slot(tmp_path / "worker-0.slot")
+    held = one.held, one.id
+    two = Slot(tmp_path / "worker-0.slot")
+    assert held == (True, two.id)
+    assert two.held
+    assert not one.take()
+    look = "import sys; from pathlib import Path; from weft.update.slot import Slot; s = Slot(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", look + "; print(s.held, s.holder())", str(tmp_path / "worker-0.slot")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
+    two.give_back()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True 0\n"

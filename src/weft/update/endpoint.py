@@ -93,7 +93,7 @@ class Endpoint:
     def close(self) -> None:
         """Takes no more; the engine stays as it is. One that serves keeps its slot until its process ends."""
         self._over.set()
-        self._watch.join()
+        self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps it
         self._leave()
         if self.worker.state != "serving":
             self._slot.give_back()

@@ -30,16 +30,15 @@ class Slot:
     def __init__(self, path: Path) -> None:
         self._place = os.getpid(), path.resolve()
         self._fd: int | None = None
+        self.held, self.id = False, ""
         with self._guard:
             mine = self._files.pop(self._place, None)
             if mine is not None:
                 self._fd, other = mine
-                other._fd = None
+                other._fd, other.held = None, False
             else:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._files[self._place] = self._fd, self
-        self.held = False
-        self.id = ""
         self.take()
 
     def take(self) -> bool:
