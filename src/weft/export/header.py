@@ -1,7 +1,8 @@
 """What a file says of a Program or a Trace besides its columns, as a small JSON object.
 
     "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
-               "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0}
+               "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
+               "embedding": false, "head": false}
 
 and of a Trace besides
 
@@ -28,7 +29,7 @@ VERSION = 1
 TIMING_KEYS = ("clock", "about", "measured")
 
 _LAYOUT_KEYS = ("placement", "num_mb", "layers", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
-_ENDS = ("embedding", "head")  # written where they are true: files of programs without them stay as they were
+_ENDS = ("embedding", "head")  # which files of before there were such ops lack
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 
@@ -55,7 +56,8 @@ def layout_object(layout: Layout) -> Object:
         "dp": layout.dp,
         "saved": {kind.name: size for kind, size in layout.saved.items()},
         "kept": layout.kept,
-        **{name: True for name in _ENDS if getattr(layout, name)},
+        "embedding": layout.embedding,
+        "head": layout.head,
     }
 
 

@@ -66,11 +66,19 @@ class Guard:
             named = replace(named, lane=replace(named.lane, peer=peer))
         return str(named)
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """While a step runs others can see that it does. A loss that is known already is raised at once."""
+    def raise_known(self) -> None:
+        """Raises a loss that is known already."""
         if self.watch is not None and self.watch.alarm is not None:
             raise self.watch.noticed()
+
+    @contextmanager
+    def step(self, number: int, *, own_first: bool = False) -> Iterator[None]:
+        """While a step runs others can see that it does. A loss that is known already is raised at once.
+
+        `own_first`: not at once, but when the caller says `raise_known`, behind what may be wrong on this rank itself.
+        """
+        if not own_first:
+            self.raise_known()
         self.slots[2] = number
         self._agreed = False
         try:

@@ -216,12 +216,13 @@ class Pipeline:
         self._refuse_closed()
         chosen = self._with_reduce if reduce or self.gradients.circle is None else self._without_reduce
         scale = self._scale(num_tokens)
-        self.gradients.begin(reduce=reduce)
         self._begin(chosen, self.stages, scale)
         self._last = chosen
-        with self._guard.step(self._step):
+        with self._guard.step(self._step, own_first=True):
             self._check_training()
             self._feed(self.stages, inputs, targets)
+            self._guard.raise_known()
+            self.gradients.begin(reduce=reduce)  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
                 self._store.begin([s for stage in self.stages.values() for s in (stage.inputs, stage.targets)])
             self._run(chosen, self.stages)
@@ -245,8 +246,9 @@ class Pipeline:
         self._evaluated.clear()
         for stage in stages.values():
             stage.forget_shape()
-        with self._guard.step(self._step), torch.no_grad():
+        with self._guard.step(self._step, own_first=True), torch.no_grad():
             self._feed(stages, inputs, targets)
+            self._guard.raise_known()
             self._run(chosen, stages)
             loss = self._finish(stages, scale, 0, None)
         self._begin(chosen, stages, scale)  # forgets what was on its way
