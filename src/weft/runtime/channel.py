@@ -44,6 +44,7 @@ class Channel:
     def __init__(self, group: Group, place: int, device: torch.device, wait: Wait) -> None:
         self.group, self.place, self.device, self.wait = group, place, device, wait
         self._leaving: deque[_Leaving] = deque()
+        self._num_leaving = 0
 
     def send(self, tensors: Sequence[Tensor], told: str) -> None:
         """Launches a message, and waits for earlier ones so that few stay alive. `told` is what errors call it."""
@@ -52,9 +53,8 @@ class Channel:
         sent = [tensor.contiguous() for tensor in tensors]
         works = [self.group.send([tensor], self.place, 0) for tensor in sent]
         self._leaving.append(_Leaving(told, sent, versions(sent), works))
-        num = sum(len(message.works) for message in self._leaving)
-        while num > _LEAVING and len(self._leaving) > 1:
-            num -= len(self._leaving[0].works)
+        self._num_leaving += len(works)
+        while self._num_leaving > _LEAVING and len(self._leaving) > 1:
             self._wait_for_oldest()
 
     def drain(self) -> None:
@@ -64,6 +64,7 @@ class Channel:
 
     def _wait_for_oldest(self) -> None:
         message = self._leaving.popleft()
+        self._num_leaving -= len(message.works)
         for work in message.works:
             self.wait(work)
         refuse_reused(message.tensors, message.versions, message.told)

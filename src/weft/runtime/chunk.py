@@ -40,7 +40,7 @@ class Chunk:
         self.outputs: dict[int, Tensors] = {}
         self.output_grads: dict[int, Grads] = {}
         self.input_grads: dict[int, Grads] = {}
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, list[Tensor]] = {}
         self.given_by: dict[int, Chunk] = {}
         """The stage before, where it is on the same rank: whose output an input is."""
         self._versions: dict[int, list[int]] = {}
@@ -65,8 +65,9 @@ class Chunk:
 
     def take_outputs(self, mb: int) -> Tensors:
         """Returns the outputs of a micro-batch, which must be as they were when it was made."""
-        outputs = self.outputs.pop(mb)
-        refuse_reused(outputs, self._versions.pop(mb), self.told(mb))
+        outputs, before = self.outputs.pop(mb), self._versions.pop(mb)
+        if versions(outputs) != before:
+            refuse_reused(outputs, before, self.told(mb))
         return outputs
 
     def take_inputs(self, mb: int) -> Tensors:
@@ -92,9 +93,8 @@ class Chunk:
             )
 
     def add_loss(self, mb: int, loss: Tensor) -> None:
-        """Adds a loss to its micro-batch's, in float64: losses of a step may differ in type, and there may be many."""
-        total = loss.detach().double()
-        self.losses[mb] = self.losses[mb] + total if mb in self.losses else total
+        """Keeps one of a micro-batch's losses. They may differ in type; the step adds them up in float64."""
+        self.losses.setdefault(mb, []).append(loss.detach())
 
     def scale_as(self, dtype: torch.dtype) -> Tensor:
         """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.

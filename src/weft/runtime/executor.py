@@ -7,7 +7,7 @@ made once; a step only walks it, noting the time behind each instruction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -180,28 +180,33 @@ def send(part: Part, op: Op) -> Callable[[], None]:
     needed = map(part.program.op, part.program.deps(op.index))
     chunk = next(maker.chunk for maker in needed if not maker.kind.is_recv)
     stage = part.stages[chunk]
+    told = stage.told(mb)
+    if op.kind is OpKind.SEND_B:
+        told = f"the input gradient of stage {stage.number} for micro-batch {mb}"
 
     def send_gradient() -> None:
         grads = stage.input_grads.pop(mb)
         if stage.input_flags is None:
             stage.input_flags = tuple([grad is not None for grad in grads])
             channel.send_header(to_flags(stage.input_flags))
-        message = _as_told(stage, mb, grads, part.boundaries[chunk], channel.device)
-        channel.send(message, f"the input gradient of stage {stage.number} for micro-batch {mb}")
+        channel.send(_as_told(stage, mb, grads, part.boundaries[chunk], channel.device), told)
 
     def send_forward() -> None:
         if stage.header_due:
             stage.header_due = False
             assert stage.boundary is not None, "its forward has run"
             channel.send_header(to_header(stage.boundary, stage.number))
-        channel.send(stage.take_outputs(mb), stage.told(mb))
+        channel.send(stage.take_outputs(mb), told)
 
     return send_forward if op.kind is OpKind.SEND_F else send_gradient
 
 
-def _as_told(stage: Chunk, mb: int, grads: Grads, boundary: Boundary, device: torch.device) -> list[Tensor]:
+def _as_told(stage: Chunk, mb: int, grads: Grads, boundary: Boundary, device: torch.device) -> Sequence[Tensor]:
     """The gradients that a message carries: for the same inputs in every micro-batch, as receives are posted ahead."""
     assert stage.input_flags is not None
+    message = [grad for grad in grads if grad is not None]
+    if len(message) == len(grads) and all(stage.input_flags):
+        return message
     message = []
     specs = [spec for spec in boundary if spec.grad]
     for at, (grad, flag, spec) in enumerate(zip(grads, stage.input_flags, specs, strict=True)):

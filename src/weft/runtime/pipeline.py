@@ -314,8 +314,9 @@ class Pipeline:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
         for chunk, stage in stages.items():
-            for mb, loss in stage.losses.items() if self.device.type != "meta" else ():
-                losses[placement.pipes[chunk] * per_pipe + mb] += loss
+            for mb, parts in stage.losses.items() if self.device.type != "meta" else ():
+                for part in parts:
+                    losses[placement.pipes[chunk] * per_pipe + mb] += part
         with self._guard.together("the agreement on the loss"):
             loss, losses, num_bad, alike = agree(self.talk, losses, scale, num_bad)
         if not alike:

@@ -112,9 +112,9 @@ class Stage(Chunk):
     def backward(self, mb: int) -> None:
         """B: from the gradients of the outputs to those of the inputs and of all parameters."""
         inputs, roots, losses = self._kept.pop(mb)
-        known = [pair for pair in zip(roots, self._grads(mb), strict=True) if pair[1] is not None]
-        starts: list[Any] = [root for root, _ in known]
-        grads = [grad for _, grad in known]
+        came = self._grads(mb)
+        starts: list[Any] = [root for root, grad in zip(roots, came, strict=True) if grad is not None]
+        grads = [grad for grad in came if grad is not None]
         if losses:
             starts += [loss for loss in losses if loss.requires_grad]
             grads += [self.scale_as(loss.dtype) for loss in losses if loss.requires_grad]
