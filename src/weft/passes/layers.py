@@ -130,6 +130,13 @@ class Span(NamedTuple):
     head: bool = False
 
 
+_FIRST = (OpKind.HEAD_B, OpKind.EMBED_F)
+"""What a weight half that was held back does not go before: the exchange that it is to hide waits for them."""
+
+_CARRIED_OUT = Part(OpKind.ATTN_W, 0, Half.BACKWARD)
+"""The weight half that a cell leaves to the next one: of its backward's last layer, which is the stage's first."""
+
+
 @cache
 def template(
     cell: CellKind, forward: Span, backward: Span, shape: ShapeKey, carry_in: bool, carry_out: bool
@@ -146,17 +153,17 @@ def template(
     for slot in _slots(cell, forward, backward, shape):
         slots.append(sum(LANE_OF[part.kind] is LaneKind.COMPUTE for part in parts))
         for part in slot:
-            if part.kind not in present:
+            if part.kind not in present or (carry_out and part == _CARRIED_OUT):
                 continue
-            if held is not None and LANE_OF[part.kind] is LaneKind.COMPUTE:
-                after_first = part.kind in (OpKind.ATTN_F, OpKind.EMBED_F, OpKind.HEAD_B)
+            if held is not None and LANE_OF[part.kind] is LaneKind.COMPUTE and part.kind not in _FIRST:
+                after_first = part.kind is OpKind.ATTN_F
                 parts += [part, held] if after_first else [held, part]
                 held = None
             elif shape.hold and part.kind is OpKind.ATTN_W and cell in (CellKind.PAIR, CellKind.B):
                 held = part
             else:
                 parts.append(part)
-    if held is not None and not carry_out:
+    if held is not None:
         parts.append(held)
     return Template(tuple(parts), tuple(slots))
 
@@ -276,9 +283,8 @@ class Cells:
         deep = np.array(layout.layers, np.int32)[stage]
         embeds = (stage == 0) & layout.embedding
         heads = (stage == layout.placement.num_stages - 1) & layout.head
-        # What the last backward layer holds back goes to the next cell, unless this one has more to compute behind it.
-        ends = embeds[1] | heads[1] | ((kind == CellKind.PAIR) & heads[0])
-        carries = ((kind == CellKind.B) | ((kind == CellKind.PAIR) & (deep[0] <= deep[1]))) & ~ends
+        # What the last backward layer holds back goes to the next cell, unless this one has forward layers left.
+        carries = (kind == CellKind.B) | ((kind == CellKind.PAIR) & (deep[0] <= deep[1]))
         carries &= shape.hold_attn_w and OpKind.ATTN_W in shape.split
         carries[first[1:] - 1] = False
         carried = np.r_[False, carries[:-1]]
