@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.ir import dependency
 from weft.ir.program import EMBEDDING, HEAD, OpKind
 from weft.runtime.chunk import Chunk, check_losses
 from weft.runtime.saved import Store
@@ -39,24 +40,8 @@ SEGMENT_OF = {
 }
 """The segment that an op is the forward, the backward or the weight half of."""
 
-FORWARD = (
-    OpKind.ATTN_F,
-    OpKind.COUNTS,
-    OpKind.HOST,
-    OpKind.DISPATCH_F,
-    OpKind.MLP_F,
-    OpKind.COMBINE_F,
-    OpKind.EMBED_F,
-    OpKind.HEAD_F,
-)
-BACKWARD = (
-    OpKind.COMBINE_B,
-    OpKind.MLP_B,
-    OpKind.DISPATCH_B,
-    OpKind.ATTN_B,
-    OpKind.EMBED_B,
-    OpKind.HEAD_B,
-)
+FORWARD = (*dependency.FORWARD, OpKind.EMBED_F, OpKind.HEAD_F)
+BACKWARD = (*dependency.BACKWARD, OpKind.EMBED_B, OpKind.HEAD_B)
 COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
 EMBEDDING_LAYER = -1
 """Where what the embedding saves is kept; what the head saves is behind the last layer. Neither is offloaded."""
