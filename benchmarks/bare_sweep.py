@@ -1,6 +1,6 @@
 """The least that a simulator has to do: ends of ops on in-order lanes, from lanes, groups and dependencies alone.
 
-No labels, no starts, no pairs, no memory, no checks. `simulate.py` holds Weft's simulator against it.
+No labels, no starts, no pairs, no memory, no checks. `simulate.py` holds Treadle's simulator against it.
 """
 
 import numba

@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import weft
-from weft.costs import UNIT_COSTS
-from weft.ir.program import LaneKind
-from weft.ir.trace import Trace
-from weft.view.figure import draw
+import treadle
+from treadle.costs import UNIT_COSTS
+from treadle.ir.program import LaneKind
+from treadle.ir.trace import Trace
+from treadle.view.figure import draw
 
 SIZES = {4096: (32, 32), 50_000: (16, 782)}
 """Boxes wanted: devices and micro-batches of interleaved-overlap with two chunks, 4 boxes for each of both."""
@@ -24,11 +24,11 @@ SIZES = {4096: (32, 32), 50_000: (16, 782)}
 def trace_of(num_boxes: int, pp: int, microbatches: int) -> Trace:
     """A trace with that many boxes."""
     microbatches = -(-microbatches // pp) * pp
-    schedule = weft.generate("interleaved-overlap", pp=pp, vpp=2, microbatches=microbatches)
-    program = weft.lower(schedule, UNIT_COSTS, weft.Options())
+    schedule = treadle.generate("interleaved-overlap", pp=pp, vpp=2, microbatches=microbatches)
+    program = treadle.lower(schedule, UNIT_COSTS, treadle.Options())
     compute = program.lane_kind[program.lane_of] == LaneKind.COMPUTE
     assert compute.sum() >= num_boxes, int(compute.sum())
-    return weft.simulate(program, UNIT_COSTS)
+    return treadle.simulate(program, UNIT_COSTS)
 
 
 def seconds(trace: Trace, path: Path) -> float:

@@ -2,13 +2,13 @@
 
 Four ranks, tiny tensors, 128 micro-batches. For each schedule three contenders take turns in the same four processes:
 
-    weft    a `weft.Pipeline`
+    treadle    a `treadle.Pipeline`
     torch   torch.distributed.pipelining's own runtime of the same rows, where it has them
     hand    the same actions as a flat loop over `dist.isend` and `dist.irecv` with the same autograd: no checks, no
             records, no errors told. Nothing that runs the actions in Python can be much cheaper.
 
 A number is the CPU time of the main threads in microseconds an action (F, B, I or W; a pair is two), all ranks
-together, the median over rounds. The last line is JSON: the schedule with the largest weft / hand.
+together, the median over rounds. The last line is JSON: the schedule with the largest treadle / hand.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-import weft
+import treadle
 from local_ranks import run_ranks
-from weft.ir.program import LaneKind, OpKind
-from weft.passes.cells import lower_cells
-from weft.runtime import split
+from treadle.ir.program import LaneKind, OpKind
+from treadle.passes.cells import lower_cells
+from treadle.runtime import split
 
 RANKS, MICROBATCHES = 4, 128
 WIDTH, BATCH = 32, 4
@@ -61,7 +61,7 @@ loss_fn = nn.functional.mse_loss
 class Work:
     """What every contender is given: the schedule, this rank, and the data of all micro-batches."""
 
-    schedule: weft.Schedule
+    schedule: treadle.Schedule
     rank: int
     inputs: list[Tensor]
     targets: list[Tensor]
@@ -84,14 +84,14 @@ def new_stage(stage: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-# ---- weft ------------------------------------------------------------------------------------------------------------
+# ---- treadle ---------------------------------------------------------------------------------------------------------
 
 
-def weft_step(work: Work) -> Contender:
-    """The adapter to `weft.Pipeline`, the one place here that knows how it is called."""
+def treadle_step(work: Work) -> Contender:
+    """The adapter to `treadle.Pipeline`, the one place here that knows how it is called."""
     stages = work.stages()
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
-    pipe = weft.Pipeline(dict(enumerate(stages.values())), work.schedule, mesh=mesh, loss_fn=loss_fn)
+    pipe = treadle.Pipeline(dict(enumerate(stages.values())), work.schedule, mesh=mesh, loss_fn=loss_fn)
     return Contender(stages, lambda: pipe.step(work.inputs, work.targets))
 
 
@@ -133,7 +133,7 @@ class Doing(NamedTuple):
     name at the stage that reads on, `to` the rank of that stage, `here` if that is this rank.
     """
 
-    kind: weft.Kind
+    kind: treadle.Kind
     key: tuple[int, int]
     post: list[tuple[Any, int]]
     reads: Any
@@ -143,25 +143,25 @@ class Doing(NamedTuple):
     here: bool
 
 
-def plan(schedule: weft.Schedule, rank: int) -> list[Doing]:
+def plan(schedule: treadle.Schedule, rank: int) -> list[Doing]:
     """A rank's actions, each with the receives that are posted before it, in the sender's order."""
     program, placement = lower_cells(schedule), schedule.placement
     channels: dict[int, list[Any]] = {}
     for lane in range(program.num_lanes):
         if program.lane_rank[lane] == rank and program.lane_kind[lane] == LaneKind.RECV:
             ops = range(int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1]))
-            kinds = [weft.Kind.F if program.kind[op] == OpKind.RECV_F else weft.Kind.B for op in ops]
+            kinds = [treadle.Kind.F if program.kind[op] == OpKind.RECV_F else treadle.Kind.B for op in ops]
             names = [(kind, int(program.chunk[op]), int(program.mb[op])) for op, kind in zip(ops, kinds, strict=True)]
             channels[int(program.lane_peer[lane])] = names
     place = {name: (peer, k) for peer, names in channels.items() for k, name in enumerate(names)}
     posted = dict.fromkeys(channels, 0)
     doings = []
     for action in schedule.actions(rank):
-        forward = action.kind is weft.Kind.F
-        carries, step = (weft.Kind.F, 1) if forward else (weft.Kind.B, -1)
+        forward = action.kind is treadle.Kind.F
+        carries, step = (treadle.Kind.F, 1) if forward else (treadle.Kind.B, -1)
         reads, makes, to = (carries, action.chunk, action.mb), None, -1
         post = []
-        if action.kind is not weft.Kind.W:
+        if action.kind is not treadle.Kind.W:
             reader = placement.neighbour(rank, action.chunk, step)
             if reader is not None:
                 to, makes = reader[0], (carries, reader[1], action.mb)
@@ -197,7 +197,7 @@ def hand_step(work: Work) -> Contender:
     modules = [stages[stage] for stage in placement.stages[rank]]
     halves = [split.Halves() for _ in modules]
     rows = schedule.columns
-    for chunk in set(rows.chunk[rows.kind == weft.Kind.W].tolist()):
+    for chunk in set(rows.chunk[rows.kind == treadle.Kind.W].tolist()):
         split.apply(split.examine(modules[chunk]).linears, halves[chunk])
     copies = pair_group(rank) if placement.num_pipes > 1 else None
     is_first = [stage == 0 for stage in placement.stages[rank]]
@@ -293,12 +293,12 @@ def check(name: str, contender: Contender, work: Work) -> None:
             assert same, f"{name}: wrong gradient of stage {stage}"
 
 
-def race(schedule: weft.Schedule, rank: int) -> dict[str, Times]:
+def race(schedule: treadle.Schedule, rank: int) -> dict[str, Times]:
     """All contenders of a schedule, in turn."""
     torch.manual_seed(1000)
     inputs, targets = ([torch.randn(BATCH, WIDTH) for _ in range(MICROBATCHES)] for _ in range(2))
     work = Work(schedule, rank, inputs, targets)
-    made = {"weft": weft_step(work), "torch": torch_step(work), "hand": hand_step(work)}
+    made = {"treadle": treadle_step(work), "torch": torch_step(work), "hand": hand_step(work)}
     contenders = {name: contender for name, contender in made.items() if contender is not None}
     for name, contender in contenders.items():
         for _ in range(WARM_UP):
@@ -370,7 +370,7 @@ def rank_main(rank: int, port: int, names: list[str]) -> None:
         print(f"{title} {'other load':>13}", flush=True)
     for name in names:
         neighbours = Neighbours()
-        results[name] = race(weft.generate(name, pp=RANKS, microbatches=MICROBATCHES), rank)
+        results[name] = race(treadle.generate(name, pp=RANKS, microbatches=MICROBATCHES), rank)
         others = neighbours.share()
         if rank == 0:
             for runner, times in results[name].items():
@@ -382,12 +382,12 @@ def rank_main(rank: int, port: int, names: list[str]) -> None:
 
 
 def summary(results: dict[str, dict[str, Times]]) -> dict[str, float | None]:
-    """The schedule with the largest weft / hand."""
-    worst = max(results, key=lambda name: over(results[name], "weft"))
+    """The schedule with the largest treadle / hand."""
+    worst = max(results, key=lambda name: over(results[name], "treadle"))
     times = results[worst]
     print(f"the most over hand: {worst}")
-    us = {f"{name}_us": round(times[name].us, 1) if name in times else None for name in ("weft", "torch", "hand")}
-    return {**us, "ratio": round(over(times, "weft"), 3)}
+    us = {f"{name}_us": round(times[name].us, 1) if name in times else None for name in ("treadle", "torch", "hand")}
+    return {**us, "ratio": round(over(times, "treadle"), 3)}
 
 
 def main() -> None:
@@ -398,7 +398,7 @@ def main() -> None:
         sys.exit(f"no such schedule: {', '.join(unknown)}; there are {', '.join(TORCH)}")
     size = f"{RANKS} ranks on {os.cpu_count()} cores, {MICROBATCHES} micro-batches"
     print(f"torch {torch.__version__}, {size}", flush=True)
-    run_ranks(rank_main, RANKS, names, preload=["torch.distributed.pipelining", "weft"])
+    run_ranks(rank_main, RANKS, names, preload=["torch.distributed.pipelining", "treadle"])
 
 
 if __name__ == "__main__":

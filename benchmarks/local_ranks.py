@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import weft
+import treadle
 
 
 def run_ranks(rank_main: Callable[..., None], world: int, *given: Any, preload: Sequence[str]) -> None:
@@ -36,9 +36,9 @@ def join(rank: int, port: int, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
-def scaled(costs: weft.Costs, schedule: weft.Schedule, layers: int, step_s: float) -> tuple[weft.Costs, float]:
+def scaled(costs: treadle.Costs, schedule: treadle.Schedule, layers: int, step_s: float) -> tuple[treadle.Costs, float]:
     """Costs, all scaled alike so that the step is predicted to take `step_s`; and the factor."""
-    trace = weft.simulate(weft.lower(schedule, costs, weft.Options(layers=layers)), costs)
+    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.Options(layers=layers)), costs)
     factor = step_s / (trace.makespan / trace.clock.ticks * 1e-6)
     parts = {name: {k: round(v * factor) for k, v in getattr(costs, name).items()} for name in ("layer", "message")}
     return replace(costs, **parts), factor

@@ -30,31 +30,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from local_ranks import join, run_ranks, scaled
-from weft.moe import MoELayer
-from weft.runtime.saved import SavedReport
+from treadle.moe import MoELayer
+from treadle.runtime.saved import SavedReport
 
 PP, VPP, MICROBATCHES, LAYERS = 4, 2, 16, 4
 WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 128, 2, 128
 STEP_S = 10.0
 
 
-def scaled_costs() -> weft.Costs:
+def scaled_costs() -> treadle.Costs:
     """The preset, scaled so that the step is predicted to take `STEP_S`."""
-    costs = weft.load_costs("deepseek-v3-h800")
-    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    costs = treadle.load_costs("deepseek-v3-h800")
+    schedule = treadle.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
     return scaled(costs, schedule, LAYERS, STEP_S)[0]
 
 
-def pipeline(costs: weft.Costs, saved: Any) -> weft.Pipeline:
+def pipeline(costs: treadle.Costs, saved: Any) -> treadle.Pipeline:
     """The same layers each time."""
     mesh = init_device_mesh("cpu", (PP,), mesh_dim_names=("pp",))
-    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    schedule = treadle.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
     torch.manual_seed(0)
     stages = {c: nn.Sequential(*[MoELayer(WIDTH, HIDDEN, EXPERTS) for _ in range(LAYERS)]) for c in range(VPP)}
     loss_fn = nn.functional.mse_loss
-    return weft.Pipeline(
+    return treadle.Pipeline(
         stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="paced", costs=costs, saved=saved, deadline_s=60
     )
 
@@ -90,7 +90,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def one_step(pipe: weft.Pipeline, x: torch.Tensor) -> dict[str, Any]:
+def one_step(pipe: treadle.Pipeline, x: torch.Tensor) -> dict[str, Any]:
     """What it took and what it held, the largest over ranks."""
     dist.barrier()
     started = time.monotonic()
@@ -107,11 +107,11 @@ def one_step(pipe: weft.Pipeline, x: torch.Tensor) -> dict[str, Any]:
     return {"s": elapsed_s, "peak": peak, "rise": rise, "pool": pool, "saved": saved}
 
 
-def simulated_peak(pipe: weft.Pipeline, costs: weft.Costs, saved: SavedReport) -> int:
+def simulated_peak(pipe: treadle.Pipeline, costs: treadle.Costs, saved: SavedReport) -> int:
     """The largest over ranks, for what layers were seen to save."""
     layout = replace(pipe.program.layout, saved=saved.by_kind)
     program = replace(pipe.program, layout=layout)
-    return max(weft.measure(weft.simulate(program, costs)).peak_bytes)
+    return max(treadle.measure(treadle.simulate(program, costs)).peak_bytes)
 
 
 def rank_main(rank: int, port: int, num_rounds: int) -> None:
@@ -152,7 +152,7 @@ def rank_main(rank: int, port: int, num_rounds: int) -> None:
 def main() -> None:
     """Starts the ranks."""
     num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    run_ranks(rank_main, PP, num_rounds, preload=["torch.distributed", "weft.runtime", "weft.moe"])
+    run_ranks(rank_main, PP, num_rounds, preload=["torch.distributed", "treadle.runtime", "treadle.moe"])
 
 
 if __name__ == "__main__":

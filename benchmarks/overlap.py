@@ -3,13 +3,13 @@
 Paced: eight processes, PP4 x EP2, two chunks a rank, 16 micro-batches, one MoE layer a chunk, with the sub-layer
 times of DeepSeek-V3's published profile (preset deepseek-v3-h800, 0.3 ms a pipeline message), all scaled alike so
 that a step takes 8 to 10 s. Ops take their time without using the CPU; messages and all-to-alls are real, and carry
-no times. In each round Weft runs interleaved-overlap and torch.distributed.pipelining its Interleaved1F1B over
+no times. In each round Treadle runs interleaved-overlap and torch.distributed.pipelining its Interleaved1F1B over
 layers of the same times, in the same processes. A round in which processes waited for a CPU for more than 10 % of
 the time is repeated.
 
     paced_error   how much longer a step took than predicted
     steady_idle   the largest over ranks of compute's idle share over its overlapped cells but the first and the last
-    torch_ratio   torch's step over Weft's
+    torch_ratio   torch's step over Treadle's
 
 Then real computation over a slow link, as `overlap_link.py` says, in nearly twice as many rounds, as steps that compute
 differ more:
@@ -40,10 +40,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from local_ranks import join, run_ranks, scaled
-from weft.moe import MoELayer
-from weft.simulate.phases import steady_idle
+from treadle.moe import MoELayer
+from treadle.simulate.phases import steady_idle
 
 PP, EP, VPP, MICROBATCHES = 4, 2, 2, 16
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 8, 4, 4
@@ -57,17 +57,17 @@ loss_fn = nn.functional.mse_loss
 class Round:
     """What one turn of both came to."""
 
-    weft_s: float
+    treadle_s: float
     torch_s: float
     idle: float
     pressure: float
 
 
-def scaled_costs() -> tuple[weft.Costs, float]:
+def scaled_costs() -> tuple[treadle.Costs, float]:
     """The preset, scaled so that the step is predicted to take `STEP_S`; and the factor."""
-    costs = weft.load_costs("deepseek-v3-h800")
+    costs = treadle.load_costs("deepseek-v3-h800")
     costs = replace(costs, message={**costs.message, "reduce_grad": 0})
-    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    schedule = treadle.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
     return scaled(costs, schedule, 1, STEP_S)
 
 
@@ -77,19 +77,19 @@ def pressure_s() -> float:
     return int(first.rpartition("=")[2]) / 1e6
 
 
-# ---- weft ------------------------------------------------------------------------------------------------------------
+# ---- treadle ---------------------------------------------------------------------------------------------------------
 
 
-def weft_pipeline(rank: int, costs: weft.Costs) -> weft.Pipeline:
+def treadle_pipeline(rank: int, costs: treadle.Costs) -> treadle.Pipeline:
     """Two layers a rank, as small as can be: their times are the costs'."""
     mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
-    schedule = weft.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
+    schedule = treadle.generate("interleaved-overlap", pp=PP, vpp=VPP, microbatches=MICROBATCHES)
     stages = {}
     for chunk in range(VPP):
         torch.manual_seed(chunk)
         layer = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP)
         stages[chunk] = nn.Sequential(layer)
-    return weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="paced", costs=costs, deadline_s=60)
+    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="paced", costs=costs, deadline_s=60)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def pause(x: Tensor, seconds: float, group: Any) -> Tensor:
 class PacedLayer(nn.Module):
     """The same layer for torch's runtime: one sub-layer after the other, weight halves with their backward."""
 
-    def __init__(self, costs: weft.Costs, group: Any) -> None:
+    def __init__(self, costs: treadle.Costs, group: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         s = {name: ticks / costs.clock.ticks * 1e-6 for name, ticks in costs.layer.items()}
@@ -138,7 +138,7 @@ class PacedLayer(nn.Module):
         return x
 
 
-def torch_schedule(rank: int, costs: weft.Costs) -> Any:
+def torch_schedule(rank: int, costs: treadle.Costs) -> Any:
     """Torch's runtime on this rank's stages; messages are free."""
     mesh = init_device_mesh("cpu", (PP, EP), mesh_dim_names=("pp", "ep"))
     group, ep_group, pp_rank = mesh.get_group("pp"), mesh.get_group("ep"), rank // EP
@@ -171,8 +171,8 @@ def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: 
     """What each process does; rank 0 tells."""
     join(rank, port, PP * EP)
     costs, factor = scaled_costs()
-    pipe, runner = weft_pipeline(rank, costs), torch_schedule(rank, costs)
-    predicted_s = weft.simulate(pipe.program, costs).makespan / 1e9
+    pipe, runner = treadle_pipeline(rank, costs), torch_schedule(rank, costs)
+    predicted_s = treadle.simulate(pipe.program, costs).makespan / 1e9
     if rank == 0:
         print(f"times x{factor:.2f}: {predicted_s:.3f} s predicted", flush=True)
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
@@ -187,9 +187,9 @@ def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: 
             rounds.append(done)
         if rank == 0:
             note = "" if done.pressure <= MOST_PRESSURE else ", too busy" + ("" if quiet else ": repeated")
-            error = done.weft_s / predicted_s - 1
+            error = done.treadle_s / predicted_s - 1
             print(
-                f"weft {done.weft_s:.3f} s ({error:+.2%}), idle {done.idle:.2%}, torch {done.torch_s:.3f} s, "
+                f"treadle {done.treadle_s:.3f} s ({error:+.2%}), idle {done.idle:.2%}, torch {done.torch_s:.3f} s, "
                 f"CPU pressure {done.pressure:.1%}{note}",
                 flush=True,
             )
@@ -197,13 +197,13 @@ def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: 
         told.write_text(json.dumps(summary(rounds, predicted_s)))
     trace = pipe.trace
     if rank == 0 and traces is not None:
-        weft.save_trace(trace, traces / "paced_measured.json.gz")
-        weft.save_trace(weft.simulate(trace.program, costs), traces / "paced_predicted.json.gz")
+        treadle.save_trace(trace, traces / "paced_measured.json.gz")
+        treadle.save_trace(treadle.simulate(trace.program, costs), traces / "paced_predicted.json.gz")
     pipe.close()
     dist.destroy_process_group()
 
 
-def one_round(rank: int, pipe: weft.Pipeline, runner: Any, x: Tensor) -> Round:
+def one_round(rank: int, pipe: treadle.Pipeline, runner: Any, x: Tensor) -> Round:
     """Both, one after the other. The pressure is what rank 0 saw, so that all ranks decide alike."""
     dist.barrier()
     before, started = pressure_s(), time.monotonic()
@@ -221,18 +221,18 @@ def one_round(rank: int, pipe: weft.Pipeline, runner: Any, x: Tensor) -> Round:
 
 def summary(rounds: list[Round], predicted_s: float) -> dict[str, Any]:
     """Medians."""
-    weft_s = statistics.median(r.weft_s for r in rounds)
+    treadle_s = statistics.median(r.treadle_s for r in rounds)
     return {
-        "paced_error": round(weft_s / predicted_s - 1, 4),
+        "paced_error": round(treadle_s / predicted_s - 1, 4),
         "steady_idle": round(statistics.median(r.idle for r in rounds), 4),
-        "torch_ratio": round(statistics.median(r.torch_s / r.weft_s for r in rounds), 3),
+        "torch_ratio": round(statistics.median(r.torch_s / r.treadle_s for r in rounds), 3),
         "pressure": round(statistics.median(r.pressure for r in rounds), 3),
     }
 
 
 def paced(num_rounds: int, traces: Path | None, told: Path) -> None:
     """The first half; what it came to is in the file `told`."""
-    preload = ["torch.distributed.pipelining", "weft.runtime", "weft.moe"]
+    preload = ["torch.distributed.pipelining", "treadle.runtime", "treadle.moe"]
     run_ranks(rank_main, PP * EP, num_rounds, traces, told, preload=preload)
 
 

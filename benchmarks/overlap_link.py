@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from shaped_link import ShapedLink, why_not
-from weft.ir.program import LaneKind
-from weft.moe import MoELayer
-from weft.simulate.fitting import fit
+from treadle.ir.program import LaneKind
+from treadle.moe import MoELayer
+from treadle.simulate.fitting import fit
 
 EP, MICROBATCHES, LAYERS = 2, 32, 1
 WIDTH, HIDDEN, EXPERTS, TOKENS = 256, 1440, 4, 768
@@ -44,14 +44,14 @@ def mixer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 3 * HIDDEN), nn.GELU(), nn.Linear(3 * HIDDEN, WIDTH))
 
 
-def pipeline(rank: int, lanes: str, address: str, costs: weft.Costs) -> weft.Pipeline:
+def pipeline(rank: int, lanes: str, address: str, costs: treadle.Costs) -> treadle.Pipeline:
     """One stage; the same parameters each time."""
     mesh = init_device_mesh("cpu", (1, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
-    schedule = weft.generate("interleaved-overlap", pp=1, vpp=1, microbatches=MICROBATCHES)
+    schedule = treadle.generate("interleaved-overlap", pp=1, vpp=1, microbatches=MICROBATCHES)
     torch.manual_seed(0)
     layers = [MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank, mixer=mixer()) for _ in range(LAYERS)]
     loss_fn = nn.functional.mse_loss
-    return weft.Pipeline(
+    return treadle.Pipeline(
         {0: nn.Sequential(*layers)},
         schedule,
         mesh=mesh,
@@ -63,14 +63,14 @@ def pipeline(rank: int, lanes: str, address: str, costs: weft.Costs) -> weft.Pip
     )
 
 
-def seconds_of(trace: weft.Trace, kind: LaneKind) -> float:
+def seconds_of(trace: treadle.Trace, kind: LaneKind) -> float:
     """What the ops of a kind of lane took on a rank, in the mean."""
     program = trace.program
     chosen = program.lane_kind[program.lane_of] == kind
     return float((trace.end - trace.start)[chosen].sum()) / 1e9 / program.num_ranks
 
 
-def one_step(pipe: weft.Pipeline, x: torch.Tensor) -> weft.Trace:
+def one_step(pipe: treadle.Pipeline, x: torch.Tensor) -> treadle.Trace:
     dist.barrier()
     pipe.step(x, x)
     return pipe.trace
@@ -83,7 +83,7 @@ def rank_main(rank: int, given: Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=EP, timeout=timedelta(seconds=120))
     torch.manual_seed(rank)
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
-    probe = pipeline(rank, "serial", given.address, weft.load_costs("deepseek-v3-h800"))
+    probe = pipeline(rank, "serial", given.address, treadle.load_costs("deepseek-v3-h800"))
     for _ in range(2):
         seen = one_step(probe, x)
     costs = fit(seen)  # as this machine and this link have them
@@ -92,8 +92,8 @@ def rank_main(rank: int, given: Namespace) -> None:
     for pipe in pipes.values():
         one_step(pipe, x)
     hidden: list[float] = []
-    kept: list[weft.Trace] = []
-    predicted_s = weft.simulate(pipes["thread"].program, costs).makespan / 1e9
+    kept: list[treadle.Trace] = []
+    predicted_s = treadle.simulate(pipes["thread"].program, costs).makespan / 1e9
     for _ in range(given.rounds):
         serial, woven = one_step(pipes["serial"], x), one_step(pipes["thread"], x)
         moved_s, computed_s = seconds_of(serial, LaneKind.EP), seconds_of(serial, LaneKind.COMPUTE)
@@ -108,8 +108,8 @@ def rank_main(rank: int, given: Namespace) -> None:
             )
     if rank == 0 and given.traces is not None:
         woven = kept[hidden.index(statistics.median_low(hidden))]
-        weft.save_trace(woven, given.traces / "link_measured.json.gz")
-        weft.save_trace(weft.simulate(woven.program, costs), given.traces / "link_predicted.json.gz")
+        treadle.save_trace(woven, given.traces / "link_measured.json.gz")
+        treadle.save_trace(treadle.simulate(woven.program, costs), given.traces / "link_predicted.json.gz")
     if rank == 0:
         print(json.dumps({"hidden": round(statistics.median(hidden), 4)}), flush=True)
     for pipe in pipes.values():

@@ -14,8 +14,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import weft
-from weft.view.page import page
+import treadle
+from treadle.view.page import page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' one
 
@@ -26,9 +26,9 @@ def main() -> None:
     """Prints a row, and the JSON line."""
     if MISSING is not None:
         sys.exit(MISSING)
-    costs = weft.load_costs("deepseek-v3-h800")
-    schedule = weft.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
-    trace = weft.simulate(weft.lower(schedule, costs, weft.Options(layers=4)), costs)
+    costs = treadle.load_costs("deepseek-v3-h800")
+    schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
+    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.Options(layers=4)), costs)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "page.html"
         path.write_text(page([("interleaved-overlap", trace)]), encoding="utf-8")

@@ -16,7 +16,7 @@ class ShapedLink:
 
     def __init__(self, rate: str, num: int = 2) -> None:
         self.rate, self.num = rate, num
-        self._name = f"weft{os.getpid() % 100_000}"
+        self._name = f"treadle{os.getpid() % 100_000}"
         self._net = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
 
     def address(self, host: int) -> str:

@@ -1,6 +1,6 @@
 """How fast programs are made, verified and simulated: `python benchmarks/simulate.py`.
 
-1. A 10-million-op program: Weft's simulator against a bare numba sweep over the same arrays, alternating in one run;
+1. A 10-million-op program: Treadle's simulator against a bare numba sweep over the same arrays, alternating in one run;
    and generate + lower + verify + simulate of it, with the peak of memory.
 2. PP64 V2 M1024 at the grain of cells, all included, against torch's own generator, lowering and simulation of it.
 3. A step of 2,048 GPUs, every GPU its own lanes, 5 % random slowness a GPU.
@@ -27,21 +27,21 @@ def large_program() -> dict:
     """Part 1."""
     import numpy as np
 
-    import weft
+    import treadle
     from bare_sweep import bare_sweep
-    from weft.costs import durations, load_costs
-    from weft.plan import Options, lower
-    from weft.simulate import simulate
-    from weft.verify import verify_program
+    from treadle.costs import durations, load_costs
+    from treadle.plan import Options, lower
+    from treadle.simulate import simulate
+    from treadle.verify import verify_program
 
     costs = load_costs("deepseek-v3-h800")
     options = Options(layers=LARGE_LAYERS, moe=True, offload=True)
-    small = lower(weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8), costs, options)
+    small = lower(treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8), costs, options)
     warm = simulate(small, costs)
     verify_program(small, durations(small, costs))  # numba compiles, or reads what it compiled before
 
     begin = time.perf_counter()
-    schedule = weft.generate("interleaved-overlap", **LARGE)
+    schedule = treadle.generate("interleaved-overlap", **LARGE)
     generated = time.perf_counter()
     program = lower(schedule, costs, options)
     lowered = time.perf_counter()
@@ -78,8 +78,8 @@ def large_program() -> dict:
 
 def _round(program, costs, dur, arrays) -> tuple[float, float, float]:
     from bare_sweep import bare_sweep
-    from weft.simulate import simulate
-    from weft.verify import verify_program
+    from treadle.simulate import simulate
+    from treadle.verify import verify_program
 
     marks = [time.perf_counter()]
     simulate(program, costs)
@@ -93,27 +93,28 @@ def _round(program, costs, dur, arrays) -> tuple[float, float, float]:
 
 def against_torch() -> dict:
     """Part 2."""
-    import weft
-    from weft.costs import load_costs
-    from weft.passes.cells import lower_cells
-    from weft.simulate import simulate
+    import treadle
+    from treadle.costs import load_costs
+    from treadle.passes.cells import lower_cells
+    from treadle.simulate import simulate
 
     def ours(pp: int, num_mb: int) -> float:
         begin = time.perf_counter()
-        schedule = weft.generate("interleaved", pp=pp, vpp=2, microbatches=num_mb)
-        assert weft.verify(schedule).clean
+        schedule = treadle.generate("interleaved", pp=pp, vpp=2, microbatches=num_mb)
+        assert treadle.verify(schedule).clean
         simulate(lower_cells(schedule), load_costs("unit"))
         return time.perf_counter() - begin
 
     ours(4, 8)
-    weft_s = [ours(64, 1024) for _ in range(7)]
+    treadle_s = [ours(64, 1024) for _ in range(7)]
     torch_s = {(pp, num_mb): _torch(pp, num_mb) for pp, num_mb in ((8, 128), (16, 256), (32, 512), (64, 1024))}
     for (pp, num_mb), parts in torch_s.items():
         generate, lower, simulated = parts
         print(f"torch PP{pp} V2 M{num_mb}: generate {generate:.2f} s, lower {lower:.2f} s, simulate {simulated:.2f} s")
-    median = statistics.median(weft_s)
+    median = statistics.median(treadle_s)
     print(
-        f"weft PP64 V2 M1024, generate, verify, lower, simulate: {median:.2f} s, {min(weft_s):.2f} to {max(weft_s):.2f}"
+        f"treadle PP64 V2 M1024, generate, verify, lower, simulate: {median:.2f} s, "
+        f"{min(treadle_s):.2f} to {max(treadle_s):.2f}"
     )
     return {"torch_ratio": round(sum(torch_s[64, 1024]) / median)}
 
@@ -145,14 +146,14 @@ def _torch(pp: int, num_mb: int) -> tuple[float, float, float]:
 
 def cluster_2048() -> dict:
     """Part 3."""
-    import weft
-    from weft.costs import load_costs
-    from weft.plan import Options, lower
-    from weft.simulate import simulate
+    import treadle
+    from treadle.costs import load_costs
+    from treadle.plan import Options, lower
+    from treadle.simulate import simulate
 
     costs = load_costs("deepseek-v3-h800")
     begin = time.perf_counter()
-    schedule = weft.generate("interleaved-overlap", pp=16, vpp=4, microbatches=128)
+    schedule = treadle.generate("interleaved-overlap", pp=16, vpp=4, microbatches=128)
     program = lower(schedule, costs, Options(layers=1, moe=True, ep=16, dp=8, every_gpu=True))
     trace = simulate(program, costs, slowness=0.05)
     seconds = time.perf_counter() - begin

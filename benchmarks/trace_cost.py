@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from local_ranks import run_ranks
-from weft.runtime import walk as walk_module
-from weft.runtime.executor import Instruction
-from weft.runtime.executor import walk as noting
+from treadle.runtime import walk as walk_module
+from treadle.runtime.executor import Instruction
+from treadle.runtime.executor import walk as noting
 
 RANKS, MICROBATCHES, WIDTH, TOKENS, ROUNDS = 2, 16, 512, 128, 15
 
@@ -57,8 +57,8 @@ def rank_main(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
-    schedule = weft.generate("1f1b", pp=RANKS, microbatches=MICROBATCHES)
-    pipe = weft.Pipeline({0: stage()}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
+    schedule = treadle.generate("1f1b", pp=RANKS, microbatches=MICROBATCHES)
+    pipe = treadle.Pipeline({0: stage()}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
     pipe.step(x, x)
     took: dict[str, list[float]] = {"noting": [], "silent": []}
@@ -88,7 +88,7 @@ def rank_main(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    run_ranks(rank_main, RANKS, preload=["weft.runtime"])
+    run_ranks(rank_main, RANKS, preload=["treadle.runtime"])
 
 
 if __name__ == "__main__":

@@ -51,14 +51,14 @@ import torch
 import torch.distributed as dist
 
 from shaped_link import ShapedLink, why_not
-from weft.update import Endpoint, Options, Plain, Source, Updater
-from weft.update.buffers import HostBuffer
-from weft.update.copying import boxed, opaque
-from weft.update.shares import Shares
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box, Holding, Tensor
-from weft.weights.plan import plan_update
+from treadle.update import Endpoint, Options, Plain, Source, Updater
+from treadle.update.buffers import HostBuffer
+from treadle.update.copying import boxed, opaque
+from treadle.update.shares import Shares
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box, Holding, Tensor
+from treadle.weights.plan import plan_update
 
 MiB = 1 << 20
 KINDS = ("bare", "engine", "checked", "again")
@@ -252,7 +252,7 @@ def hidden(updater: Updater, source: Source) -> float:
 
 def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | None = None, *more: str) -> Any:
     """Starts workers and ranks, and returns what rank 0 found."""
-    with tempfile.TemporaryDirectory(prefix="weft-b") as name:
+    with tempfile.TemporaryDirectory(prefix="treadle-b") as name:
         directory = Path(name)
         directory.chmod(0o700)
         with socket.socket() as probe:

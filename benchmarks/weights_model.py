@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding, Tensor
-from weft.weights.plan import plan_update
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding, Tensor
+from treadle.weights.plan import plan_update
 
 TP = 16
 ATTENTION = {"q_a": (1536, 7168), "q_b": (12288, 1536), "kv_a": (576, 7168), "kv_b": (16384, 512), "o": (7168, 8192)}
@@ -56,8 +56,8 @@ def kimi_k2() -> list[Tensor]:
 
 def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
     """What update ranks tell each other of these layouts: bytes to every rank, seconds to make and to read them."""
-    from weft.update.catalogue import layout_digest, list_layouts, read_layouts  # with torch: the plan does without
-    from weft.update.wire.messages import Wants
+    from treadle.update.catalogue import layout_digest, list_layouts, read_layouts  # with torch: the plan does without
+    from treadle.update.wire.messages import Wants
 
     layouts = {
         id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)

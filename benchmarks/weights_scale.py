@@ -20,10 +20,10 @@ from itertools import combinations
 
 import numpy as np
 
-from weft.ir.program import Program
-from weft.weights.lower import lower_update
-from weft.weights.rates import Rates, simulate_update
-from weft.weights.stream import Stream, even_stream
+from treadle.ir.program import Program
+from treadle.weights.lower import lower_update
+from treadle.weights.rates import Rates, simulate_update
+from treadle.weights.stream import Stream, even_stream
 from weights_model import plan_time
 
 GB, GiB = 10**9, 1 << 30

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import weft
-from weft.costs import UNIT_COSTS
-from weft.costs.costs import UNIT
-from weft.ir.trace import Trace
-from weft.view.boxes import Boxes, Grid, cell_boxes
-from weft.view.figure import compare_figure, draw, timeline
-from weft.view.frame import LEFT, end_of, put_about, put_title
-from weft.view.held import MemoryUnit
-from weft.view.palette import Palette, palette
-from weft.view.panels import PANEL_NAMES, cell_panel, draw_panel
-from weft.view.parts import EXTRA, entries, legend, time_axis
-from weft.view.phases import Phase, pick_cell
-from weft.view.sheet import Scale, Sheet
+import treadle
+from treadle.costs import UNIT_COSTS
+from treadle.costs.costs import UNIT
+from treadle.ir.trace import Trace
+from treadle.view.boxes import Boxes, Grid, cell_boxes
+from treadle.view.figure import compare_figure, draw, timeline
+from treadle.view.frame import LEFT, end_of, put_about, put_title
+from treadle.view.held import MemoryUnit
+from treadle.view.palette import Palette, palette
+from treadle.view.panels import PANEL_NAMES, cell_panel, draw_panel
+from treadle.view.parts import EXTRA, entries, legend, time_axis
+from treadle.view.phases import Phase, pick_cell
+from treadle.view.sheet import Scale, Sheet
 
 HERE = Path(__file__).parent
 FORMS = (".svg", ".png")
 
 HALF, QUARTER = UNIT.ticks // 2, UNIT.ticks // 4
-LAYER_COSTS = weft.Costs(
+LAYER_COSTS = treadle.Costs(
     "one layer",
     UNIT,
     cells={"f": 4 * HALF, "b": 6 * HALF, "fb": 6 * HALF},
@@ -42,11 +42,11 @@ LAYER_ABOUT = (
 
 def kimi_k2() -> None:
     """Interleaved with overlap: what its three kinds of cells do on their lanes, above where they stand."""
-    schedule = weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    options = weft.Options(layers=1, padded=True, offload=True, hold=False, early=False)
-    lanes = weft.simulate(weft.lower(schedule, LAYER_COSTS, options), LAYER_COSTS)
+    schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
+    options = treadle.Options(layers=1, padded=True, offload=True, hold=False, early=False)
+    lanes = treadle.simulate(treadle.lower(schedule, LAYER_COSTS, options), LAYER_COSTS)
     free = replace(LAYER_COSTS, message={})  # at this grain a message would not hide under a weight half
-    cells = weft.simulate(weft.lower(schedule, free, weft.Options()), free)
+    cells = treadle.simulate(treadle.lower(schedule, free, treadle.Options()), free)
     colours = palette("kimi")
     for form in FORMS:
         sheet = Sheet(640)
@@ -98,8 +98,8 @@ def _connect(
 
 def dualpipe() -> None:
     """DualPipe at the size at which it was published."""
-    schedule = weft.generate("dualpipe", pp=8, microbatches=20)
-    trace = weft.simulate(weft.lower(schedule, UNIT_COSTS, weft.Options()), UNIT_COSTS)
+    schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
+    trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS, treadle.Options()), UNIT_COSTS)
     trace = replace(trace, about=f"Assumed: {UNIT_COSTS.about}. Numbers are micro-batches of a direction.")
     for form in FORMS:
         title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
@@ -113,9 +113,9 @@ def schedules() -> None:
     names = ("1f1b", "interleaved", "interleaved-overlap", "zb-v", "dualpipev")
     traces, units = [], []
     for name in names:
-        schedule = weft.generate(name, pp=4, microbatches=16)
+        schedule = treadle.generate(name, pp=4, microbatches=16)
         costs = UNIT_COSTS if schedule.vpp == 1 else halved
-        trace = weft.simulate(weft.lower(schedule, costs, weft.Options()), costs)
+        trace = treadle.simulate(treadle.lower(schedule, costs, treadle.Options()), costs)
         traces.append(replace(trace, about=about))
         units.append(MemoryUnit("stage activations", schedule.vpp))
     for form in FORMS:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 
 
 class Block(nn.Module):
@@ -25,12 +25,12 @@ class Block(nn.Module):
 dist.init_process_group("gloo")
 rank, pp, width = dist.get_rank(), dist.get_world_size(), 64
 mesh = init_device_mesh("cpu", (pp,), mesh_dim_names=("pp",))
-schedule = weft.generate("zb-v", pp=pp, microbatches=2 * pp)
+schedule = treadle.generate("zb-v", pp=pp, microbatches=2 * pp)
 
 torch.manual_seed(0)  # the same model on every rank, of which each keeps its own stages
 model = [nn.Sequential(Block(width), Block(width)) for _ in range(schedule.placement.num_stages)]
 stages = {chunk: model[schedule.placement.stage(rank, chunk)] for chunk in range(schedule.vpp)}
-pipe = weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
+pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.AdamW([p for stage in stages.values() for p in stage.parameters()], lr=1e-3)
 
 for step in range(10):
@@ -40,6 +40,6 @@ for step in range(10):
     optimizer.step()
     if rank == 0:
         print(f"step {step}  loss {loss:.4f}")  # noqa: T201
-weft.save_trace(pipe.trace, "trace.json.gz") if rank == 0 else pipe.trace
+treadle.save_trace(pipe.trace, "trace.json.gz") if rank == 0 else pipe.trace
 pipe.close()
 dist.destroy_process_group()

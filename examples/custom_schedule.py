@@ -1,7 +1,7 @@
 """A schedule of your own, from a text file: torchrun --nproc-per-node 2 examples/custom_schedule.py
 
-`weft verify examples/my_schedule.txt` checks it and `weft draw` shows it; this runs it, and compares the gradients with
-those of the same model in one process.
+`treadle verify examples/my_schedule.txt` checks it and `treadle draw` shows it; this runs it, and compares the
+gradients with those of the same model in one process.
 """
 
 from pathlib import Path
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-schedule = weft.load(Path(__file__).with_name("my_schedule.txt"))
+schedule = treadle.load(Path(__file__).with_name("my_schedule.txt"))
 mesh = init_device_mesh("cpu", (schedule.pp,), mesh_dim_names=("pp",))
 
 torch.manual_seed(0)
@@ -26,7 +26,7 @@ loss_fn = nn.functional.mse_loss
 whole = loss_fn(model(x), target)
 expected = torch.autograd.grad(whole, list(model[rank].parameters()))
 
-pipe = weft.Pipeline({0: model[rank]}, schedule, mesh=mesh, loss_fn=loss_fn)
+pipe = treadle.Pipeline({0: model[rank]}, schedule, mesh=mesh, loss_fn=loss_fn)
 loss = pipe.step(x, target)
 apart = max(float((p.grad - g).abs().max()) for p, g in zip(model[rank].parameters(), expected, strict=True))
 print(f"rank {rank}: loss {loss:.6f}, in one process {whole:.6f}, gradients differ by at most {apart:.1e}")  # noqa: T201

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 examples/moe_layer.py
 
 Two ranks along the pipe, an expert group of two at each. An overlapped cell runs the forward of one micro-batch and the
-backward of another, as `weft show interleaved-overlap --pp 2 -m 8 --lower --rank 0 --layers 1 --moe` prints it.
+backward of another, as `treadle show interleaved-overlap --pp 2 -m 8 --lower --rank 0 --layers 1 --moe` prints it.
 """
 
 import torch
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
-from weft.moe import Exchange, Experts, Router, Routing
-from weft.runtime.segments import Segment, compute, exchange
+import treadle
+from treadle.moe import Exchange, Experts, Router, Routing
+from treadle.runtime.segments import Segment, compute, exchange
 
 WIDTH, HIDDEN, EXPERTS, EP = 32, 64, 4, 2
 
@@ -58,12 +58,12 @@ class Layer(nn.Module):
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
-schedule = weft.generate("interleaved-overlap", pp=2, microbatches=8)
+schedule = treadle.generate("interleaved-overlap", pp=2, microbatches=8)
 stages = {}
 for chunk in range(schedule.vpp):
     torch.manual_seed(schedule.placement.stage(mesh.get_local_rank("pp"), chunk))
     stages[chunk] = nn.Sequential(Layer(mesh.get_local_rank("ep")))
-pipe = weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
+pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.AdamW([p for stage in stages.values() for p in stage.parameters()], lr=3e-3)
 torch.manual_seed(mesh.get_local_rank("ep"))
 for step in range(10):

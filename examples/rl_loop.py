@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from weft.update import Endpoint, Options, Source, Updater
-from weft.update.adapters.transformers import Transformers, named_weights
-from weft.update.asking import ask
-from weft.weights.buffers import Memory
+from treadle.update import Endpoint, Options, Source, Updater
+from treadle.update.adapters.transformers import Transformers, named_weights
+from treadle.update.asking import ask
+from treadle.weights.buffers import Memory
 
 VOCABULARY, LENGTH = 32, 12
 
@@ -65,7 +65,7 @@ def train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, steps: int)
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    place = [tempfile.mkdtemp(prefix="weft-rl-") if rank == 0 else ""]
+    place = [tempfile.mkdtemp(prefix="treadle-rl-") if rank == 0 else ""]
     dist.broadcast_object_list(place)
     directory = Path(place[0])
     engine = subprocess.Popen([sys.executable, __file__, str(directory), str(rank)], stdin=subprocess.PIPE)

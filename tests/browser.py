@@ -65,7 +65,7 @@ class Browser:
     def open(self, path: Path) -> float:
         """Opens a file; seconds to its first paint."""
         self.driver.get(path.as_uri())
-        wait = "const done = arguments[0]; const look = () => window.weft?.firstPaint ? done(weft.firstPaint) : "
+        wait = "const done = arguments[0]; const look = () => window.treadle?.firstPaint ? done(treadle.firstPaint) : "
         return float(self.driver.execute_async_script(wait + "setTimeout(look, 5); look();")) / 1000
 
     def js(self, expression: str, *arguments: Any) -> Any:
@@ -120,5 +120,7 @@ def speed(window: Browser, path: Path) -> Speed:
     """Opens a page three times, then pans it: all of it, and zoomed in until boxes have labels."""
     first = statistics.median(window.open(path) for _ in range(3))
     full = window.pan_ms()
-    window.js("(() => { const s = weft.state(), m = (s.from + s.to) / 2; weft.show(m, m + (s.to - s.from) / 200); })()")
+    window.js(
+        "(() => { const s = treadle.state(), m = (s.from + s.to) / 2; treadle.show(m, m + (s.to - s.from) / 200); })()"
+    )
     return Speed(first, full, window.pan_ms())

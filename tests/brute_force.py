@@ -1,7 +1,7 @@
 """A brute-force executor of schedules: the oracle that tests hold the verifier against.
 
 It was written from "What the verifier promises" in ARCHITECTURE.md alone. It takes the data types of
-`weft.ir` and nothing else, and restates the dependency rule, so as to share no mistake with what it checks.
+`treadle.ir` and nothing else, and restates the dependency rule, so as to share no mistake with what it checks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-from weft.ir import Action, Kind, Pair, Placement, Schedule
+from treadle.ir import Action, Kind, Pair, Placement, Schedule
 
 T = TypeVar("T")
 

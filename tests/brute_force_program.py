@@ -1,7 +1,7 @@
 """A brute-force executor of Programs: the oracle that tests hold the verifier of Programs against.
 
 It was written from "What the verifier promises about Programs" in ARCHITECTURE.md alone. It takes the data types of
-`weft.ir` and nothing else, and restates what ops need of each other, so as to share no mistake with what it checks.
+`treadle.ir` and nothing else, and restates what ops need of each other, so as to share no mistake with what it checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import combinations, pairwise, product
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
-from weft.ir.program import COMMUNICATION, LANE_OF, LaneKind, Layout, OpKind, Program
+from treadle.ir.program import COMMUNICATION, LANE_OF, LaneKind, Layout, OpKind, Program
 
 MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
 SENDS = (OpKind.SEND_F, OpKind.SEND_B)

@@ -11,5 +11,5 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # wait for one another while they keep the cores busy: a test of 5 s then takes 60.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("weft")
+settings.register_profile("treadle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("treadle")

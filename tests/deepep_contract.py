@@ -1,6 +1,6 @@
 """What DeepEP's documentation says its `Buffer` does, in plain torch over the communicator it is given.
 
-Not DeepEP, and no measure of it: it stands in for the library where there is no GPU, so that what Weft makes of its
+Not DeepEP, and no measure of it: it stands in for the library where there is no GPU, so that what Treadle makes of its
 results, its handles and its gradients is run by real ranks. Each call puts what everyone has on the table.
 """
 

@@ -1,6 +1,6 @@
 """Pauses threads at lines and bytecodes of chosen packages, from a seed, without a hook in their code.
 
-    delays = Delays([Path(weft.runtime.__file__).parent])
+    delays = Delays([Path(treadle.runtime.__file__).parent])
     delays.install()                # before the threads start that are to be paused
     with delays.armed("7/rank 0"):  # one step; the same seed pauses the same places
         pipe.step(...)

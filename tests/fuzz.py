@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
-import weft.moe
-import weft.runtime
+import treadle
+import treadle.moe
+import treadle.runtime
 from delays import Delays
 from fuzz_models import (
     BATCHES,
@@ -115,7 +115,7 @@ class Runner:
         self.numbers: dict[int, int] = {}
         for chunk, number in placed:
             self.stages[chunk], self.numbers[chunk] = model[number], number
-        self.pipe = weft.Pipeline(
+        self.pipe = treadle.Pipeline(
             self.stages,
             config.made,
             mesh=config.mesh,
@@ -170,7 +170,7 @@ def live(rank: int, life: Life) -> Record:
     record, rng = Record(), Random(f"{life.seed}/{life.number}/{rank}")
     if life.plant is not None:
         apply(life.plant)
-    delays = Delays([Path(package.__path__[0]) for package in (weft.runtime, weft.moe)])
+    delays = Delays([Path(package.__path__[0]) for package in (treadle.runtime, treadle.moe)])
     time.sleep(rng.choice((0.0, rng.uniform(0.0, LATEST_S))))
     delays.install()
     step = 0

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-import weft
+import treadle
 from oracle import SIZES, VOCAB, Block, Embed
-from weft.moe import MoELayer
-from weft.runtime.seeding import layer_seed, seed_layer, step_seed
-from weft.runtime.segments import COMPUTE
-from weft.schedules import SCHEDULES
+from treadle.moe import MoELayer
+from treadle.runtime.seeding import layer_seed, seed_layer, step_seed
+from treadle.runtime.segments import COMPUTE
+from treadle.schedules import SCHEDULES
 
 KINDS = ("cells", "layers", "tied", "offload", "dp")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -73,9 +73,9 @@ class Config:
         return self.pp * self.dp * self.ep
 
     @cached_property
-    def made(self) -> weft.Schedule:
+    def made(self) -> treadle.Schedule:
         """Its schedule."""
-        return weft.generate(self.schedule, pp=self.pp, microbatches=self.num_mb)
+        return treadle.generate(self.schedule, pp=self.pp, microbatches=self.num_mb)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -146,9 +146,9 @@ class WithLoss(nn.Module):
         super().__init__()
         self.aux = aux
 
-    def forward(self, x: Tensor) -> weft.Output:
+    def forward(self, x: Tensor) -> treadle.Output:
         loss = 0.1 * x.square().mean()
-        return weft.Output(x, loss.bfloat16() if self.aux == "bf16" else loss)
+        return treadle.Output(x, loss.bfloat16() if self.aux == "bf16" else loss)
 
 
 class Head(nn.Module):
@@ -270,7 +270,7 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
             own.append(loss)
         else:
             x = child(x)
-        if isinstance(x, weft.Output):
+        if isinstance(x, treadle.Output):
             own.append(x.aux_loss)
             x = x.output
     return sum(own, start=loss_fn(x, target))

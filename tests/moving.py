@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from weft.weights.pieces import Box, Holding, Piece, Tensor
-from weft.weights.plan import UpdatePlan
+from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.plan import UpdatePlan
 
 Array: TypeAlias = npt.NDArray[Any]
 Came: TypeAlias = dict[str, tuple[Array, Array]]

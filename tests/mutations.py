@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from weft.ir import Action, Cell, Kind, Pair, Schedule
-from weft.ir.program import LaneKind
-from weft.passes.cells import lower_cells
+from treadle.ir import Action, Cell, Kind, Pair, Schedule
+from treadle.ir.program import LaneKind
+from treadle.passes.cells import lower_cells
 
 Rows = list[list[Cell]]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-import weft
+import treadle
 
 VOCAB = 13
 TOKENS = 3
@@ -131,7 +131,7 @@ def run_whole(
         x, aux = inputs, []
         for stage in stages:
             x = stage(*x) if isinstance(x, tuple) else stage(x)
-            if isinstance(x, weft.Output):
+            if isinstance(x, treadle.Output):
                 aux.append(x.aux_loss)
                 x = x.output
         loss = loss_fn(x, target) + sum(aux)
@@ -178,6 +178,6 @@ def make_mesh(pp: int, dp: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
-def chunks_of(schedule: weft.Schedule, pp_rank: int, stages: Sequence[nn.Module]) -> dict[int, nn.Module]:
+def chunks_of(schedule: treadle.Schedule, pp_rank: int, stages: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """What `Pipeline` takes as stages: this rank's chunks."""
     return {chunk: stages[number] for chunk, number in enumerate(schedule.placement.stages[pp_rank])}

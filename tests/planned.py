@@ -5,13 +5,13 @@ To load them from disk takes a process half a second of computing; what a test h
 
 from __future__ import annotations
 
-import weft
-from weft.costs import UNIT_COSTS
-from weft.plan.running import host_order
-from weft.runtime.assembly import plan
+import treadle
+from treadle.costs import UNIT_COSTS
+from treadle.plan.running import host_order
+from treadle.runtime.assembly import plan
 
-_schedule = weft.generate("interleaved-overlap", pp=2, vpp=2, microbatches=4)
-for _shape in (None, weft.Options(layers=2), weft.Options(layers=2, offload=True)):
+_schedule = treadle.generate("interleaved-overlap", pp=2, vpp=2, microbatches=4)
+for _shape in (None, treadle.Options(layers=2), treadle.Options(layers=2, offload=True)):
     _program, _ticks = plan(_schedule, _shape, UNIT_COSTS, reduce=True)
     host_order(_program, _ticks)
-weft.measure(weft.simulate(_program, UNIT_COSTS))
+treadle.measure(treadle.simulate(_program, UNIT_COSTS))

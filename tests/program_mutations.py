@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from weft.ir.program import COMMUNICATION, EMBEDDING, HEAD, LANE_OF, NEVER, LaneKind, Layout, OpKind, Program
+from treadle.ir.program import COMMUNICATION, EMBEDDING, HEAD, LANE_OF, NEVER, LaneKind, Layout, OpKind, Program
 
 
 @dataclass(eq=False)

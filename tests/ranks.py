@@ -43,9 +43,9 @@ PRELOAD = [
     "numba",
     "pytest",
     "hypothesis",
-    "weft.runtime",
-    "weft.update.updater",
-    "weft.update.source",
+    "treadle.runtime",
+    "treadle.update.updater",
+    "treadle.update.source",
     "planned",
 ]
 """Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from weft.view.sheet import Sheet
+from treadle.view.sheet import Sheet
 
 
 def check_texts(sheet: Sheet) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from brute_force import execute
-from weft.ir import Action, B, Cell, Channel, F, I, Placement, Schedule, W
-from weft.schedules import SCHEDULES, generate
+from treadle.ir import Action, B, Cell, Channel, F, I, Placement, Schedule, W
+from treadle.schedules import SCHEDULES, generate
 
 LINE = Placement.loop(2)
 V = Placement.v(2)

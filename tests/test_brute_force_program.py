@@ -14,14 +14,14 @@ import pytest
 
 from brute_force_program import Machine, Op, Outcome, Step, execute
 from program_mutations import MUTATIONS, Draft, Mutation, Queue, Record, freeze, mutate_program, thaw
-from weft.ir import Placement, Schedule
-from weft.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
-from weft.passes.cells import lower_cells
-from weft.passes.launch import order_launches
-from weft.passes.layers import Shape
-from weft.passes.lower import lower_layers
-from weft.passes.mesh import spread
-from weft.schedules import SCHEDULES, generate
+from treadle.ir import Placement, Schedule
+from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
+from treadle.passes.cells import lower_cells
+from treadle.passes.launch import order_launches
+from treadle.passes.layers import Shape
+from treadle.passes.lower import lower_layers
+from treadle.passes.mesh import spread
+from treadle.schedules import SCHEDULES, generate
 
 ATTN_F, MLP_F, MLP_B, ATTN_B = OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B
 MLP_W, ATTN_W, HEAD_W = OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W

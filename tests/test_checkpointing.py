@@ -11,9 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import weft
+import treadle
 from ranks import check, run_ranks
-from weft.moe import MoELayer
+from treadle.moe import MoELayer
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 4, 2, 2
 
@@ -61,15 +61,15 @@ def make_layer(kind: str, ep_rank: int) -> nn.Module:
     return layer
 
 
-def make(rank: int, kind: str) -> tuple[weft.Pipeline, Tensor]:
+def make(rank: int, kind: str) -> tuple[treadle.Pipeline, Tensor]:
     mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
-    schedule = weft.generate("1f1b", pp=PP, microbatches=MB)
+    schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)
     torch.manual_seed(rank // EP)
     layer = make_layer(kind, rank % EP)
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), layer) if rank // EP == 0 else nn.Sequential(layer)
     torch.manual_seed(rank % EP)
     x = torch.randn(MB * TOKENS, WIDTH, dtype=torch.float64)
-    pipe = weft.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=30)
     return pipe, x
 
 
@@ -92,7 +92,7 @@ def refused(rank: int, kind: str) -> str:
     try:
         pipe, x = make(rank, kind)
         pipe.step(x, x)
-    except (ValueError, weft.RankLost) as error:
+    except (ValueError, treadle.RankLost) as error:
         return str(error)
     return "not refused"
 

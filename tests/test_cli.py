@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-import weft
-from weft.verify import CODES
+import treadle
+from treadle.verify import CODES
 
-WEFT = str(Path(sys.executable).parent / "weft")
+TREADLE = str(Path(sys.executable).parent / "treadle")
 
 
 def run(*args: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run([WEFT, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([TREADLE, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def on_a_terminal(*args: str) -> str:
     """What a person sees, both streams on one terminal."""
     done = subprocess.run(
-        ["script", "--quiet", "--return", "--command", " ".join([WEFT, *args]), "/dev/null"],
+        ["script", "--quiet", "--return", "--command", " ".join([TREADLE, *args]), "/dev/null"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -49,7 +49,7 @@ def test_show_prints_rows_and_reads_every_form_back(tmp_path: Path) -> None:
 def test_listings_as_json(command: str) -> None:
     listed = json.loads(run(command, "--json").stdout)
     names = list(listed) if isinstance(listed, dict) else [entry["name"] for entry in listed]
-    assert names == list(CODES if command == "explain" else weft.schedules.SCHEDULES)
+    assert names == list(CODES if command == "explain" else treadle.schedules.SCHEDULES)
 
 
 def test_verify_says_clean_in_a_line_and_exits_0() -> None:
@@ -62,15 +62,15 @@ def test_verify_exits_1_and_names_both_sides(tmp_path: Path) -> None:
     done = run("verify", "mine.txt", "--all", cwd=tmp_path)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert "W101 rank 0: F2.0 of stage 0 is missing" in lines
-    assert "W202 rank 1: receive F2.0 from rank 0 is number 3 on its channel, but rank 0 sends only 2" in lines
+    assert "T101 rank 0: F2.0 of stage 0 is missing" in lines
+    assert "T202 rank 1: receive F2.0 from rank 0 is number 3 on its channel, but rank 0 sends only 2" in lines
 
 
 def test_verify_points_at_the_cell() -> None:
     done = run("verify", "-", stdin="0: F0.0 F1.0 B1.0 B0.0 F1.0\n")
     assert done.returncode == 1
     first, row, caret = done.stdout.splitlines()[:3]
-    assert first == "W102 rank 0: F1.0 runs more than once"
+    assert first == "T102 rank 0: F1.0 runs more than once"
     assert row.strip() == "0: F0.0 F1.0 B1.0 B0.0 F1.0"
     assert caret == " " * row.rindex("F1.0") + "^^^^"
 
@@ -79,7 +79,7 @@ def test_verify_says_where_it_stopped_listing() -> None:
     rows = "\n".join(f"{rank}: {' '.join(f'F{mb}.0' for mb in range(1500))}" for rank in range(2))
     done = run("verify", "-", stdin=rows)
     assert done.returncode == 1
-    assert "W101: past 1,000 findings no more were looked for" in done.stdout.splitlines()
+    assert "T101: past 1,000 findings no more were looked for" in done.stdout.splitlines()
 
 
 def test_verify_as_json() -> None:
@@ -89,13 +89,13 @@ def test_verify_as_json() -> None:
     assert report["clean"] is False
     assert report["peak_activations"] == [4, 4]
     assert report["cut"] == []
-    assert {finding["code"] for finding in report["findings"]} == {"W301"}
+    assert {finding["code"] for finding in report["findings"]} == {"T301"}
 
 
 def test_options_of_verify_change_the_verdict() -> None:
     zb_v = ("verify", "zb-v", "--pp", "4", "-m", "8")
     assert run(*zb_v).returncode == 0
-    assert "W204" in run(*zb_v, "--receives", "use").stdout
+    assert "T204" in run(*zb_v, "--receives", "use").stdout
     assert "needs the buffer that is freed by" in run(*zb_v, "--ring", "1").stdout
     assert run(*zb_v, "--ring", "8", "--eager").returncode == 0
 
@@ -113,7 +113,7 @@ def test_options_of_verify_change_the_verdict() -> None:
         (("show", "dualpipe", "--pp", "4", "-m", "8", "--format", "torch-csv"), ["second direction", "dualpipev"]),
         (("show", "1f1b", "--pp", "2", "-m", "2", "--rows", "--json"), ["--rows is for the text form"]),
         (("verify", "1f1b", "--pp", "2", "-m", "2", "--ring", "0"), ["at least 1 buffer"]),
-        (("explain", "W999"), ["not a code", "W101"]),
+        (("explain", "T999"), ["not a code", "T101"]),
         (("verify", "1f1b", "--pp", "2", "-m", "2", "--placement", "v"), ["brings its own placement"]),
     ],
 )
@@ -148,14 +148,14 @@ def test_rows_alone_take_a_placement() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(
-        f"{WEFT} show interleaved --pp 64 -m 1024 | head -c 10", shell=True, capture_output=True, timeout=120
+        f"{TREADLE} show interleaved --pp 64 -m 1024 | head -c 13", shell=True, capture_output=True, timeout=120
     )
-    assert done.stdout == b"# weft-sch"
+    assert done.stdout == b"# treadle-sch"
     assert done.stderr == b""
 
 
 def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
-    assert "next: weft explain W301" in _plain(
+    assert "next: treadle explain T301" in _plain(
         on_a_terminal("verify", "1f1b", "--pp", "4", "-m", "8", "--max-activations", "1")
     )
     assert "next:" not in run("verify", "1f1b", "--pp", "4", "-m", "8").stderr
@@ -169,7 +169,7 @@ def test_long_work_shows_progress() -> None:
 
 @pytest.mark.parametrize("command", ["schedules", "show", "verify", "explain"])
 def test_every_help_has_an_example(command: str) -> None:
-    assert f"weft {command}" in run(command, "--help").stdout.split("Example")[1]
+    assert f"treadle {command}" in run(command, "--help").stdout.split("Example")[1]
 
 
 def _plain(text: str) -> str:
@@ -209,7 +209,7 @@ def test_memory_limit_and_offload() -> None:
     size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "2", "--moe", "--costs", "deepseek-v3-h800")
     over = run("verify", *size, "--memory-limit", "4GB")
     assert over.returncode == 1
-    assert "W302 rank 0" in over.stdout
+    assert "T302 rank 0" in over.stdout
     assert run("verify", *size, "--memory-limit", "4GB", "--offload").returncode == 0
 
 
@@ -236,7 +236,7 @@ def test_mistakes_with_programs_are_sentences_too(args: tuple[str, ...], parts: 
 def test_a_schedule_that_is_not_sound_is_not_simulated() -> None:
     done = run("simulate", "-", stdin="0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
     assert done.returncode == 2
-    assert "the schedule is not sound: W201" in done.stderr
+    assert "the schedule is not sound: T201" in done.stderr
 
 
 def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.costs import Costs, dump, durations, load_costs
-from weft.ir import Placement
-from weft.ir.execute import execute
-from weft.ir.program import NEVER, LaneKind, Layout, Longs, OpKind, Program
-from weft.ir.trace import MICROSECONDS, Clock, Trace
-from weft.passes.cells import lower_cells
-from weft.schedules import SCHEDULES, generate
-from weft.simulate import simulate
-from weft.simulate.compare import compare
-from weft.simulate.difference import Group
-from weft.simulate.fitting import fit
-from weft.simulate.metrics import Cover, measure
-from weft.simulate.path import critical_path, summarize_path
-from weft.simulate.waiting import without_waiting
+from treadle.costs import Costs, dump, durations, load_costs
+from treadle.ir import Placement
+from treadle.ir.execute import execute
+from treadle.ir.program import NEVER, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.trace import MICROSECONDS, Clock, Trace
+from treadle.passes.cells import lower_cells
+from treadle.schedules import SCHEDULES, generate
+from treadle.simulate import simulate
+from treadle.simulate.compare import compare
+from treadle.simulate.difference import Group
+from treadle.simulate.fitting import fit
+from treadle.simulate.metrics import Cover, measure
+from treadle.simulate.path import critical_path, summarize_path
+from treadle.simulate.waiting import without_waiting
 
 TICKS = Clock("tick", 1)
 UNIT = load_costs("unit")

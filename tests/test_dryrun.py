@@ -1,4 +1,4 @@
-"""`weft dryrun`: a rank of a big world, without the machines."""
+"""`treadle dryrun`: a rank of a big world, without the machines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import weft
-from weft.cli.app import app
-from weft.ir.program import LaneKind
-from weft.passes.mesh import spread
-from weft.plan.running import disagreements, expected, host_order, lower_running
-from weft.runtime.dryrun import Rehearsal, Sent, Toy, differences, rehearse
+import treadle
+from treadle.cli.app import app
+from treadle.ir.program import LaneKind
+from treadle.passes.mesh import spread
+from treadle.plan.running import disagreements, expected, host_order, lower_running
+from treadle.runtime.dryrun import Rehearsal, Sent, Toy, differences, rehearse
 
 WORLD, PP, MB = 256, 8, 32
 SMALL = Toy(width=64, layers=2, tokens=128)
@@ -23,7 +23,7 @@ SMALL = Toy(width=64, layers=2, tokens=128)
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved-overlap"])
 def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
-    schedule = weft.generate(name, pp=PP, microbatches=MB)
+    schedule = treadle.generate(name, pp=PP, microbatches=MB)
     for place in range(PP):
         started_s = time.process_time()
         rank = place * (WORLD // PP) + (7 * place) % (WORLD // PP)
@@ -38,26 +38,26 @@ def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
 
 def test_memory_is_counted_from_the_step() -> None:
     """1f1b: a place holds as many micro-batches as the pipe is long behind it, and two receive buffers a channel."""
-    schedule = weft.generate("1f1b", pp=PP, microbatches=MB)
+    schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)
     first, last = (rehearse(schedule, PP, rank, SMALL) for rank in (0, PP - 1))
     message = SMALL.boundary[0].size_bytes
     one = last.peak_saved_bytes
     assert first.peak_saved_bytes > (PP - 1) * one * 0.9
     assert last.peak_buffer_bytes == 2 * message
-    longer = rehearse(weft.generate("1f1b", pp=PP, microbatches=4 * MB), PP, 3, SMALL)
+    longer = rehearse(treadle.generate("1f1b", pp=PP, microbatches=4 * MB), PP, 3, SMALL)
     shorter = rehearse(schedule, PP, 3, SMALL)
     assert longer.peak_buffer_bytes == shorter.peak_buffer_bytes
     assert longer.peak_saved_bytes == shorter.peak_saved_bytes
 
 
 def test_a_difference_is_told() -> None:
-    done = rehearse(weft.generate("1f1b", pp=2, microbatches=4), 2, 0, SMALL)
+    done = rehearse(treadle.generate("1f1b", pp=2, microbatches=4), 2, 0, SMALL)
     less: Rehearsal = replace(done, channels={**done.channels, (0, 1): Sent(3, 0)})
     assert differences(less) == ["channel 0>1: 4 messages in the program, 3 in the step"]
 
 
 def test_lists_that_disagree_are_found() -> None:
-    program = lower_running(weft.generate("zb-v", pp=4, microbatches=8), reduce=True)
+    program = lower_running(treadle.generate("zb-v", pp=4, microbatches=8), reduce=True)
     assert disagreements(program) == []
     sends = np.flatnonzero(program.lane_kind[program.lane_of] == LaneKind.SEND)[:2]
     mb = program.mb.copy()
@@ -68,7 +68,7 @@ def test_lists_that_disagree_are_found() -> None:
 
 
 def test_every_list_has_the_ranks_own_ops_once() -> None:
-    program = lower_running(weft.generate("dualpipe", pp=4, microbatches=12), reduce=True)
+    program = lower_running(treadle.generate("dualpipe", pp=4, microbatches=12), reduce=True)
     lists = host_order(program, expected(program))
     assert np.array_equal(np.sort(np.concatenate(lists)), np.arange(program.num_ops))
 

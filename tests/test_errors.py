@@ -1,4 +1,4 @@
-"""Errors of Weft as other processes get them: frameworks that run ranks, as Ray does, pickle what they raise."""
+"""Errors of Treadle as other processes get them: frameworks that run ranks, as Ray does, pickle what they raise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from weft import RankLost
-from weft.ir.text import ParseError
-from weft.runtime.pressure import short_of_cores
-from weft.update import UpdateError
-from weft.update.wire.control import Fault
+from treadle import RankLost
+from treadle.ir.text import ParseError
+from treadle.runtime.pressure import short_of_cores
+from treadle.update import UpdateError
+from treadle.update.wire.control import Fault
 
 FAULT = Fault(7, "worker 1", "load", 3, "bytes differ", corrupt=True)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import weft
-from weft.api import load_any
+import treadle
+from treadle.api import load_any
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -30,7 +30,7 @@ def test_any_model_learns_and_leaves_a_trace(tmp_path: Path) -> None:
     assert len(losses) == 10
     assert losses[-1] < losses[0] / 2
     trace = load_any(tmp_path / "trace.json.gz")
-    assert isinstance(trace, weft.Trace)
+    assert isinstance(trace, treadle.Trace)
     assert trace.measured
     assert trace.program.num_ranks == 4
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weft.export import FORMATS, format_of, json_form, parse_any, torch_csv
-from weft.ir import Action, B, Cell, Channel, F, I, Kind, Pair, Placement, Row, Schedule, W, text
-from weft.ir.text import ParseError
-from weft.schedules import SCHEDULES, generate
+from treadle.export import FORMATS, format_of, json_form, parse_any, torch_csv
+from treadle.ir import Action, B, Cell, Channel, F, I, Kind, Pair, Placement, Row, Schedule, W, text
+from treadle.ir.text import ParseError
+from treadle.schedules import SCHEDULES, generate
 
 SIZES = [
     (1, 1, 2),
@@ -365,7 +365,7 @@ def test_json_is_a_line_a_rank() -> None:
     schedule = replace(generate("1f1b", pp=2, microbatches=2), receives={(1, 0): (B(1), B(0)), (0, 1): ()})
     assert json_form.dump(schedule) == (
         "{\n"
-        '  "weft-schedule": 1,\n'
+        '  "treadle-schedule": 1,\n'
         '  "name": "1f1b",\n'
         '  "placement": "loop",\n'
         '  "pp": 2,\n'
@@ -386,11 +386,11 @@ def test_json_is_a_line_a_rank() -> None:
 GOOD = json.loads(json_form.dump(generate("1f1b", pp=2, microbatches=1)))
 
 BAD_JSON = [
-    ({"weft-schedule": 2}, "'weft-schedule' must be 1, the form this version reads, got 2"),
-    ({"weft-schedule": True}, "'weft-schedule' must be 1, .*got True"),
-    ({"weft-schedule": None}, "'weft-schedule' must be 1, .*got None"),
+    ({"treadle-schedule": 2}, "'treadle-schedule' must be 1, the form this version reads, got 2"),
+    ({"treadle-schedule": True}, "'treadle-schedule' must be 1, .*got True"),
+    ({"treadle-schedule": None}, "'treadle-schedule' must be 1, .*got None"),
     ({"microbatch": 3}, "'microbatch' is not a key of a schedule; did you mean 'microbatches'?"),
-    ({"zzz": 3}, "'zzz' is not a key of a schedule; known are weft-schedule, name, .*, receives"),
+    ({"zzz": 3}, "'zzz' is not a key of a schedule; known are treadle-schedule, name, .*, receives"),
     ({"pp": "2"}, "'pp' is a whole number from 1, got '2'"),
     ({"pp": 2.0}, "'pp' is a whole number from 1, got 2.0"),
     ({"vpp": True}, "'vpp' is a whole number from 1, got true"),

@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import weft
+import treadle
 from sheets import check_texts
-from weft.costs import UNIT_COSTS, Costs, load_costs
-from weft.ir.execute import Times
-from weft.ir.memory import peaks
-from weft.ir.program import LANE_OF, LaneKind, OpKind
-from weft.ir.trace import Trace
-from weft.schedules import SCHEDULES
-from weft.view.against import against_figure, within
-from weft.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
-from weft.view.figure import compare_figure, draw, draw_cell
-from weft.view.held import MemoryUnit, held, memory_unit
-from weft.view.labels import ABOVE, SIDE, extent, fit
-from weft.view.palette import PALETTES, ROLE_OF, Look, Palette, Role, told_apart
-from weft.view.panels import PANEL_NAMES, cell_panel
-from weft.view.phases import Phase, extra_cells, phases, pick_cell
-from weft.view.sheet import Sheet
+from treadle.costs import UNIT_COSTS, Costs, load_costs
+from treadle.ir.execute import Times
+from treadle.ir.memory import peaks
+from treadle.ir.program import LANE_OF, LaneKind, OpKind
+from treadle.ir.trace import Trace
+from treadle.schedules import SCHEDULES
+from treadle.view.against import against_figure, within
+from treadle.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
+from treadle.view.figure import compare_figure, draw, draw_cell
+from treadle.view.held import MemoryUnit, held, memory_unit
+from treadle.view.labels import ABOVE, SIDE, extent, fit
+from treadle.view.palette import PALETTES, ROLE_OF, Look, Palette, Role, told_apart
+from treadle.view.panels import PANEL_NAMES, cell_panel
+from treadle.view.phases import Phase, extra_cells, phases, pick_cell
+from treadle.view.sheet import Sheet
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
@@ -35,9 +35,9 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 
 def trace_of(name: str, costs: Costs = UNIT_COSTS, pp: int = 4, layers: int | None = None) -> Trace:
     microbatches = 2 * pp
-    schedule = weft.generate(name, pp=pp, microbatches=microbatches)
-    options = weft.Options(layers=layers, offload=layers is not None)
-    return weft.simulate(weft.lower(schedule, costs, options), costs)
+    schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
+    options = treadle.Options(layers=layers, offload=layers is not None)
+    return treadle.simulate(treadle.lower(schedule, costs, options), costs)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def test_the_same_trace_gives_the_same_bytes(form: str, cells: Trace, tmp_path: 
 
 def test_another_process_gives_the_same_svg(tmp_path: Path) -> None:
     code = (
-        "import sys, weft; from weft.costs import UNIT_COSTS as costs; from weft.view.figure import draw\n"
-        "schedule = weft.generate('zb-v', pp=2, microbatches=4)\n"
-        "draw(weft.simulate(weft.lower(schedule, costs, weft.Options()), costs), sys.argv[1])"
+        "import sys, treadle; from treadle.costs import UNIT_COSTS as costs; from treadle.view.figure import draw\n"
+        "schedule = treadle.generate('zb-v', pp=2, microbatches=4)\n"
+        "draw(treadle.simulate(treadle.lower(schedule, costs, treadle.Options()), costs), sys.argv[1])"
     )
     for name in ("one.svg", "two.svg"):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True)
@@ -307,6 +307,6 @@ def test_all_that_is_written_is_on_the_sheet(
         check_texts(sheet)
 
 
-def test_weft_alone_does_not_load_matplotlib() -> None:
-    code = "import sys, weft, weft.cli; sys.exit('matplotlib' in sys.modules)"
+def test_treadle_alone_does_not_load_matplotlib() -> None:
+    code = "import sys, treadle, treadle.cli; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

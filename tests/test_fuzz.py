@@ -16,7 +16,7 @@ import fuzz
 from delays import Delays
 from fuzz_models import DTYPES, KINDS, combinations
 from planted import PLANTS, changed
-from weft.schedules import SCHEDULES
+from treadle.schedules import SCHEDULES
 
 LOTS = 4
 """Into which the draws are dealt, for workers side by side."""

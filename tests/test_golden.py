@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.ir import text
-from weft.schedules import SCHEDULES, generate
+from treadle.ir import text
+from treadle.schedules import SCHEDULES, generate
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.txt"))
 

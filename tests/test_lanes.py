@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from weft.runtime.device import Cuda
-from weft.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
-from weft.runtime.lanes.paced import MADE_UP_NS, Pace
+from treadle.runtime.device import Cuda
+from treadle.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
+from treadle.runtime.lanes.paced import MADE_UP_NS, Pace
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
 MS = 1_000_000

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import weft
-from weft.costs import durations, load_costs
-from weft.costs.costs import dump, parse
-from weft.export.npz import load_program, save_program
-from weft.ir.execute import execute
-from weft.ir.memory import peaks
-from weft.ir.program import LaneKind, OpKind
-from weft.plan import Options, lower
-from weft.schedules import SCHEDULES
-from weft.simulate import fit, simulate
-from weft.verify import verify_program
-from weft.view.lanes import lanes_text
+import treadle
+from treadle.costs import durations, load_costs
+from treadle.costs.costs import dump, parse
+from treadle.export.npz import load_program, save_program
+from treadle.ir.execute import execute
+from treadle.ir.memory import peaks
+from treadle.ir.program import LaneKind, OpKind
+from treadle.plan import Options, lower
+from treadle.schedules import SCHEDULES
+from treadle.simulate import fit, simulate
+from treadle.verify import verify_program
+from treadle.view.lanes import lanes_text
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 ENDS = {"embed_f": 500, "embed_b": 900, "head_f": 8_000, "head_b": 7_000, "head_w": 6_000}
@@ -31,8 +31,8 @@ COSTS = replace(
 HALVES = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
 
-def schedule_of(name: str) -> weft.Schedule:
-    return weft.generate(name, pp=4, microbatches=8)
+def schedule_of(name: str) -> treadle.Schedule:
+    return treadle.generate(name, pp=4, microbatches=8)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import deepep_contract
 from ranks import check, run_ranks
-from weft.moe import EXCHANGES, MoELayer, Routing
-from weft.moe.exchanges import AllToAll, DeepEP
-from weft.moe.exchanges.deepep import Comm, Trip
-from weft.runtime.exchange import InParty
-from weft.runtime.groups import Circle
-from weft.runtime.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
+from treadle.moe import EXCHANGES, MoELayer, Routing
+from treadle.moe.exchanges import AllToAll, DeepEP
+from treadle.moe.exchanges.deepep import Comm, Trip
+from treadle.runtime.exchange import InParty
+from treadle.runtime.groups import Circle
+from treadle.runtime.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
 ROUTES = ("learned", "one expert", "none to a rank")

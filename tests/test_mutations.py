@@ -7,22 +7,22 @@ from typing import Literal
 
 import pytest
 
-import weft
+import treadle
 from brute_force import execute
 from mutations import mutate
-from weft.ir import Schedule
-from weft.ir.text import dump
-from weft.schedules import SCHEDULES, Family
+from treadle.ir import Schedule
+from treadle.ir.text import dump
+from treadle.schedules import SCHEDULES, Family
 
 MUTATIONS_EACH = 700
 CHUNKS = 4
 
 COVERED_BY = {
-    "hang": {"W201", "W202", "W203"},
-    "wrong data": {"W204"},
-    "missing": {"W101"},
-    "double": {"W102"},
-    "unknown": {"W105"},
+    "hang": {"T201", "T202", "T203"},
+    "wrong data": {"T204"},
+    "missing": {"T101"},
+    "double": {"T102"},
+    "unknown": {"T105"},
 }
 
 
@@ -41,7 +41,7 @@ def judge(
 ) -> tuple[bool, set[str]]:
     """Both verdicts must agree; returns the verdict and the codes found."""
     outcome = execute(schedule, eager=eager, ring=ring, receives=receives)
-    report = weft.verify(schedule, eager=eager, ring=ring, receives=receives)
+    report = treadle.verify(schedule, eager=eager, ring=ring, receives=receives)
     codes = {finding.code for finding in report.findings}
     context = f"eager={eager} ring={ring} receives={receives}\n{dump(schedule)}\n{report}\n{outcome}"
     assert report.clean == outcome.clean, context
@@ -68,7 +68,7 @@ def test_mutations(name: str, part: int) -> None:
         seen |= codes
     # The damage is varied enough that both verdicts and most codes come up.
     assert 0 < num_clean < MUTATIONS_EACH // CHUNKS
-    assert seen >= {"W101", "W102", "W103", "W201", "W202", "W203", "W204"}
+    assert seen >= {"T101", "T102", "T103", "T201", "T202", "T203", "T204"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -14,21 +14,21 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-import weft
+import treadle
 from browser import MISSING, Browser, Speed, browser, speed
-from weft.costs import durations
-from weft.ir.execute import Times, execute
-from weft.ir.memory import peaks
-from weft.ir.program import OpKind, Program
-from weft.ir.trace import Trace
-from weft.simulate import critical_path
-from weft.view.page import MOST_OPS, page
-from weft.view.page.columns import column
+from treadle.costs import durations
+from treadle.ir.execute import Times, execute
+from treadle.ir.memory import peaks
+from treadle.ir.program import OpKind, Program
+from treadle.ir.trace import Trace
+from treadle.simulate import critical_path
+from treadle.view.page import MOST_OPS, page
+from treadle.view.page.columns import column
 
 needs_browser = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-COSTS = weft.load_costs("deepseek-v3-h800")
-UNIT = weft.load_costs("unit")
+COSTS = treadle.load_costs("deepseek-v3-h800")
+UNIT = treadle.load_costs("unit")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Opened:
     traces: list[Trace]
 
     def state(self) -> dict[str, Any]:
-        return dict(self.window.js("weft.state()"))
+        return dict(self.window.js("treadle.state()"))
 
     def mouse(self, x: float, y: float, *, click: bool = False) -> None:
         chain = ActionChains(self.window.driver, duration=0)
@@ -53,11 +53,11 @@ class Opened:
         at = self.traces[trace]
         origin, dur = int(at.start.min()), int(at.end[op] - at.start[op])
         start = int(at.start[op]) - origin
-        self.window.js("weft.show(arguments[0], arguments[1])", start - 3 * dur, start + 4 * dur)
-        self.window.js("weft.find(arguments[0], arguments[1])", trace, op)
-        box = self.window.js("weft.positionOf(arguments[0], arguments[1])", trace, op)
+        self.window.js("treadle.show(arguments[0], arguments[1])", start - 3 * dur, start + 4 * dur)
+        self.window.js("treadle.find(arguments[0], arguments[1])", trace, op)
+        box = self.window.js("treadle.positionOf(arguments[0], arguments[1])", trace, op)
         assert box is not None
-        found = self.window.js("weft.boxAt(arguments[0], arguments[1])", box["x"], box["y"])
+        found = self.window.js("treadle.boxAt(arguments[0], arguments[1])", box["x"], box["y"])
         assert found == {"trace": trace, "op": op}
         self.mouse(box["x"], box["y"], click=click)
 
@@ -89,13 +89,13 @@ def _name(kind: OpKind) -> str:
 
 
 def layers() -> Trace:
-    schedule = weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    return weft.simulate(weft.lower(schedule, COSTS, weft.Options(layers=2, offload=True)), COSTS)
+    schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.Options(layers=2, offload=True)), COSTS)
 
 
 def cells(name: str, pp: int, microbatches: int) -> Trace:
-    schedule = weft.generate(name, pp=pp, microbatches=microbatches)
-    return weft.simulate(weft.lower(schedule, UNIT, weft.Options()), UNIT)
+    schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
+    return treadle.simulate(treadle.lower(schedule, UNIT, treadle.Options()), UNIT)
 
 
 def jittered(trace: Trace) -> Trace:
@@ -227,7 +227,7 @@ def test_a_click_beside_ops_clears(window: Browser, tmp_path: Path) -> None:
     shown = opened(window, tmp_path, trace)
     op = first_op(trace.program, OpKind.ATTN_F, skip=0)
     shown.point(op, click=True)
-    box = window.js("weft.positionOf(0, arguments[0])", op)
+    box = window.js("treadle.positionOf(0, arguments[0])", op)
     assert shown.state()["selected"] is not None
     shown.mouse(box["x"] - 2 * box["width"], box["y"], click=True)  # before the step began
     assert shown.state()["selected"] is None
@@ -262,14 +262,14 @@ def test_folding(window: Browser, tmp_path: Path) -> None:
     shown = opened(window, tmp_path, trace)
     every, ranks = shown.state()["rows"][0], trace.program.num_ranks
     of_rank = [int(np.count_nonzero(trace.program.lane_rank == rank)) for rank in range(ranks)]
-    box = window.js("weft.positionOf(0, arguments[0])", 0)
+    box = window.js("treadle.positionOf(0, arguments[0])", 0)
     shown.mouse(40, box["y"], click=True)  # the name of rank 0 is beside its compute lane
     assert shown.state()["folded"] == [0]
     assert every - of_rank[0] < shown.state()["rows"][0] < every
     shown.button("fold")
     assert shown.state()["rows"] == [ranks]
     message = first_op(trace.program, OpKind.SEND_F)
-    assert window.js("weft.positionOf(0, arguments[0])", message) is None
+    assert window.js("treadle.positionOf(0, arguments[0])", message) is None
     shown.point(message)  # unfolds its rank
     assert len(shown.state()["folded"]) == ranks - 1
     shown.button("fold")
@@ -285,7 +285,7 @@ def test_zoom_and_pan(window: Browser, tmp_path: Path) -> None:
     assert whole["from"] <= 0
     assert whole["to"] >= trace.makespan
     wheel = "document.getElementById('plot').dispatchEvent(new WheelEvent('wheel', {deltaY: -300, clientX: 800}))"
-    time_at = "(() => { const s = weft.state(), b = document.getElementById('plot').getBoundingClientRect();"
+    time_at = "(() => { const s = treadle.state(), b = document.getElementById('plot').getBoundingClientRect();"
     time_at += " return s.from + (800 - b.left - 148) / (b.width - 148) * (s.to - s.from); })()"
     under = window.js(time_at)
     window.js(wheel)
@@ -308,9 +308,9 @@ def test_dragging_moves_what_is_under_the_mouse(window: Browser, tmp_path: Path)
     shown = opened(window, tmp_path, layers())
     op = first_op(shown.traces[0].program, OpKind.ATTN_B)
     shown.point(op)
-    before = window.js("weft.positionOf(0, arguments[0])", op)
+    before = window.js("treadle.positionOf(0, arguments[0])", op)
     ActionChains(window.driver, duration=20).click_and_hold().move_by_offset(-120, 0).release().perform()
-    after = window.js("weft.positionOf(0, arguments[0])", op)
+    after = window.js("treadle.positionOf(0, arguments[0])", op)
     assert abs(after["x"] - before["x"] + 120) <= 2
     assert shown.state()["selected"] is None  # it was no click
 
@@ -324,8 +324,8 @@ def test_two_traces_share_the_time_axis(window: Browser, tmp_path: Path) -> None
     middle = [float((t.start[op] + t.end[op]) / 2 - t.start.min()) for t in (first, second)]
     width = window.js("document.getElementById('plot').clientWidth") - 148
     for begin, end in ((0.0, float(second.makespan)), (0.9 * min(middle), 1.1 * max(middle))):
-        window.js("weft.show(arguments[0], arguments[1])", begin, end)
-        places = [window.js("weft.positionOf(arguments[0], arguments[1])", n, op) for n in (0, 1)]
+        window.js("treadle.show(arguments[0], arguments[1])", begin, end)
+        places = [window.js("treadle.positionOf(arguments[0], arguments[1])", n, op) for n in (0, 1)]
         apart = (middle[1] - middle[0]) * width / (end - begin)
         assert abs(places[1]["x"] - places[0]["x"] - apart) <= 2
         assert places[0]["y"] < places[1]["y"]
@@ -345,9 +345,9 @@ def test_memory_and_totals_are_the_library_s(window: Browser, tmp_path: Path, na
     want = peaks(trace.program, Times(trace.start, trace.end))
     origin = int(trace.start.min())
     for rank in range(trace.program.num_ranks):
-        held = window.js("weft.memory(0, arguments[0])", rank)
+        held = window.js("treadle.memory(0, arguments[0])", rank)
         assert held == {"peak": int(want.size[rank]), "peakTime": int(want.time[rank]) - origin}
-    metrics = weft.measure(trace)
+    metrics = treadle.measure(trace)
     rows = window.js("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))")
     assert [row[0] for row in rows] == [str(rank) for rank in range(trace.program.num_ranks)]
     assert [row[3] for row in rows] == [f"{100 * rank.bubble:.1f}%" for rank in metrics.ranks]
@@ -367,8 +367,8 @@ def test_names_are_text(window: Browser, tmp_path: Path) -> None:
 
 
 def large() -> Trace:
-    schedule = weft.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
-    return weft.simulate(weft.lower(schedule, COSTS, weft.Options(layers=4)), COSTS)
+    schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.Options(layers=4)), COSTS)
 
 
 @needs_browser

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import weft
+import treadle
 from oracle import chunks_of, cut, grads_of, make_batch, make_mesh, make_stages, mean_loss, run_whole, worst
 from ranks import check, run_ranks
-from weft.schedules import SCHEDULES, Size
+from treadle.schedules import SCHEDULES, Size
 
 MOST_DIFFERENCE = 1e-10
 
@@ -46,11 +46,11 @@ def cases(pp: int) -> list[Case]:
 
 def run_case(case: Case, pp: int, dp: int) -> Ran:
     """One step of a pipeline made afresh."""
-    schedule = weft.generate(case.name, pp=pp, vpp=case.vpp, microbatches=case.num_mb)
+    schedule = treadle.generate(case.name, pp=pp, vpp=case.vpp, microbatches=case.num_mb)
     stages = make_stages(schedule.placement.num_stages)
     mesh = make_mesh(pp, dp)
     pp_rank = mesh.get_local_rank("pp")
-    pipe = weft.Pipeline(chunks_of(schedule, pp_rank, stages), schedule, mesh=mesh, loss_fn=mean_loss)
+    pipe = treadle.Pipeline(chunks_of(schedule, pp_rank, stages), schedule, mesh=mesh, loss_fn=mean_loss)
     inputs, targets = make_batch(case.num_mb, mesh.get_local_rank("dp") if dp > 1 else 0)
     loss = pipe.step(inputs, targets)
     assert pipe.report is not None
@@ -79,7 +79,7 @@ def same(first: Ran, second: Ran) -> bool:
 
 def whole(case: Case, pp: int, dp: int) -> tuple[list[float], dict[str, Tensor | None]]:
     """The losses and gradients of a single process."""
-    num_stages = weft.generate(case.name, pp=pp, vpp=case.vpp, microbatches=case.num_mb).placement.num_stages
+    num_stages = treadle.generate(case.name, pp=pp, vpp=case.vpp, microbatches=case.num_mb).placement.num_stages
     stages = make_stages(num_stages)
     batches = [make_batch(case.num_mb, replica) for replica in range(dp)]
     losses = run_whole(stages, cut(batches, case.num_mb), mean_loss)

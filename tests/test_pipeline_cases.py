@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-import weft
+import treadle
 from oracle import (
     VOCAB,
     Bare,
@@ -40,9 +40,9 @@ from oracle import (
     worst,
 )
 from ranks import Outcome, check, run_ranks
-from weft.ir.program import LaneKind, OpKind
-from weft.runtime.seeding import seed_layer
-from weft.schedules import SCHEDULES, Size
+from treadle.ir.program import LaneKind, OpKind
+from treadle.runtime.seeding import seed_layer
+from treadle.schedules import SCHEDULES, Size
 
 MOST_DIFFERENCE = 1e-10
 
@@ -53,8 +53,8 @@ Make = Callable[[], list[nn.Module]]
 # -- what the tests share ----------------------------------------------------------------------------------------------
 
 
-def schedule_of(name: str, pp: int, num_mb: int, vpp: int | None = None) -> weft.Schedule:
-    return weft.generate(name, pp=pp, vpp=vpp, microbatches=num_mb)
+def schedule_of(name: str, pp: int, num_mb: int, vpp: int | None = None) -> treadle.Schedule:
+    return treadle.generate(name, pp=pp, vpp=vpp, microbatches=num_mb)
 
 
 def replica_of(mesh: DeviceMesh) -> int:
@@ -63,13 +63,13 @@ def replica_of(mesh: DeviceMesh) -> int:
 
 
 def pipeline(
-    schedule: weft.Schedule, stages: Sequence[nn.Module], mesh: DeviceMesh, loss_fn: Any = mean_loss, **more: Any
-) -> weft.Pipeline:
+    schedule: treadle.Schedule, stages: Sequence[nn.Module], mesh: DeviceMesh, loss_fn: Any = mean_loss, **more: Any
+) -> treadle.Pipeline:
     own = chunks_of(schedule, mesh.get_local_rank("pp"), stages)
-    return weft.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn, **more)
+    return treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn, **more)
 
 
-def own_grads(schedule: weft.Schedule, mesh: DeviceMesh, stages: Sequence[nn.Module]) -> Grads:
+def own_grads(schedule: treadle.Schedule, mesh: DeviceMesh, stages: Sequence[nn.Module]) -> Grads:
     return grads_of({number: stages[number] for number in schedule.placement.stages[mesh.get_local_rank("pp")]})
 
 
@@ -125,7 +125,7 @@ def refusals(world: int, make: Callable[[int], Callable[[], object]]) -> list[st
     return [said for said, _ in told]
 
 
-def nearest(name: str, pp: int, num_mb: int, vpp: int | None = None) -> weft.Schedule | None:
+def nearest(name: str, pp: int, num_mb: int, vpp: int | None = None) -> treadle.Schedule | None:
     """The schedule in exactly this number of micro-batches, if it has such a size."""
     family = SCHEDULES[name]
     size = family.nearest(Size(pp, vpp if vpp is not None else family.default_vpp, num_mb))
@@ -478,9 +478,9 @@ class WithAux(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor) -> weft.Output:
+    def forward(self, x: Tensor) -> treadle.Output:
         out = self.stage(x)
-        return weft.Output(out, 0.01 * (out**2).mean())
+        return treadle.Output(out, 0.01 * (out**2).mean())
 
 
 def with_aux(num_stages: int) -> list[nn.Module]:
@@ -1102,9 +1102,9 @@ class Returns(nn.Module):
     def forward(self, x: Tensor) -> Any:
         out = self.stage(x)
         if self.kind == "number":
-            return weft.Output(out, 1.0)  # type: ignore[arg-type]
+            return treadle.Output(out, 1.0)  # type: ignore[arg-type]
         if self.kind == "vector":
-            return weft.Output(out, out.sum(-1).flatten())
+            return treadle.Output(out, out.sum(-1).flatten())
         return {"logits": out}
 
 
@@ -1145,7 +1145,7 @@ def missing_chunk(rank: int) -> Callable[[], object]:
     own = chunks_of(schedule, rank, make_stages(4))
     if rank == 1:
         del own[1]
-    return lambda: weft.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
+    return lambda: treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
 
 
 def test_a_chunk_that_is_missing_is_refused() -> None:
@@ -1161,7 +1161,7 @@ def one_bad_part(rank: int) -> Callable[[], object]:
     own = chunks_of(schedule, mesh.get_local_rank("pp"), make_stages(2))
     if rank == 3:
         own[5] = nn.Identity()
-    return lambda: weft.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
+    return lambda: treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
 
 
 def test_all_replicas_refuse_if_one_rank_has_a_bad_part() -> None:
@@ -1175,7 +1175,7 @@ def wrapped_stage(rank: int) -> Callable[[], object]:
     groups = [dist.new_group([r]) for r in range(2)]
     stage = make_stages(2)[rank]
     wrapped = nn.parallel.DistributedDataParallel(stage, process_group=groups[rank])
-    return lambda: weft.Pipeline({0: wrapped}, schedule, mesh=mesh, loss_fn=mean_loss)
+    return lambda: treadle.Pipeline({0: wrapped}, schedule, mesh=mesh, loss_fn=mean_loss)
 
 
 def test_a_stage_wrapped_for_data_parallelism_is_refused() -> None:
@@ -1188,9 +1188,9 @@ OTHERS = {
     "more micro-batches": lambda: schedule_of("1f1b", 2, 6),
     "more chunks": lambda: schedule_of("interleaved", 2, 4, 2),
     "more ranks": lambda: schedule_of("1f1b", 4, 4),
-    "another placement": lambda: weft.loads("# placement: 1/0\n0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"),
+    "another placement": lambda: treadle.loads("# placement: 1/0\n0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"),
     "other receives": lambda: replace(
-        schedule_of("1f1b", 2, 4), receives={(0, 1): tuple(weft.F(mb, 0) for mb in (1, 0, 2, 3))}
+        schedule_of("1f1b", 2, 4), receives={(0, 1): tuple(treadle.F(mb, 0) for mb in (1, 0, 2, 3))}
     ),
 }
 
@@ -1224,15 +1224,15 @@ def test_different_schedules_are_refused(what: str, dp: int) -> None:
 
 def deadlock(rank: int) -> Callable[[], object]:
     del rank
-    schedule = weft.loads("0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
+    schedule = treadle.loads("0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
     stages, mesh = make_stages(2), make_mesh(2)
     return lambda: pipeline(schedule, stages, mesh)
 
 
 def test_a_schedule_that_would_hang_is_refused() -> None:
     for said in refusals(2, deadlock):
-        assert "the schedule is not sound: W201" in said
-        assert "'weft verify' shows it all" in said
+        assert "the schedule is not sound: T201" in said
+        assert "'treadle verify' shows it all" in said
 
 
 def wrong_mesh(rank: int) -> list[str]:
@@ -1248,7 +1248,7 @@ def wrong_mesh(rank: int) -> list[str]:
     sizes = [2, 2, 2, 4]
     return [
         refusal(
-            lambda pp=pp, mesh=mesh: weft.Pipeline(  # type: ignore[misc]
+            lambda pp=pp, mesh=mesh: treadle.Pipeline(  # type: ignore[misc]
                 {0: stages[0]}, schedule_of("1f1b", pp, 4), mesh=mesh, loss_fn=mean_loss
             )
         )
@@ -1327,7 +1327,7 @@ def frozen_stages() -> list[nn.Module]:
     return stages
 
 
-def kinds_of(pipe: weft.Pipeline, pp_rank: int, chunk: int = 0) -> set[str]:
+def kinds_of(pipe: treadle.Pipeline, pp_rank: int, chunk: int = 0) -> set[str]:
     """The kinds of compute ops of a chunk."""
     program = pipe.program
     rank = program.lane_rank[program.lane_of]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import weft
+import treadle
 from oracle import make_batch, make_mesh, mean_loss
 from ranks import check, run_ranks
 from test_pipeline_cases import pipeline, refusal
@@ -30,7 +30,7 @@ def make_and_close(rank: int, layered: bool, num: int) -> list[tuple[int, int, i
     """What is held after each of some pipelines, none of it left to the garbage collector."""
     del rank
     gc.disable()
-    mesh, schedule = make_mesh(2, 2), weft.generate("1f1b", pp=2, microbatches=3)
+    mesh, schedule = make_mesh(2, 2), treadle.generate("1f1b", pp=2, microbatches=3)
     after = []
     for _ in range(num):
         stages = low_losses(2, layered)
@@ -61,11 +61,11 @@ class Fails(nn.Module):
 
 def fail_and_close(rank: int) -> list[tuple[int, int, int]]:
     """Each pipeline is lost in its first step, and closed by all ranks."""
-    mesh, schedule = make_mesh(2), weft.generate("1f1b", pp=2, microbatches=3)
+    mesh, schedule = make_mesh(2), treadle.generate("1f1b", pp=2, microbatches=3)
     after = []
     for _ in range(4):
         pipe = pipeline(schedule, [nn.Linear(8, 8), Fails()], mesh, nn.functional.mse_loss, deadline_s=30)
-        with pytest.raises(ArithmeticError if rank == 1 else weft.RankLost):
+        with pytest.raises(ArithmeticError if rank == 1 else treadle.RankLost):
             pipe.step(torch.randn(6, 8), torch.randn(6, 8))
         pipe.close()
         torch.distributed.barrier()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import treadle
 from oracle import (
     chunks_of,
     cut,
@@ -23,9 +23,9 @@ from oracle import (
 from ranks import check, run_ranks
 from test_pipeline_cases import Grads, hold, nearest, own_grads, pipeline, refusal, replica_of
 from test_weave import Case, batch, one_process, one_rank, own_part, whole_model
-from weft.ir.program import OpKind
-from weft.runtime.assembly import plan_forward
-from weft.schedules import SCHEDULES
+from treadle.ir.program import OpKind
+from treadle.runtime.assembly import plan_forward
+from treadle.schedules import SCHEDULES
 
 
 def large_batch(num_mb: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -83,10 +83,10 @@ def test_an_evaluation_has_the_loss_of_one_process(pp: int, dp: int) -> None:
 @pytest.mark.parametrize("layers", [None, 2])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) -> None:
-    schedule = weft.generate(name, pp=2, microbatches=6)
-    shape = weft.plan.lowering.Options(layers=layers) if layers is not None else None
-    trained, _ = weft.runtime.assembly.plan(schedule, shape, weft.costs.UNIT_COSTS, reduce=True)
-    program, _ = plan_forward(schedule, shape, weft.costs.UNIT_COSTS, trained)
+    schedule = treadle.generate(name, pp=2, microbatches=6)
+    shape = treadle.plan.lowering.Options(layers=layers) if layers is not None else None
+    trained, _ = treadle.runtime.assembly.plan(schedule, shape, treadle.costs.UNIT_COSTS, reduce=True)
+    program, _ = plan_forward(schedule, shape, treadle.costs.UNIT_COSTS, trained)
     forwards = {*program.layout.forward, OpKind.SEND_F, OpKind.RECV_F}
     assert {OpKind(int(kind)) for kind in program.kind} == forwards
 
@@ -103,7 +103,7 @@ def evaluate_layers(rank: int, case: Case) -> tuple[list[float], Any]:
         for chunk, stage in enumerate(schedule.placement.stages[pp_rank])
     }
     loss_fn = nn.functional.mse_loss
-    pipe = weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
     x, target = batch(case)
     mine = list(x[replica]), list(target[replica])
     halves = [part[:4] for part in mine[0]], [part[:4] for part in mine[1]]
@@ -129,13 +129,13 @@ def test_an_evaluation_of_layers_and_experts(case: Case) -> None:
 
 def errors_counted(rank: int) -> tuple[float, str]:
     """A loss that could not train may be evaluated, and one without targets; a closed pipeline says so."""
-    schedule, mesh = weft.generate("1f1b", pp=2, microbatches=3), make_mesh(2)
+    schedule, mesh = treadle.generate("1f1b", pp=2, microbatches=3), make_mesh(2)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return (output.argmax(-1) != target).sum()
 
     own = chunks_of(schedule, rank, make_stages(2))
-    pipe = weft.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn)
+    pipe = treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn)
     loss = float(pipe.evaluate(*make_batch(3), num_tokens=18))
     pipe.close()
     return loss, refusal(lambda: pipe.evaluate(*make_batch(3)))

@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import treadle
 from oracle import chunks_of, make_mesh
 from ranks import Failure, Outcome, run_ranks
-from weft.ir.program import Op, OpKind, Program
-from weft.plan.running import lower_running
-from weft.runtime import assembly
-from weft.runtime import pipeline as pipeline_module
-from weft.runtime.executor import Instruction, Part, instructions
-from weft.runtime.stage import Stage
-from weft.runtime.walk import Walk
-from weft.runtime.watch import EXIT_LOST
-from weft.schedules import SCHEDULES, Size
+from treadle.ir.program import Op, OpKind, Program
+from treadle.plan.running import lower_running
+from treadle.runtime import assembly
+from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime.executor import Instruction, Part, instructions
+from treadle.runtime.stage import Stage
+from treadle.runtime.walk import Walk
+from treadle.runtime.watch import EXIT_LOST
+from treadle.schedules import SCHEDULES, Size
 
 SEED = 20250711
 NUM_CASES, NUM_BATCHES = 100, 10
@@ -98,7 +98,7 @@ class Case:
 
 
 @cache
-def schedule_of(name: str, pp: int) -> weft.Schedule:
+def schedule_of(name: str, pp: int) -> treadle.Schedule:
     family = SCHEDULES[name]
     size = family.nearest(Size(pp, family.default_vpp, pp + 2))
     assert size is not None
@@ -158,17 +158,19 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def make_stages(schedule: weft.Schedule) -> list[nn.Module]:
+def make_stages(schedule: treadle.Schedule) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(4, 4) for _ in range(schedule.placement.num_stages)]
 
 
-def make_pipe(name: str, pp: int, dp: int, deadline_s: float, stages: list[nn.Module] | None = None) -> weft.Pipeline:
+def make_pipe(
+    name: str, pp: int, dp: int, deadline_s: float, stages: list[nn.Module] | None = None
+) -> treadle.Pipeline:
     schedule, mesh = schedule_of(name, pp), make_mesh(pp, dp)
     own = chunks_of(schedule, mesh.get_local_rank("pp"), stages if stages is not None else make_stages(schedule))
     program_of(name, pp, dp)  # and what is compiled for it is loaded
     dist.barrier()  # the deadline is short, and ranks do not start at the same time
-    return weft.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_square, deadline_s=deadline_s)
+    return treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_square, deadline_s=deadline_s)
 
 
 @contextmanager
@@ -181,7 +183,7 @@ def timed() -> Iterator[None]:
         raise
 
 
-def run_steps(pipe: weft.Pipeline, num_steps: int) -> None:
+def run_steps(pipe: treadle.Pipeline, num_steps: int) -> None:
     batch = torch.ones(pipe.schedule.num_microbatches * 2, 4)
     with timed():
         for _ in range(num_steps):
@@ -206,7 +208,7 @@ def meet_with(kind: str, rank: int, directory: Path) -> None:
             raise ValueError("bad batch")
 
 
-def inject(pipe: weft.Pipeline, case: Case, directory: Path) -> None:
+def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
     """Puts the fault before or after what the place does, in the step of the case."""
     calls = iter(range(1_000_000))
 
@@ -431,7 +433,7 @@ def staying(rank: int, kind: str, directory: Path) -> None:
         inject(pipe, Case("zb-v", 4, 1, rank, 1, places("zb-v", 4, 1, rank)[10], kind, False), directory)
     try:
         run_steps(pipe, 3)
-    except weft.RankLost:
+    except treadle.RankLost:
         time.sleep(SOON_S + 1)
         raise
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import weft
+import treadle
 from oracle import make_mesh
 from ranks import check, run_ranks
-from weft.runtime import arrivals, channel
-from weft.runtime import pipeline as pipeline_module
-from weft.runtime.boundary import boundary_of
-from weft.runtime.channel import Channel
-from weft.runtime.groups import make_group
+from treadle.runtime import arrivals, channel
+from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime.boundary import boundary_of
+from treadle.runtime.channel import Channel
+from treadle.runtime.groups import make_group
 
 
 class Interrupted(nn.Module):
@@ -42,10 +42,10 @@ LONG_S = 60.0
 
 def interrupted(rank: int, how: str) -> tuple[str, str | None, str, float]:
     """What a rank raised, at which op, and how soon; rank 1 is interrupted."""
-    schedule, mesh = weft.generate("1f1b", pp=3, microbatches=6), make_mesh(3)
+    schedule, mesh = treadle.generate("1f1b", pp=3, microbatches=6), make_mesh(3)
     errors = {"KeyboardInterrupt": KeyboardInterrupt(), "SystemExit": SystemExit(3)}
     stage = Interrupted(errors.get(how) if rank == 1 else None)
-    pipe = weft.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=LONG_S)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=LONG_S)
     begin_s = time.monotonic()
     try:
         pipe.step(torch.randn(12, 8), torch.randn(12, 8))
@@ -53,7 +53,7 @@ def interrupted(rank: int, how: str) -> tuple[str, str | None, str, float]:
             if rank == 1:
                 pipeline_module.clock_offset = raise_interrupt  # type: ignore
             _ = pipe.trace
-    except weft.RankLost as error:
+    except treadle.RankLost as error:
         return f"lost {error.rank}", error.op, str(error), time.monotonic() - begin_s
     except BaseException as error:
         time.sleep(2.0)  # it goes on for a while, as what unwinds may
@@ -80,15 +80,15 @@ def test_an_interrupt_is_told_at_once(how: str) -> None:
 
 def absent(rank: int, how: str) -> str:
     """Four ranks in two replicas; rank 3 does not come, or gives up before it is connected."""
-    schedule, mesh = weft.generate("1f1b", pp=2, microbatches=2), make_mesh(2, 2)
+    schedule, mesh = treadle.generate("1f1b", pp=2, microbatches=2), make_mesh(2, 2)
     if rank == 3 and how == "absent":
         dist.barrier()
         return "absent"
     if rank == 3:
         arrivals.Arrivals._wait = give_up  # type: ignore[method-assign]
     try:
-        weft.Pipeline({0: nn.Linear(8, 8)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=6.0)
-    except (weft.RankLost, ValueError) as error:
+        treadle.Pipeline({0: nn.Linear(8, 8)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=6.0)
+    except (treadle.RankLost, ValueError) as error:
         dist.barrier()
         return f"{type(error).__name__} {getattr(error, 'kind', '')}: {error}"
     return "nothing"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import treadle
 from oracle import Block, Embed, Head, cut, grads_of, make_batch, make_mesh, mean_loss, run_whole, worst
 from ranks import check, run_ranks
 from test_pipeline_cases import Grads, hold, own_grads, pipeline, schedule_of
-from weft.runtime.segments import Segment, compute
+from treadle.runtime.segments import Segment, compute
 
 MOST_FLOAT32 = 2e-6
 """Sums of float32 in another order differ by less."""
@@ -45,8 +45,8 @@ class Dense(nn.Module):
             compute("mlp", self.mlp, reads="h", writes="x aux_loss"),
         ]
 
-    def forward(self, x: Tensor) -> weft.Output:
-        return weft.Output(*self.mlp(self.attn(x)))
+    def forward(self, x: Tensor) -> treadle.Output:
+        return treadle.Output(*self.mlp(self.attn(x)))
 
 
 def low_loss(out: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class WithLowLoss(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor) -> weft.Output:
+    def forward(self, x: Tensor) -> treadle.Output:
         out = self.stage(x)
-        return weft.Output(out, low_loss(out))
+        return treadle.Output(out, low_loss(out))
 
 
 def low_losses(num_stages: int, layered: bool) -> list[nn.Module]:
@@ -97,7 +97,7 @@ def whole_low_losses(stages: Sequence[nn.Module], microbatches: Sequence[tuple[A
         aux = []
         for part in (part for stage in stages for part in (stage if isinstance(stage, nn.Sequential) else [stage])):
             x = part(x)
-            if isinstance(x, weft.Output):
+            if isinstance(x, treadle.Output):
                 aux.append(x.aux_loss.float())
                 x = x.output
         loss = (mean_loss(x, target) + sum(aux)) / len(microbatches)
@@ -125,9 +125,9 @@ def refused(rank: int, refuses: Sequence[int], call: Callable[[], object]) -> st
     error: Exception | None = None
     try:
         call()
-    except (ValueError, weft.RankLost) as raised:
+    except (ValueError, treadle.RankLost) as raised:
         error = raised
-    if isinstance(error, weft.RankLost):
+    if isinstance(error, treadle.RankLost):
         assert rank not in refuses, error
         assert error.rank in refuses
         assert error.kind == "raised"
@@ -271,7 +271,7 @@ class Masked(nn.Module):
 
 
 LATER = """\
-# weft-schedule 1
+# treadle-schedule 1
 # name: later
 # placement: loop
 # pp: 1
@@ -282,8 +282,8 @@ LATER = """\
 """Both stages on one rank, the second some time after the first: nothing is sent."""
 
 
-def reuse_schedule(name: str) -> weft.Schedule:
-    return weft.loads(LATER) if name == "later" else schedule_of(name, 2, 6)
+def reuse_schedule(name: str) -> treadle.Schedule:
+    return treadle.loads(LATER) if name == "later" else schedule_of(name, 2, 6)
 
 
 def reuse_memory(rank: int, name: str, writes: bool) -> tuple[str, Grads]:
@@ -299,7 +299,7 @@ def reusing(writes: bool) -> list[nn.Module]:
     return [Reuses(writes), Masked()]
 
 
-def reuse_batch(schedule: weft.Schedule) -> tuple[Tensor, Tensor]:
+def reuse_batch(schedule: treadle.Schedule) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     size = 2 * schedule.num_microbatches
     return torch.randn(size, 8), torch.randn(size, 8)
@@ -434,12 +434,12 @@ class Penalised(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> weft.Output:
+    def forward(self, x: Tensor) -> treadle.Output:
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
             out = self.second(torch.tanh(self.first(x)))
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return weft.Output(out, (slope**2).mean())
+        return treadle.Output(out, (slope**2).mean())
 
 
 def put_hooks(stages: Sequence[nn.Module]) -> None:

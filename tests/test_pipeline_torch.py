@@ -1,4 +1,4 @@
-"""torch's own runtime on what Weft exports for it: the same losses and gradients as `weft.Pipeline`."""
+"""torch's own runtime on what Treadle exports for it: the same losses and gradients as `treadle.Pipeline`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import weft
+import treadle
 from oracle import chunks_of, grads_of, make_batch, make_mesh, make_stages, mean_loss, worst
 from ranks import check, run_ranks
-from weft.schedules import SCHEDULES, Size
+from treadle.schedules import SCHEDULES, Size
 
 MOST_DIFFERENCE = 1e-10
 
@@ -21,7 +21,7 @@ Grads = dict[str, Tensor | None]
 Ran = tuple[list[float], Grads, list[float], Grads]
 
 
-def exported(pp: int) -> list[weft.Schedule]:
+def exported(pp: int) -> list[treadle.Schedule]:
     """All schedules that torch's CSV can carry, in small sizes."""
     found = []
     for family in SCHEDULES.values():
@@ -34,11 +34,11 @@ def exported(pp: int) -> list[weft.Schedule]:
     return found
 
 
-def own_stages(schedule: weft.Schedule, rank: int, stages: Sequence[nn.Module]) -> dict[int, nn.Module]:
+def own_stages(schedule: treadle.Schedule, rank: int, stages: Sequence[nn.Module]) -> dict[int, nn.Module]:
     return {number: stages[number] for number in schedule.placement.stages[rank]}
 
 
-def by_torch(rank: int, schedule: weft.Schedule, path: Path) -> tuple[list[float], Grads]:
+def by_torch(rank: int, schedule: treadle.Schedule, path: Path) -> tuple[list[float], Grads]:
     """A step by torch's runtime; the losses where the last stage is."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -58,10 +58,10 @@ def by_torch(rank: int, schedule: weft.Schedule, path: Path) -> tuple[list[float
     return [float(loss.detach()) for loss in losses], grads_of(own)
 
 
-def by_weft(rank: int, schedule: weft.Schedule) -> tuple[list[float], Grads]:
+def by_treadle(rank: int, schedule: treadle.Schedule) -> tuple[list[float], Grads]:
     stages = make_stages(schedule.placement.num_stages)
     mesh = make_mesh(schedule.pp)
-    pipe = weft.Pipeline(chunks_of(schedule, rank, stages), schedule, mesh=mesh, loss_fn=mean_loss)
+    pipe = treadle.Pipeline(chunks_of(schedule, rank, stages), schedule, mesh=mesh, loss_fn=mean_loss)
     pipe.step(*make_batch(schedule.num_microbatches))
     assert pipe.report is not None
     losses = pipe.report.losses.tolist()
@@ -71,7 +71,7 @@ def by_weft(rank: int, schedule: weft.Schedule) -> tuple[list[float], Grads]:
 
 def run_both(rank: int, pp: int, directory: Path) -> list[Ran]:
     return [
-        (*by_torch(rank, schedule, directory / f"{place}.csv"), *by_weft(rank, schedule))
+        (*by_torch(rank, schedule, directory / f"{place}.csv"), *by_treadle(rank, schedule))
         for place, schedule in enumerate(exported(pp))
     ]
 
@@ -81,7 +81,7 @@ def test_torchs_runtime_makes_the_same_of_an_exported_schedule(pp: int, tmp_path
     schedules = exported(pp)
     assert {schedule.name for schedule in schedules} == set(SCHEDULES) - {"dualpipe"}
     for place, schedule in enumerate(schedules):
-        (tmp_path / f"{place}.csv").write_text(weft.dumps(schedule, "torch-csv"))
+        (tmp_path / f"{place}.csv").write_text(treadle.dumps(schedule, "torch-csv"))
     ranks = check(run_ranks(pp, run_both, pp, tmp_path, timeout_s=120))
     for place, schedule in enumerate(schedules):
         where = f"{schedule.name} vpp={schedule.vpp}"
@@ -97,6 +97,6 @@ def test_torchs_runtime_makes_the_same_of_an_exported_schedule(pp: int, tmp_path
 
 
 def test_dualpipe_has_no_such_form() -> None:
-    schedule = weft.generate("dualpipe", pp=4, microbatches=8)
+    schedule = treadle.generate("dualpipe", pp=4, microbatches=8)
     with pytest.raises(ValueError, match="torch's CSV cannot carry dualpipe"):
-        weft.dumps(schedule, "torch-csv")
+        treadle.dumps(schedule, "torch-csv")

@@ -1,4 +1,4 @@
-"""What a pipeline measures: every op once, in order, nothing before what it waits for; and `weft compare` reads it."""
+"""What a pipeline measures: every op once, in order, nothing before what it waits for; `treadle compare` reads it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-import weft
+import treadle
 from oracle import chunks_of, make_batch, make_mesh, make_stages, mean_loss
 from ranks import check, run_ranks
-from weft.costs import dump as dump_costs
-from weft.ir.program import COMMUNICATION, LaneKind, OpKind
-from weft.ir.trace import MICROSECONDS
-from weft.plan import Options
-from weft.plan.running import expected
-from weft.schedules import SCHEDULES, Size
-from weft.simulate import fit, simulate
-from weft.simulate.difference import unlike
-from weft.verify import verify_program
+from treadle.costs import dump as dump_costs
+from treadle.ir.program import COMMUNICATION, LaneKind, OpKind
+from treadle.ir.trace import MICROSECONDS
+from treadle.plan import Options
+from treadle.plan.running import expected
+from treadle.schedules import SCHEDULES, Size
+from treadle.simulate import fit, simulate
+from treadle.simulate.difference import unlike
+from treadle.verify import verify_program
 
-WEFT = str(Path(sys.executable).parent / "weft")
+TREADLE = str(Path(sys.executable).parent / "treadle")
 
 
-def schedules(pp: int) -> list[weft.Schedule]:
+def schedules(pp: int) -> list[treadle.Schedule]:
     """All schedules in small sizes."""
     found = []
     for family in SCHEDULES.values():
@@ -37,14 +37,14 @@ def schedules(pp: int) -> list[weft.Schedule]:
     return found
 
 
-def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[weft.Trace]:
+def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[treadle.Trace]:
     """The traces of the second steps."""
     del rank
     mesh, traces = make_mesh(pp, dp), []
     replica = mesh.get_local_rank("dp") if dp > 1 else 0
     for schedule in schedules(pp):
         own = chunks_of(schedule, mesh.get_local_rank("pp"), make_stages(schedule.placement.num_stages))
-        pipe = weft.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
+        pipe = treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
         for _ in range(2):
             pipe.step(*make_batch(schedule.num_microbatches, replica), reduce=reduce)
         traces.append(pipe.trace)
@@ -52,11 +52,11 @@ def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[weft
     return traces
 
 
-def local_traced(rank: int, pp: int, dp: int) -> list[weft.Trace]:
+def local_traced(rank: int, pp: int, dp: int) -> list[treadle.Trace]:
     return run_traced(rank, pp, dp, reduce=False)
 
 
-def hold(trace: weft.Trace) -> None:
+def hold(trace: treadle.Trace) -> None:
     """Everything a trace must keep, whatever took how long."""
     program, start, end = trace.program, trace.start, trace.end
     assert len(start) == len(end) == program.num_ops
@@ -78,7 +78,7 @@ def hold(trace: weft.Trace) -> None:
     assert trace.clock == MICROSECONDS
 
 
-def ends_of_messages(trace: weft.Trace) -> dict[tuple[str, str, int, int], set[tuple[int, int]]]:
+def ends_of_messages(trace: treadle.Trace) -> dict[tuple[str, str, int, int], set[tuple[int, int]]]:
     """The times of each message, by channel and label."""
     program = trace.program
     seen: dict[tuple[str, str, int, int], set[tuple[int, int]]] = {}
@@ -122,14 +122,14 @@ def test_a_step_that_does_not_reduce_has_no_reductions() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[weft.Trace]:
+def measured() -> list[treadle.Trace]:
     return check(run_ranks(2, run_traced, 2, 1))[0]
 
 
-def test_a_trace_has_the_form_of_what_is_planned(measured: list[weft.Trace]) -> None:
-    """Op by op the program that `weft simulate` makes. Overlapped halves, which run in turn here, are apart."""
+def test_a_trace_has_the_form_of_what_is_planned(measured: list[treadle.Trace]) -> None:
+    """Op by op the program that `treadle simulate` makes. Overlapped halves, which run in turn here, are apart."""
     for schedule, trace in zip(schedules(2), measured, strict=True):
-        planned = weft.lower(schedule, fit(trace), Options())
+        planned = treadle.lower(schedule, fit(trace), Options())
         paired = bool(planned.joined.any())
         if schedule.placement.num_pipes == 1:
             assert (unlike(planned, trace.program) == "") != paired, schedule.name
@@ -140,20 +140,20 @@ def test_a_trace_has_the_form_of_what_is_planned(measured: list[weft.Trace]) -> 
 @pytest.mark.parametrize(
     ("name", "ending"), [("zb-h1", ".npz"), ("dualpipe", ".json.gz"), ("interleaved-overlap", ".json")]
 )
-def test_compare_reads_what_was_saved(measured: list[weft.Trace], name: str, ending: str, tmp_path: Path) -> None:
+def test_compare_reads_what_was_saved(measured: list[treadle.Trace], name: str, ending: str, tmp_path: Path) -> None:
     trace = measured[list(SCHEDULES).index(name)]
     predicted = simulate(trace.program, fit(trace))
     for file, saved in (("predicted", predicted), ("measured", trace)):
-        weft.save_trace(saved, tmp_path / f"{file}{ending}")
+        treadle.save_trace(saved, tmp_path / f"{file}{ending}")
     told = compare(f"predicted{ending}", f"measured{ending}", cwd=tmp_path)
     assert told["why_not"] == ""
     assert told["ops"] is not None
     assert told["rows"][1]["makespan"]["value"] == pytest.approx(trace.makespan / 1000)
 
 
-def test_compare_with_a_schedule_by_name(measured: list[weft.Trace], tmp_path: Path) -> None:
+def test_compare_with_a_schedule_by_name(measured: list[treadle.Trace], tmp_path: Path) -> None:
     trace = measured[list(SCHEDULES).index("1f1b")]
-    weft.save_trace(trace, tmp_path / "measured.npz")
+    treadle.save_trace(trace, tmp_path / "measured.npz")
     (tmp_path / "costs.toml").write_text(dump_costs(fit(trace)))
     told = compare("1f1b", "measured.npz", "--pp", "2", "-m", "4", "--costs", "costs.toml", cwd=tmp_path)
     assert told["why_not"] == ""
@@ -161,7 +161,7 @@ def test_compare_with_a_schedule_by_name(measured: list[weft.Trace], tmp_path: P
 
 
 def compare(*args: str, cwd: Path) -> dict[str, Any]:
-    done = subprocess.run([WEFT, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([TREADLE, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     return told

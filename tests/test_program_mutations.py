@@ -7,28 +7,28 @@ from random import Random
 import numpy as np
 import pytest
 
-import weft
+import treadle
 from brute_force_program import execute
 from program_mutations import mutate_program
-from weft.ir.program import OpKind, Program
-from weft.passes.cells import lower_cells
-from weft.passes.launch import order_launches
-from weft.passes.layers import Shape
-from weft.passes.lower import lower_layers
-from weft.passes.mesh import spread
-from weft.schedules import SCHEDULES, Family
-from weft.verify import verify_program
+from treadle.ir.program import OpKind, Program
+from treadle.passes.cells import lower_cells
+from treadle.passes.launch import order_launches
+from treadle.passes.layers import Shape
+from treadle.passes.lower import lower_layers
+from treadle.passes.mesh import spread
+from treadle.schedules import SCHEDULES, Family
+from treadle.verify import verify_program
 
 MUTATIONS_EACH = 700
 PARTS = 4
 
 COVERED_BY = {
-    "hang": {"W201", "W202", "W203", "W205"},
-    "wrong data": {"W204", "W401"},
-    "missing": {"W101"},
-    "double": {"W102"},
-    "unknown": {"W105"},
-    "launch order": {"W206"},
+    "hang": {"T201", "T202", "T203", "T205"},
+    "wrong data": {"T204", "T401"},
+    "missing": {"T101"},
+    "double": {"T102"},
+    "unknown": {"T105"},
+    "launch order": {"T206"},
 }
 
 SIZES = {
@@ -38,7 +38,7 @@ SIZES = {
 }
 
 
-def random_schedule(family: Family, random: Random) -> weft.Schedule:
+def random_schedule(family: Family, random: Random) -> treadle.Schedule:
     while True:
         pp, vpp, num_mb = random.randint(1, 4), random.randint(1, 2), random.randint(1, 8)
         try:
@@ -61,7 +61,7 @@ def random_program(family: Family, random: Random) -> Program:
     return program if program.num_ops <= 700 else random_program(family, random)
 
 
-def random_shape(schedule: weft.Schedule, random: Random) -> Shape:
+def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
     def flag() -> bool:
         return random.random() < 0.5
 
@@ -99,10 +99,10 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
     for symptom in outcome.symptoms:
         assert codes & COVERED_BY[symptom], f"{symptom} is not covered\n{context}"
     assert ("hang" in outcome.symptoms) == bool(codes & COVERED_BY["hang"]), context
-    assert ("unknown" in outcome.symptoms) == ("W105" in codes), context
-    assert ("missing" in outcome.symptoms) == ("W101" in codes), context
-    assert ("double" in outcome.symptoms) == ("W102" in codes), context
-    assert ("launch order" in outcome.symptoms) == ("W206" in codes), context
+    assert ("unknown" in outcome.symptoms) == ("T105" in codes), context
+    assert ("missing" in outcome.symptoms) == ("T101" in codes), context
+    assert ("double" in outcome.symptoms) == ("T102" in codes), context
+    assert ("launch order" in outcome.symptoms) == ("T206" in codes), context
     if outcome.clean:
         assert report.peak_bytes == outcome.peak, context
     return report.clean, codes
@@ -121,7 +121,7 @@ def test_mutations(name: str, part: int) -> None:
         seen |= codes
     # The damage is varied enough that both verdicts and every code come up.
     assert 0 < num_clean < MUTATIONS_EACH // PARTS
-    assert seen >= {"W101", "W102", "W105", "W201", "W202", "W203", "W204", "W205", "W206", "W401"}
+    assert seen >= {"T101", "T102", "T105", "T201", "T202", "T203", "T204", "T205", "T206", "T401"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import weft
+import treadle
 from ranks import check, run_ranks
-from weft.moe import MoELayer
-from weft.runtime.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
-from weft.runtime.saved.pool import size_class
-from weft.runtime.split import Half
+from treadle.moe import MoELayer
+from treadle.runtime.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
+from treadle.runtime.saved.pool import size_class
+from treadle.runtime.split import Half
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB = 16, 24, 4, 32, 8
 KEY = (0, 0, 0)
@@ -165,9 +165,9 @@ class Case:
     steps: int = 2
 
 
-def make(rank: int, case: Case, saved: Any) -> tuple[weft.Pipeline, Tensor]:
+def make(rank: int, case: Case, saved: Any) -> tuple[treadle.Pipeline, Tensor]:
     mesh = init_device_mesh("cpu", (case.pp, 1, case.ep), mesh_dim_names=("pp", "dp", "ep"))
-    schedule = weft.generate(case.name, pp=case.pp, microbatches=case.microbatches)
+    schedule = treadle.generate(case.name, pp=case.pp, microbatches=case.microbatches)
     kind = Checkpointed if case.checkpointed else MoELayer
     stages = {}
     for chunk in range(schedule.vpp):
@@ -179,7 +179,7 @@ def make(rank: int, case: Case, saved: Any) -> tuple[weft.Pipeline, Tensor]:
     torch.manual_seed(rank % case.ep)
     x = torch.randn(case.microbatches * TOKENS, WIDTH)
     loss_fn = nn.functional.mse_loss
-    return weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=60, saved=saved), x
+    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=60, saved=saved), x
 
 
 def gradients(rank: int, case: Case) -> tuple[bool, SavedReport, SavedReport]:
@@ -233,13 +233,13 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     On lanes whose clock only counts: how it comes out does not depend on what else the machine does. With lanes that
     take their time it is measured by benchmarks/offload.py.
     """
-    unit = weft.load_costs("deepseek-v3-h800")
-    schedule = weft.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
+    unit = treadle.load_costs("deepseek-v3-h800")
+    schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     torch.manual_seed(0)
     stages = {c: nn.Sequential(*[MoELayer(64, 64, 2) for _ in range(4)]) for c in range(2)}
     loss_fn, x = nn.functional.mse_loss, torch.randn(16 * 64, 64)
-    pipe = weft.Pipeline(
+    pipe = treadle.Pipeline(
         stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="virtual", costs=unit, saved=saved, deadline_s=120
     )
     pipe.step(x, x)
@@ -247,7 +247,7 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     assert pipe.report is not None
     assert pipe.report.saved is not None
     program = replace(pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind))
-    predicted = weft.measure(weft.simulate(program, unit)).peak_bytes[rank]
+    predicted = treadle.measure(treadle.simulate(program, unit)).peak_bytes[rank]
     pipe.close()
     return pipe.report.saved.peak, predicted
 
@@ -302,9 +302,9 @@ def test_nothing_grows_over_200_steps() -> None:
 def refused(rank: int, saved: list[Any], plain: bool) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     module: nn.Module = nn.Linear(8, 8) if plain else MoELayer(8, 8, 2)
-    schedule = weft.generate("1f1b", pp=2, microbatches=4)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
-        weft.Pipeline({0: module}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, saved=saved[rank])
+        treadle.Pipeline({0: module}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, saved=saved[rank])
     return str(error.value)
 
 

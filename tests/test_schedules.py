@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import weft
-from weft.schedules import SCHEDULES, Family, Size
+import treadle
+from treadle.schedules import SCHEDULES, Family, Size
 
 ANY_SIZE = st.tuples(st.integers(1, 16), st.integers(1, 4), st.integers(1, 64))
 
 
-def generated(family: Family, pp: int, vpp: int, num_mb: int) -> weft.Schedule | None:
+def generated(family: Family, pp: int, vpp: int, num_mb: int) -> treadle.Schedule | None:
     try:
         return family.generate(family.size(pp, None if family.vpps else vpp, num_mb))
     except ValueError:
@@ -27,7 +27,7 @@ def generated(family: Family, pp: int, vpp: int, num_mb: int) -> weft.Schedule |
 def test_any_valid_size_is_clean(name: str, size: tuple[int, int, int]) -> None:
     schedule = generated(SCHEDULES[name], *size)
     if schedule is not None:
-        report = weft.verify(schedule)
+        report = treadle.verify(schedule)
         assert report.clean, report
 
 
@@ -76,7 +76,7 @@ def test_nearest_size(name: str, pp: int, vpp: int, num_mb: int, nearest: Size) 
 
 def test_peak_activations_of_the_published_figures() -> None:
     def peak(name: str, pp: int, num_mb: int) -> tuple[int, ...]:
-        return weft.verify(weft.generate(name, pp=pp, microbatches=num_mb)).peak_activations
+        return treadle.verify(treadle.generate(name, pp=pp, microbatches=num_mb)).peak_activations
 
     assert max(peak("1f1b", 4, 8)) == 4
     assert peak("zb-h1", 4, 8) == (4, 4, 4, 4)
@@ -88,13 +88,13 @@ def test_peak_activations_of_the_published_figures() -> None:
 def test_dualpipe_is_dualpipev_unfolded() -> None:
     """DualPipe's first half of ranks does what DualPipeV does with half of the micro-batches."""
     for pp, num_mb in ((4, 8), (8, 20), (8, 32)):
-        dual = weft.generate("dualpipe", pp=pp, microbatches=num_mb)
-        folded = weft.generate("dualpipev", pp=pp // 2, microbatches=num_mb // 2)
+        dual = treadle.generate("dualpipe", pp=pp, microbatches=num_mb)
+        folded = treadle.generate("dualpipev", pp=pp // 2, microbatches=num_mb // 2)
         assert dual.rows[: pp // 2] == folded.rows
 
 
 def test_names_not_known_get_a_hint() -> None:
     with pytest.raises(ValueError, match="did you mean 'dualpipe'"):
-        weft.generate("dualpip", pp=2, microbatches=4)
-    with pytest.raises(ValueError, match="weft schedules"):
-        weft.generate("qqq", pp=2, microbatches=4)
+        treadle.generate("dualpip", pp=2, microbatches=4)
+    with pytest.raises(ValueError, match="treadle schedules"):
+        treadle.generate("qqq", pp=2, microbatches=4)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-import weft
-from weft.costs import UNIT_COSTS, load_costs
-from weft.ir.trace import Trace
-from weft.plan import Options, lower
-from weft.simulate import simulate
-from weft.view.terminal import terminal_rows
+import treadle
+from treadle.costs import UNIT_COSTS, load_costs
+from treadle.ir.trace import Trace
+from treadle.plan import Options, lower
+from treadle.simulate import simulate
+from treadle.view.terminal import terminal_rows
 
 
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
     costs = UNIT_COSTS if layers is None else load_costs("deepseek-v3-h800")
-    schedule = weft.generate(name, pp=pp, microbatches=num_mb)
+    schedule = treadle.generate(name, pp=pp, microbatches=num_mb)
     return simulate(lower(schedule, costs, Options(layers=layers)), costs)
 
 

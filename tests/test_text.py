@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import weft
+import treadle
 
-HEAD = "# weft-schedule 1\n# name: x\n# placement: loop\n# pp: 1\n# vpp: 1\n# microbatches: 1\n"
+HEAD = "# treadle-schedule 1\n# name: x\n# placement: loop\n# pp: 1\n# vpp: 1\n# microbatches: 1\n"
 ROW = "0: F0.0 B0.0\n"
 
 REFUSED = {
@@ -18,8 +18,8 @@ REFUSED = {
     "a key in capitals": (HEAD.replace("placement", "Placement") + ROW, "not a line of a schedule"),
     "a key left out": (HEAD.replace("# placement: loop\n", "") + ROW, "'# placement: ...' is missing"),
     "a key twice": (HEAD + "# pp: 2\n" + ROW, "pp was given as '1' above"),
-    "another version": (HEAD.replace("schedule 1", "schedule 7") + ROW, "'weft-schedule 7' is not a form"),
-    "a version further down": ("\n# weft-schedule 7\n" + ROW, "'weft-schedule 7' is not a form"),
+    "another version": (HEAD.replace("schedule 1", "schedule 7") + ROW, "'treadle-schedule 7' is not a form"),
+    "a version further down": ("\n# treadle-schedule 7\n" + ROW, "'treadle-schedule 7' is not a form"),
     "more ranks than rows": (HEAD.replace("pp: 1", "pp: 2", 1) + ROW, "pp 2, but there are 1 rows"),
     "a size that is none": (HEAD.replace("microbatches: 1", "microbatches: one") + ROW, "whole number from 1"),
     "a channel that is none": (HEAD + "# receive 0>1: F0.0\n" + ROW, "no channel 0>1 between 1 ranks"),
@@ -36,35 +36,35 @@ REFUSED = {
 def test_refused(what: str) -> None:
     text, message = REFUSED[what]
     with pytest.raises(ValueError, match=r"\w") as caught:
-        weft.loads(text, "mine.txt")
+        treadle.loads(text, "mine.txt")
     assert message in str(caught.value)
 
 
 def test_a_file_says_its_placement_itself() -> None:
-    assert weft.loads(HEAD + ROW, placement="v").placement.name == "loop"
-    assert weft.loads("0: F0.0 F0.1 B0.1 B0.0\n", placement="v").placement.name == "v"
+    assert treadle.loads(HEAD + ROW, placement="v").placement.name == "loop"
+    assert treadle.loads("0: F0.0 F0.1 B0.1 B0.0\n", placement="v").placement.name == "v"
 
 
 def test_what_python_builds_is_checked_too() -> None:
     with pytest.raises(ValueError, match="a forward and a whole backward"):
-        weft.F(1) | weft.I(0)
+        treadle.F(1) | treadle.I(0)
     with pytest.raises(ValueError, match="no channel 0>5"):
-        weft.Schedule("x", weft.Placement.loop(1), 1, ((weft.F(0), weft.B(0)),), {(0, 5): (weft.F(0),)})
-    negative = weft.Schedule("x", weft.Placement.loop(1), 1, ((weft.F(-1), weft.B(-1)),))
-    assert {finding.code for finding in weft.verify(negative).findings} >= {"W105", "W101"}
+        treadle.Schedule("x", treadle.Placement.loop(1), 1, ((treadle.F(0), treadle.B(0)),), {(0, 5): (treadle.F(0),)})
+    negative = treadle.Schedule("x", treadle.Placement.loop(1), 1, ((treadle.F(-1), treadle.B(-1)),))
+    assert {finding.code for finding in treadle.verify(negative).findings} >= {"T105", "T101"}
     with pytest.raises(ValueError, match="of the sender or of use"):
-        weft.verify(negative, receives="sendr")  # type: ignore[arg-type]
+        treadle.verify(negative, receives="sendr")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("limit", "ranks"), [(4, []), (3, [0]), (2, [0, 1])])
 def test_a_limit_is_what_may_be_held(limit: int, ranks: list[int]) -> None:
-    report = weft.verify(weft.generate("1f1b", pp=4, microbatches=8), max_activations=limit)
+    report = treadle.verify(treadle.generate("1f1b", pp=4, microbatches=8), max_activations=limit)
     assert [finding.rank for finding in report.findings] == ranks
     assert all(finding.cell == limit for finding in report.findings)
 
 
 def test_a_deadlock_is_shown_before_what_follows_from_it() -> None:
-    schedule = weft.generate("dualpipe", pp=8, microbatches=32)
-    codes = [finding.code for finding in weft.verify(schedule, receives="use", ring=1).findings]
-    assert codes[:2] == ["W201", "W204"]
-    assert codes.count("W204") > 5
+    schedule = treadle.generate("dualpipe", pp=8, microbatches=32)
+    codes = [finding.code for finding in treadle.verify(schedule, receives="use", ring=1).findings]
+    assert codes[:2] == ["T201", "T204"]
+    assert codes.count("T204") > 5

@@ -1,4 +1,4 @@
-"""Schedules that torch's own validation accepts and Weft does not: each hangs or computes wrong gradients."""
+"""Schedules that torch's own validation accepts and Treadle does not: each hangs or computes wrong gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-import weft
-from weft.export import torch_csv
+import treadle
+from treadle.export import torch_csv
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -16,7 +16,7 @@ CIRCLE = "0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"
 FORWARD_TWICE = "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 F0.0 B0.0 F1.0 B1.0\n"
 
 
-def torch_accepts(schedule: weft.Schedule) -> bool:
+def torch_accepts(schedule: treadle.Schedule) -> bool:
     """Does torch's validation of a compute-only schedule pass."""
     rows = torch_csv.dump(schedule).splitlines()
     actions = {rank: [schedules._Action.from_str(entry) for entry in row.split(",")] for rank, row in enumerate(rows)}
@@ -28,13 +28,13 @@ def torch_accepts(schedule: weft.Schedule) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("text", "code"), [(PAIRED_WITH_ITSELF, "W104"), (CIRCLE, "W201"), (FORWARD_TWICE, "W102")])
-def test_torch_accepts_and_weft_does_not(text: str, code: str) -> None:
-    schedule = weft.loads(text)
+@pytest.mark.parametrize(("text", "code"), [(PAIRED_WITH_ITSELF, "T104"), (CIRCLE, "T201"), (FORWARD_TWICE, "T102")])
+def test_torch_accepts_and_treadle_does_not(text: str, code: str) -> None:
+    schedule = treadle.loads(text)
     assert torch_accepts(schedule)
-    assert code in {finding.code for finding in weft.verify(schedule).findings}
+    assert code in {finding.code for finding in treadle.verify(schedule).findings}
 
 
 def test_torch_does_check_something() -> None:
     """So that the test above does not pass because nothing is checked."""
-    assert not torch_accepts(weft.loads("0: F0.0 F1.0 B0.0\n1: F0.0 B0.0 F1.0 B1.0\n"))
+    assert not torch_accepts(treadle.loads("0: F0.0 F1.0 B0.0\n1: F0.0 B0.0 F1.0 B1.0\n"))

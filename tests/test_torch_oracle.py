@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.ir import Cell, Pair, Schedule
-from weft.schedules import generate
+from treadle.ir import Cell, Pair, Schedule
+from treadle.schedules import generate
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -21,17 +21,17 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from weft.costs import Costs, load_costs
-from weft.export import chrome, npz
-from weft.export.chrome import write
-from weft.export.columns import DTYPES, check_program
-from weft.export.header import layout_object
-from weft.ir import B, F, Placement, Schedule
-from weft.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
-from weft.ir.trace import Clock, Trace
-from weft.passes.cells import lower_cells
-from weft.schedules import SCHEDULES, generate
-from weft.simulate import simulate
+from treadle.costs import Costs, load_costs
+from treadle.export import chrome, npz
+from treadle.export.chrome import write
+from treadle.export.columns import DTYPES, check_program
+from treadle.export.header import layout_object
+from treadle.ir import B, F, Placement, Schedule
+from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
+from treadle.ir.trace import Clock, Trace
+from treadle.passes.cells import lower_cells
+from treadle.schedules import SCHEDULES, generate
+from treadle.simulate import simulate
 
 SIZES = [(1, 1, 2), (2, 1, 4), (2, 2, 4), (4, 1, 8), (4, 2, 8)]
 COSTS = ["unit", "deepseek-v3-h800"]
@@ -245,14 +245,14 @@ def good_npz() -> bytes:
     trace = trace_of("zb-v", 2, 4, "deepseek-v3-h800")
     arrays: dict[str, Any] = {name: getattr(trace.program, name) for name in COLUMNS}
     header = {
-        "form": "weft-trace",
+        "form": "treadle-trace",
         "version": 1,
         "layout": layout_object(trace.program.layout),
         "clock": {"unit": "us", "ticks": 1000},
         "about": "",
         "measured": False,
     }
-    arrays |= {"start": trace.start, "end": trace.end, "weft": np.array(json.dumps(header).encode())}
+    arrays |= {"start": trace.start, "end": trace.end, "treadle": np.array(json.dumps(header).encode())}
     np.savez(stream, **arrays)
     return stream.getvalue()
 
@@ -298,51 +298,69 @@ def test_the_good_file_is_good(tmp_path: Path) -> None:
 
 NUM_OPS = 80
 BAD_NPZ: list[tuple[dict[str, Any], str]] = [
-    ({"mb": None}, "column 'mb' is missing from this weft-trace"),
-    ({"extra": np.zeros(3)}, r"'extra\.npy' is no column of a weft-trace; take it out"),
-    ({"weft": None}, "an .npz file, but not of weft: it has no array 'weft'"),
-    ({"weft": np.zeros(3)}, r"array 'weft' is one text, got float64 of shape \(3,\)"),
-    ({"weft": np.array(b"{")}, "array 'weft' cannot be read: Expecting"),
-    ({"weft": np.array(b"\xff\xfe")}, "array 'weft' cannot be read"),
-    ({"weft": np.array(b"[" * 100_000)}, "array 'weft' cannot be read"),
-    ({"weft": np.array(b'{"version": 1, "version": 1}')}, "array 'weft' cannot be read: 'version' is given twice"),
-    ({"weft": np.array(b"[1]")}, "weft is an object, got a list of 1"),
-    ({"weft": header(version=2)}, "weft.version is 1, the one that this weft reads, got 2"),
-    ({"weft": header(version=True)}, "weft.version is 1, .*got true"),
-    ({"weft": header(version=None)}, "weft.version is 1, .*got null"),
+    ({"mb": None}, "column 'mb' is missing from this treadle-trace"),
+    ({"extra": np.zeros(3)}, r"'extra\.npy' is no column of a treadle-trace; take it out"),
+    ({"treadle": None}, "an .npz file, but not of treadle: it has no array 'treadle'"),
+    ({"treadle": np.zeros(3)}, r"array 'treadle' is one text, got float64 of shape \(3,\)"),
+    ({"treadle": np.array(b"{")}, "array 'treadle' cannot be read: Expecting"),
+    ({"treadle": np.array(b"\xff\xfe")}, "array 'treadle' cannot be read"),
+    ({"treadle": np.array(b"[" * 100_000)}, "array 'treadle' cannot be read"),
     (
-        {"weft": header(form="weft-plan")},
-        r"weft.form is what the file holds \(weft-program, weft-trace\), got 'weft-plan'",
+        {"treadle": np.array(b'{"version": 1, "version": 1}')},
+        "array 'treadle' cannot be read: 'version' is given twice",
     ),
-    ({"weft": header(form=[])}, "weft.form is .*got a list of 0"),
-    ({"weft": header(abuot="")}, "weft has no key 'abuot'; did you mean 'about'?"),
-    ({"weft": header(measured=None)}, "weft.measured is missing"),
-    ({"weft": header(measured=0)}, "weft.measured is true or false, got 0"),
-    ({"weft": header(about=3)}, "weft.about is a text, got 3"),
-    ({"weft": header(clock=3)}, "weft.clock is an object, got 3"),
-    ({"weft": header(clock__ticks=0)}, "weft.clock.ticks is a whole number from 1 to .*, got 0"),
-    ({"weft": header(clock__unit="a\nb")}, "weft.clock.unit is a printable text, got"),
-    ({"weft": header(layout__kept=float("nan"))}, "array 'weft' cannot be read: NaN is no number of JSON"),
-    ({"weft": header(layout__kept=1.5)}, "weft.layout.kept is a number from 0 to 1, got 1.5"),
-    ({"weft": header(layout__ep=0)}, "weft.layout.ep is a whole number from 1 to .*, got 0"),
-    ({"weft": header(layout__ep=2**30, layout__dp=2**30)}, "weft.layout.ep is a size that makes at most"),
-    ({"weft": header(layout__num_mb=10**50)}, "weft.layout.num_mb is a whole .*, got a number of more than 40 digits"),
-    ({"weft": header(layout__layers=[0])}, "weft.layout.layers is a number for each of the 4 stages, got a list of 1"),
-    ({"weft": header(layout__layers=[0, 0, 0, 40_000])}, r"weft.layout.layers\[3\] is a whole number from 0 to 32767"),
-    ({"weft": header(layout__forward=["F", "G"])}, r"weft.layout.forward\[1\] is a kind of op \(F, B, .*\), got 'G'"),
-    ({"weft": header(layout__weights="W")}, "weft.layout.weights is a list, got 'W'"),
-    ({"weft": header(layout__saved={"f": 1})}, "weft.layout.saved has no key 'f'; "),
-    ({"weft": header(layout__saved={"F": -1})}, "weft.layout.saved.F is a whole number from 0, got -1"),
+    ({"treadle": np.array(b"[1]")}, "treadle is an object, got a list of 1"),
+    ({"treadle": header(version=2)}, "treadle.version is 1, the one that this treadle reads, got 2"),
+    ({"treadle": header(version=True)}, "treadle.version is 1, .*got true"),
+    ({"treadle": header(version=None)}, "treadle.version is 1, .*got null"),
     (
-        {"weft": header(layout__placement__pipes=[0, 10**9])},
-        "weft.layout.placement.pipes is a pipe for each of at most",
+        {"treadle": header(form="treadle-plan")},
+        r"treadle.form is what the file holds \(treadle-program, treadle-trace\), got 'treadle-plan'",
     ),
-    ({"weft": header(layout__placement__pipes=[])}, "weft.layout.placement.pipes is a list of at least one"),
-    ({"weft": header(layout__placement__stages=[])}, "weft.layout.placement: every rank .* as many stages"),
-    ({"weft": header(layout__placement__stages=[[0, 1], [2]])}, "every rank of a placement holds as many stages"),
-    ({"weft": header(layout__placement__stages=[[0, 3], [1, 1]])}, "a placement holds each stage from 0 to 3 once"),
-    ({"weft": header(layout__placement__stages=[[0, 3], 1])}, "weft.layout.placement.stages.1 is a list, got 1"),
-    ({"weft": header(layout__placement__name="a\nb")}, "weft.layout.placement.name is one line of printable text"),
+    ({"treadle": header(form=[])}, "treadle.form is .*got a list of 0"),
+    ({"treadle": header(abuot="")}, "treadle has no key 'abuot'; did you mean 'about'?"),
+    ({"treadle": header(measured=None)}, "treadle.measured is missing"),
+    ({"treadle": header(measured=0)}, "treadle.measured is true or false, got 0"),
+    ({"treadle": header(about=3)}, "treadle.about is a text, got 3"),
+    ({"treadle": header(clock=3)}, "treadle.clock is an object, got 3"),
+    ({"treadle": header(clock__ticks=0)}, "treadle.clock.ticks is a whole number from 1 to .*, got 0"),
+    ({"treadle": header(clock__unit="a\nb")}, "treadle.clock.unit is a printable text, got"),
+    ({"treadle": header(layout__kept=float("nan"))}, "array 'treadle' cannot be read: NaN is no number of JSON"),
+    ({"treadle": header(layout__kept=1.5)}, "treadle.layout.kept is a number from 0 to 1, got 1.5"),
+    ({"treadle": header(layout__ep=0)}, "treadle.layout.ep is a whole number from 1 to .*, got 0"),
+    ({"treadle": header(layout__ep=2**30, layout__dp=2**30)}, "treadle.layout.ep is a size that makes at most"),
+    (
+        {"treadle": header(layout__num_mb=10**50)},
+        "treadle.layout.num_mb is a whole .*, got a number of more than 40 digits",
+    ),
+    (
+        {"treadle": header(layout__layers=[0])},
+        "treadle.layout.layers is a number for each of the 4 stages, got a list of 1",
+    ),
+    (
+        {"treadle": header(layout__layers=[0, 0, 0, 40_000])},
+        r"treadle.layout.layers\[3\] is a whole number from 0 to 32767",
+    ),
+    (
+        {"treadle": header(layout__forward=["F", "G"])},
+        r"treadle.layout.forward\[1\] is a kind of op \(F, B, .*\), got 'G'",
+    ),
+    ({"treadle": header(layout__weights="W")}, "treadle.layout.weights is a list, got 'W'"),
+    ({"treadle": header(layout__saved={"f": 1})}, "treadle.layout.saved has no key 'f'; "),
+    ({"treadle": header(layout__saved={"F": -1})}, "treadle.layout.saved.F is a whole number from 0, got -1"),
+    (
+        {"treadle": header(layout__placement__pipes=[0, 10**9])},
+        "treadle.layout.placement.pipes is a pipe for each of at most",
+    ),
+    ({"treadle": header(layout__placement__pipes=[])}, "treadle.layout.placement.pipes is a list of at least one"),
+    ({"treadle": header(layout__placement__stages=[])}, "treadle.layout.placement: every rank .* as many stages"),
+    ({"treadle": header(layout__placement__stages=[[0, 1], [2]])}, "every rank of a placement holds as many stages"),
+    ({"treadle": header(layout__placement__stages=[[0, 3], [1, 1]])}, "a placement holds each stage from 0 to 3 once"),
+    ({"treadle": header(layout__placement__stages=[[0, 3], 1])}, "treadle.layout.placement.stages.1 is a list, got 1"),
+    (
+        {"treadle": header(layout__placement__name="a\nb")},
+        "treadle.layout.placement.name is one line of printable text",
+    ),
     ({"mb": np.zeros(NUM_OPS, np.int64)}, r"column 'mb' is one axis of int32, got int64 of shape \(80,\)"),
     ({"mb": np.zeros(NUM_OPS, ">i4")}, "column 'mb' is one axis of int32, got >i4"),
     ({"mb": np.zeros((NUM_OPS, 1), np.int32)}, r"column 'mb' is one axis of int32, got int32 of shape \(80, 1\)"),
@@ -411,7 +429,7 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: in
 def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
     """A few bytes could become any number."""
     path = rewritten(tmp_path / "mine.npz", lambda _, data: data, zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match=r"mine\.npz: array 'weft' is compressed, or larger than the file"):
+    with pytest.raises(ValueError, match=r"mine\.npz: array 'treadle' is compressed, or larger than the file"):
         npz.load(path)
 
 
@@ -483,7 +501,7 @@ def test_a_file_cut_short_does_not_get_through(tmp_path: Path, length: int, tail
     loads_equal_or_is_refused(good_npz()[: length % len(good_npz())] + tail, tmp_path / "mine.npz")
 
 
-@given(st.sampled_from((*COLUMNS, "weft", "start", "end")), st.integers(0, 4000), st.integers(1, 255))
+@given(st.sampled_from((*COLUMNS, "treadle", "start", "end")), st.integers(0, 4000), st.integers(1, 255))
 @settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_under_a_right_checksum_is_refused_or_sound(tmp_path: Path, name: str, place: int, mask: int) -> None:
     """A hostile file has right checksums: what loads has passed every check, and is not always what was written."""
@@ -628,7 +646,7 @@ def test_units_are_whole_microseconds(tmp_path: Path) -> None:
     durations = {event["name"][0]: event["dur"] for event in content["traceEvents"] if event["ph"] == "X"}
     assert durations["F"] == 1
     assert durations["B"] == 2
-    assert content["weft"]["clock"] == {"unit": "unit", "ticks": 720_720}
+    assert content["treadle"]["clock"] == {"unit": "unit", "ticks": 720_720}
 
 
 def test_nanoseconds_are_three_decimals(tmp_path: Path) -> None:
@@ -705,16 +723,16 @@ def event_with(place: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def weft_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
+def treadle_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
     def change(content: dict[str, Any]) -> None:
-        content["weft"].update(changes)
+        content["treadle"].update(changes)
 
     return change
 
 
 def lane_with(place: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
     def change(content: dict[str, Any]) -> None:
-        content["weft"]["lanes"][place].update(changes)
+        content["treadle"]["lanes"][place].update(changes)
 
     return change
 
@@ -728,34 +746,37 @@ def event_again(content: dict[str, Any]) -> None:
 
 
 def without_lane(content: dict[str, Any]) -> None:
-    content["weft"]["lanes"].pop()
+    content["treadle"]["lanes"].pop()
 
 
 BAD_JSON: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda c: c.pop("weft"), "a JSON file, but no trace of weft"),
+    (lambda c: c.pop("treadle"), "a JSON file, but no trace of treadle"),
     (lambda c: c.pop("traceEvents"), "the trace.traceEvents is missing"),
     (lambda c: c.update(more=1), "the trace has no key 'more'"),
     (lambda c: c.update(traceEvents={}), "the trace.traceEvents is a list, got an object"),
-    (lambda c: c.update(weft=[]), "weft is an object, got a list of 0"),
-    (weft_with(version=2), "weft.version is 1, the one that this weft reads, got 2"),
-    (weft_with(origin=0.5), "weft.origin is a whole number"),
-    (weft_with(ticks_per_us=0), "weft.ticks_per_us is a whole number from 1"),
-    (weft_with(ticks_per_us=5), "ts is a number from 0 without decimals, got 0.0"),
-    (weft_with(num_ops=3), r"each op from 0 to 2 has an event, and one only, but op 3 has 1"),
-    (weft_with(num_ops=10**15), "each op from 0 to 999999999999999 has an event, and one only, but op 40 has 0"),
-    (weft_with(num_lanes=3), "each lane from 0 to 2 has an entry in weft.lanes, and one only, but lane 3 has 1"),
-    (weft_with(program="0" * 32), "the events and lanes are not those of program 0{32}, which weft.program names"),
-    (weft_with(ranks=[1, 0]), "weft.ranks is the first and the last rank of the file, got a list of 2"),
-    (weft_with(ranks=[0, 9]), r"weft.ranks\[1\] is a whole number from 0 to 1, got 9"),
-    (weft_with(lanes=[3]), r"weft.lanes\[0\] is an object, got 3"),
-    (lane_with(0, kind="compute"), r"weft.lanes\[0\].kind is a kind of lane \(COMPUTE, .*\), got 'compute'"),
-    (lane_with(0, kind=[]), r"weft.lanes\[0\].kind is a kind of lane .*, got a list of 0"),
-    (lane_with(1, rank=5), r"weft.lanes\[1\].rank is a whole number from 0 to 1, got 5"),
-    (lane_with(1, tid=3), "weft.lanes gives the tid 3 to two lanes"),
+    (lambda c: c.update(treadle=[]), "treadle is an object, got a list of 0"),
+    (treadle_with(version=2), "treadle.version is 1, the one that this treadle reads, got 2"),
+    (treadle_with(origin=0.5), "treadle.origin is a whole number"),
+    (treadle_with(ticks_per_us=0), "treadle.ticks_per_us is a whole number from 1"),
+    (treadle_with(ticks_per_us=5), "ts is a number from 0 without decimals, got 0.0"),
+    (treadle_with(num_ops=3), r"each op from 0 to 2 has an event, and one only, but op 3 has 1"),
+    (treadle_with(num_ops=10**15), "each op from 0 to 999999999999999 has an event, and one only, but op 40 has 0"),
+    (treadle_with(num_lanes=3), "each lane from 0 to 2 has an entry in treadle.lanes, and one only, but lane 3 has 1"),
+    (
+        treadle_with(program="0" * 32),
+        "the events and lanes are not those of program 0{32}, which treadle.program names",
+    ),
+    (treadle_with(ranks=[1, 0]), "treadle.ranks is the first and the last rank of the file, got a list of 2"),
+    (treadle_with(ranks=[0, 9]), r"treadle.ranks\[1\] is a whole number from 0 to 1, got 9"),
+    (treadle_with(lanes=[3]), r"treadle.lanes\[0\] is an object, got 3"),
+    (lane_with(0, kind="compute"), r"treadle.lanes\[0\].kind is a kind of lane \(COMPUTE, .*\), got 'compute'"),
+    (lane_with(0, kind=[]), r"treadle.lanes\[0\].kind is a kind of lane .*, got a list of 0"),
+    (lane_with(1, rank=5), r"treadle.lanes\[1\].rank is a whole number from 0 to 1, got 5"),
+    (lane_with(1, tid=3), "treadle.lanes gives the tid 3 to two lanes"),
     (lane_with(1, peer=7), "column 'lane_peer' has values from -1 to 1, got 7"),
     (lane_with(1, group=1), "not those of program"),
     (lane_with(0, num_ops=99), "the num_ops of lane 0 do not end where the next lane begins"),
-    (lane_with(0, first=99), "traceEvents.*op 0 is of no lane with pid 1 and tid 3 in weft.lanes"),
+    (lane_with(0, first=99), "traceEvents.*op 0 is of no lane with pid 1 and tid 3 in treadle.lanes"),
     (without_lane, "is of no lane with"),
     (without_event, "each op from 0 to 39 has an event, and one only, but op 5 has 0"),
     (event_again, "each op from 0 to 39 has an event, and one only, but op 5 has 2"),
@@ -821,9 +842,9 @@ def test_decimals_of_a_clock_that_has_none(tmp_path: Path) -> None:
         ("[]", "the trace is an object, got a list of 0"),
         ("\xff", "not JSON: "),
         ("[" * 100_000, "nested deeper than any trace"),
-        ('{"weft": NaN}', "not JSON: NaN is no number of JSON"),
-        ('{"weft": 1, "weft": 2}', "not JSON: 'weft' is given twice in one object"),
-        ('{"weft": ' + "9" * 5000 + "}", "not JSON: "),
+        ('{"treadle": NaN}', "not JSON: NaN is no number of JSON"),
+        ('{"treadle": 1, "treadle": 2}', "not JSON: 'treadle' is given twice in one object"),
+        ('{"treadle": ' + "9" * 5000 + "}", "not JSON: "),
         ("\x1f\x8b\x08junk", "cannot be decompressed: "),
     ],
 )
@@ -889,7 +910,7 @@ def test_parts_merge_to_the_whole(name: str, cost: str, tmp_path: Path) -> None:
 def test_the_whole_is_a_part_too(tmp_path: Path) -> None:
     trace = trace_of()
     paths = parts_of(trace, tmp_path, 0, 4)
-    assert "ranks" not in content_of(paths[0])["weft"]
+    assert "ranks" not in content_of(paths[0])["treadle"]
     assert_same_trace(chrome.merge(paths), trace)
     assert_same_trace(chrome.load(paths[0]), trace)
 
@@ -912,8 +933,8 @@ def test_each_rank_writes_its_own(tmp_path: Path) -> None:
 def test_a_part_holds_its_ranks_only(tmp_path: Path) -> None:
     path = parts_of(trace_of(), tmp_path, 1, 3)[0]
     content = content_of(path)
-    assert content["weft"]["ranks"] == [1, 2]
-    assert {lane["rank"] for lane in content["weft"]["lanes"]} == {1, 2}
+    assert content["treadle"]["ranks"] == [1, 2]
+    assert {lane["rank"] for lane in content["treadle"]["lanes"]} == {1, 2}
     assert {event["pid"] for event in content["traceEvents"]} == {2, 3}
     flows = [(event["id"], event["ph"]) for event in content["traceEvents"] if event["ph"] in "sf"]
     assert {name for name, phase in flows if phase == "s"} == {name for name, phase in flows if phase == "f"}
@@ -923,8 +944,8 @@ def test_threads_of_a_lane_are_the_same_in_all_parts(tmp_path: Path) -> None:
     trace = trace_of()
     paths = parts_of(trace, tmp_path, 0, 2, 4)
     chrome.dump(trace, tmp_path / "whole.json")
-    tids = {lane["lane"]: lane["tid"] for path in paths for lane in content_of(path)["weft"]["lanes"]}
-    assert tids == {lane["lane"]: lane["tid"] for lane in content_of(tmp_path / "whole.json")["weft"]["lanes"]}
+    tids = {lane["lane"]: lane["tid"] for path in paths for lane in content_of(path)["treadle"]["lanes"]}
+    assert tids == {lane["lane"]: lane["tid"] for lane in content_of(tmp_path / "whole.json")["treadle"]["lanes"]}
 
 
 def test_a_part_alone_is_refused(tmp_path: Path) -> None:

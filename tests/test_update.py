@@ -14,16 +14,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ranks import check, run_ranks
+from treadle.ir.program import NEVER, OpKind
+from treadle.update import Options, Source, Updated, Updater
+from treadle.update.wire.messages import Answer, Rollback
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box, Holding, Tensor
+from treadle.weights.verify import verify_update
 from update_faults import shared_memory
 from update_models import SMALL, Compare, expected, model, numbers, served, source_of, trained
 from update_workers import Workers, ask_once, resident_bytes
-from weft.ir.program import NEVER, OpKind
-from weft.update import Options, Source, Updated, Updater
-from weft.update.wire.messages import Answer, Rollback
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box, Holding, Tensor
-from weft.weights.verify import verify_update
 
 MiB = 1 << 20
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch.distributed as dist
 
 from ranks import check, run_ranks
+from treadle.update import Options, UpdateError, Updater
+from treadle.update.attempting import FAREWELL_S, Attempting
+from treadle.update.broadcasts import Buckets
+from treadle.update.stream import Stream
+from treadle.update.wire.messages import MOST_PLANS, Status
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
 from update_crashes import Flip, arm
 from update_models import Compare, model, source_of
 from update_workers import Asker, Trouble, Workers
-from weft.update import Options, UpdateError, Updater
-from weft.update.attempting import FAREWELL_S, Attempting
-from weft.update.broadcasts import Buckets
-from weft.update.stream import Stream
-from weft.update.wire.messages import MOST_PLANS, Status
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
 OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)

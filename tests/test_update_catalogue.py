@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.update.attempt import Attempt, Refusal
-from weft.update.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
-from weft.update.coordinator import Coordinator
-from weft.update.ledger import Ledger, Record
-from weft.update.wire.control import (
+from treadle.update.attempt import Attempt, Refusal
+from treadle.update.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
+from treadle.update.coordinator import Coordinator
+from treadle.update.ledger import Ledger, Record
+from treadle.update.wire.control import (
     Agreed,
     Catalogue,
     Enter,
@@ -32,13 +32,13 @@ from weft.update.wire.control import (
     Sides,
     Stop,
 )
-from weft.update.wire.doors import LocalDoor
-from weft.update.wire.errors import WireError
-from weft.update.wire.link import Link
-from weft.update.wire.messages import PROTOCOL, Status, Wants
-from weft.update.wire.sockets import connect
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.update.wire.doors import LocalDoor
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.link import Link
+from treadle.update.wire.messages import PROTOCOL, Status, Wants
+from treadle.update.wire.sockets import connect
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box, Holding, Piece, Tensor
 
 lengths = st.lists(st.integers(0, 6), max_size=2).map(tuple)
 NAMES = ("q", "k", "v", "o")

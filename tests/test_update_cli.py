@@ -1,4 +1,4 @@
-"""`weft update`, from a checkpoint's directory or a trainer's function into running workers."""
+"""`treadle update`, from a checkpoint's directory or a trainer's function into running workers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from treadle.update.wire.messages import Refused
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box
 from update_models import Compare, model, numbers
 from update_workers import Trouble, Workers, ask_once
-from weft.update.wire.messages import Refused
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box
 
 SCRIPT = """
 import typer
-from weft.cli.commands.update import update
+from treadle.cli.commands.update import update
 typer.run(update)
 """
 
 TRAINER = """
 import torch.distributed as dist
 from update_models import model, source_of
-from weft.weights.layouts import spread
+from treadle.weights.layouts import spread
 
 def source():
     return source_of(spread(model(1, 32), dist.get_world_size()), dist.get_rank(), 5)
@@ -41,7 +41,7 @@ def workers() -> Iterator[Workers]:
         yield made
 
 
-def weft_update(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def treadle_update(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (cwd / "update.py").write_text(SCRIPT)
     command = [sys.executable, str(cwd / "update.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
@@ -58,13 +58,13 @@ def save(directory: Path, version: int) -> Path:
 
 def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Path) -> None:
     to = ("--to", str(workers.sockets), "--bucket", "64KiB")
-    done = weft_update(tmp_path, "--from", str(save(tmp_path / "one", 1)), *to, "--json")
+    done = treadle_update(tmp_path, "--from", str(save(tmp_path / "one", 1)), *to, "--json")
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert (shown["version"], shown["attempt"]) == (1, 1)
     assert shown["bytes"] >= sum(tensor.size_bytes for tensor in model(1, 32))
     workers.tell(1, Trouble("raise", "finish"))
-    done = weft_update(tmp_path, "--from", str(save(tmp_path / "two", 2)), *to)
+    done = treadle_update(tmp_path, "--from", str(save(tmp_path / "two", 2)), *to)
     assert done.returncode == 1
     told = " ".join(done.stderr.split())
     assert "worker 1" in told
@@ -74,7 +74,7 @@ def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Pa
 
 def test_a_trainer_into_an_engine(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{TRAINER}")
-    done = weft_update(tmp_path, "--from", "trainer:source", "--to", str(workers.sockets), "--version", "5")
+    done = treadle_update(tmp_path, "--from", "trainer:source", "--to", str(workers.sockets), "--version", "5")
     assert done.returncode == 0, done.stderr
     assert "version 5 is served by all workers" in done.stdout
     assert [workers.tell(worker, Compare(5)) for worker in range(2)] == [[]] * 2
@@ -88,7 +88,7 @@ def test_a_trainer_into_an_engine(workers: Workers, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    done = weft_update(tmp_path, *arguments)
+    done = treadle_update(tmp_path, *arguments)
     assert done.returncode != 0
     assert told in done.stderr
 
@@ -96,14 +96,14 @@ def test_mistakes_are_told(tmp_path: Path, arguments: tuple[str, ...], told: str
 def test_a_trainer_that_is_not_there_is_told(workers: Workers, tmp_path: Path) -> None:
     told = []
     for trainer in ("nobody.here:source", "json:source"):
-        done = weft_update(tmp_path, "--from", trainer, "--to", str(workers.sockets), "--compare-sources", "all")
+        done = treadle_update(tmp_path, "--from", trainer, "--to", str(workers.sockets), "--compare-sources", "all")
         told.append(" ".join(done.stderr.replace("[rank0]: ", "").split()))  # lines are wrapped
     assert "--from nobody.here:source: there is no module 'nobody' here" in told[0]
     assert "has no 'source'; name the function that makes a Source" in told[1]
 
 
 def test_nothing_to_recover(workers: Workers, tmp_path: Path) -> None:
-    done = weft_update(tmp_path, "--recover", "--to", str(workers.sockets))
+    done = treadle_update(tmp_path, "--recover", "--to", str(workers.sockets))
     assert done.returncode == 1
     assert "no version was ever committed" in done.stderr.replace("\n", " ")
     assert isinstance(ask_once(workers.sockets, 0), Refused)

@@ -1,6 +1,6 @@
 """Faults in the middle of updates: no mixture is served, every survivor hears who failed, and the next try succeeds.
 
-WEFT_UPDATE_FAULTS says how many cases are played; they are the same for the same number.
+TREADLE_UPDATE_FAULTS says how many cases are played; they are the same for the same number.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import cache
 import pytest
 
 from ranks import check, run_ranks
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
 from update_crashes import Crash, Flip
 from update_faults import Case, draw, fresh, play, shared_memory
 from update_models import SourceMaker, expected, model
 from update_workers import Trouble, Workers
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding
 
-NUM_CASES = int(os.environ.get("WEFT_UPDATE_FAULTS", "24"))
+NUM_CASES = int(os.environ.get("TREADLE_UPDATE_FAULTS", "24"))
 BATCH = 8
 WORLD = 3
 NUM_BUCKETS = 6

@@ -21,14 +21,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from ranks import check, run_ranks
 from shaped_link import ShapedLink, why_not
+from treadle.update import Options, UpdateError, Updater
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.frames import framed
+from treadle.update.wire.seal import NONCE_BYTES, Seal, read_key
+from treadle.weights.pieces import Holding
 from update_crashes import Crash, arm
 from update_models import SMALL, Compare, model, served, source_of, trained
 from update_workers import Trouble, Workers
-from weft.update import Options, UpdateError, Updater
-from weft.update.wire.errors import WireError
-from weft.update.wire.frames import framed
-from weft.update.wire.seal import NONCE_BYTES, Seal, read_key
-from weft.weights.pieces import Holding
 
 OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
 CLONE_NEWNET = 0x40000000

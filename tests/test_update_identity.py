@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from ranks import check, run_ranks
+from treadle.update import Options, Plain, Source, UpdateError, Updater
+from treadle.update.endpoint import worker_path
+from treadle.update.ledger import Ledger, peek
+from treadle.update.slot import Slot
+from treadle.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from treadle.update.worker import Worker
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
 from update_models import Compare, model, source_of
 from update_workers import Asker, Workers
-from weft.update import Options, Plain, Source, UpdateError, Updater
-from weft.update.endpoint import worker_path
-from weft.update.ledger import Ledger, peek
-from weft.update.slot import Slot
-from weft.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
-from weft.update.worker import Worker
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
 OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
@@ -388,7 +388,7 @@ def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
     assert held == (True, two.id)
     assert two.held
     assert not one.take()
-    look = "import sys; from pathlib import Path; from weft.update.slot import Slot; s = Slot(Path(sys.argv[1]))"
+    look = "import sys; from pathlib import Path; from treadle.update.slot import Slot; s = Slot(Path(sys.argv[1]))"
     command = [sys.executable, "-c", look + "; print(s.held, s.holder())", str(tmp_path / "worker-0.slot")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
     two.give_back()

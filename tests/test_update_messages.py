@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from ranks import check, run_ranks
+from treadle.update import Options, Source, UpdateError, Updater
+from treadle.update.ledger import Ledger, peek
+from treadle.update.protocol.record import MOST
+from treadle.update.wire.processes import stopped
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding, Tensor
+from treadle.weights.plan import plan_update
 from update_models import model, source_of
 from update_workers import Workers
-from weft.update import Options, Source, UpdateError, Updater
-from weft.update.ledger import Ledger, peek
-from weft.update.protocol.record import MOST
-from weft.update.wire.processes import stopped
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding, Tensor
-from weft.weights.plan import plan_update
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
 OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol.worker import WorkerState
 from update_model import explore
 from update_world import RULES, Sizes
-from weft.update.protocol import coordinator, rank, worker
-from weft.update.protocol.worker import WorkerState
 
 SMALL = {
     "crash": Sizes(updates=1, crashes=1),

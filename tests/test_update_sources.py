@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranks import check, run_ranks
+from treadle.update import Options, Source, UpdateError, Updater
+from treadle.update.buffers import HostBuffer
+from treadle.update.comparing import BLOCK_BYTES, EVERY, Comparison, comparison, same
+from treadle.update.copying import opaque
+from treadle.update.options import CompareSources
+from treadle.update.shares import Shares
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.plan import plan_update
 from update_models import SMALL, Compare, model, source_of
 from update_workers import Asker, Workers
-from weft.update import Options, Source, UpdateError, Updater
-from weft.update.buffers import HostBuffer
-from weft.update.comparing import BLOCK_BYTES, EVERY, Comparison, comparison, same
-from weft.update.copying import opaque
-from weft.update.options import CompareSources
-from weft.update.shares import Shares
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box, Holding, Piece, Tensor
-from weft.weights.plan import plan_update
 
 OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
 LARGE = Tensor("large", (512, 512), "bfloat16")
@@ -130,7 +130,7 @@ def test_a_mixture_passes_only_where_nobody_looks() -> None:
 
 def arrived(have: Holding, want: Holding, theirs: list[Source], rank: int, compare: CompareSources, turn: int) -> Any:
     """What a rank finds when it has looked at all buckets of the others."""
-    from weft.update.packing import Packer
+    from treadle.update.packing import Packer
 
     shares = Shares(plan_update(have, want, SMALL))
     found = comparison(shares.plan, theirs[rank], rank, compare, turn)

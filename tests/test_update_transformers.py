@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from ranks import check, run_ranks
+from treadle.update import Closed, Endpoint, Options, Source, Updater
+from treadle.update.checkpoint import read_checkpoint
+from treadle.update.wire.messages import Answer
+from treadle.weights.buffers import Memory
 from update_workers import Asker, Spawned
-from weft.update import Closed, Endpoint, Options, Source, Updater
-from weft.update.checkpoint import read_checkpoint
-from weft.update.wire.messages import Answer
-from weft.weights.buffers import Memory
 
 transformers = pytest.importorskip("transformers")
 
-from weft.update.adapters.transformers import Transformers, named_weights  # noqa: E402
+from treadle.update.adapters.transformers import Transformers, named_weights  # noqa: E402
 
 SMALL = {
     "vocab_size": 512,

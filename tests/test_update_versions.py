@@ -14,15 +14,26 @@ import pytest
 import torch
 
 from ranks import check, run_ranks
+from treadle.update import Options, Plain, Source, UpdateError, Updater
+from treadle.update.ledger import Ledger
+from treadle.update.wire.messages import (
+    Abort,
+    Answer,
+    Begin,
+    Commit,
+    Finish,
+    Refused,
+    Rollback,
+    Settle,
+    Status,
+    TakePlan,
+)
+from treadle.update.worker import Worker
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
 from update_faults import Watcher, mixtures
 from update_models import SMALL, Compare, expected, model, source_of
 from update_workers import Asker, Trouble, Troubled, Workers, ask_once
-from weft.update import Options, Plain, Source, UpdateError, Updater
-from weft.update.ledger import Ledger
-from weft.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Rollback, Settle, Status, TakePlan
-from weft.update.worker import Worker
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Holding
 
 OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)
 
@@ -252,9 +263,9 @@ def too_much(updater: Updater, rank: int, have: Holding) -> str:
 
 
 def no_room(adapter: Any) -> None:
-    import weft.update.store
+    import treadle.update.store
 
-    weft.update.store.free_host_bytes = lambda: 10  # what the machine would say
+    treadle.update.store.free_host_bytes = lambda: 10  # what the machine would say
 
 
 def test_a_way_back_that_does_not_fit_is_refused_before_anything_is_loaded() -> None:

@@ -23,6 +23,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here; .ci/vllm runs these tests where it is", allow_module_level=True)
 
 from ranks import PRELOAD, Outcome, check, run_ranks
+from treadle.update.wire.messages import Close
 from update_crashes import Crash, Flip
 from update_faults import Case, Report, shared_memory
 from update_vllm import (
@@ -41,7 +42,6 @@ from update_vllm import (
     update,
 )
 from update_workers import Trouble
-from weft.update.wire.messages import Close
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -221,7 +221,7 @@ def is_lost(dense: Served, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def moe(models: dict[str, Models], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """AsyncLLM with Weft as its weight transfer engine, found as a plugin; and a canary that is wrong for version 4."""
+    """AsyncLLM with Treadle as its weight transfer engine, a plugin; and a canary that is wrong for version 4."""
     tokens = models["moe"].tokens.result()
     canary = {version: tokens[seed_of(version)][0] for version in (1, 2, 3, 5)} | {4: tokens[seed_of(5)][0]}
     task = {"kind": "online", "canary": canary, **model_of("moe", models["moe"].checkpoints[2])}
@@ -234,11 +234,11 @@ def moe(models: dict[str, Models], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def plugin(directory: Path) -> Path:
     """As an installed package would declare it."""
-    about = directory / "weft_plugin-1.dist-info"
+    about = directory / "treadle_plugin-1.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: weft-plugin\nVersion: 1\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: treadle-plugin\nVersion: 1\n")
     (about / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nweft = weft.update.adapters.vllm.transfer:register\n"
+        "[vllm.general_plugins]\ntreadle = treadle.update.adapters.vllm.transfer:register\n"
     )
     return directory
 

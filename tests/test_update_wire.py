@@ -1,4 +1,4 @@
-"""Weft's sockets: what they refuse, and that nothing of what is refused stays or runs."""
+"""Treadle's sockets: what they refuse, and that nothing of what is refused stays or runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ import msgspec
 import pytest
 import torch
 
-import weft.update
+import treadle.update
 from ranks import check, run_ranks
-from update_models import model, served
-from update_workers import Workers, ask_once, resident_bytes
-from weft.update import Endpoint, Plain
-from weft.update.buffers import HostBuffer
-from weft.update.wire.errors import Gone, WireError
-from weft.update.wire.frames import FIRST_BYTES, Frames, framed
-from weft.update.wire.link import MOST_FDS, Link, accept
-from weft.update.wire.messages import (
+from treadle.update import Endpoint, Plain
+from treadle.update.buffers import HostBuffer
+from treadle.update.wire.errors import Gone, WireError
+from treadle.update.wire.frames import FIRST_BYTES, Frames, framed
+from treadle.update.wire.link import MOST_FDS, Link, accept
+from treadle.update.wire.messages import (
     PROTOCOL,
     Ask,
     Begin,
@@ -41,11 +39,13 @@ from weft.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from weft.update.wire.sockets import connect, listen, peer_of
-from weft.weights.pieces import Box, Piece, Tensor
-from weft.weights.plan import Item, Take
+from treadle.update.wire.sockets import connect, listen, peer_of
+from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.weights.plan import Item, Take
+from update_models import model, served
+from update_workers import Workers, ask_once, resident_bytes
 
-NUM_MALFORMED = int(os.environ.get("WEFT_UPDATE_MALFORMED", "5000"))
+NUM_MALFORMED = int(os.environ.get("TREADLE_UPDATE_MALFORMED", "5000"))
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "code", "codeop", "runpy"}
 CALLS_CODE = {"eval", "exec", "compile", "__import__"}
 
@@ -69,7 +69,7 @@ def call(endpoint: Endpoint, role: str = "update") -> Link[FromWorker]:
 
 
 def sources() -> list[Path]:
-    return sorted(Path(weft.update.__file__).parent.rglob("*.py"))
+    return sorted(Path(treadle.update.__file__).parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
@@ -128,7 +128,7 @@ def other_user(rank: int, path: Path, uid: int) -> str:
 def test_another_user_is_refused_even_where_it_can_reach_the_socket(tmp_path: Path) -> None:
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="weft-u", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="treadle-u", dir="/tmp") as name:
         directory = Path(name) / "s"
         directory.mkdir(mode=0o700)
         with Endpoint(Plain({}), directory, 0) as endpoint:
@@ -221,7 +221,7 @@ def worker_memory(adapter: object) -> tuple[int, int, int]:
 
 
 def test_malformed_messages_are_refused_without_crash_or_growth() -> None:
-    """WEFT_UPDATE_MALFORMED says how many."""
+    """TREADLE_UPDATE_MALFORMED says how many."""
     chance = random.Random(7)
     with Workers(served(model(1, 16))) as workers:
         path = workers.sockets / "worker-0.sock"

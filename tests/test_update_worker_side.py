@@ -25,30 +25,29 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import weft.update.adapters.vllm.replica as replica_module
-import weft.update.endpoint as endpoint_module
-import weft.update.wire.link as link_module
+import treadle.update.adapters.vllm.replica as replica_module
+import treadle.update.endpoint as endpoint_module
+import treadle.update.wire.link as link_module
 from ranks import check, run_ranks
-from update_workers import Asker, Troubled, Workers
-from weft.update import Endpoint, Options, Plain, Source, UpdateError, Updater
-from weft.update.adapters.transformers import named_weights
-from weft.update.adapters.vllm.leftovers import Leftovers, named_memory
-from weft.update.adapters.vllm.line import Line, replica_path
-from weft.update.adapters.vllm.messages import Serve, Shut
-from weft.update.adapters.vllm.replica import Replica
-from weft.update.arrivals import Arrival, Assembly
-from weft.update.beside import Beside
-from weft.update.buffers import HostBuffer
-from weft.update.copying import copy_hashed, digest
-from weft.update.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
-from weft.update.ledger import Ledger
-from weft.update.post import Post
-from weft.update.shares import Shares
-from weft.update.staging import assembled, shortfall
-from weft.update.store import Store, left_in_group
-from weft.update.wire.errors import Gone
-from weft.update.wire.link import Link, accept
-from weft.update.wire.messages import (
+from treadle.update import Endpoint, Options, Plain, Source, UpdateError, Updater
+from treadle.update.adapters.transformers import named_weights
+from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
+from treadle.update.adapters.vllm.line import Line, replica_path
+from treadle.update.adapters.vllm.messages import Serve, Shut
+from treadle.update.adapters.vllm.replica import Replica
+from treadle.update.arrivals import Arrival, Assembly
+from treadle.update.beside import Beside
+from treadle.update.buffers import HostBuffer
+from treadle.update.copying import copy_hashed, digest
+from treadle.update.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
+from treadle.update.ledger import Ledger
+from treadle.update.post import Post
+from treadle.update.shares import Shares
+from treadle.update.staging import assembled, shortfall
+from treadle.update.store import Store, left_in_group
+from treadle.update.wire.errors import Gone
+from treadle.update.wire.link import Link, accept
+from treadle.update.wire.messages import (
     Begin,
     Begun,
     Commit,
@@ -63,11 +62,12 @@ from weft.update.wire.messages import (
     Status,
     TakePlan,
 )
-from weft.update.wire.sockets import close_server, connect, listen
-from weft.update.worker import Worker
-from weft.weights.buffers import Memory
-from weft.weights.pieces import Box, Holding, Piece, Tensor
-from weft.weights.plan import plan_update
+from treadle.update.wire.sockets import close_server, connect, listen
+from treadle.update.worker import Worker
+from treadle.weights.buffers import Memory
+from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.plan import plan_update
+from update_workers import Asker, Troubled, Workers
 
 SMALL = Memory(1 << 20, least_bytes=4096)
 OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)
@@ -86,7 +86,7 @@ def state(shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, torch.T
 @pytest.fixture
 def place() -> Iterator[Path]:
     """Short enough for a socket, and nobody else's."""
-    with tempfile.TemporaryDirectory(prefix="weft-u") as name:
+    with tempfile.TemporaryDirectory(prefix="treadle-u") as name:
         yield Path(name)
 
 
@@ -346,7 +346,7 @@ def values(adapter: Troubled) -> dict[str, list[float]]:
 
 
 def ipc_maps(adapter: Troubled) -> int:
-    return Path("/proc/self/maps").read_text().count("weft-ipc")
+    return Path("/proc/self/maps").read_text().count("treadle-ipc")
 
 
 def test_nothing_changed_and_nothing_wanted() -> None:
@@ -553,7 +553,7 @@ def test_buffers_go_with_the_update_rank_unless_another_took_over() -> None:
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from weft.update.ledger import Ledger; Ledger(Path(sys.argv[1]))"
+HOLD = "import sys; from pathlib import Path; from treadle.update.ledger import Ledger; Ledger(Path(sys.argv[1]))"
 
 
 def test_one_coordinator_holds_the_ledger_in_one_process_too(tmp_path: Path) -> None:
@@ -671,7 +671,7 @@ def test_a_torn_note_of_leftovers_is_no_reason_not_to_start(tmp_path: Path) -> N
 def test_what_a_user_keeps_in_shared_memory_is_no_leftover() -> None:
     """Checkpoints are kept there, and mapped by the engines that load them."""
     made = SharedMemory(create=True, size=100)
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="weft-model", suffix=".safetensors") as checkpoint:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="treadle-model", suffix=".safetensors") as checkpoint:
         checkpoint.write(bytes(100))
         checkpoint.flush()
         with mmap.mmap(checkpoint.fileno(), 100):

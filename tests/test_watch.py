@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.runtime.watch import RankLost, Sockets
-from weft.runtime.watch.links import Neighbour, open_door
-from weft.runtime.watch.loss import from_network, rank_lost, timed_out
-from weft.runtime.watch.meet import Card, beside, own_address
-from weft.runtime.watch.news import (
+from treadle.runtime.watch import RankLost, Sockets
+from treadle.runtime.watch.links import Neighbour, open_door
+from treadle.runtime.watch.loss import from_network, rank_lost, timed_out
+from treadle.runtime.watch.meet import Card, beside, own_address
+from treadle.runtime.watch.news import (
     UNKNOWN,
     Ask,
     Beat,
@@ -33,8 +33,8 @@ from weft.runtime.watch.news import (
     State,
     encode,
 )
-from weft.runtime.watch.post import Post
-from weft.runtime.watch.progress import Onlooker, Progress, Slots
+from treadle.runtime.watch.post import Post
+from treadle.runtime.watch.progress import Onlooker, Progress, Slots
 
 TOKEN = bytes(range(16))
 

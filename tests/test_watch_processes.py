@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ranks import Outcome, check, run_ranks
-from weft.runtime.watch import EXIT_LOST, RankLost, Sockets, Watch, waits_for_group
-from weft.runtime.watch import watch as watch_module
-from weft.runtime.watch.progress import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
+from treadle.runtime.watch import EXIT_LOST, RankLost, Sockets, Watch, waits_for_group
+from treadle.runtime.watch import watch as watch_module
+from treadle.runtime.watch.progress import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
 
 WAIT_S = 1.0
 FAULT_STEP = 3

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from oracle import make_mesh
 from ranks import check, run_ranks
-from weft.ir.program import OpKind
-from weft.moe import MoELayer
-from weft.runtime.segments import Segment, compute
+from treadle.ir.program import OpKind
+from treadle.moe import MoELayer
+from treadle.runtime.segments import Segment, compute
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS, MB = 8, 12, 4, 6, 2, 8
 
@@ -30,8 +30,8 @@ class Case:
     route: str = "learned"
 
     @property
-    def schedule(self) -> weft.Schedule:
-        return weft.generate(self.name, pp=self.pp, microbatches=MB)
+    def schedule(self) -> treadle.Schedule:
+        return treadle.generate(self.name, pp=self.pp, microbatches=MB)
 
     @property
     def world(self) -> int:
@@ -125,7 +125,7 @@ def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor
     placed = {chunk: schedule.placement.stage(pp_rank, chunk) for chunk in range(schedule.vpp)}
     stages = {chunk: own_part(model[stage], case, ep_rank) for chunk, stage in placed.items()}
     loss_fn = nn.functional.mse_loss
-    pipe = weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
     x, target = batch(case)
     for _ in range(2):  # the second step has its receives posted ahead
         for module in stages.values():
@@ -205,8 +205,10 @@ def dense_rank(rank: int, name: str) -> tuple[float, list[Tensor | None]]:
     torch.manual_seed(1)
     model = [nn.Sequential(Dense(), Dense()).double() for _ in range(2)]
     x = torch.randn(4, TOKENS, WIDTH, dtype=torch.float64)
-    schedule = weft.generate(name, pp=2, microbatches=4)
-    pipe = weft.Pipeline({0: model[rank]}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=20)
+    schedule = treadle.generate(name, pp=2, microbatches=4)
+    pipe = treadle.Pipeline(
+        {0: model[rank]}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=20
+    )
     loss = float(pipe.step(list(x), list(x)))
     pipe.close()
     return loss, [p.grad for p in model[rank].parameters()]
@@ -229,9 +231,9 @@ def test_dense_layers_have_segments_too(name: str) -> None:
 
 def mixed_rank(rank: int) -> str:
     stage: nn.Module = nn.Sequential(Dense()).double() if rank == 0 else nn.Linear(WIDTH, WIDTH).double()
-    schedule = weft.generate("1f1b", pp=2, microbatches=4)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     try:
-        weft.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
     except ValueError as error:
         return str(error)
     return "not refused"
@@ -239,9 +241,9 @@ def mixed_rank(rank: int) -> str:
 
 def other_segments_rank(rank: int) -> str:
     stage: nn.Module = Dense() if rank == 0 else MoELayer(WIDTH, HIDDEN, EXPERTS)
-    schedule = weft.generate("1f1b", pp=2, microbatches=4)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
-        weft.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
     return str(error.value)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-import weft
+import treadle
 from ranks import check, run_ranks
-from weft.moe import MoELayer
-from weft.runtime.segments import Segment, compute
+from treadle.moe import MoELayer
+from treadle.runtime.segments import Segment, compute
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 
@@ -79,8 +79,8 @@ def cast_rank(rank: int, on: bool) -> tuple[dict[str, Tensor], list[tuple[torch.
     stage, note = cast_stages(EP, ep_rank)[pp_rank], Noting()
     if pp_rank == PP - 1:
         stage.append(note)
-    schedule = weft.generate("zb-h1", pp=PP, microbatches=MB)
-    pipe = weft.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=cast_loss, deadline_s=30)
+    schedule = treadle.generate("zb-h1", pp=PP, microbatches=MB)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=cast_loss, deadline_s=30)
     x = cast_rows(ep_rank)
     with torch.autocast("cpu", torch.bfloat16, enabled=on):
         pipe.step(x, x)
@@ -143,8 +143,8 @@ def island_stages() -> list[nn.Sequential]:
 def island_rank(rank: int) -> list[Tensor]:
     stage, x = island_stages()[rank], cast_rows(0)
     mesh = init_device_mesh("cpu", (PP,), mesh_dim_names=("pp",))
-    pipe = weft.Pipeline(
-        {0: stage}, weft.generate("zb-h1", pp=PP, microbatches=MB), mesh=mesh, loss_fn=cast_loss, deadline_s=30
+    pipe = treadle.Pipeline(
+        {0: stage}, treadle.generate("zb-h1", pp=PP, microbatches=MB), mesh=mesh, loss_fn=cast_loss, deadline_s=30
     )
     with torch.autocast("cpu", torch.bfloat16):
         pipe.step(x, x)

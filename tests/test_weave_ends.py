@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import weft
+import treadle
 from oracle import make_mesh
 from ranks import check, run_ranks
-from weft.ir.program import LaneKind, OpKind
-from weft.moe import MoELayer
-from weft.runtime.segments import Segment, compute, exchange
+from treadle.ir.program import LaneKind, OpKind
+from treadle.moe import MoELayer
+from treadle.runtime.segments import Segment, compute, exchange
 
 WIDTH, TOKENS = 8, 5
 CLASSES = 32_000
@@ -32,8 +32,8 @@ class Case:
     lanes: Any = "thread"
 
     @property
-    def schedule(self) -> weft.Schedule:
-        return weft.generate(self.name, pp=2, microbatches=self.microbatches)
+    def schedule(self) -> treadle.Schedule:
+        return treadle.generate(self.name, pp=2, microbatches=self.microbatches)
 
 
 class Tied(nn.Module):
@@ -85,7 +85,7 @@ def one_rank(rank: int, case: Case) -> Any:
     drawn: list[Tensor] = []
     for stage in stages.values():
         _Draws(stage, drawn)
-    pipe = weft.Pipeline(stages, schedule, mesh=make_mesh(2), loss_fn=loss_fn, deadline_s=60, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=make_mesh(2), loss_fn=loss_fn, deadline_s=60, lanes=case.lanes)
     tokens, targets = batch(case)
     for _ in range(2):
         drawn.clear()
@@ -200,14 +200,14 @@ class Greedy(nn.Module):
 
 
 def refused(rank: int, stages: list[nn.Sequential]) -> str:
-    schedule = weft.generate("1f1b", pp=2, microbatches=2)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=2)
     pipe = None
     try:
         mse = functional.mse_loss
-        pipe = weft.Pipeline({0: stages[rank]}, schedule, mesh=make_mesh(2), loss_fn=mse, deadline_s=30)
+        pipe = treadle.Pipeline({0: stages[rank]}, schedule, mesh=make_mesh(2), loss_fn=mse, deadline_s=30)
         x = torch.randn(2, TOKENS, WIDTH)
         pipe.step(list(x), list(x))
-    except (ValueError, weft.RankLost) as error:
+    except (ValueError, treadle.RankLost) as error:
         return str(error)
     finally:
         if pipe is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import weft
+import treadle
 from ranks import Outcome, run_ranks
 from test_pipeline_faults import (
     DEADLINES_S,
@@ -41,14 +41,14 @@ from test_pipeline_faults import (
     run_steps,
     side_by_side,
 )
-from weft.ir.program import Op, OpKind
-from weft.moe import MoELayer
-from weft.runtime import weave as weave_module
-from weft.runtime.channel import Posted
-from weft.runtime.executor import Part
-from weft.runtime.underway import NotedWait, Rows, UnderWay
-from weft.runtime.watch import EXIT_LOST
-from weft.runtime.whom import ALL, NOBODY
+from treadle.ir.program import Op, OpKind
+from treadle.moe import MoELayer
+from treadle.runtime import weave as weave_module
+from treadle.runtime.channel import Posted
+from treadle.runtime.executor import Part
+from treadle.runtime.underway import NotedWait, Rows, UnderWay
+from treadle.runtime.watch import EXIT_LOST
+from treadle.runtime.whom import ALL, NOBODY
 
 __all__ = ["side_by_side"]
 
@@ -101,16 +101,16 @@ class Case:
         return self.fault in HANGS
 
 
-def make_pipe(rank: int, name: str, deadline_s: float) -> weft.Pipeline:
+def make_pipe(rank: int, name: str, deadline_s: float) -> treadle.Pipeline:
     mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
-    schedule = weft.generate(name, pp=PP, microbatches=MB)
+    schedule = treadle.generate(name, pp=PP, microbatches=MB)
     stages: dict[int, nn.Module] = {}
     for chunk, stage in enumerate(schedule.placement.stages[rank // EP]):
         torch.manual_seed(stage)
         stages[chunk] = nn.Sequential(*[MoELayer(WIDTH, 8, 4, ep=EP, ep_rank=rank % EP) for _ in range(2)])
     dist.barrier()  # the deadline is short, and ranks do not start at the same time
     loss_fn = nn.functional.mse_loss
-    return weft.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=deadline_s, saved="offload")
+    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=deadline_s, saved="offload")
 
 
 def wait_until_still(slots: memoryview, target: int) -> None:
@@ -121,7 +121,7 @@ def wait_until_still(slots: memoryview, target: int) -> None:
         at, since = slots[0], since if slots[0] == at else now
 
 
-def inject(pipe: weft.Pipeline, case: Case, directory: Path) -> None:
+def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
     """Has the victim meet with its fault inside the first op of the kind on its lane, in the step of the case."""
     program, name = pipe.program, partial(pipe._guard.name, VICTIM)
     mine = (program.lane_rank[program.lane_of] == VICTIM // EP) & (program.kind == case.kind)

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import deepep_contract
-import weft
+import treadle
 from ranks import check, run_ranks
-from weft.moe import Exchange, Experts, MoELayer
-from weft.runtime.segments import Segment, compute, exchange
+from treadle.moe import Exchange, Experts, MoELayer
+from treadle.runtime.segments import Segment, compute, exchange
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 
@@ -23,7 +23,7 @@ def ep_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
 
 
-def kinds(pipe: weft.Pipeline) -> set[str]:
+def kinds(pipe: treadle.Pipeline) -> set[str]:
     return {pipe.program.op(index).kind.name for index in range(pipe.program.num_ops)}
 
 
@@ -96,12 +96,12 @@ def padded_stages(num: int, ep: int, ep_rank: int) -> list[nn.Sequential]:
 
 
 def padded_rank(rank: int, name: str) -> tuple[dict[tuple[int, str], Tensor], set[str], int]:
-    schedule, ep_rank = weft.generate(name, pp=PP, microbatches=MB), rank % EP
+    schedule, ep_rank = treadle.generate(name, pp=PP, microbatches=MB), rank % EP
     model = padded_stages(schedule.placement.num_stages, EP, ep_rank)
     placed = dict(enumerate(schedule.placement.stages[rank // EP]))
     stages: dict[int, nn.Module] = {chunk: model[stage] for chunk, stage in placed.items()}
     loss_fn = functional.mse_loss
-    pipe = weft.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=loss_fn, deadline_s=30)
+    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=loss_fn, deadline_s=30)
     x = rows_of(ep_rank)
     pipe.step(x, x.flip(0))
     grads = {}
@@ -123,7 +123,7 @@ def rows_of(ep_rank: int) -> Tensor:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-overlap", "dualpipev"])
 def test_padded_dispatches_need_no_counts(name: str) -> None:
     results = check(run_ranks(PP * EP, padded_rank, name, timeout_s=120))
-    model = padded_stages(weft.generate(name, pp=PP, microbatches=MB).placement.num_stages, 1, 0)
+    model = padded_stages(treadle.generate(name, pp=PP, microbatches=MB).placement.num_stages, 1, 0)
     lost = 0
     for x in map(rows_of, range(EP)):
         for part, target in zip(x.chunk(MB), x.flip(0).chunk(MB), strict=True):
@@ -142,13 +142,13 @@ def test_padded_dispatches_need_no_counts(name: str) -> None:
 def deepep_rank(rank: int, name: str) -> set[str]:
     """A layer whose exchange counts by itself, in bfloat16: its losses go down, and its Program has no counts."""
     deepep_contract.install()
-    schedule = weft.generate(name, pp=PP, microbatches=MB)
+    schedule = treadle.generate(name, pp=PP, microbatches=MB)
     stages: dict[int, nn.Module] = {}
     for chunk, stage in enumerate(schedule.placement.stages[rank // EP]):
         torch.manual_seed(stage)
         layer = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP, exchange="deepep")
         stages[chunk] = nn.Sequential(layer).bfloat16()
-    pipe = weft.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
     optimizer = torch.optim.SGD([p for stage in stages.values() for p in stage.parameters()], lr=0.2)
     x, losses = rows_of(rank % EP).bfloat16(), []
     for _ in range(5):
@@ -169,9 +169,9 @@ def test_an_exchange_that_counts_by_itself() -> None:
 
 def mixed_rank(rank: int) -> str:
     stage = nn.Sequential(Padded(EP, rank % EP), MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP))
-    schedule = weft.generate("1f1b", pp=PP, microbatches=MB)
+    schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)
     with pytest.raises(ValueError, match="segments") as error:
-        weft.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=10)
     return str(error.value)
 
 
@@ -188,13 +188,13 @@ def test_layers_with_and_without_counts_do_not_mix() -> None:
 def odd_shape_rank(rank: int) -> str:
     torch.manual_seed(rank // EP)
     stage = nn.Sequential(MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP))
-    schedule = weft.generate("1f1b", pp=PP, microbatches=4)
-    pipe = weft.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
+    schedule = treadle.generate("1f1b", pp=PP, microbatches=4)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
     whole, odd = [torch.randn(TOKENS, WIDTH)] * 4, [*[torch.randn(TOKENS, WIDTH)] * 3, torch.randn(TOKENS - 2, WIDTH)]
     pipe.step(whole, whole)
     try:
         pipe.step(odd, odd)
-    except (ValueError, weft.RankLost) as error:
+    except (ValueError, treadle.RankLost) as error:
         return str(error)
     return "not refused"
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-import weft
+import treadle
 from ranks import check, run_ranks
-from weft.runtime.segments import Segment, compute
+from treadle.runtime.segments import Segment, compute
 
 WIDTH, HIDDEN, TOKENS, MB = 8, 12, 6, 8
 
 
-def kinds(pipe: weft.Pipeline) -> set[str]:
+def kinds(pipe: treadle.Pipeline) -> set[str]:
     return {pipe.program.op(index).kind.name for index in range(pipe.program.num_ops)}
 
 
@@ -41,10 +41,10 @@ def tp_refused(rank: int, case: str) -> str:
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
         assert isinstance(linear.weight, DTensor)
     stage = nn.Sequential(linear if case != "on the last stage" or rank >= 2 else nn.Linear(WIDTH, WIDTH))
-    schedule = weft.generate("1f1b", pp=2, microbatches=4)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     given = mesh if case == "the mesh" else mesh["pp"]
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
-        weft.Pipeline({0: stage}, schedule, mesh=given, loss_fn=functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=given, loss_fn=functional.mse_loss, deadline_s=10)
     return str(error.value)
 
 
@@ -65,7 +65,7 @@ def test_such_parameters_on_some_ranks_are_refused_by_all() -> None:
 def test_a_mesh_with_tp_is_refused_by_name() -> None:
     for said in check(run_ranks(4, tp_refused, "the mesh")):
         assert "got ('pp', 'tp'); make it by init_device_mesh" in said
-        assert 'or give the part without tp, mesh["pp"]: Weft does nothing over tp' in said
+        assert 'or give the part without tp, mesh["pp"]: Treadle does nothing over tp' in said
 
 
 class _Together(torch.autograd.Function):
@@ -131,8 +131,8 @@ def cut_rank(rank: int, layered: bool) -> list[Tensor]:
     for part in (layer.first, layer.second):
         part.cut(mesh.get_group("tp"), rank % 2)
     stage = nn.Sequential(layer) if layered else nn.Sequential(layer.first, layer.second)
-    schedule = weft.generate("zb-h1", pp=2, microbatches=MB)
-    pipe = weft.Pipeline({0: stage}, schedule, mesh=mesh["pp"], loss_fn=functional.mse_loss, deadline_s=30)
+    schedule = treadle.generate("zb-h1", pp=2, microbatches=MB)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh["pp"], loss_fn=functional.mse_loss, deadline_s=30)
     x = rows()
     for _ in range(2):
         stage.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.weights.layouts import (
+from treadle.weights.layouts import (
     REPLICATE,
     Owner,
     Parallel,
@@ -23,7 +23,7 @@ from weft.weights.layouts import (
     spread,
     tensor_parallel,
 )
-from weft.weights.pieces import Box, Holding, Tensor
+from treadle.weights.pieces import Box, Holding, Tensor
 
 
 def cut_by_torch(

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moving import BYTES, carry_out, random_tensors
-from weft.weights.buffers import ALIGN, Memory
-from weft.weights.layouts import (
+from treadle.weights.buffers import ALIGN, Memory
+from treadle.weights.layouts import (
     REPLICATE,
     Owner,
     Parallel,
@@ -24,11 +24,11 @@ from weft.weights.layouts import (
     sharded,
     spread,
 )
-from weft.weights.lower import lower_update
-from weft.weights.pieces import Box, Holding, Piece, Tensor
-from weft.weights.plan import UpdatePlan, plan_update
-from weft.weights.stream import stream_of
-from weft.weights.verify import verify_update
+from treadle.weights.lower import lower_update
+from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.plan import UpdatePlan, plan_update
+from treadle.weights.stream import stream_of
+from treadle.weights.verify import verify_update
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "uint8", "int64")
 

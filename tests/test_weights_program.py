@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from weft.cli.app import app
-from weft.export import npz
-from weft.ir.execute import Times, execute
-from weft.ir.program import NEVER, Bools, LaneKind, OpKind, Program
-from weft.verify import Report
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel, sharded, tensor_parallel
-from weft.weights.lower import lower_update
-from weft.weights.pieces import Tensor
-from weft.weights.plan import plan_update
-from weft.weights.rates import Rates, simulate_update
-from weft.weights.stream import Stream, even_stream, stream_of
-from weft.weights.summary import measure_update
-from weft.weights.verify import verify_update
+from treadle.cli.app import app
+from treadle.export import npz
+from treadle.ir.execute import Times, execute
+from treadle.ir.program import NEVER, Bools, LaneKind, OpKind, Program
+from treadle.verify import Report
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel, sharded, tensor_parallel
+from treadle.weights.lower import lower_update
+from treadle.weights.pieces import Tensor
+from treadle.weights.plan import plan_update
+from treadle.weights.rates import Rates, simulate_update
+from treadle.weights.stream import Stream, even_stream, stream_of
+from treadle.weights.summary import measure_update
+from treadle.weights.verify import verify_update
 
 GOLDEN = Path(__file__).parent / "golden" / "update" / "d4_r2.txt"
 BUFFERS = [(h2d, ipc) for h2d in (0, 1, 2) for ipc in (1, 2)]
@@ -114,7 +114,7 @@ def test_any_update_is_sound_whatever_its_ops_take(stream: Stream, random: Rando
 
 
 def reaches(program: Program) -> Bools:
-    """[a, b]: must a have ended before b starts: the transitive closure of a small program, by no code of weft's."""
+    """[a, b]: must a have ended before b starts: the transitive closure of a small program, by no code of treadle's."""
     n = program.num_ops
     group: dict[tuple[int, int], int] = {}
     node = list(range(n))
@@ -174,7 +174,7 @@ def test_a_wait_that_is_left_out_is_found_exactly_if_nothing_else_makes_it_wait(
         order = reaches(broken)
         unordered = {op for wanted, op in pairs if not order[wanted, op]}
         report = verify_update(broken)
-        assert {finding.code for finding in report.findings} <= {"W401"}
+        assert {finding.code for finding in report.findings} <= {"T401"}
         assert {finding.op for finding in report.findings} == unordered
         found += bool(unordered)
     assert found >= 3 * 9 * 2 - 10
@@ -247,29 +247,29 @@ def at(kind: OpKind, rank: int, bucket: int) -> int:
 
 H2D, BROADCAST, RELOAD = OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD
 BROKEN: dict[str, tuple[Change, set[str], str]] = {
-    "a reload is missing": (leave_out(at(RELOAD, 2, 3)), {"W101"}, "reload 0.3 is missing"),
-    "a copy is missing": (leave_out(at(H2D, 1, 5)), {"W101", "W401"}, "h2d 1.1 is missing"),
-    "a broadcast is missing on one device": (leave_out(at(BROADCAST, 1, 7)), {"W101", "W202", "W401"}, "has only 7"),
+    "a reload is missing": (leave_out(at(RELOAD, 2, 3)), {"T101"}, "reload 0.3 is missing"),
+    "a copy is missing": (leave_out(at(H2D, 1, 5)), {"T101", "T401"}, "h2d 1.1 is missing"),
+    "a broadcast is missing on one device": (leave_out(at(BROADCAST, 1, 7)), {"T101", "T202", "T401"}, "has only 7"),
     "broadcasts in another order on one device": (
         swap(at(BROADCAST, 3, 2), at(BROADCAST, 3, 3)),
-        {"W204"},
+        {"T204"},
         "broadcast 0.3 meets broadcast 0.2 of rank 0",
     ),
-    "a broadcast into the other buffer on one device": (put("chunk", at(BROADCAST, 2, 4), 1), {"W204"}, "meets"),
-    "a broadcast of another size": (put("size_bytes", at(BROADCAST, 1, 2), 7), {"W205"}, "of 1 and 7 bytes"),
+    "a broadcast into the other buffer on one device": (put("chunk", at(BROADCAST, 2, 4), 1), {"T204"}, "meets"),
+    "a broadcast of another size": (put("size_bytes", at(BROADCAST, 1, 2), 7), {"T205"}, "of 1 and 7 bytes"),
     "a copy of another size": (
         put("size_bytes", at(H2D, 1, 1), 7),
-        {"W205"},
+        {"T205"},
         "but h2d 0.1, which it reads, of 7",
     ),
-    "more reloaded than came": (put("size_bytes", at(RELOAD, 1, 1), 2), {"W205"}, "reload 0.1 is of 2 bytes, but"),
-    "a bucket twice": (put("layer", at(BROADCAST, 0, 1), 0), {"W102", "W101"}, "broadcast 0.0 runs more than once"),
-    "a round that is not there": (put("mb", at(RELOAD, 0, 7), 2), {"W105", "W101"}, "has no place in this update"),
-    "a copy for another device": (put("layer", at(H2D, 0, 0), 1), {"W105", "W101"}, "copies for device 1"),
-    "a reload on the lane of broadcasts": (put("kind", at(BROADCAST, 0, 0), RELOAD), {"W105"}, "stands on a lane for"),
-    "a wait for nothing": (wait_for(at(RELOAD, 0, 0), NEVER), {"W203"}, "waits for ever"),
-    "a circle": (wait_for(at(H2D, 0, 0), at(RELOAD, 3, 6)), {"W201"}, "wait for each other in a circle"),
-    "a reload that waits for a later one": (wait_for(at(RELOAD, 1, 0), at(RELOAD, 1, 1)), {"W201"}, "circle"),
+    "more reloaded than came": (put("size_bytes", at(RELOAD, 1, 1), 2), {"T205"}, "reload 0.1 is of 2 bytes, but"),
+    "a bucket twice": (put("layer", at(BROADCAST, 0, 1), 0), {"T102", "T101"}, "broadcast 0.0 runs more than once"),
+    "a round that is not there": (put("mb", at(RELOAD, 0, 7), 2), {"T105", "T101"}, "has no place in this update"),
+    "a copy for another device": (put("layer", at(H2D, 0, 0), 1), {"T105", "T101"}, "copies for device 1"),
+    "a reload on the lane of broadcasts": (put("kind", at(BROADCAST, 0, 0), RELOAD), {"T105"}, "stands on a lane for"),
+    "a wait for nothing": (wait_for(at(RELOAD, 0, 0), NEVER), {"T203"}, "waits for ever"),
+    "a circle": (wait_for(at(H2D, 0, 0), at(RELOAD, 3, 6)), {"T201"}, "wait for each other in a circle"),
+    "a reload that waits for a later one": (wait_for(at(RELOAD, 1, 0), at(RELOAD, 1, 1)), {"T201"}, "circle"),
 }
 
 
@@ -290,7 +290,7 @@ def test_a_broadcast_before_its_buffer_was_reloaded_is_found() -> None:
     report = verify_update(without_dep(program, place))
     (finding,) = report.findings
     assert str(finding) == (
-        "W401 rank 2: broadcast 0.2 does not wait for reload 0.0, which reads what is in its IPC buffer"
+        "T401 rank 2: broadcast 0.2 does not wait for reload 0.0, which reads what is in its IPC buffer"
     )
 
 
@@ -299,7 +299,7 @@ def test_a_device_outside_of_the_group_is_found() -> None:
     group = program.lane_group.copy()
     group[lane(program, 3, LaneKind.BROADCAST)] = NEVER
     report: Report = verify_update(replace(program, lane_group=group))
-    assert "W202" in {finding.code for finding in report.findings}
+    assert "T202" in {finding.code for finding in report.findings}
 
 
 COLUMNS = {"kind": 26, "mb": 3, "chunk": 3, "layer": 4, "cell": 7, "size_bytes": 3, "dep": 42, "lane_kind": 11}
@@ -332,7 +332,7 @@ def test_buffers_over_the_limit_are_found() -> None:
     program = lower_update(even_stream(4, 2, bucket_bytes=100))
     assert verify_update(program, memory_limit=300).clean
     report = verify_update(program, memory_limit=299)
-    assert [finding.code for finding in report.findings] == ["W302"] * 4
+    assert [finding.code for finding in report.findings] == ["T302"] * 4
     assert "has 300 bytes of buffers" in str(report)
 
 

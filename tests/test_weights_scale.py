@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weft.weights.lower import lower_update
-from weft.weights.rates import Rates
-from weft.weights.verify import verify_update
+from treadle.weights.lower import lower_update
+from treadle.weights.rates import Rates
+from treadle.weights.verify import verify_update
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import weft
+import treadle
 from browser import MISSING, browser
 from sheets import check_texts
-from weft.api import load_any
-from weft.ir.program import OpKind
-from weft.ir.trace import Trace
-from weft.verify import verify_program
-from weft.view.boxes import ROLES
-from weft.view.figure import draw
-from weft.view.page import page
-from weft.view.palette import PALETTES, Role, told_apart
-from weft.view.sheet import Sheet
-from weft.view.terminal import terminal_rows
-from weft.view.update import buffer_rows
-from weft.view.update_figure import update_boxes
-from weft.weights.lower import lower_update
-from weft.weights.rates import simulate_update
-from weft.weights.stream import even_stream
+from treadle.api import load_any
+from treadle.ir.program import OpKind
+from treadle.ir.trace import Trace
+from treadle.verify import verify_program
+from treadle.view.boxes import ROLES
+from treadle.view.figure import draw
+from treadle.view.page import page
+from treadle.view.palette import PALETTES, Role, told_apart
+from treadle.view.sheet import Sheet
+from treadle.view.terminal import terminal_rows
+from treadle.view.update import buffer_rows
+from treadle.view.update_figure import update_boxes
+from treadle.weights.lower import lower_update
+from treadle.weights.rates import simulate_update
+from treadle.weights.stream import even_stream
 
 BUFFERS = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 
@@ -136,13 +136,13 @@ def test_the_page_tells_sources_apart(published: Trace, tmp_path: Path) -> None:
         for op in np.flatnonzero(program.kind == OpKind.BROADCAST):
             own = program.layer[op] == program.lane_rank[program.lane_of[op]]
             fill = PALETTES["kimi"][Role.SOURCE if own else Role.BROADCAST].fill
-            there = window.js("weft.positionOf(0, arguments[0])", int(op))
+            there = window.js("treadle.positionOf(0, arguments[0])", int(op))
             seen = window.js(_COLOUR, there["x"], there["y"])
             assert seen == pytest.approx([int(fill[i : i + 2], 16) for i in (1, 3, 5)], abs=3)
 
 
 def test_a_trace_of_an_update_reads_back(published: Trace, tmp_path: Path) -> None:
-    weft.save_trace(published, tmp_path / "update.json.gz")
+    treadle.save_trace(published, tmp_path / "update.json.gz")
     back = load_any(tmp_path / "update.json.gz")
     assert isinstance(back, Trace)
     assert np.array_equal(back.start, published.start)

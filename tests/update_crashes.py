@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.update import Updater
-from weft.update.wire.control import Agreed, Enter, Settled
-from weft.update.wire.messages import Load
+from treadle.update import Updater
+from treadle.update.wire.control import Agreed, Enter, Settled
+from treadle.update.wire.messages import Load
 
 METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
 PHASES = ("enter", "settle", "plan", "begin", "finish", "open")

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ranks import Outcome, run_ranks
+from treadle.update import Options, Source, UpdateError, Updater
+from treadle.update.ledger import Ledger
+from treadle.update.wire.errors import Gone
+from treadle.update.wire.messages import Answer
 from update_crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
 from update_workers import Asker, Trouble, Workers
 from watching import Watching
-from weft.update import Options, Source, UpdateError, Updater
-from weft.update.ledger import Ledger
-from weft.update.wire.errors import Gone
-from weft.update.wire.messages import Answer
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python tests/update_model.py --ranks 2 --workers 2 --updates 2 --crashes 2
 
-The coordinator, the ranks, the workers and the log are those of `weft.update.protocol`: the very functions that run.
+The coordinator, the ranks, the workers and the log are those of `treadle.update.protocol`: the very functions that run.
 What is modelled here is what lies between them: sockets that keep their order and end, processes that end and start,
 the file at a socket's path, the lock on a worker's slot, and engines, of which only the weights' true origin is known.
 
@@ -28,6 +28,9 @@ from dataclasses import replace as changed
 from functools import partial
 from typing import TypeAlias
 
+from treadle.update.protocol import rank, worker
+from treadle.update.protocol.worker import WorkerState
+from treadle.update.wire.control import Kind, Stop
 from update_world import (
     CRASHES,
     MISTAKES,
@@ -60,9 +63,6 @@ from update_world import (
     with_process,
     with_run,
 )
-from weft.update.protocol import rank, worker
-from weft.update.protocol.worker import WorkerState
-from weft.update.wire.control import Kind, Stop
 
 # ---- what may happen -------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weft.update import Plain, Source
-from weft.update.copying import digest, opaque
-from weft.weights.buffers import Memory
-from weft.weights.layouts import Parallel
-from weft.weights.pieces import Box, Holding, Tensor
+from treadle.update import Plain, Source
+from treadle.update.copying import digest, opaque
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Box, Holding, Tensor
 
 SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
 

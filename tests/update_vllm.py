@@ -22,13 +22,13 @@ from typing import Any, Self
 
 import torch
 
+from treadle.update import Options, UpdateError, Updater
+from treadle.update.checkpoint import read_checkpoint
+from treadle.update.wire.messages import Close
+from treadle.weights.buffers import Memory
 from update_crashes import arm
 from update_faults import Case, Report
 from watching import Watching
-from weft.update import Options, UpdateError, Updater
-from weft.update.checkpoint import read_checkpoint
-from weft.update.wire.messages import Close
-from weft.weights.buffers import Memory
 
 TESTS = Path(__file__).parent
 SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
@@ -125,7 +125,7 @@ class Engine:
     """A replica in a process of its own, which can be started again at the same place."""
 
     def __init__(self, task: dict[str, Any], env: dict[str, str]) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="weft-v"))
+        self.directory = Path(tempfile.mkdtemp(prefix="treadle-v"))
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
         self.sockets.mkdir(mode=0o700)
         self.log = self.directory / "log"
@@ -170,7 +170,7 @@ class Engine:
         if case.trouble is not None:
             trouble = case.trouble
             args = [case.worker, trouble.act, trouble.method, trouble.at, trouble.hang_s, str(mark)]
-            answer = self.order("weft_trouble", args=args).result(60)
+            answer = self.order("treadle_trouble", args=args).result(60)
             assert answer["answers"] == [None, None], answer
 
     def stop(self) -> None:

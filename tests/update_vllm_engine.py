@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.update import Closed
-from weft.update.adapters.vllm import Canary, Offline, Online, Replica
+from treadle.update import Closed
+from treadle.update.adapters.vllm import Canary, Offline, Online, Replica
 
 First = tuple[list[int], int]
 
@@ -90,7 +90,7 @@ def online(fd: int, made: dict[str, Any], first: First, directory: Path, canary:
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     async def start() -> Any:
-        args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend="weft"), **COMMON, **made)
+        args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend="treadle"), **COMMON, **made)
         return AsyncLLM.from_engine_args(args)
 
     engine = Online(asyncio.run_coroutine_threadsafe(start(), loop).result(), loop)

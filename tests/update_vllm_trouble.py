@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.update.adapters.vllm import Extension
-from weft.update.endpoint import Endpoint
+from treadle.update.adapters.vllm import Extension
+from treadle.update.endpoint import Endpoint
 
 
 class TroubledExtension(Extension):
     """As ever, until trouble is asked for."""
 
-    def weft_trouble(self, worker: int, act: str, method: str, at: int, hang_s: float, mark: str) -> str | None:
+    def treadle_trouble(self, worker: int, act: str, method: str, at: int, hang_s: float, mark: str) -> str | None:
         """At the `at`-th call of the adapter's method, once."""
-        endpoint = self.weft_endpoint
+        endpoint = self.treadle_endpoint
         if endpoint is None or endpoint.worker.worker != worker:
             return None
         adapter, calls = endpoint.worker.adapter, iter(range(1 << 30))

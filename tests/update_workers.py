@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from ranks import server
-from weft.update import Endpoint, Plain
-from weft.update.adapters.plain import digest_of
-from weft.update.arrivals import Arrival
-from weft.update.endpoint import worker_path
-from weft.update.wire.errors import Gone
-from weft.update.wire.link import Link
-from weft.update.wire.messages import (
+from treadle.update import Endpoint, Plain
+from treadle.update.adapters.plain import digest_of
+from treadle.update.arrivals import Arrival
+from treadle.update.endpoint import worker_path
+from treadle.update.wire.errors import Gone
+from treadle.update.wire.link import Link
+from treadle.update.wire.messages import (
     PROTOCOL,
     Answer,
     Ask,
@@ -40,8 +40,8 @@ from weft.update.wire.messages import (
     Wants,
     Welcome,
 )
-from weft.update.wire.sockets import connect
-from weft.weights.pieces import Holding
+from treadle.update.wire.sockets import connect
+from treadle.weights.pieces import Holding
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Workers:
 
     def __init__(self, want: Holding) -> None:
         self.want = want
-        self.directory = Path(tempfile.mkdtemp(prefix="weft-u"))
+        self.directory = Path(tempfile.mkdtemp(prefix="treadle-u"))
         self.directory.chmod(0o700)
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
         self.sockets.mkdir(mode=0o700)
@@ -213,7 +213,7 @@ class Spawned:
     """Worker processes that serve whatever `serve(sockets, worker, *args)` makes."""
 
     def __init__(self, num: int, serve: Callable[..., Endpoint], *args: Any) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="weft-u"))
+        self.directory = Path(tempfile.mkdtemp(prefix="treadle-u"))
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
         self.sockets.mkdir(mode=0o700)
         context = server()

@@ -1,6 +1,6 @@
 """What the model checker of weight updates moves about: logs, ranks, workers, and the sockets between them.
 
-Decisions are those of `weft.update.protocol`; here is what carries them out in place of sockets, disks and engines.
+Decisions are those of `treadle.update.protocol`; here is what carries them out in place of sockets, disks and engines.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from weft.update.attempt import Attempt
-from weft.update.options import Options
-from weft.update.protocol import coordinator, rank, worker
-from weft.update.protocol.coordinator import Decide, Deciding, Open, Tell
-from weft.update.protocol.rank import Ask, Done, RankState, Say
-from weft.update.protocol.record import Member, Record, committed
-from weft.update.protocol.worker import Content, WorkerState
-from weft.update.wire.control import Enter, Fault, Kind, Stop
-from weft.update.wire.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+from treadle.update.attempt import Attempt
+from treadle.update.options import Options
+from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol.coordinator import Decide, Deciding, Open, Tell
+from treadle.update.protocol.rank import Ask, Done, RankState, Say
+from treadle.update.protocol.record import Member, Record, committed
+from treadle.update.protocol.worker import Content, WorkerState
+from treadle.update.wire.control import Enter, Fault, Kind, Stop
+from treadle.update.wire.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
 
 OPTIONS = Options()
 LAYOUT = "has", "wants"

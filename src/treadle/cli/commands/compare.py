@@ -1,0 +1,124 @@
+"""`treadle compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from treadle import api
+from treadle.cli.commands.simulate import show_bytes, show_time
+from treadle.cli.model import Model
+from treadle.cli.options import Json, spread_options
+from treadle.cli.target import Microbatches, Pp, Target, Vpp
+from treadle.cli.terminal import out, plain, suggest, working
+from treadle.costs import dump as dump_costs
+from treadle.ir.trace import Clock, Trace
+from treadle.simulate import Comparison, Difference, Group, fit
+from treadle.simulate import compare as compare_traces
+
+
+@spread_options
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A [B ...]",
+            help="Schedules by name, or files: schedules, programs, traces; a directory of traces, one a rank, is one.",
+        ),
+    ],
+    model: Model,
+    pp: Pp = None,
+    vpp: Vpp = None,
+    microbatches: Microbatches = None,
+    fit_to: Annotated[
+        Path | None, typer.Option("--fit", help="Write costs fitted from the last one, as TOML for --costs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Holds schedules, programs or traces against the first one; two traces of one program op by op."""
+    if len(names) < 2 and fit_to is None:
+        raise ValueError(
+            f"comparing takes at least two, got {names[0]}; 'treadle simulate' shows one, --fit fits costs to it"
+        )
+    traces = [(name, _trace(name, pp, vpp, microbatches, model)) for name in names]
+    if fit_to is not None:
+        fit_to.write_text(dump_costs(fit(traces[-1][1])), encoding="utf-8")
+    if len(names) < 2:
+        suggest(f"treadle simulate ... --costs {fit_to}")
+        return
+    with working("comparing"):
+        comparison = compare_traces(traces)
+    if as_json:
+        plain(json.dumps(comparison.as_dict(), indent=1) + "\n")
+        return
+    _print_table(comparison)
+    if comparison.ops is not None:
+        _print_difference(comparison.ops, comparison.clock)
+    elif comparison.why_not and len(traces) == 2:
+        out.print(f"not compared op by op: {escape(comparison.why_not)}", style="dim", soft_wrap=True)
+    suggest(f"treadle simulate ... --costs {fit_to}" if fit_to is not None else f"treadle simulate {names[0]} --help")
+
+
+def _trace(name: str, pp: int | None, vpp: int | None, microbatches: int | None, model: Model) -> Trace:
+    if Path(name).is_dir():
+        with working(f"reading {name}"):
+            return api.load_traces(name)
+    target = Target(name, pp, vpp, microbatches)
+    return model.trace(target.load() if target.is_name() else Target(name).load())
+
+
+def _ratio(ratio: float | None) -> str:
+    return f"{ratio:.3f}x" if ratio is not None else ""
+
+
+def _print_table(comparison: Comparison) -> None:
+    clock = comparison.clock
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for column in ("makespan", "", "bubble", "exposed comm", "", "peak"):
+        table.add_column(column, justify="right")
+    for row in comparison.rows:
+        peaks = row.metrics.peak_bytes
+        table.add_row(
+            f"[bold]{escape(row.name)}[/]",
+            show_time(clock, row.makespan.value),
+            _ratio(row.makespan.ratio),
+            f"{row.bubble.value:.2%}",
+            show_time(clock, row.exposed.value),
+            _ratio(row.exposed.ratio),
+            show_bytes(max(peaks, default=0)),
+        )
+    out.print(table)
+
+
+def _print_difference(ops: Difference, clock: Clock) -> None:
+    for title, groups in (("kind", ops.by_kind), ("lane", ops.by_lane), ("rank", ops.by_rank[:8])):
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column(f"by {title}", min_width=12)
+        for column in ("ops", "second / first", "median", "total", "starts later by"):
+            table.add_column(column, justify="right")
+        for group in groups:
+            table.add_row(*_cells(group, clock))
+        out.print(table)
+    if ops.causes:
+        causes = ", ".join(f"{cause.group.name} {cause.share:.0%}" for cause in ops.causes[:6])
+        out.print(f"most of the difference in time: {escape(causes)}", soft_wrap=True)
+    for outlier in ops.outliers[:5]:
+        out.print(
+            f"outlier: rank {outlier.rank} {escape(outlier.label)}: {show_time(clock, outlier.first)} and "
+            f"{show_time(clock, outlier.second)}, {outlier.ratio:.2f}x where its kind has {outlier.usual:.2f}x",
+            soft_wrap=True,
+        )
+
+
+def _cells(group: Group, clock: Clock) -> tuple[str, ...]:
+    def signed(ticks: float) -> str:
+        return ("-" if ticks < 0 else "+" if ticks > 0 else "") + show_time(clock, abs(ticks))
+
+    duration = (signed(group.duration.median), signed(group.duration.total))
+    return (escape(group.name), str(group.num_ops), _ratio(group.ratio), *duration, signed(group.start.median))

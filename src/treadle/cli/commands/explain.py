@@ -1,0 +1,34 @@
+"""`treadle explain`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from treadle.cli.options import Json
+from treadle.cli.terminal import out, plain, suggest
+from treadle.verify import CODES
+from treadle.verify import explain as explain_code
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(metavar="[CODE]", help="A finding's code; all of them if left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Says what a finding means, why it matters, and the way out."""
+    codes = CODES if code is None else {code.upper(): explain_code(code)}
+    if as_json:
+        plain(json.dumps({name: found._asdict() for name, found in codes.items()}, indent=1) + "\n")
+        return
+    for name, found in codes.items():
+        out.print(f"[bold]{name}[/] {escape(found.title)}")
+        if code is not None:
+            out.print(f"\n{escape(found.meaning)}\n\nFor example:")
+            plain("".join(f"    {line}\n" for line in found.example.splitlines()))
+            out.print(f"\nThe way out: {escape(found.wayout)}")
+    suggest("treadle explain T201" if code is None else "treadle verify --help")

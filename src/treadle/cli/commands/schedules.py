@@ -1,0 +1,43 @@
+"""`treadle schedules`."""
+
+from __future__ import annotations
+
+import json
+
+from rich.markup import escape
+from rich.table import Table
+
+from treadle.cli.options import Json
+from treadle.cli.terminal import out, plain, suggest
+from treadle.schedules import known
+
+
+def schedules(as_json: Json = False) -> None:
+    """Lists the schedules: what each is, the sizes it takes, its bubble and its memory."""
+    if as_json:
+        fields = ("name", "summary", "demands", "bubble", "memory", "source")
+        rows = [{field: getattr(family, field) for field in fields} for family in known().values()]
+        plain(json.dumps(rows, indent=1) + "\n")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for family in known().values():
+        lines = {
+            "": f"[bold]{escape(family.summary)}[/]",
+            "sizes": escape(family.demands),
+            "bubble": escape(family.bubble),
+            "memory": escape(family.memory),
+            "source": f"[dim]{escape(family.source)}[/]",
+        }
+        for line, (label, content) in enumerate(lines.items()):
+            table.add_row(family.name if line == 0 else "", label, content)
+    out.print(table)
+    out.print(
+        "P ranks, V chunks on each, M micro-batches, rank r. bubble: idle time of a rank; F, B = I + W, FB are the "
+        "times of a forward, of a backward and its halves, of an overlapped pair, over all chunks of a rank. "
+        "memory: activations held at most.",
+        style="dim",
+    )
+    suggest("treadle show interleaved-overlap --pp 4 -m 8")

@@ -1,0 +1,90 @@
+"""`treadle show`."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import treadle
+from treadle.cli.model import Model
+from treadle.cli.options import Json, spread_options
+from treadle.cli.target import Target
+from treadle.cli.terminal import plain, suggest
+from treadle.cli.update_target import Update
+from treadle.export import FORMATS, npz
+from treadle.ir import text
+from treadle.ir.trace import Trace
+from treadle.view.lanes import lanes_text
+from treadle.view.update import update_object, update_text
+
+
+class Format(StrEnum):
+    """The forms a schedule is written in."""
+
+    TEXT = "text"
+    TORCH_CSV = "torch-csv"
+    JSON = "json"
+
+
+assert {f.value for f in Format} == set(FORMATS)
+
+
+@spread_options
+def show(
+    target: Target,
+    model: Model,
+    update: Update,
+    rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
+    format: Annotated[Format, typer.Option(help="The form to write.")] = Format.TEXT,
+    as_json: Json = False,
+    lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
+    rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="With --lower, or of an update: the program as .npz instead.")
+    ] = None,
+) -> None:
+    """Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to.
+
+    Of a weight update: a row a buffer, with when its ops start and end.
+    """
+    form = Format.JSON if as_json else format
+    loaded = update.load(target)
+    if isinstance(loaded, Trace) and loaded.program.layout.is_update:
+        _show_update(loaded, form, rows, output)
+        suggest(f"treadle draw {target} {update} -o figure.svg".replace("  ", " "))
+        return
+    if rows and form is not Format.TEXT:
+        raise ValueError(f"--rows is for the text form, got --format {form.value}")
+    schedule = target.checked_schedule(loaded)
+    if output is not None and not lower:
+        raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
+    if not lower:
+        plain(text.dump(schedule, header=False) if rows else treadle.dumps(schedule, form.value))
+        suggest(f"treadle verify {target}")
+        return
+    program = model.lower(schedule)
+    if output is not None:
+        npz.save_program(program, output)
+        suggest(f"treadle verify {output}")
+        return
+    cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
+    plain(lanes_text(program, rank, cells))
+    suggest(f"treadle simulate {target} {model}".rstrip())
+
+
+def _show_update(trace: Trace, form: Format, rows: bool, output: Path | None) -> None:
+    if form is Format.TORCH_CSV:
+        raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
+    if output is not None:
+        npz.save_program(trace.program, output)
+        return
+    ranks = range(trace.program.num_ranks)
+    if form is Format.JSON:
+        plain(json.dumps(update_object(trace, ranks), indent=1) + "\n")
+        return
+    text = update_text(trace, ranks)
+    plain(text if not rows else "".join(line for line in text.splitlines(True) if not line.startswith("#")))

@@ -1,0 +1,258 @@
+"""`treadle update`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from treadle.cli.commands.simulate import show_bytes
+from treadle.cli.options import Json, parse_bytes
+from treadle.cli.terminal import err, out, plain
+
+if TYPE_CHECKING:
+    from treadle.update import Options, Source, Updated, Updater
+
+_RANK = "RANK"
+_WORLD = "WORLD_SIZE"
+
+
+def update(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="A directory of safetensors files; or a trainer, MODULE:FUNCTION, which returns its rank's "
+            "treadle.update.Source (under torchrun).",
+        ),
+    ] = None,
+    target: Annotated[Path, typer.Option("--to", help="The engine: the directory of its workers' sockets.")] = ...,  # type: ignore[assignment]
+    version: Annotated[
+        int | None, typer.Option(help="The version's number; the one after the committed one if left out.")
+    ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="A directory that lasts, for decisions; 'ledger' beside the sockets if left out."),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Where update ranks are on several hosts: the same key on all, in a file only you can read."),
+    ] = None,
+    rollback: Annotated[
+        str, typer.Option(help="Where the old version waits until commit: host, disk or none.")
+    ] = "host",
+    close: Annotated[str, typer.Option(help="drain lets requests end, abort breaks them off.")] = "drain",
+    drain: Annotated[float, typer.Option(help="Seconds that requests get to end.")] = 30.0,
+    deadline: Annotated[float, typer.Option(help="Seconds of each wait.")] = 30.0,
+    bucket: Annotated[str, typer.Option(help="Bytes of a bucket.")] = "64MiB",
+    check: Annotated[bool, typer.Option(help="Compare bytes from source to worker.")] = True,
+    compare_sources: Annotated[
+        str, typer.Option(help="What ranks that hold the same weights compare: a sample, all or off.")
+    ] = "sample",
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Bring the committed version to workers that lost it, from their peers.")
+    ] = False,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="The workers' own log is lost: take them over, with the version they serve."),
+    ] = False,
+    new_set: Annotated[
+        bool,
+        typer.Option("--new-set", help="The workers are a new set; members of the log that are not there have ended."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Brings new weights to a running engine: all of its workers serve them, or none does.
+
+    Exits with 1 if the update did not come about. Without torchrun, starts an update rank for each worker.
+    """
+    if (source is None) != recover:
+        raise ValueError("an update needs --from; --recover takes the version from the workers that serve it")
+    try:
+        import torch.distributed  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError("an update runs on torch; install it with: pip install 'treadle[update]'") from None
+    if _RANK not in os.environ:
+        raise typer.Exit(_start_ranks(target))
+    from treadle.update import Options
+
+    options = Options(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
+    place = ledger if ledger is not None else target / "ledger"
+    vouched = takeover, new_set
+    raise typer.Exit(_be_rank(target, place, key, options, source, version, vouched, as_json=as_json))
+
+
+def _memory(bucket: str) -> Any:
+    from treadle.weights.buffers import Memory
+
+    size = parse_bytes(bucket)
+    return Memory(free_bytes=4 * size, share=1.0, target_bytes=size, least_bytes=min(size, 1 << 20))
+
+
+def _start_ranks(target: Path) -> int:
+    """Runs the same command once for each worker, as ranks of one process group on this host."""
+    workers = sorted(target.glob("worker-*.sock"))
+    if not workers:
+        raise ValueError(f"{target} has no sockets of workers; is the engine running, and is this its directory?")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(len(workers)):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _RANK: str(rank), _WORLD: str(len(workers))}
+        quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [sys.executable, *sys.argv]
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **place}
+        ranks.append(subprocess.Popen(command, env=environment, **quiet))  # type: ignore[call-overload]
+    try:
+        return max(abs(process.wait()) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _be_rank(
+    target: Path,
+    ledger: Path,
+    key: Path | None,
+    options: Options,
+    source: str | None,
+    version: int | None,
+    vouched: tuple[bool, bool],
+    *,
+    as_json: bool,
+) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from treadle.update import UpdateError, Updater
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    bar = _Bar() if rank == 0 and err.is_terminal and not as_json else None
+    say: Callable[[str], None] = err.print if rank == 0 and not as_json else lambda text: None
+    shown = bar if bar is not None else _silent
+    with bar.progress if bar is not None else nullcontext():
+        try:
+            with Updater(
+                target,
+                ledger=ledger,
+                key=key,
+                options=options,
+                device=device,
+                takeover=vouched[0],
+                new_set=vouched[1],
+                say=say,
+                progress=shown,
+            ) as updater:
+                done = _do(updater, source, version, ledger)
+                dist.barrier()  # rank 0 has the coordinator, and ends last
+        except UpdateError as error:
+            if rank == 0:
+                err.print(f"[bold red]failed:[/] {error}", soft_wrap=True, markup=True)
+            return 1
+        finally:
+            dist.destroy_process_group()
+    if rank == 0:
+        _print(done, as_json=as_json)
+    return 0
+
+
+def _do(updater: Updater, source: str | None, version: int | None, ledger: Path) -> Updated:
+    if source is None:
+        return updater.recover()
+    return updater.update(
+        _source(source, updater.rank, updater.world), version if version is not None else _next_version(ledger)
+    )
+
+
+def _next_version(ledger: Path) -> int:
+    """The one after what is committed, as rank 0 knows: the ledger is on its host."""
+    import torch
+    import torch.distributed as dist
+
+    from treadle.update.ledger import peek
+
+    number = torch.tensor((peek(ledger).version or 0) + 1 if dist.get_rank() == 0 else 0)
+    dist.broadcast(number, 0)
+    return int(number)
+
+
+def _source(named: str, rank: int, world: int) -> Source:
+    if Path(named).is_dir():
+        from treadle.update.checkpoint import read_checkpoint
+
+        return read_checkpoint(Path(named), rank, world)
+    module, colon, function = named.partition(":")
+    if not colon:
+        raise ValueError(f"--from takes a directory or MODULE:FUNCTION, got {named!r}, which is neither")
+    from importlib import import_module
+
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"--from {named}: there is no module {error.name!r} here or among those installed") from None
+    if not hasattr(found, function):
+        raise ValueError(f"--from {named}: {found.__file__} has no {function!r}; name the function that makes a Source")
+    made: Source = getattr(found, function)()
+    return made
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+class _Bar:
+    """Bytes that were broadcast, on stderr."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("updating"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._bar = Progress(*columns, console=err, transient=True)
+        self._task = self._bar.add_task("updating", total=None)
+
+    @property
+    def progress(self) -> AbstractContextManager[Any]:
+        """Shown while it is entered."""
+        return self._bar
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _print(done: Updated, *, as_json: bool) -> None:
+    if as_json:
+        shown = {
+            "version": done.version,
+            "attempt": done.epoch,
+            "bytes": done.size_bytes,
+            "rollback_bytes": done.rollback_bytes,
+            "rollbacks": done.rollbacks,
+            "seconds": {phase: round(seconds, 6) for phase, seconds in done.seconds.items()},
+            "notes": list(done.notes),
+        }
+        plain(json.dumps(shown, indent=1) + "\n")
+        return
+    out.print(f"[green]version {done.version}[/] is served by all workers")
+    seconds = ", ".join(f"{phase} {s:.3f}" for phase, s in done.seconds.items() if phase != "total" and s >= 0.0005)
+    out.print(f"moved    {show_bytes(done.size_bytes)} in {done.seconds['total']:.3f} s ({seconds})", soft_wrap=True)
+    for note in done.notes:
+        out.print(f"note     {note}", soft_wrap=True)

@@ -1,0 +1,104 @@
+"""What the options say about the model, the costs and the mesh, and what a schedule becomes under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Annotated, Any
+
+import typer
+
+from treadle.cli.options import parse_layers
+from treadle.cli.terminal import working
+from treadle.costs import Costs, load_costs
+from treadle.ir import Schedule
+from treadle.ir.program import OpKind, Program
+from treadle.ir.trace import Trace
+from treadle.plan import Options, lower
+from treadle.simulate import simulate
+from treadle.verify import verify_schedule
+from treadle.weights.rates import simulate_update
+
+
+class Hold(StrEnum):
+    """Where attention's weight half runs."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+def _option(name: str, help: str) -> Any:
+    return typer.Option(f"--{name}", help=help, rich_help_panel="The model and the mesh")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The options as given."""
+
+    costs_name: Annotated[str, _option("costs", "How long ops take: unit, a preset, or a TOML file.")] = "unit"
+    layers: Annotated[
+        str | None,
+        _option("layers", "Layers of a chunk: ops on lanes, not cells. One number, or one a stage: 4,4,3,3."),
+    ] = None
+    moe: Annotated[bool, _option("moe", "MoE layers with expert all-to-all.")] = False
+    padded: Annotated[bool, _option("padded", "Padded dispatch: no exchange of token counts.")] = False
+    offload: Annotated[bool, _option("offload", "Activations to the host and back, layer by layer.")] = False
+    no_split: Annotated[bool, _option("no-split", "Layers whose weight halves do not run apart.")] = False
+    hold: Annotated[
+        Hold, _option("hold", "Hold attention's weight half back into the next slot; auto simulates both.")
+    ] = Hold.AUTO
+    ep: Annotated[int, _option("ep", "Expert parallelism.")] = 1
+    dp: Annotated[int, _option("dp", "Data parallelism.")] = 1
+    every_gpu: Annotated[bool, _option("every-gpu", "Every GPU of the mesh is a rank; else alike ones are one.")] = (
+        False
+    )
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs named."""
+        return load_costs(self.costs_name)
+
+    def options(self) -> Options:
+        """As the library takes them."""
+        return Options(
+            layers=parse_layers(self.layers),
+            moe=self.moe,
+            padded=self.padded,
+            split=() if self.no_split else (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W),
+            offload=self.offload,
+            hold={Hold.AUTO: None, Hold.ALWAYS: True, Hold.NEVER: False}[self.hold],
+            ep=self.ep,
+            dp=self.dp,
+            every_gpu=self.every_gpu,
+        )
+
+    def lower(self, schedule: Schedule) -> Program:
+        """The program of a schedule; one that does not verify is refused."""
+        options = self.options()
+        with working("verifying"):
+            report = verify_schedule(schedule)
+        if not report.clean:
+            raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
+        with working("lowering"):
+            return lower(schedule, self.costs, options)
+
+    def trace(self, loaded: Schedule | Program | Trace, *, slowness: float = 0.0, seed: int = 0) -> Trace:
+        """What was loaded, as a trace: itself, or predicted from the program it is or is lowered to."""
+        if isinstance(loaded, Trace):
+            return loaded
+        program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
+        with working("simulating"):
+            if program.layout.is_update:
+                return simulate_update(program)
+            return simulate(program, self.costs, slowness=slowness, seed=seed)
+
+    def __str__(self) -> str:
+        words = [f"--layers {self.layers}"] if self.layers is not None else []
+        flags = ("moe", "padded", "offload", "no_split", "every_gpu")
+        words += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
+        words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) > 1]
+        words += [f"--hold {self.hold.value}"] if self.hold is not Hold.AUTO else []
+        words += [f"--costs {self.costs_name}"] if self.costs_name != "unit" else []
+        return " ".join(words)

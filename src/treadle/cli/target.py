@@ -1,0 +1,106 @@
+"""What a command is about: a schedule by name and size, or a schedule, a program or a trace from a file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treadle import api
+from treadle.cli.terminal import working
+from treadle.ir import Schedule
+from treadle.ir.program import Program
+from treadle.ir.trace import Trace
+from treadle.schedules import family, known
+
+UPDATE = "update"
+"""The name of a weight update, where others are those of schedules."""
+
+_NAME = typer.Argument(
+    metavar="NAME|FILE",
+    help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
+    "schedule on stdin. 'update' is a weight update.",
+)
+_PLACEMENT = typer.Option(
+    "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
+)
+Pp = Annotated[int | None, typer.Option("--pp", help="Ranks of the pipeline.")]
+Vpp = Annotated[int | None, typer.Option("--vpp", help="Chunks on each rank, where the schedule leaves a choice.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Micro-batches in a step.")]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the user named, before it is read or generated."""
+
+    name: Annotated[str, _NAME]
+    pp: Pp = None
+    vpp: Vpp = None
+    microbatches: Microbatches = None
+    placement: Annotated[str | None, _PLACEMENT] = None
+
+    def load(self) -> Schedule | Program | Trace:
+        """Generated, or read."""
+        return self._generate() if self.is_name() else self._read()
+
+    def schedule(self) -> Schedule:
+        """The schedule, or a ValueError where the file holds something else."""
+        return self.checked_schedule(self.load())
+
+    def checked_schedule(self, loaded: Schedule | Program | Trace) -> Schedule:
+        """What was loaded, if it is a schedule."""
+        if not isinstance(loaded, Schedule):
+            raise ValueError(f"{self.name} is a {type(loaded).__name__.lower()}; this needs a schedule")
+        return loaded
+
+    def __str__(self) -> str:
+        options = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
+        return " ".join([self.name, *(f"{option} {value}" for option, value in options if value is not None)])
+
+    def is_name(self) -> bool:
+        """Is it a schedule's name, not a file."""
+        if self.name == "-" or self.name in known():
+            return self.name != "-"
+        looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
+        return not looks_like_a_file
+
+    def check_no_size(self) -> None:
+        """For what has no pipeline."""
+        given = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
+        for option, value in given:
+            if value is not None:
+                raise ValueError(f"{self.name} takes --devices and --rounds, got {option} {value}; leave it out")
+
+    def _generate(self) -> Schedule:
+        if self.name == UPDATE:
+            raise ValueError(f"{UPDATE} is a weight update; show, verify, simulate and draw take one, this does not")
+        chosen = family(self.name)
+        if self.pp is None or self.microbatches is None:
+            absent = [o for o, v in (("--pp", self.pp), ("--microbatches", self.microbatches)) if v is None]
+            raise ValueError(f"{self.name} needs {' and '.join(absent)}, for example: {self.name} --pp 4 -m 8")
+        if self.placement is not None:
+            raise ValueError(f"{self.name} brings its own placement; --placement is for files of rows")
+        size = chosen.size(self.pp, self.vpp, self.microbatches)
+        with working(f"generating {self.name}") as advance:
+            return chosen.generate(size, advance)
+
+    def _read(self) -> Schedule | Program | Trace:
+        source = "<stdin>" if self.name == "-" else self.name
+        with working(f"reading {source}"):
+            if self.name == "-":
+                loaded: Schedule | Program | Trace = api.loads(sys.stdin.read(), source, placement=self.placement)
+            else:
+                loaded = api.load_any(self.name, placement=self.placement)
+        if isinstance(loaded, Schedule):
+            self._check_size(loaded, source)
+        return loaded
+
+    def _check_size(self, schedule: Schedule, source: str) -> None:
+        given = (("--pp", self.pp), ("--vpp", self.vpp), ("--microbatches", self.microbatches))
+        holds = (schedule.pp, schedule.vpp, schedule.num_microbatches)
+        for (option, value), held in zip(given, holds, strict=True):
+            if value is not None and value != held:
+                raise ValueError(f"{source} has {option[2:]} {held}, got {option} {value}; leave the option out")

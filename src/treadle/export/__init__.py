@@ -1,0 +1,51 @@
+"""The forms a schedule is written in, by name. A new one is a file beside these and a line here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from treadle.export import json_form, torch_csv
+from treadle.ir import Schedule, text
+
+
+class Format(NamedTuple):
+    """How a form is written, and how it is read: `parse(text, source)`."""
+
+    dump: Callable[[Schedule], str]
+    parse: Callable[[str, str], Schedule]
+
+
+FORMATS: dict[str, Format] = {
+    "text": Format(text.dump, text.parse),
+    "torch-csv": Format(torch_csv.dump, torch_csv.parse),
+    "json": Format(json_form.dump, json_form.parse),
+}
+
+_TEXT_LINE = re.compile(r"^(#|[0-9]+:)", re.MULTILINE)
+
+
+def format_of(content: str) -> str:
+    """The name of the form that a file's content is in, told by how its lines begin."""
+    if content.lstrip().startswith(("{", "[")):
+        return "json"
+    return "text" if _TEXT_LINE.search(content) else "torch-csv"
+
+
+def parse_any(content: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
+    """Reads a schedule in any of the forms. `placement` is for rows in the text form that do not name one."""
+    if not content.strip():
+        raise ValueError(f"{source}: empty; a schedule has a row such as '0: F0.0 B0.0' for each rank")
+    name = format_of(content)
+    if name == "text":
+        return text.parse(content, source, placement=placement)
+    if placement is not None:
+        raise ValueError(
+            f"{source}: placement {placement!r} was given for a file in the {name} form, which says its own; "
+            "leave the placement out, or give rows in the text form"
+        )
+    return FORMATS[name].parse(content, source)
+
+
+__all__ = ["FORMATS", "Format", "format_of", "parse_any"]

@@ -1,0 +1,138 @@
+"""What a file says of a Program or a Trace besides its columns, as a small JSON object.
+
+    "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
+               "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
+               "embedding": false, "head": false}
+
+and of a Trace besides
+
+    "clock": {"unit": "us", "ticks": 1000}, "about": "predicted with costs 'unit'", "measured": false
+
+Kinds of ops go by name, so that a file stays readable when a kind is added.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treadle.export.fields import Fields, Object
+from treadle.ir.placement import MOST_CHUNKS, Placement
+from treadle.ir.program import Layout, OpKind
+from treadle.ir.schedule import MOST_MICROBATCHES
+from treadle.ir.trace import Clock, Trace
+
+VERSION = 1
+"""Of both file forms; a reader takes its own version only."""
+
+TIMING_KEYS = ("clock", "about", "measured")
+
+_LAYOUT_KEYS = ("placement", "num_mb", "layers", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
+_ENDS = ("embedding", "head")  # which files of before there were such ops lack
+_MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
+_MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
+
+
+class Timing(NamedTuple):
+    """What a Trace says of its times."""
+
+    clock: Clock
+    about: str
+    measured: bool
+
+
+def layout_object(layout: Layout) -> Object:
+    """All of a Layout."""
+    placement = layout.placement
+    return {
+        "placement": {"name": placement.name, "stages": placement.stages, "pipes": placement.pipes},
+        "num_mb": layout.num_mb,
+        "layers": layout.layers,
+        "forward": [kind.name for kind in layout.forward],
+        "backward": [kind.name for kind in layout.backward],
+        "weights": [kind.name for kind in layout.weights],
+        "ep": layout.ep,
+        "dp": layout.dp,
+        "saved": {kind.name: size for kind, size in layout.saved.items()},
+        "kept": layout.kept,
+        "embedding": layout.embedding,
+        "head": layout.head,
+    }
+
+
+def timing_object(trace: Trace) -> Object:
+    """What a Trace says besides its Program and its times."""
+    clock = {"unit": trace.clock.unit, "ticks": trace.clock.ticks}
+    return {"clock": clock, "about": trace.about, "measured": trace.measured}
+
+
+def check_version(fields: Fields) -> None:
+    """Refuses what another version wrote before anything of it is looked at."""
+    version = fields.content.get("version")
+    if type(version) is not int or version != VERSION:
+        raise fields.error("version", f"{VERSION}, the one that this treadle reads", version)
+
+
+def read_layout(fields: Fields) -> Layout:
+    """The Layout that `layout_object` wrote."""
+    fields.expect(_LAYOUT_KEYS, _ENDS)
+    placement = _placement(fields.inner("placement"))
+    layers = fields.wholes("layers", 0, _MOST_LAYERS)
+    if len(layers) != placement.num_stages:
+        raise fields.error("layers", f"a number for each of the {placement.num_stages} stages", list(layers))
+    if min(layers) == 0 < max(layers):
+        raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
+    layout = Layout(
+        placement=placement,
+        num_mb=fields.whole("num_mb", 1, MOST_MICROBATCHES),
+        layers=layers,
+        forward=_kinds(fields, "forward"),
+        backward=_kinds(fields, "backward"),
+        weights=_kinds(fields, "weights"),
+        ep=fields.whole("ep", 1, _MOST_RANKS),
+        dp=fields.whole("dp", 1, _MOST_RANKS),
+        saved=_saved(fields.inner("saved")),
+        kept=fields.share("kept"),
+        **{name: fields.flag(name) for name in _ENDS if name in fields.content},
+    )
+    if layout.num_ranks > _MOST_RANKS:
+        raise fields.error("ep", f"a size that makes at most {_MOST_RANKS} ranks", layout.ep)
+    return layout
+
+
+def read_timing(fields: Fields) -> Timing:
+    """What `timing_object` wrote."""
+    clock = fields.inner("clock")
+    clock.expect(("unit", "ticks"))
+    unit = clock.text("unit")
+    if not unit or not unit.isprintable():
+        raise clock.error("unit", "a printable text", unit)
+    return Timing(Clock(unit, clock.whole("ticks", 1, 2**53)), fields.text("about"), fields.flag("measured"))
+
+
+def _placement(fields: Fields) -> Placement:
+    fields.expect(("name", "stages", "pipes"))
+    name, pipes = fields.text("name"), fields.wholes("pipes")
+    if len(pipes) > MOST_CHUNKS or max(pipes) >= len(pipes):
+        raise fields.error("pipes", f"a pipe for each of at most {MOST_CHUNKS} chunks, numbered from 0", list(pipes))
+    if not name.isprintable():
+        raise fields.error("name", "one line of printable text", name)
+    rows = {str(rank): row for rank, row in enumerate(fields.listed("stages"))}
+    table = Fields(fields.source, f"{fields.where}.stages", rows)
+    try:
+        return Placement(name, tuple(table.wholes(rank) for rank in rows), pipes)
+    except ValueError as error:
+        prefix = "" if str(error).startswith(fields.source) else f"{fields.source}: {fields.where}: "
+        raise ValueError(f"{prefix}{error}") from None
+
+
+def _kinds(fields: Fields, key: str) -> tuple[OpKind, ...]:
+    names = {f"{key}[{place}]": name for place, name in enumerate(fields.listed(key))}
+    listed = Fields(fields.source, fields.where, {**names})
+    return tuple(OpKind[listed.one_of(place, OpKind.__members__, "a kind of op")] for place in names)
+
+
+def _saved(fields: Fields) -> dict[OpKind, int]:
+    fields.expect((), OpKind.__members__)
+    return {OpKind[name]: fields.whole(name) for name in fields.content}

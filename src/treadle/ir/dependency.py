@@ -1,0 +1,62 @@
+"""The one dependency rule: what an action needs before it can start.
+
+    F(s)        needs  F(s-1)                 the activation of the stage before
+    B(s), I(s)  need   F(s), B or I(s+1)      what its forward saved; the gradient of the stage after
+    W(s)        needs  I(s)                   what the input half left behind
+
+all of the same micro-batch, in the same pipe. Everything that asks "what waits for what" asks here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from treadle.ir.action import Action, Kind
+from treadle.ir.placement import Placement
+from treadle.ir.program import OpKind
+
+
+class Need(NamedTuple):
+    """One of `kinds`, `step` stages along the pipe."""
+
+    kinds: tuple[Kind, ...]
+    step: int
+
+
+_GRADIENT = (Kind.B, Kind.I)  # either makes the input gradient that the stage before waits for
+
+RULE: dict[Kind, tuple[Need, ...]] = {
+    Kind.F: (Need((Kind.F,), -1),),
+    Kind.B: (Need((Kind.F,), 0), Need(_GRADIENT, +1)),
+    Kind.I: (Need((Kind.F,), 0), Need(_GRADIENT, +1)),
+    Kind.W: (Need((Kind.I,), 0),),
+}
+
+
+def needs(placement: Placement, rank: int, action: Action) -> list[tuple[int, tuple[Action, ...]]]:
+    """What an action needs: for each need the rank it happens on, and the actions any of which fills it."""
+    found = []
+    for need in RULE[action.kind]:
+        place = placement.neighbour(rank, action.chunk, need.step)
+        if place is not None:
+            peer, chunk = place
+            found.append((peer, tuple(Action(kind, action.mb, chunk) for kind in need.kinds)))
+    return found
+
+
+# The same rule inside a layer: the parts of a forward and of a backward, each needing the one before it.
+FORWARD = (
+    OpKind.ATTN_F,
+    OpKind.COUNTS,
+    OpKind.HOST,
+    OpKind.DISPATCH_F,
+    OpKind.MLP_F,
+    OpKind.COMBINE_F,
+)
+BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
+WEIGHT_OF = {
+    OpKind.W: OpKind.I,
+    OpKind.MLP_W: OpKind.MLP_B,
+    OpKind.ATTN_W: OpKind.ATTN_B,
+    OpKind.HEAD_W: OpKind.HEAD_B,
+}

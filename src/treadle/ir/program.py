@@ -1,0 +1,323 @@
+"""A Program: ops on lanes, for every rank, in columns.
+
+A lane is an in-order queue. Ops are stored lane by lane, in order, so the op before `i` on its lane is `i - 1`
+unless `i` opens the lane. What an op waits for besides is in `dep`: a compressed list of op indices for each op,
+where NEVER stands for something that no op provides. Lanes of one group do their ops together: the k-th op of each
+with the k-th of the others, a send with its receive, a collective with its like on every member.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.ir.placement import Placement
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Longs: TypeAlias = npt.NDArray[np.int64]
+Shorts: TypeAlias = npt.NDArray[np.int16]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+NEVER = -1
+
+
+class OpKind(IntEnum):
+    """What an op does. The first four are whole actions (the grain of cells), then parts of them and messages.
+
+    H2D, BROADCAST and RELOAD are a weight update: a bucket to its source's device, to all devices, and into the served
+    model. EMBED and HEAD are what the first stage has before its layers and the last behind them; the loss is HEAD's.
+    """
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741 - the field's own name
+    W = 3
+    SEND_F = 4
+    SEND_B = 5
+    RECV_F = 6
+    RECV_B = 7
+    ATTN_F = 8
+    COUNTS = 9
+    HOST = 10
+    DISPATCH_F = 11
+    MLP_F = 12
+    COMBINE_F = 13
+    COMBINE_B = 14
+    MLP_B = 15
+    DISPATCH_B = 16
+    ATTN_B = 17
+    MLP_W = 18
+    ATTN_W = 19
+    OFFLOAD = 20
+    ONLOAD = 21
+    REDUCE_GRAD = 22
+    H2D = 23
+    BROADCAST = 24
+    RELOAD = 25
+    EMBED_F = 26
+    EMBED_B = 27
+    HEAD_F = 28
+    HEAD_B = 29
+    HEAD_W = 30
+
+    @property
+    def is_send(self) -> bool:
+        """Does it hand a message to a peer."""
+        return self in (OpKind.SEND_F, OpKind.SEND_B)
+
+    @property
+    def is_recv(self) -> bool:
+        """Does it take a message from a peer."""
+        return self in (OpKind.RECV_F, OpKind.RECV_B)
+
+
+class LaneKind(IntEnum):
+    """What a lane is a queue of. A rank has one SEND and one RECV lane for each peer, one at most of the others."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECV = 2
+    EP = 3
+    OUT = 4
+    IN = 5
+    DP = 6
+    HOST = 7
+    H2D = 8
+    BROADCAST = 9
+    RELOAD = 10
+
+
+LANE_OF: dict[OpKind, LaneKind] = {
+    **dict.fromkeys((OpKind.F, OpKind.B, OpKind.I, OpKind.W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.MLP_W, OpKind.ATTN_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
+    **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
+    **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
+    **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), LaneKind.EP),
+    OpKind.HOST: LaneKind.HOST,
+    OpKind.OFFLOAD: LaneKind.OUT,
+    OpKind.ONLOAD: LaneKind.IN,
+    OpKind.REDUCE_GRAD: LaneKind.DP,
+    OpKind.H2D: LaneKind.H2D,
+    OpKind.BROADCAST: LaneKind.BROADCAST,
+    OpKind.RELOAD: LaneKind.RELOAD,
+}
+"""The lane that each kind of op runs on."""
+
+UPDATE = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
+"""The ops of a weight update."""
+
+EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
+HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
+"""Ops of the first and of the last stage that belong to no layer."""
+
+COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.BROADCAST)
+"""The lanes that have a communicator, and so a place in their rank's launch order."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """An in-order queue of a rank; `peer` is the other end of its channel, or -1."""
+
+    rank: int
+    kind: LaneKind
+    peer: int
+
+    @property
+    def name(self) -> str:
+        """Without the rank: `compute`, `send to rank 3`."""
+        if self.kind in (LaneKind.SEND, LaneKind.RECV):
+            preposition = "to" if self.kind is LaneKind.SEND else "from"
+            return f"{self.kind.name.lower()} {preposition} rank {self.peer}"
+        return self.kind.name.lower()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.name}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op as a person sees it."""
+
+    index: int
+    kind: OpKind
+    lane: Lane
+    mb: int
+    chunk: int
+    layer: int
+    cell: int
+
+    @property
+    def label(self) -> str:
+        """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`; of an update `reload 0.3`."""
+        if self.kind <= OpKind.RECV_B:
+            return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
+        if self.kind in UPDATE:
+            return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
+        if self.kind is OpKind.REDUCE_GRAD:
+            return f"reduce_grad .{self.chunk}"
+        if self.kind in EMBEDDING or self.kind in HEAD:
+            return f"{self.kind.name.lower()} {self.mb}.{self.chunk}"
+        return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"
+
+    def __str__(self) -> str:
+        if self.kind.is_send:
+            return f"send {self.label} to rank {self.lane.peer}"
+        if self.kind.is_recv:
+            return f"receive {self.label} from rank {self.lane.peer}"
+        return self.label
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the labels of a Program's ops refer to: the pipeline, its layers, and the mesh it is spread over.
+
+    `layers[stage]` is 0 at the grain of cells. `forward` and `backward` are the parts of a layer in order, at the
+    grain of cells (F) and (B). `saved` says what a part's forward leaves in memory until its weight half ends (or its
+    backward, where that is not split); `kept` is the fraction that stays between the two. Ranks are numbered
+    `(pp * dp + d) * ep + e`.
+
+    `embedding`: the first stage has EMBED ops before its layers. `head`: the last has HEAD ops, which end in the loss,
+    behind them; their weight half is apart where `weights` has HEAD_W.
+
+    A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
+    round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
+    and `cell` the bucket's place in the order of broadcast.
+    """
+
+    placement: Placement
+    num_mb: int
+    layers: tuple[int, ...]
+    forward: tuple[OpKind, ...]
+    backward: tuple[OpKind, ...]
+    weights: tuple[OpKind, ...]
+    ep: int = 1
+    dp: int = 1
+    saved: dict[OpKind, int] = field(default_factory=dict)
+    kept: float = 1.0
+    embedding: bool = False
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers and min(self.layers) == 0 < max(self.layers):
+            raise ValueError(
+                f"layers are 0 for every stage (the grain of cells) or at least 1 for each, got {self.layers}"
+            )
+
+    @property
+    def max_layers(self) -> int:
+        """Layers of the deepest stage; at the grain of cells 1."""
+        return max(1, *self.layers)
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines side by side."""
+        return self.ep * self.dp
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipelines."""
+        return self.placement.pp * self.num_replicas
+
+    @property
+    def by_layer(self) -> bool:
+        """Is this the grain of layers, not of cells."""
+        return max(self.layers) > 0
+
+    @property
+    def is_update(self) -> bool:
+        """Is this a weight update, not a training step."""
+        return not self.forward
+
+
+_OP_COLUMNS = ("kind", "mb", "chunk", "layer", "cell", "launch", "size_bytes", "joined")
+_LANE_COLUMNS = ("lane_ptr", "lane_rank", "lane_kind", "lane_peer", "lane_group")
+COLUMNS = (*_OP_COLUMNS, *_LANE_COLUMNS, "dep_ptr", "dep")
+"""The arrays of a Program, in the order they are stored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Columns over ops, columns over lanes, and dependencies.
+
+    `cell[i]`: which cell of its rank's row an op runs in or beside (a send with its maker, a receive with its reader),
+    or -1.
+    `joined[i]`: op i starts and ends together with op i - 1 of its lane (the halves of an overlapped cell).
+    `launch[i]`: the op's place in the order in which its rank launches communication, or -1.
+    `lane_group[l]`: lanes of one group do their ops together; -1 for a lane on its own.
+    """
+
+    layout: Layout
+    kind: Bytes
+    mb: Ints
+    chunk: Shorts
+    layer: Shorts
+    cell: Ints
+    launch: Ints
+    size_bytes: Longs
+    joined: Bools
+    lane_ptr: Longs
+    lane_rank: Ints
+    lane_kind: Bytes
+    lane_peer: Ints
+    lane_group: Ints
+    dep_ptr: Longs
+    dep: Ints
+
+    @property
+    def num_ops(self) -> int:
+        """Ops over all ranks."""
+        return len(self.kind)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes over all ranks."""
+        return len(self.lane_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have lanes."""
+        return int(self.lane_rank.max(initial=-1)) + 1
+
+    @cached_property
+    def lane_of(self) -> Ints:
+        """The lane of each op."""
+        return np.repeat(np.arange(self.num_lanes, dtype=np.int32), np.diff(self.lane_ptr))
+
+    @cached_property
+    def groups(self) -> tuple[Longs, Ints]:
+        """The lanes of each group, compressed; within a group in the order of the lanes."""
+        grouped = np.flatnonzero(self.lane_group >= 0).astype(np.int32)
+        order = np.argsort(self.lane_group[grouped], kind="stable")
+        count = np.bincount(self.lane_group[grouped], minlength=int(self.lane_group.max(initial=-1)) + 1)
+        return np.r_[0, np.cumsum(count)].astype(np.int64), grouped[order]
+
+    def lane(self, index: int) -> Lane:
+        """A lane as a person sees it."""
+        return Lane(int(self.lane_rank[index]), LaneKind(int(self.lane_kind[index])), int(self.lane_peer[index]))
+
+    def op(self, index: int) -> Op:
+        """An op as a person sees it."""
+        lane = int(np.searchsorted(self.lane_ptr, index, side="right")) - 1
+        return Op(
+            index,
+            OpKind(int(self.kind[index])),
+            self.lane(lane),
+            int(self.mb[index]),
+            int(self.chunk[index]),
+            int(self.layer[index]),
+            int(self.cell[index]),
+        )
+
+    def deps(self, index: int) -> list[int]:
+        """What an op waits for besides its lane."""
+        return [int(d) for d in self.dep[self.dep_ptr[index] : self.dep_ptr[index + 1]]]

@@ -1,0 +1,145 @@
+"""A Schedule: for each rank its cells in order, with the Placement that says what the chunks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.ir.action import Action, Cell, Kind, Pair
+from treadle.ir.placement import Placement
+
+Channel: TypeAlias = tuple[int, int]
+"""An ordered pair of ranks: what the first sends, the second receives."""
+
+Row: TypeAlias = tuple[Cell, ...]
+
+
+MOST_MICROBATCHES = 1_000_000
+"""In a step; more is a slip of the pen."""
+
+MOST_FORWARDS = 100_000_000
+"""Over all ranks; more does not fit into memory."""
+
+_Ints: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Actions:
+    """The actions of a schedule in columns, rank by rank in row order; what array work reads.
+
+    `cell` is the place in the rank's row; `joined` marks the second half of a pair. An action that the schedule
+    has no place for (its chunk or its micro-batch is too high) has stage -1.
+    """
+
+    kind: _Ints
+    mb: _Ints
+    chunk: _Ints
+    rank: _Ints
+    cell: _Ints
+    joined: npt.NDArray[np.bool_]
+    stage: _Ints
+    pipe: _Ints
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank computes, in order.
+
+    Messages follow from the rows: what an action makes for another rank is sent when it is made, and
+    received in the sender's order. `receives` says otherwise for a channel, message by message; a
+    message is named by the action that reads it (F3.1, or B3.1 for the gradient that B or I reads).
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    rows: tuple[Row, ...]
+    receives: Mapping[Channel, tuple[Action, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ValueError(f"a schedule's name is one line of printable text, got {self.name!r}")
+        if not 1 <= self.num_microbatches <= MOST_MICROBATCHES:
+            raise ValueError(f"a step has 1 to {MOST_MICROBATCHES} micro-batches, got {self.num_microbatches}")
+        if self.pp * self.vpp * self.num_microbatches > MOST_FORWARDS:
+            size = f"{self.pp} ranks, {self.vpp} chunks and {self.num_microbatches} micro-batches"
+            raise ValueError(f"a schedule has at most {MOST_FORWARDS} forwards, got {size}")
+        if len(self.rows) != self.placement.pp:
+            raise ValueError(
+                f"a schedule has a row for each of its {self.placement.pp} ranks, got {len(self.rows)} rows"
+            )
+        for (src, dst), labels in self.receives.items():
+            if not (0 <= src < self.pp and 0 <= dst < self.pp and src != dst):
+                raise ValueError(f"no channel {src}>{dst} between {self.pp} ranks")
+            if any(label.kind not in (Kind.F, Kind.B) for label in labels):
+                raise ValueError(f"messages on channel {src}>{dst} are named F or B, got {' '.join(map(str, labels))}")
+        if self.num_microbatches % self.placement.num_pipes:
+            raise ValueError(
+                f"{self.placement.num_pipes} pipes share the micro-batches equally, "
+                f"got {self.num_microbatches}; use {self.num_microbatches + 1}"
+            )
+
+    @property
+    def pp(self) -> int:
+        """Number of ranks."""
+        return self.placement.pp
+
+    @property
+    def vpp(self) -> int:
+        """Number of chunks on each rank."""
+        return self.placement.vpp
+
+    @property
+    def microbatches_per_pipe(self) -> int:
+        """Micro-batches are numbered from 0 in each pipe."""
+        return self.num_microbatches // self.placement.num_pipes
+
+    @property
+    def num_cells(self) -> int:
+        """Cells over all ranks; an overlapped pair is one."""
+        return sum(map(len, self.rows))
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of a rank in order; a pair's forward before its backward."""
+        for cell in self.rows[rank]:
+            yield from cell.actions
+
+    @cached_property
+    def columns(self) -> Actions:
+        """The same rows as arrays; made once."""
+        num_actions = [_actions_in(row) for row in self.rows]
+        per_cell = np.concatenate(num_actions)
+        flat = chain.from_iterable(chain.from_iterable(map(_flat, self.rows, num_actions)))
+        kind, mb, chunk = np.fromiter(flat, np.int32, 3 * int(per_cell.sum())).reshape(-1, 3).T.copy()
+        rank = np.repeat(np.arange(self.pp, dtype=np.int32), [n.sum() for n in num_actions])
+        cells = np.concatenate([np.arange(len(row), dtype=np.int32) for row in self.rows])
+        cell = np.repeat(cells, per_cell)
+        joined = np.ones(len(kind), bool)
+        joined[np.cumsum(per_cell) - per_cell] = False
+        known = (chunk >= 0) & (mb >= 0) & (chunk < self.vpp) & (mb < self.microbatches_per_pipe)
+        safe = np.where(known, chunk, 0)
+        stage = np.where(known, np.array(self.placement.stages, np.int32)[rank, safe], -1).astype(np.int32)
+        pipe = np.array(self.placement.pipes, np.int32)[safe]
+        return Actions(kind, mb, chunk, rank, cell, joined, stage, pipe)
+
+
+def _actions_in(row: Row) -> _Ints:
+    """How many actions each cell has. An Action is a tuple of 3, a Pair one of 2, and `len` is quick to ask."""
+    lengths = np.fromiter(map(len, row), np.int32, len(row))
+    return np.where(lengths == len(Pair._fields), 2, 1).astype(np.int32)
+
+
+def _flat(row: Row, num_actions: _Ints) -> Iterable[Iterable[int]]:
+    """The actions of a row. One without pairs is that already."""
+    if num_actions.max(initial=1) == 1:
+        return cast(Iterable[Action], row)
+    return [action for cell in row for action in cell.actions]

@@ -1,0 +1,204 @@
+"""The text form of a schedule: a row a rank, after `#` lines that let it be read back.
+
+    # treadle-schedule 1
+    # name: 1f1b
+    # placement: loop
+    # pp: 2
+    # vpp: 1
+    # microbatches: 2
+    0: F0.0 F1.0 B0.0 B1.0
+    1: F0.0 B0.0 F1.0 B1.0
+
+`parse(dump(s)) == s`. Rows alone are read too, with what the missing lines would have said taken from the
+rows or from the caller. `##` starts a comment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from treadle.ir.action import Action, Cell, Kind, Pair
+from treadle.ir.former import renamed
+from treadle.ir.placement import Placement
+from treadle.ir.portable import PortableError
+from treadle.ir.schedule import Channel, Row, Schedule
+
+MAGIC = "# treadle-schedule 1"
+KEYS = ("name", "placement", "pp", "vpp", "microbatches", "receive")
+
+_HEADER = re.compile(r"# ([a-z_-]+)(?: ([0-9]+)>([0-9]+))?:(?: |$)(.*)")
+_ROW = re.compile(r"([0-9]+):(.*)")
+_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,2})")
+_PAIR = re.compile(r"\((F[^|]*)\|(B[^|]*)\)")
+
+
+class ParseError(PortableError, ValueError):
+    """What is wrong with a text, and where: the line is shown with a caret under the place."""
+
+    def __init__(self, message: str, source: str, line_number: int, line: str, column: int) -> None:
+        self.message, self.line_number, self.column = message, line_number, column
+        start = max(0, column - 60)
+        shown = line[start : start + 100]
+        super().__init__(f"{source}:{line_number}:{column + 1}: {message}\n  {shown}\n  {' ' * (column - start)}^")
+
+
+def dump(schedule: Schedule, *, header: bool = True) -> str:
+    """The rows as text, with the lines that make it read back unless `header` is False."""
+    lines = list(_header_lines(schedule)) if header else []
+    lines += [f"{rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(schedule.rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _header_lines(schedule: Schedule) -> Iterator[str]:
+    yield MAGIC
+    yield f"# name: {schedule.name}"
+    yield f"# placement: {schedule.placement.name}"
+    yield f"# pp: {schedule.pp}"
+    yield f"# vpp: {schedule.vpp}"
+    yield f"# microbatches: {schedule.num_microbatches}"
+    for (src, dst), labels in sorted(schedule.receives.items()):
+        yield f"# receive {src}>{dst}: {' '.join(map(str, labels))}".rstrip()
+
+
+def parse_action(text: str) -> Action | None:
+    """An action from its token, or None if it is not one."""
+    match = _ACTION.fullmatch(text)
+    return Action(Kind[match[1]], int(match[2]), int(match[3])) if match else None
+
+
+def parse_cell(text: str) -> Cell | None:
+    """A cell from its token, or None if it is not one."""
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return parse_action(text)
+    forward, backward = parse_action(match[1]), parse_action(match[2])
+    return Pair(forward, backward) if forward and backward else None
+
+
+@dataclass
+class _Reader:
+    """Collects what the lines say; `finish` puts it together."""
+
+    source: str
+    strict: bool
+    values: dict[str, str] = field(default_factory=dict)
+    receives: dict[Channel, tuple[Action, ...]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    number: int = 0
+    line: str = ""
+
+    def error(self, message: str, column: int = 0) -> ParseError:
+        return ParseError(message, self.source, self.number, self.line, column)
+
+    def read(self, number: int, line: str) -> None:
+        self.number, self.line = number, line
+        if line.startswith("#"):
+            self._read_header(line)
+        elif line.strip():
+            self._read_row(line)
+
+    def _read_header(self, line: str) -> None:
+        match = _HEADER.fullmatch(line)
+        if match is None and self.strict and not line.startswith("##"):
+            raise self.error(f"not a line of a schedule: they are '# key: value' with {', '.join(KEYS)}; '##' comments")
+        if match is None or (match[1] not in KEYS and not self.strict):
+            return
+        key, value = match[1], match[4]
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KEYS)}"
+            raise self.error(f"{key!r} is not a line of a schedule; {hint} ('##' starts a comment)", 2)
+        if (key == "receive") != (match[2] is not None):
+            raise self.error("a channel is written '# receive 0>1: F0.0 ...', and only there", 2)
+        if key == "receive":
+            channel = (int(match[2]), int(match[3]))
+            if channel in self.receives:
+                raise self.error(f"receives of channel {match[2]}>{match[3]} were given above", 2)
+            self.receives[channel] = tuple(self._labels(match.start(4)))
+        elif self.values.setdefault(key, value) != value:
+            raise self.error(f"{key} was given as {self.values[key]!r} above", match.start(4))
+
+    def _read_row(self, line: str) -> None:
+        match = _ROW.fullmatch(line)
+        if match is None:
+            raise self.error("expected a row such as '0: F0.0 B0.0'")
+        if int(match[1]) != len(self.rows):
+            raise self.error(f"expected the row of rank {len(self.rows)}, got rank {match[1]}")
+        cells = []
+        for token, column in _tokens(line, match.start(2)):
+            cell = parse_cell(token)
+            if cell is None:
+                raise self.error(f"{token!r} is not a cell; cells are {_CELLS}", column + _junk(token))
+            cells.append(cell)
+        self.rows.append(tuple(cells))
+
+    def _labels(self, start: int) -> Iterator[Action]:
+        for token, column in _tokens(self.line, start):
+            action = parse_action(token)
+            if action is None or action.kind not in (Kind.F, Kind.B):
+                raise self.error(f"{token!r} is not a message; messages are F0.0 or B0.0", column)
+            yield action
+
+    def finish(self, placement: str | None) -> Schedule:
+        absent = [key for key in KEYS[1:5] if self.strict and key not in self.values]
+        if absent:
+            raise ValueError(f"{self.source}: '# {absent[0]}: ...' is missing after '{MAGIC}'")
+        if not self.rows:
+            raise ValueError(f"{self.source}: no rows; a schedule has a line such as '0: F0.0 B0.0' for each rank")
+        actions = [action for row in self.rows for cell in row for action in cell.actions]
+        vpp = self._integer("vpp", 1 + max((a.chunk for a in actions), default=0))
+        pp = self._integer("pp", len(self.rows))
+        if pp != len(self.rows):
+            raise ValueError(f"{self.source}: the header says pp {pp}, but there are {len(self.rows)} rows")
+        try:
+            where = Placement.parse(self.values.get("placement", placement or "loop"), pp, vpp)
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from None
+        seen = 1 + max((a.mb for a in actions), default=0)
+        num = self._integer("microbatches", seen * where.num_pipes)
+        name = self.values.get("name", "custom")
+        try:
+            return Schedule(name, where, num, tuple(self.rows), self.receives)
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from None
+
+    def _integer(self, key: str, default: int) -> int:
+        text = self.values.get(key, str(default))
+        if re.fullmatch(r"[1-9][0-9]*", text) is None:
+            raise ValueError(f"{self.source}: {key} is a whole number from 1, got {text!r}")
+        return int(text)
+
+
+_CELLS = "F0.0, B0.0, I0.0, W0.0 or (F1.0|B0.0), micro-batches to 999999 and chunks to 999"
+
+
+def _tokens(line: str, start: int) -> Iterator[tuple[str, int]]:
+    for match in re.compile(r"\S+").finditer(line, start):
+        yield match[0], match.start()
+
+
+def _junk(token: str) -> int:
+    """Where in a token that is no cell the trouble begins: after the longest good beginning."""
+    good = _ACTION.match(token)
+    if good is not None:
+        return good.end()
+    closing = token.find(")")
+    return closing + 1 if closing >= 0 and parse_cell(token[: closing + 1]) is not None else 0
+
+
+def parse(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
+    """Reads the text form. `placement` is used only where the text does not name one."""
+    lines = [f"# {renamed(line[2:])}" if line.startswith("# ") else line for line in text.splitlines()]
+    versions = [line for line in lines if line.startswith("# treadle-schedule")]
+    if versions and versions != [MAGIC]:
+        raise ValueError(
+            f"{source}: {versions[-1][2:]!r} is not a form this version reads; it reads {MAGIC[2:]!r}, once"
+        )
+    reader = _Reader(source, strict=bool(versions))
+    for number, line in enumerate(lines, start=1):
+        if line != MAGIC:
+            reader.read(number, line)
+    return reader.finish(placement)

@@ -1,0 +1,43 @@
+"""A Trace: when each op of a Program started and ended. Predicted by the simulator or measured by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treadle.ir.program import Longs, Program
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What a time is counted in: `ticks` of it make one `unit`, which is what people read."""
+
+    unit: str
+    ticks: int
+
+    def show(self, ticks: float) -> float:
+        """Ticks in units; whole where it is whole."""
+        value = ticks / self.ticks
+        return int(value) if value == int(value) else value
+
+
+MICROSECONDS = Clock("us", 1000)
+"""Real time: a tick is a nanosecond, people read microseconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured."""
+
+    program: Program
+    start: Longs
+    end: Longs
+    clock: Clock = MICROSECONDS
+    about: str = ""
+    measured: bool = False
+
+    @property
+    def makespan(self) -> int:
+        """From the first start to the last end."""
+        if not len(self.end):
+            return 0
+        return int(self.end.max() - self.start.min())

@@ -1,0 +1,15 @@
+"""Mixture-of-experts layers whose exchange runs beside other computation.
+
+    layer = treadle.moe.MoELayer(width=512, hidden=1024, num_experts=8, top_k=2, ep=2)
+
+`Router` chooses experts, `Experts` are a rank's own, `EXCHANGES` are the ways of tokens to experts and back, `MoELayer`
+puts them together as segments. `Exchange` moves rows, for a layer of your own.
+"""
+
+from treadle.moe.exchanges import EXCHANGES, TokenExchange
+from treadle.moe.experts import Experts
+from treadle.moe.layer import MoELayer
+from treadle.moe.router import Router, Routing
+from treadle.runtime.exchange import Exchange
+
+__all__ = ["EXCHANGES", "Exchange", "Experts", "MoELayer", "Router", "Routing", "TokenExchange"]

@@ -1,0 +1,49 @@
+"""Rows by an uneven all-to-all. Gates stay where their tokens are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from treadle.moe.router import Routing
+from treadle.runtime.exchange import Exchange
+
+
+class AllToAll(Exchange):
+    """A row travels for each of a token's experts, once all know how many."""
+
+    counted = True
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+
+    def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """A row for each (token, choice), in the order in which they travel."""
+        return tokens[_token(routing)]
+
+    def count(self, routing: Routing) -> Routing:
+        """Tells every rank how many rows it will get."""
+        return replace(routing, arriving=self.counts(routing.counts))
+
+    def wait(self, routing: Routing) -> Routing:
+        """Brings the numbers to the host, which a dispatch needs to make room."""
+        assert routing.arriving is not None
+        send = routing.counts.reshape(self.size, -1).sum(1).tolist()
+        return replace(routing, send=send, rows=routing.arriving.reshape(self.size, -1).tolist())
+
+    def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
+        """Rows to the ranks of their experts."""
+        return self.swap(leaving, routing.send, routing.receive), gates, routing
+
+    def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
+        """Rows back to their tokens' ranks, and there into the tokens' sums."""
+        back = self.swap(made, routing.receive, routing.send)
+        weighted = back * gates.reshape(-1)[routing.order].unsqueeze(-1)
+        token = _token(routing).unsqueeze(-1).expand_as(weighted)
+        return weighted.new_zeros(len(routing.chosen), weighted.shape[-1]).scatter_add(0, token, weighted)
+
+
+def _token(routing: Routing) -> Tensor:
+    """The token of each row."""
+    return routing.order // routing.chosen.shape[-1]

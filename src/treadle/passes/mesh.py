@@ -1,0 +1,61 @@
+"""A pipeline spread over a mesh: every GPU a rank of its own, expert groups and data-parallel groups joined.
+
+Ranks are numbered (pp * dp + d) * ep + e. Pipelines with the same d share their experts, so the EP lanes of a pp
+are a group over e; gradients are summed over all pipelines, so the DP lanes of a pp are a group over d and e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from treadle.ir.program import Ints, LaneKind, Program
+
+
+def spread(program: Program, *, ep: int, dp: int) -> Program:
+    """`ep * dp` copies of a pipeline, side by side."""
+    num, size = ep * dp, program.num_ops
+    if num == 1:
+        return program
+
+    copy = np.arange(num, dtype=np.int32)
+    which = np.repeat(copy, program.num_lanes)
+    lane_pp = np.tile(program.lane_rank, num)
+    peer = np.tile(program.lane_peer, num)
+    starts = program.lane_ptr[:-1] + np.int64(size) * copy[:, None]
+    deps = np.diff(program.dep_ptr)
+    shift = np.repeat(copy * np.int32(size), len(program.dep))
+    dep = np.tile(program.dep, num)
+    return replace(
+        program,
+        layout=replace(program.layout, ep=ep, dp=dp),
+        **{name: np.tile(getattr(program, name), num) for name in ("kind", "mb", "chunk", "layer", "cell", "launch")},
+        size_bytes=np.tile(program.size_bytes, num),
+        joined=np.tile(program.joined, num),
+        lane_ptr=np.append(starts.reshape(-1), num * size),
+        lane_rank=(lane_pp * num + which).astype(np.int32),
+        lane_kind=np.tile(program.lane_kind, num),
+        lane_peer=np.where(peer < 0, peer, peer * num + which).astype(np.int32),
+        lane_group=_groups(program, which, ep, num),
+        dep_ptr=np.r_[0, np.cumsum(np.tile(deps, num))].astype(np.int64),
+        dep=np.where(dep < 0, dep, dep + shift).astype(np.int32),
+    )
+
+
+def _groups(program: Program, which: Ints, ep: int, num: int) -> Ints:
+    """Channels are copied; EP lanes meet within an expert group, DP lanes over all copies."""
+    kind, pp = np.tile(program.lane_kind, num), np.tile(program.lane_rank, num)
+    group = np.tile(program.lane_group, num)
+    num_groups = int(program.lane_group.max(initial=-1)) + 1
+    num_pp = int(program.lane_rank.max(initial=-1)) + 1
+    own = np.where(group < 0, group, group + which * num_groups)
+    first_ep = num_groups * num
+    experts = first_ep + pp * (num // ep) + which // ep if ep > 1 else own
+    first_dp = first_ep + num_pp * (num // ep)
+    reduces = first_dp + np.where(group < 0, pp, group)  # copies of a stage on two ranks are a group already
+    chosen = np.select([kind == LaneKind.EP, kind == LaneKind.DP], [experts, reduces], own)
+    _, numbered = np.unique(chosen[chosen >= 0], return_inverse=True)
+    result = np.full(len(chosen), -1, np.int32)
+    result[chosen >= 0] = numbered
+    return result

@@ -1,0 +1,112 @@
+"""One end of a channel: what one rank sends another, in order, over a communicator of their own.
+
+Nothing depends on tags: the k-th message sent is the k-th received, and the verifier has seen that these have the
+same name. A receive's tensors are made when it is posted and belong to its reader; how many are posted ahead the
+Program says. A sent tensor stays alive until its send has ended, which is asked when a later message leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.runtime.boundary import Boundary
+from treadle.runtime.device import Wait
+from treadle.runtime.groups import CLOSED, Group, close_group
+
+Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
+
+
+_LEAVING = 4
+"""Tensors that may be on their way at once, besides those of the last message, whose receive may not be posted yet."""
+
+
+class _Leaving(NamedTuple):
+    """A message on its way. Its tensors must stay as they are until it has left: `versions` tell if they did."""
+
+    told: str
+    tensors: list[Tensor]
+    versions: list[int]
+    works: list[dist.Work]
+
+
+class Channel:
+    """The communicator of one direction between this rank and a peer, who has `place` in it.
+
+    Its messages are made on `device`.
+    """
+
+    def __init__(self, group: Group, place: int, device: torch.device, wait: Wait) -> None:
+        self.group, self.place, self.device, self.wait = group, place, device, wait
+        self._leaving: deque[_Leaving] = deque()
+        self._num_leaving = 0
+
+    def send(self, tensors: Sequence[Tensor], told: str) -> None:
+        """Launches a message, and waits for earlier ones so that few stay alive. `told` is what errors call it."""
+        if not tensors:
+            return
+        sent = [tensor.contiguous() for tensor in tensors]
+        works = [self.group.send([tensor], self.place, 0) for tensor in sent]
+        self._leaving.append(_Leaving(told, sent, versions(sent), works))
+        self._num_leaving += len(works)
+        while self._num_leaving > _LEAVING and len(self._leaving) > 1:
+            self._wait_for_oldest()
+
+    def drain(self) -> None:
+        """Waits until everything sent has left."""
+        while self._leaving:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        message = self._leaving.popleft()
+        self._num_leaving -= len(message.works)
+        for work in message.works:
+            self.wait(work)
+        refuse_reused(message.tensors, message.versions, message.told)
+
+    def post(self, boundary: Boundary) -> Posted:
+        """Launches the receive of a message."""
+        tensors = tuple([spec.empty(self.device) for spec in boundary])
+        return tensors, [self.group.recv([tensor], self.place, 0) for tensor in tensors]
+
+    def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
+        """The message, once it is there."""
+        tensors, works = posted
+        for work in works:
+            self.wait(work)
+        return tensors
+
+    def send_header(self, header: Tensor) -> None:
+        """Tells the reader what the messages of a stage will be like."""
+        self.send([header.to(self.device)], "a header")
+
+    def receive_header(self, size: int) -> Tensor:
+        """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
+        header = torch.empty(size, dtype=torch.int64, device=self.device)
+        self.wait(self.group.recv([header], self.place, 0))
+        return header
+
+    def close(self) -> None:
+        """Gives the communicator back, and forgets what did not leave."""
+        group, self.group = self.group, CLOSED
+        self._leaving.clear()
+        close_group(group)
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor's memory was written to, as autograd counts it; views of one memory count together."""
+    return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
+
+
+def refuse_reused(tensors: Sequence[Tensor], before: Sequence[int], told: str) -> None:
+    """Raises ValueError if tensors were written to since they had these versions."""
+    if versions(tensors) != before:
+        raise ValueError(
+            f"{told} was written to before it was sent on or read: the stage uses the memory of an output again, for "
+            "another micro-batch; return a tensor of its own for each micro-batch, for example buffer.clone()"
+        )

@@ -1,0 +1,57 @@
+"""Ranks' clocks as one: hosts' clocks are compared by asking back and forth and believing the quickest answer."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from time import perf_counter_ns
+
+import torch
+
+from treadle.runtime.groups import Circle
+
+_PINGS = 16
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_number() -> int:
+    """A number for this host since it was started; ranks with the same one share a clock."""
+    boot = _BOOT.read_bytes() if _BOOT.exists() else b""
+    return int.from_bytes(hashlib.sha256(boot).digest()[:7], "big") if boot else 0
+
+
+def clock_offset(circle: Circle, device: torch.device) -> int:
+    """What to add to this rank's times to have them on the clock of the circle's first rank. All of it ask."""
+    hosts = circle.all_gather(torch.tensor([host_number()], dtype=torch.int64, device=device))
+    offset = 0
+    for other in range(1, len(hosts)):
+        if bool(hosts[other] == hosts[0]) and int(hosts[0]) != 0:
+            continue
+        if circle.at == 0:
+            _ask(circle, other, device)
+        elif circle.at == other:
+            offset = _answer(circle, device)
+    return offset
+
+
+def _ask(circle: Circle, other: int, device: torch.device) -> None:
+    """Asks for the other's time again and again, and tells it what the quickest answer says about its clock."""
+    message = torch.zeros(1, dtype=torch.int64, device=device)
+    answers = []
+    for _ in range(_PINGS):
+        asked = perf_counter_ns()
+        circle.send(message, other)
+        circle.recv(message, other)
+        took = perf_counter_ns() - asked
+        answers.append((took, asked + took // 2 - int(message)))
+    circle.send(torch.tensor([min(answers)[1]], dtype=torch.int64, device=device), other)
+
+
+def _answer(circle: Circle, device: torch.device) -> int:
+    message = torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(_PINGS):
+        circle.recv(message, 0)
+        message.fill_(perf_counter_ns())
+        circle.send(message, 0)
+    circle.recv(message, 0)
+    return int(message)

@@ -1,0 +1,98 @@
+"""The exchange of rows between the ranks of an expert group, as autograd sees it.
+
+An `Exchange` belongs to a layer but has no state of a micro-batch: what a dispatch did goes from segment to segment as
+a value. Without a group, or in a group of one, rows stay where they are.
+
+A checkpoint must not span an exchange: what it computes again in backward would be sent again, at a moment when other
+ranks are at something else. Inside a segment that computes it is free to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.runtime.groups import Circle
+
+_NOT_IN_BACKWARD = -1
+
+
+class ExchangeError(RuntimeError):
+    """What a wait for the other ranks of the group raised, in its words: none of this rank's own making."""
+
+
+class RankOwned(nn.Module):
+    """A module whose parameters no other rank of its expert group has; their gradients meet only those of the same."""
+
+
+class InParty(nn.Module):
+    """A module that talks to the ranks of an expert group. A Pipeline gives it the group, before its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.party: Circle | None = None
+        self.shared: dict[Any, Any] = {}
+
+    def join(self, party: Circle, shared: dict[Any, Any]) -> None:
+        """Gets the group, and a place for what all that talk to it have in common."""
+        self.party, self.shared = party, shared
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.party.ranks) if self.party is not None else 1
+
+
+class _Swap(torch.autograd.Function):
+    """Rows to their ranks; in backward their gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, party: Circle, send: list[int], receive: list[int]) -> Tensor:
+        ctx.party, ctx.send, ctx.receive = party, send, receive
+        return _swap(party, rows, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _swap(ctx.party, grad, ctx.receive, ctx.send), None, None, None
+
+
+class Exchange(InParty):
+    """Moves rows between the ranks of an expert group."""
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """From how many rows go to each part of each rank, to how many come for each part of this one, from each."""
+        if self.party is None:
+            return counts
+        refuse_in_backward("an exchange of counts")
+        each = [counts.numel() // self.size] * self.size
+        return _swap(self.party, counts.reshape(-1), each, each)
+
+    def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Rows to their ranks, with gradients."""
+        if self.party is None:
+            return rows
+        refuse_in_backward("an exchange of rows")
+        swapped: Tensor = _Swap.apply(rows, self.party, send, receive)  # type: ignore[no-untyped-call]
+        return swapped
+
+
+def refuse_in_backward(what: str) -> None:
+    """Refuses the forward of an exchange while a backward runs: it is being computed again."""
+    if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
+        raise ValueError(
+            f"{what} is computed again in backward: a checkpoint spans it, and what ranks have exchanged they must not "
+            "exchange again; checkpoint only inside what computes, attn and mlp each on their own"
+        )
+
+
+def _swap(party: Circle, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    if sum(send) != len(rows):  # gloo would take it for a broken connection
+        raise ValueError(f"{len(rows)} rows are to be exchanged, but the splits are {send}, {sum(send)} in all")
+    try:
+        return party.swap(rows, send, receive)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ExchangeError(str(error)) from error

@@ -1,0 +1,383 @@
+"""A schedule on real processes: `Pipeline` makes a rank's part of it and runs steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from treadle.costs import UNIT_COSTS, Costs
+from treadle.ir import Schedule
+from treadle.ir.program import Longs, Program
+from treadle.ir.trace import Trace
+from treadle.passes.mesh import spread
+from treadle.plan.running import join_halves
+from treadle.runtime import split
+from treadle.runtime.arrivals import Arrivals
+from treadle.runtime.assembly import (
+    LanesName,
+    Maker,
+    SavedName,
+    bind,
+    check_modules,
+    depth_of,
+    depths,
+    device_in,
+    examine,
+    make_lanes,
+    make_store,
+    plan,
+    plan_forward,
+    reduce_order,
+    segments_in,
+    shape_of,
+)
+from treadle.runtime.batch import StepReport, agree, microbatches, refuse_graph, targets_of
+from treadle.runtime.boundary import Boundary
+from treadle.runtime.chunk import Chunk, LossFn
+from treadle.runtime.clock import clock_offset
+from treadle.runtime.communicators import Communicators
+from treadle.runtime.device import device_of
+from treadle.runtime.executor import Part
+from treadle.runtime.gradients import Gradients
+from treadle.runtime.groups import next_name
+from treadle.runtime.guard import Guard
+from treadle.runtime.layered import has_embedding, is_layered
+from treadle.runtime.meeting import Met, check_copies, meet
+from treadle.runtime.parameters import Parameters
+from treadle.runtime.place import place_in
+from treadle.runtime.recorder import merge
+from treadle.runtime.saved import SavedReport
+from treadle.runtime.seeding import generator_of, step_seed
+from treadle.runtime.split import Split
+from treadle.runtime.walk import Walk
+from treadle.runtime.weave import Weave
+
+
+class Pipeline:
+    """A rank's part of a pipeline that runs `schedule`.
+
+    `stages`: for each of this rank's chunks its module. `mesh`: a DeviceMesh with pp, and perhaps dp and ep.
+    `loss_fn(output, target)`: one number for a micro-batch, on the ranks that hold the last stage.
+    `deadline_s`: how long a rank waits for another before it takes it for lost.
+    `seed`: what randomness in the stages starts from; None leaves it alone.
+    `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
+    `lanes`: where stages' layers name their segments, what they run on (`treadle.runtime.lanes`): thread, paced, serial
+    or virtual; a GPU has streams.
+    `costs`: under which such ops are ordered, and which paced lanes take.
+    `saved`: what becomes of what such layers save for backward: leave it, count it (`report.saved`), or offload it to
+    the host as the Program says: into pinned memory from a GPU, else into a file without a name in `pool_directory`.
+    `address`: where other hosts reach this one, if it is not the address from which this one reaches torch's store.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        *,
+        mesh: DeviceMesh,
+        loss_fn: LossFn,
+        deadline_s: float = 600.0,
+        seed: int | None = 0,
+        boundaries: Mapping[int, Boundary] | None = None,
+        address: str | None = None,
+        lanes: LanesName = "thread",
+        costs: Costs = UNIT_COSTS,
+        saved: SavedName = "leave",
+        pool_directory: Path | None = None,
+    ) -> None:
+        self.place = place_in(mesh)
+        self.device = device_in(stages, mesh)
+        self._control = torch.device("cpu") if self.device.type == "meta" else self.device
+        self.splits: dict[int, Split] = {}
+        self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
+        self._modules = dict(stages)
+        self._lanes, self._costs = lanes, costs
+        self._device = device_of(self.device, self._deadline)
+        self._guard = Guard()
+        name = next_name(self.place)
+        with Arrivals(name, self.place, self._deadline).making():
+            self.talk = Communicators.make(name, self.place, self._deadline, self._device.wait)
+            met = self._meet(schedule, f"{costs!r} {saved}")
+            self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
+            self._shape = shape_of(self._modules, met, self.schedule, saved)
+            reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
+            self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
+            self.talk.connect(self.program, self.device)
+            bind(self._modules, self.talk)
+            self._guard.program = self.program
+            if dist.get_backend() != "fake":
+                self._guard.join(self.talk, deadline_s, self._control, address)
+        with self._guard.making(all_refuse=True):
+            order = [c for c in reduce_order(self.program, self.place.pp_rank) if c in self._modules]
+            self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
+            check_copies(self.talk, self._modules, self.gradients, self._control)
+        with self._guard.making():
+            self._store = make_store(self._modules, saved, self.device, pool_directory)
+            maker = self._maker = Maker(
+                schedule=self.schedule,
+                place=self.place,
+                shape=self._shape,
+                splits=self.splits,
+                depths=depths(met, schedule),
+                device=self.device,
+                seed=seed,
+                loss_fn=loss_fn,
+                boundaries=boundaries or {},
+                store=self._store,
+            )
+            self.stages = maker.chunks(self._modules)
+        self._boundaries = maker.incoming(self.stages)
+        self._parameters = Parameters(self._modules)
+        self._evaluating: dict[int, Chunk] = {}
+        self._evaluated: dict[int, Boundary] = {}
+        self._last: Walk | Weave | None = None
+        self._closed = False
+        self.report: StepReport | None = None
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, schedule: Schedule, terms: str) -> Met:
+        """Holds this rank's modules against the schedule, and what the other ranks have."""
+        problem: ValueError | None = None
+        modules, chunks = self._modules, range(schedule.vpp)
+        try:
+            check_modules(modules, schedule, self.place)
+            self.splits = examine(modules, schedule)
+        except ValueError as error:
+            problem = error
+        can = [self.splits[c].possible if c in self.splits else True for c in chunks]
+        layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
+        layered = [c in modules and is_layered(modules[c]) for c in chunks]
+        embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
+        segments = segments_in(modules)
+        return meet(self.talk, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
+
+    @cached_property
+    def _with_reduce(self) -> Walk | Weave:
+        return self._make_walk(self.program, self._ticks, self.stages, self._boundaries)
+
+    @cached_property
+    def _without_reduce(self) -> Walk | Weave:
+        planned = plan(self.schedule, self._shape, self._costs, reduce=False)
+        return self._make_walk(*planned, self.stages, self._boundaries)
+
+    @cached_property
+    def _forward(self) -> Walk | Weave:
+        """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
+        planned = plan_forward(self.schedule, self._shape, self._costs, self.program)
+        self._evaluating = self._maker.evaluating(self._modules)
+        return self._make_walk(*planned, self._evaluating, self._evaluated)
+
+    def _make_walk(
+        self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
+    ) -> Walk | Weave:
+        part = Part(
+            program,
+            self.place.pp_rank,
+            stages,
+            self.talk.outgoing,
+            self.talk.incoming,
+            self.gradients,
+            self.place.neighbour,
+            boundaries,
+        )
+        if self._shape is None:
+            return Walk(part, self._device)
+        deadline_s = self._deadline.total_seconds()
+        return Weave(part, ticks, partial(make_lanes, self._lanes, self._device, ticks, deadline_s))
+
+    # -- running it --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        num_tokens: float | None = None,
+        reduce: bool = True,
+    ) -> Tensor:
+        """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
+
+        `inputs` are needed where the first stage is, `targets` where the last is: a tensor that is cut into
+        micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None where there
+        are no targets. The gradient is that of
+        sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
+        step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
+        says more.
+        """
+        self._refuse_closed()
+        chosen = self._with_reduce if reduce or self.gradients.circle is None else self._without_reduce
+        scale = self._scale(num_tokens)
+        self._begin(chosen, self.stages, scale)
+        self._last = chosen
+        with self._guard.step(self._step, own_first=True):
+            self._check_training()
+            self._feed(self.stages, inputs, targets)
+            self._guard.raise_known()
+            self.gradients.begin(reduce=reduce)  # behind all refusals, which leave `.grad` alone
+            if self._store is not None:
+                self._store.begin([s for stage in self.stages.values() for s in (stage.inputs, stage.targets)])
+            self._run(chosen, self.stages)
+            self._step += 1
+            self.gradients.finish(reduce=reduce)
+            saved = self._store.report() if self._store is not None else None
+            return self._finish(self.stages, scale, self.gradients.num_bad(), saved)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, num_tokens: float | None = None) -> Tensor:
+        """Runs all micro-batches forward; returns the loss of the global batch, the same on every rank.
+
+        Takes what `step` takes, in micro-batches of any one size. Leaves `.grad`, the random state, the next step's
+        randomness, and the modules' train or eval mode as they are; auxiliary losses count as in `step`. `report` has
+        the loss of each micro-batch.
+        """
+        self._refuse_closed()
+        chosen, stages = self._forward, self._evaluating
+        scale = self._scale(num_tokens)
+        self._begin(chosen, stages, scale)
+        chosen.forget_shapes()
+        self._evaluated.clear()
+        for stage in stages.values():
+            stage.forget_shape()
+        with self._guard.step(self._step, own_first=True), torch.no_grad():
+            self._feed(stages, inputs, targets)
+            self._guard.raise_known()
+            self._run(chosen, stages)
+            loss = self._finish(stages, scale, 0, None)
+        self._begin(chosen, stages, scale)  # forgets what was on its way
+        return loss
+
+    def _begin(self, chosen: Walk | Weave, stages: dict[int, Chunk], scale: float) -> None:
+        """Before a step or an evaluation: nothing is left of the one before."""
+        self._guard.program = chosen.program
+        factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
+        for stage in stages.values():
+            stage.begin_step(factor)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError("this Pipeline is closed: its communicators are given back; make a new one")
+
+    def _scale(self, num_tokens: float | None) -> float:
+        if num_tokens is None:
+            return 1.0 / (self.schedule.num_microbatches * self.place.dp)
+        if not num_tokens > 0:
+            raise ValueError(f"num_tokens is what the sum of the losses is divided by, more than 0, got {num_tokens}")
+        return 1.0 / float(num_tokens)
+
+    def _check_training(self) -> None:
+        """Refuses what would train nothing, or something else than was planned."""
+        if not torch.is_grad_enabled():
+            raise ValueError("step() trains, but gradients are off (torch.no_grad()); use evaluate() for losses alone")
+        self._parameters.check()
+
+    def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any) -> None:
+        """Gives the first and the last stages their micro-batches."""
+        placement, num = self.schedule.placement, self.schedule.num_microbatches
+        per_pipe = self.schedule.microbatches_per_pipe
+        last = placement.num_stages - 1
+        for chunk, stage in stages.items():
+            first_mb = placement.pipes[chunk] * per_pipe
+            if stage.number == 0:
+                if stage.trains:
+                    refuse_graph(inputs, "inputs")
+                mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
+                stage.inputs.update((mb, _cut_off(x)) for mb, x in enumerate(mine))
+            if stage.number == last:
+                if stage.trains:
+                    refuse_graph(targets, "targets")
+                stage.targets.update(enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]))
+
+    def _run(self, chosen: Walk | Weave, stages: dict[int, Chunk]) -> None:
+        """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
+        generator = generator_of(self.device)
+        state = generator.get_state() if self._seed is not None or stages is self._evaluating else None
+        if self._seed is not None:
+            base = step_seed(self._seed, self._step)
+            for stage in stages.values():
+                assert stage.seeds is not None
+                stage.seeds.begin_step(base)
+        try:
+            chosen.run(self._guard)
+        finally:
+            if state is not None:
+                generator.set_state(state)
+
+    def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
+        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
+        losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
+        for chunk, stage in stages.items():
+            for mb, parts in stage.losses.items() if self.device.type != "meta" else ():
+                for part in parts:
+                    losses[placement.pipes[chunk] * per_pipe + mb] += part
+        with self._guard.together("the agreement on the loss"):
+            loss, losses, num_bad, alike = agree(self.talk, losses, scale, num_bad)
+        if not alike:
+            raise ValueError(
+                "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
+            )
+        finite = num_bad == 0 and bool(loss.isfinite())
+        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
+        return loss
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace:
+        """What the last step's ops took, all ranks on one clock. Every rank of the mesh has to ask for it."""
+        self._refuse_closed()
+        if self._last is None:
+            raise ValueError("there is no step yet to have a trace of")
+        program = spread(self._last.program, ep=self.place.ep, dp=self.place.dp // self.place.ep)
+        times = torch.from_numpy(self._last.times()).to(self._control)
+        mine = times >= 0
+        with self._guard.step(self._step), self._guard.together("the trace"):
+            times = torch.where(mine, times + self._clock_offset, 0)
+            self.talk.pipe.all_reduce(times)
+            replicas = [times]
+            if self.talk.reduce is not None:
+                gathered = dict(zip(self.talk.reduce.ranks, self.talk.reduce.all_gather(times), strict=True))
+                replicas = [gathered[rank] for rank in self.place.replicas]
+        start, end = torch.cat(replicas, dim=1).cpu().numpy()
+        return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
+
+    @cached_property
+    def _clock_offset(self) -> int:
+        along_pp = clock_offset(self.talk.pipe, self._control)
+        if self.talk.reduce is None:
+            return along_pp
+        along_dp = torch.tensor([clock_offset(self.talk.reduce, self._control)], device=self._control)
+        return along_pp + int(self.talk.pipe.all_gather(along_dp)[0])
+
+    def close(self) -> None:
+        """Gives the modules back as they were, says goodbye, and gives back communicators, threads and memory at once.
+
+        May be called again. Ranks close when none of them needs another any more.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.close()
+        for name in ("_with_reduce", "_without_reduce", "_forward"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
+        self._last = None
+        self.gradients.close()
+        for stage in self.stages.values():
+            split.restore(stage.module)
+        if self._guard.is_lost:
+            self.talk.break_off()  # or a thread that still waits for a lost rank would be waited for
+        self.talk.close()
+
+
+def _cut_off(microbatch: Any) -> tuple[Any, ...]:
+    """The arguments of the first stage, without a graph behind them."""
+    given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)

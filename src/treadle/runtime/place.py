@@ -1,0 +1,89 @@
+"""Where a rank stands in the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+DIMENSIONS = ("pp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`ranks[pp][replica]` are the ranks' numbers in the world; replica `d * ep + e` is the one at (d, e)."""
+
+    pp_rank: int
+    dp_rank: int
+    ranks: tuple[tuple[int, ...], ...]
+    ep: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Its number in the world."""
+        return self.ranks[self.pp_rank][self.dp_rank]
+
+    @property
+    def dp(self) -> int:
+        """Pipelines side by side, expert groups' members among them: each has tokens of its own."""
+        return len(self.ranks[0])
+
+    @property
+    def pipe(self) -> list[int]:
+        """The ranks of this pipeline."""
+        return [row[self.dp_rank] for row in self.ranks]
+
+    @property
+    def replicas(self) -> list[int]:
+        """The ranks that have this one's place in all pipelines."""
+        return list(self.ranks[self.pp_rank])
+
+    @property
+    def copies(self) -> list[int]:
+        """The ranks that have this one's stages where micro-batches enter at both ends, in all pipelines."""
+        return [rank for place in self._both_ends for rank in self.ranks[place]]
+
+    @property
+    def party(self) -> list[int]:
+        """The ranks of this one's expert group: together they have all experts."""
+        first = self.dp_rank - self.dp_rank % self.ep
+        return list(self.ranks[self.pp_rank][first : first + self.ep])
+
+    def with_same_experts(self, *, two_ended: bool) -> list[int]:
+        """The ranks that have this one's experts, in other expert groups or at the pipe's other end."""
+        places = self._both_ends if two_ended else [self.pp_rank]
+        return [rank for place in places for rank in self.ranks[place][self.dp_rank % self.ep :: self.ep]]
+
+    @property
+    def _both_ends(self) -> list[int]:
+        return sorted({self.pp_rank, len(self.ranks) - 1 - self.pp_rank})
+
+    def neighbour(self, pp_rank: int) -> int:
+        """The rank at another place of the same pipeline."""
+        return self.ranks[pp_rank][self.dp_rank]
+
+
+def place_in(mesh: DeviceMesh) -> Place:
+    """Where this rank is in a mesh with a dimension `pp`, and perhaps `dp` and `ep`."""
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names or not set(names) <= set(DIMENSIONS):
+        raise ValueError(
+            f"the mesh has the dimensions pp, and perhaps dp and ep, got {mesh.mesh_dim_names}; {_way_out(names)}"
+        )
+    sizes = {name: mesh[name].size() if name in names else 1 for name in DIMENSIONS}
+    at = {name: mesh.get_local_rank(name) if name in names else 0 for name in DIMENSIONS}
+    table = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
+    ranks = tuple(tuple(row) for row in table.reshape(sizes["pp"], -1).tolist())
+    return Place(at["pp"], at["dp"] * sizes["ep"] + at["ep"], ranks, sizes["ep"])
+
+
+def _way_out(names: tuple[str, ...]) -> str:
+    others, known = [name for name in names if name not in DIMENSIONS], [name for name in names if name in DIMENSIONS]
+    way = 'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
+    if "pp" not in known or not others:
+        return way
+    without = ", ".join(f'"{name}"' for name in known)
+    return (
+        f"{way}, or give the part without {', '.join(others)}, mesh[{without}]: Treadle does nothing over {others[0]}, "
+        "so have parameters that are plain tensors, and talk over it yourself, inside what computes"
+    )

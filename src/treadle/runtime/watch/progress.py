@@ -1,0 +1,114 @@
+"""Where a rank is, in memory that outlives it.
+
+A rank writes the number of its op into a page of its own at each op: some 50 ns, no call into the kernel. The page is
+an anonymous file, so nothing is left in /dev/shm. Neighbours that share its pid namespace map the same page, and so
+can read the exact op of a rank that was killed or stopped, which cannot tell any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from array import array
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+OP, WAITS_FOR, STEP = range(3)
+"""The slots the main thread writes: the op it is at, the rank it waits for, the number of the step."""
+
+OUTSIDE = -1
+"""In slot OP: not in a step."""
+
+COMPUTING = -1
+"""In slot WAITS_FOR: not waiting."""
+
+_NUM_SLOTS = 4  # the last holds the mark
+_SIZE_BYTES = 8 * _NUM_SLOTS
+
+
+class Slots(NamedTuple):
+    """A copy of the slots at one moment."""
+
+    op: int
+    waits_for: int
+    step: int
+
+
+class Progress:
+    """The page of this rank. `mark` lets a neighbour tell it from another file that came to have its number."""
+
+    def __init__(self, mark: int) -> None:
+        self.fd = os.memfd_create("treadle-progress")
+        os.ftruncate(self.fd, _SIZE_BYTES)
+        page = memoryview(mmap.mmap(self.fd, _SIZE_BYTES)).cast("q")
+        page[OP], page[WAITS_FOR], page[STEP], page[3] = OUTSIDE, COMPUTING, -1, mark
+        self.slots = page[:3]
+
+    def look(self) -> Slots:
+        """A copy of the slots now."""
+        return Slots(*self.slots)
+
+    def close(self) -> None:
+        """Closes the file. The page itself lives as long as someone has its slots, so a late write does no harm."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.slots = memoryview(array("q", self.slots))
+
+
+class Onlooker:
+    """What can be seen and done about a rank in the same pid namespace without its help."""
+
+    def __init__(self, pidfd: int, page: mmap.mmap) -> None:
+        self.pidfd, self._page = pidfd, page
+
+    @classmethod
+    def open(cls, pid: int, fd: int, mark: int) -> Onlooker | None:
+        """Opens the page of a living process, or None where that is not allowed or not what it was said to be."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        try:
+            other = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                page = mmap.mmap(other, _SIZE_BYTES, prot=mmap.PROT_READ)
+            finally:
+                os.close(other)
+            if int.from_bytes(page[24:32], "little", signed=True) == mark:
+                return cls(pidfd, page)
+            page.close()
+        except (OSError, ValueError):
+            pass  # not ours to read, or gone: heartbeats have to do
+        os.close(pidfd)
+        return None
+
+    def look(self) -> Slots:
+        """The slots as the other rank wrote them last, whether it lives or not."""
+        with memoryview(self._page) as page, page.cast("q") as slots:
+            return Slots(slots[OP], slots[WAITS_FOR], slots[STEP])
+
+    def kill(self) -> None:
+        """SIGKILL, to that very process: a pidfd does not pass to a later one with the same number."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Closes the page and the pidfd."""
+        self._page.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def namespace_id(kind: str) -> bytes:
+    """16 bytes that processes share exactly if they share a host and its namespace of this kind ("pid", "net")."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        inode = Path(f"/proc/self/ns/{kind}").stat().st_ino
+    except OSError:
+        return os.urandom(16)  # no other process has it: nobody is taken for a process of this host
+    return blake2b(f"{boot.strip()} {kind} {inode}".encode(), digest_size=16).digest()

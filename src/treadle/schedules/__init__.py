@@ -1,0 +1,73 @@
+"""The schedules, by name. A new one is a file beside these, a line here, and a golden text in tests/."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from functools import cache
+from importlib.metadata import entry_points
+
+from treadle.ir import Schedule
+from treadle.schedules import (
+    dualpipe,
+    dualpipev,
+    gpipe,
+    interleaved,
+    interleaved_overlap,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from treadle.schedules.family import Family, Size
+
+SCHEDULES: dict[str, Family] = {
+    "gpipe": gpipe.FAMILY,
+    "1f1b": one_f_one_b.FAMILY,
+    "interleaved": interleaved.FAMILY,
+    "interleaved-overlap": interleaved_overlap.FAMILY,
+    "zb-h1": zb_h1.FAMILY,
+    "zb-v": zb_v.FAMILY,
+    "dualpipe": dualpipe.FAMILY,
+    "dualpipev": dualpipev.FAMILY,
+}
+
+ENTRY_POINT = "treadle.schedules"
+"""Packages outside add a Family under this entry point."""
+
+
+@cache
+def known() -> dict[str, Family]:
+    """The schedules here and those that installed packages bring."""
+    found = dict(SCHEDULES)
+    for point in entry_points(group=ENTRY_POINT):
+        try:
+            loaded = point.load()
+        except Exception as error:  # whatever a foreign package does on import, the schedules here still work
+            warnings.warn(f"schedule {point.name!r} of {point.value!r} does not load: {error!r}", stacklevel=2)
+            continue
+        if isinstance(loaded, Family) and point.name not in found:
+            found[point.name] = loaded
+        else:
+            warnings.warn(
+                f"schedule {point.name!r} of {point.value!r} is no Family, or its name is taken", stacklevel=2
+            )
+    return found
+
+
+def family(name: str) -> Family:
+    """The schedule of this name, or a ValueError that names the ones there are."""
+    found = known().get(name)
+    if found is None:
+        close = difflib.get_close_matches(name.lower(), known(), 1, 0.5)
+        hint = f"did you mean {close[0]!r}?" if close else "'treadle schedules' lists them"
+        raise ValueError(f"{name!r} is not a schedule; {hint} (known: {', '.join(known())})")
+    return found
+
+
+def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -> Schedule:
+    """The schedule of this name and size."""
+    chosen = family(name)
+    return chosen.generate(chosen.size(pp, vpp, microbatches))
+
+
+__all__ = ["ENTRY_POINT", "SCHEDULES", "Family", "Size", "family", "generate", "known"]

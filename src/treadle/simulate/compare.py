@@ -1,0 +1,105 @@
+"""Traces beside each other: makespan, bubble and exposed communication, and of two traces of one program every op.
+
+A prediction and a measurement have the same columns, so their difference is a subtraction. The wait of a measured
+receive, send or collective for the ranks that come late is left out (see `treadle.simulate.waiting`): it is what some
+other op was late by, and would count that again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from treadle.ir.trace import Clock, Trace
+from treadle.simulate.difference import Difference, difference, unlike
+from treadle.simulate.metrics import Metrics, measure
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A number, and by how much it differs from the first trace's. The ratio to nothing is None."""
+
+    value: float
+    difference: float
+    ratio: float | None
+
+    @classmethod
+    def of(cls, value: float, first: float) -> Versus:
+        """A number beside the first one."""
+        return cls(value, value - first, value / first if first else None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trace of a comparison; times are in ticks."""
+
+    name: str
+    metrics: Metrics
+    makespan: Versus
+    bubble: Versus
+    exposed: Versus
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row for each trace and, for two traces of one program, the difference op by op; else `why_not` says why not."""
+
+    clock: Clock
+    rows: tuple[Row, ...]
+    ops: Difference | None
+    why_not: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in the clock's unit."""
+        return {
+            "unit": self.clock.unit,
+            "rows": [self._row(row) for row in self.rows],
+            "ops": self.ops.as_dict(self.clock) if self.ops is not None else None,
+            "why_not": self.why_not,
+        }
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble)}
+        for name in ("makespan", "exposed"):
+            number: Versus = getattr(row, name)
+            value, by = self.clock.show(number.value), self.clock.show(number.difference)
+            shown[name] = {"value": value, "difference": by, "ratio": number.ratio}
+        return shown
+
+
+def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
+    """Each trace against the first; two traces of one program op by op."""
+    if not traces:
+        raise ValueError("comparing needs at least one trace, got none")
+    (first_name, first), *others = traces
+    for name, trace in others:
+        if trace.clock != first.clock:
+            raise ValueError(
+                f"{first_name!r} is in {_clock(first.clock)} and {name!r} in {_clock(trace.clock)}; times on different "
+                "clocks do not compare: simulate both with costs of one unit"
+            )
+    rows = _rows([(name, measure(trace)) for name, trace in traces])
+    why_not = f"op by op takes two traces, got {len(traces)}"
+    if len(traces) == 2:
+        why_not = unlike(first.program, others[0][1].program)
+    ops = difference(first, others[0][1]) if not why_not else None
+    return Comparison(first.clock, rows, ops, why_not)
+
+
+def _rows(measured: list[tuple[str, Metrics]]) -> tuple[Row, ...]:
+    base = measured[0][1]
+    return tuple(
+        Row(
+            name,
+            metrics,
+            Versus.of(metrics.makespan, base.makespan),
+            Versus.of(metrics.bubble, base.bubble),
+            Versus.of(metrics.exposed, base.exposed),
+        )
+        for name, metrics in measured
+    )
+
+
+def _clock(clock: Clock) -> str:
+    return f"{clock.unit} of {clock.ticks} ticks"

@@ -1,0 +1,225 @@
+"""What a Trace says: how busy each rank is, how much of its communication and copying is hidden behind compute.
+
+A lane's ops are in time order, so the times at which a rank's lanes are busy are a merge of sorted lists, and what is
+hidden is the intersection of two such lists: linear in the ops, however many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treadle.ir.execute import Times
+from treadle.ir.kernel import kernel
+from treadle.ir.memory import peaks
+from treadle.ir.program import COMMUNICATION, Ints, LaneKind, Longs, Program
+from treadle.ir.trace import Clock, Trace
+from treadle.simulate.waiting import without_waiting
+
+COPIES = (LaneKind.OUT, LaneKind.IN)
+"""The lanes that move activations between device and host."""
+
+
+@dataclass(frozen=True)
+class Cover:
+    """The time in which at least one of some lanes of a rank is busy: while it computes, and while it does not."""
+
+    hidden: int
+    exposed: int
+
+    @property
+    def total(self) -> int:
+        """Hidden or not."""
+        return self.hidden + self.exposed
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """One rank: `busy` computing, `span` from its first compute to its last, `idle` for the rest of the makespan."""
+
+    busy: int
+    span: int
+    idle: int
+    bubble: float
+    communication: Cover
+    copies: Cover
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A Trace in numbers; times are in ticks of the clock.
+
+    A rank's `bubble` is its idle share of the makespan. The overall one is what papers publish: the idle share of the
+    rank with the longest span (the first of them), in that span. `peak_bytes` is what each rank holds of activations at
+    most; at the grain of cells it counts them.
+    """
+
+    makespan: int
+    num_ops: int
+    clock: Clock
+    ranks: tuple[RankMetrics, ...]
+    bubble: float
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Communication that no compute hides, on a rank on average."""
+        return sum(rank.communication.exposed for rank in self.ranks) / max(1, len(self.ranks))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in the clock's unit."""
+        rows = [_shown(asdict(rank), self.clock) for rank in self.ranks]
+        return {
+            "unit": self.clock.unit,
+            "makespan": self.clock.show(self.makespan),
+            "bubble": self.bubble,
+            "exposed": self.clock.show(self.exposed),
+            "num_ops": self.num_ops,
+            "ranks": rows,
+            "peak_bytes": list(self.peak_bytes),
+        }
+
+
+def _shown(fields: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """Ticks in units, through the nested fields; shares are floats and stay."""
+    nested = {key: _shown(value, clock) for key, value in fields.items() if isinstance(value, dict)}
+    times = {key: clock.show(value) for key, value in fields.items() if isinstance(value, int)}
+    return {key: nested.get(key, times.get(key, value)) for key, value in fields.items()}
+
+
+def measure(trace: Trace) -> Metrics:
+    """The numbers of a trace. Of a measured one, communication counts without the wait for the ranks that came late."""
+    check_order(trace)
+    settled = without_waiting(trace) if trace.measured else trace
+    compute = _busy(settled, (LaneKind.COMPUTE,))
+    busy, span, makespan = compute.total(), compute.span(), trace.makespan
+    covers = [_covers(compute, _busy(settled, kinds)) for kinds in (COMMUNICATION, COPIES)]
+    ranks = tuple(
+        RankMetrics(int(b), int(s), makespan - int(b), _share(makespan - int(b), makespan), *cover)
+        for b, s, *cover in zip(busy, span, *covers, strict=True)
+    )
+    longest = max(ranks, key=lambda rank: rank.span, default=None)
+    bubble = _share(longest.span - longest.busy, longest.span) if longest is not None else 0.0
+    held = peaks(trace.program, Times(trace.start, trace.end)).size
+    return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, bubble, tuple(int(size) for size in held))
+
+
+def check_order(trace: Trace) -> None:
+    """Refuses a trace in which a lane does not do its ops in order."""
+    program = trace.program
+    wrong = _first_disorder(program.lane_ptr, trace.start, trace.end)
+    if wrong < 0:
+        return
+    op, show = program.op(wrong), trace.clock.show
+    times = f"{op} starts at {show(trace.start[wrong])} and ends at {show(trace.end[wrong])} {trace.clock.unit}"
+    overtakes = wrong not in program.lane_ptr and trace.start[wrong] < trace.start[wrong - 1]
+    before = f", but {program.op(wrong - 1)} before it at {show(trace.start[wrong - 1])}" if overtakes else ""
+    raise ValueError(
+        f"{op.lane}: {times}{before}; a lane's ops start in their order and end after they start: "
+        "record each op when its lane comes to it"
+    )
+
+
+class _Intervals(NamedTuple):
+    """For each rank the times in which something goes on: apart from each other, and in order."""
+
+    ptr: Longs
+    begin: Longs
+    finish: Longs
+
+    def total(self) -> Longs:
+        """Of each rank."""
+        passed: Longs = np.r_[0, np.cumsum(self.finish - self.begin)].astype(np.int64)
+        return passed[self.ptr[1:]] - passed[self.ptr[:-1]]
+
+    def span(self) -> Longs:
+        """From the first begin to the last finish of each rank."""
+        span = np.zeros(len(self.ptr) - 1, np.int64)
+        some = np.flatnonzero(np.diff(self.ptr))
+        span[some] = self.finish[self.ptr[some + 1] - 1] - self.begin[self.ptr[some]]
+        return span
+
+
+def _busy(trace: Trace, kinds: tuple[LaneKind, ...]) -> _Intervals:
+    """When at least one of a rank's lanes of these kinds does an op that takes time. Joined halves fall together."""
+    ptr, lanes = _lanes_of_ranks(trace.program, kinds)
+    return _Intervals(*_union(trace.program.lane_ptr, ptr, lanes, trace.start, trace.end))
+
+
+def _lanes_of_ranks(program: Program, kinds: tuple[LaneKind, ...]) -> tuple[Longs, Ints]:
+    """For each rank its lanes of these kinds, compressed."""
+    chosen = np.flatnonzero(np.isin(program.lane_kind, kinds))
+    rank = program.lane_rank[chosen]
+    count = np.bincount(rank, minlength=program.num_ranks)
+    return np.r_[0, np.cumsum(count)].astype(np.int64), chosen[np.argsort(rank, kind="stable")].astype(np.int32)
+
+
+def _covers(compute: _Intervals, other: _Intervals) -> list[Cover]:
+    hidden, total = _common(*compute, *other), other.total()
+    return [Cover(int(h), int(t - h)) for h, t in zip(hidden, total, strict=True)]
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+@kernel
+def _first_disorder(lane_ptr: Longs, start: Longs, end: Longs) -> int:
+    """The first op that ends before it starts, or starts before the one ahead of it on its lane; or -1."""
+    for lane in range(len(lane_ptr) - 1):
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            if end[op] < start[op] or (op > lane_ptr[lane] and start[op] < start[op - 1]):
+                return int(op)
+    return -1
+
+
+@kernel
+def _union(lane_ptr: Longs, ptr: Longs, lanes: Ints, start: Longs, end: Longs) -> tuple[Longs, Longs, Longs]:
+    """Merges the lanes of each rank. A rank has few of them, so the next op is found by looking at each one's head."""
+    most = 0
+    for lane in lanes:
+        most += lane_ptr[lane + 1] - lane_ptr[lane]
+    begin, finish = np.empty(most, np.int64), np.empty(most, np.int64)
+    head = lane_ptr[:-1].copy()
+    found = np.zeros(len(ptr), np.int64)
+    count = 0
+    for rank in range(len(ptr) - 1):
+        first = count
+        while True:
+            best = -1
+            for k in range(ptr[rank], ptr[rank + 1]):
+                lane = lanes[k]
+                op, last = head[lane], lane_ptr[lane + 1]
+                while op < last and end[op] == start[op]:
+                    op += 1
+                head[lane] = op
+                if op < last and (best < 0 or start[op] < start[head[best]]):
+                    best = lane
+            if best < 0:
+                break
+            op = head[best]
+            head[best] += 1
+            if count > first and start[op] <= finish[count - 1]:
+                finish[count - 1] = max(finish[count - 1], end[op])
+            else:
+                begin[count], finish[count] = start[op], end[op]
+                count += 1
+        found[rank + 1] = count
+    return found, begin[:count].copy(), finish[:count].copy()
+
+
+@kernel
+def _common(ptr: Longs, begin: Longs, finish: Longs, ptr2: Longs, begin2: Longs, finish2: Longs) -> Longs:
+    """For each rank the time that is in both lists of intervals."""
+    common = np.zeros(len(ptr) - 1, np.int64)
+    for rank in range(len(ptr) - 1):
+        i, j = ptr[rank], ptr2[rank]
+        while i < ptr[rank + 1] and j < ptr2[rank + 1]:
+            common[rank] += max(0, min(finish[i], finish2[j]) - max(begin[i], begin2[j]))
+            if finish[i] < finish2[j]:
+                i += 1
+            else:
+                j += 1
+    return common

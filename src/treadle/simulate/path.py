@@ -1,0 +1,138 @@
+"""The critical path: the chain of ops that made the last one end when it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treadle.ir.kernel import kernel
+from treadle.ir.program import Bools, Bytes, Ints, LaneKind, Longs
+from treadle.ir.trace import Clock, Trace
+from treadle.simulate.grouping import WORK, tally, work_of
+
+
+@dataclass(frozen=True)
+class PathSummary:
+    """Where the time of a path goes: the times by kind of work, and so by lane and by rank, and the gaps make `length`.
+
+    An op counts from when the one before it on the path ended: before that, a receive that was recorded early only
+    waited. `gaps` is time in which nothing on the path ran, which a prediction does not have: launches, the host, other
+    work. `num_hops` is how often the path goes on to another rank; `by_rank` is in the order of the first visits.
+    """
+
+    num_ops: int
+    length: int
+    clock: Clock
+    by_kind: dict[str, int]
+    by_lane: dict[str, int]
+    by_rank: dict[int, int]
+    num_hops: int
+    gaps: int
+    num_gaps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in the clock's unit."""
+        show = self.clock.show
+        tables = {name: {k: show(v) for k, v in getattr(self, name).items()} for name in ("by_kind", "by_lane")}
+        return {
+            "unit": self.clock.unit,
+            "num_ops": self.num_ops,
+            "length": show(self.length),
+            **tables,
+            "by_rank": {str(rank): show(ticks) for rank, ticks in self.by_rank.items()},
+            "num_hops": self.num_hops,
+            "gaps": show(self.gaps),
+            "num_gaps": self.num_gaps,
+        }
+
+
+def critical_path(trace: Trace) -> list[int]:
+    """The ops from the first to one that ends last, each the cause of the next one's start.
+
+    What can cause an op to start is the op before it on its lane, what it waits for, and the same of the ops it goes
+    together with. The one that ended last did; in a prediction its end is the start, in a measurement there may be a
+    gap. Of ops that go together only the one through which the path came is on it.
+    """
+    program = trace.program
+    if not program.num_ops:
+        return []
+    columns = (program.lane_ptr, program.lane_group, *program.groups, program.dep_ptr, program.dep, program.joined)
+    path = _walk_back(*columns, trace.start, trace.end, int(np.argmax(trace.end)))
+    return [int(op) for op in path[::-1]]
+
+
+def summarize_path(trace: Trace, path: Sequence[int]) -> PathSummary:
+    """The time on a path by kind of work, lane and rank."""
+    if not path:
+        return PathSummary(0, 0, trace.clock, {}, {}, {}, 0, 0, 0)
+    program, ops, origin = trace.program, np.array(path, np.int64), int(trace.start.min())
+    before = np.r_[origin, np.maximum.accumulate(trace.end[ops])[:-1]]
+    spent = np.maximum(0, trace.end[ops] - np.maximum(trace.start[ops], before))
+    gap = np.maximum(0, trace.start[ops] - before)
+    lane = np.searchsorted(program.lane_ptr, ops, side="right") - 1
+    ranks = program.lane_rank[lane]
+    by_rank = _totals(ranks, spent)
+    return PathSummary(
+        num_ops=len(ops),
+        length=int(trace.end[ops[-1]]) - origin,
+        clock=trace.clock,
+        by_kind={WORK[k]: ticks for k, ticks in _totals(work_of(program)[ops], spent).items()},
+        by_lane={LaneKind(k).name.lower(): ticks for k, ticks in _totals(program.lane_kind[lane], spent).items()},
+        by_rank={rank: by_rank[rank] for rank in dict.fromkeys(ranks.tolist())},
+        num_hops=int(np.count_nonzero(np.diff(ranks))),
+        gaps=int(gap.sum()),
+        num_gaps=int(np.count_nonzero(gap)),
+    )
+
+
+def _totals(code: Ints | Bytes, ticks: Longs) -> dict[int, int]:
+    """The ticks of each code that occurs."""
+    found = tally(code.astype(np.int32), int(code.max()) + 1, ticks)
+    return {int(c): int(found.total[c]) for c in np.flatnonzero(found.num)}
+
+
+@kernel
+def _walk_back(
+    lane_ptr: Longs,
+    lane_group: Ints,
+    group_ptr: Longs,
+    group_lane: Ints,
+    dep_ptr: Longs,
+    dep: Ints,
+    joined: Bools,
+    start: Longs,
+    end: Longs,
+    last: int,
+) -> Longs:
+    """From an op to its cause, and so on. Own lane and own needs come first, so that a tie stays on the rank."""
+    path = np.empty(len(start), np.int64)
+    count, op = 0, last
+    while op >= 0 and count < len(path):
+        path[count] = op
+        count += 1
+        lane = np.searchsorted(lane_ptr, op, side="right") - 1
+        place, group = op - lane_ptr[lane], lane_group[lane]
+        num = 1 if group < 0 else 1 + group_ptr[group + 1] - group_ptr[group]
+        began = start[op]
+        for m in range(1, num):
+            began = max(began, start[lane_ptr[group_lane[group_ptr[group] + m - 1]] + place])
+        cause, ended = -1, np.int64(0)
+        for m in range(num):
+            member = lane if m == 0 else group_lane[group_ptr[group] + m - 1]
+            first = lane_ptr[member] + place
+            after = first + 1
+            while joined[first]:
+                first -= 1
+            while after < lane_ptr[member + 1] and joined[after]:
+                after += 1
+            if first > lane_ptr[member] and (cause < 0 or min(end[first - 1], began) > ended):
+                cause, ended = first - 1, min(end[first - 1], began)
+            for k in range(dep_ptr[first], dep_ptr[after]):
+                wanted = dep[k]
+                if wanted >= 0 and (cause < 0 or min(end[wanted], began) > ended):
+                    cause, ended = wanted, min(end[wanted], began)
+        op = cause
+    return path[:count].copy()

@@ -1,0 +1,26 @@
+"""Weight updates: new weights from a trainer's ranks into running inference workers, committed or not at all."""
+
+from typing import TYPE_CHECKING, Any
+
+from treadle.update.adapters import Adapter, Plain
+from treadle.update.endpoint import Endpoint
+from treadle.update.errors import UpdateError
+from treadle.update.gate import Closed, Gate
+from treadle.update.options import Options
+
+if TYPE_CHECKING:
+    from treadle.update.source import Source
+    from treadle.update.updater import Updated, Updater
+
+__all__ = ["Adapter", "Closed", "Endpoint", "Gate", "Options", "Plain", "Source", "UpdateError", "Updated", "Updater"]
+
+_OF_RANKS = {"Source": "source", "Updated": "updater", "Updater": "updater"}
+
+
+def __getattr__(name: str) -> Any:
+    """What only update ranks need is imported when it is asked for: a worker has an engine of its own to start."""
+    if name not in _OF_RANKS:
+        raise AttributeError(f"module 'treadle.update' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"treadle.update.{_OF_RANKS[name]}"), name)

@@ -1,0 +1,113 @@
+"""A dict of tensors behind a gate: the simplest engine, and the example for one of your own.
+
+plain = Plain({"w": w}, tensors={"w": Tensor("w", (8, 4), "float32")}, boxes={"w": Box((0, 0), (4, 4))})
+with Endpoint(plain, directory, worker=0):
+    with plain.serving() as version:
+        y = x @ plain.held["w"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import xxhash
+
+from treadle.update.arrivals import Arrival
+from treadle.update.copying import Array, cut, digest, opaque
+from treadle.update.gate import Gate
+from treadle.update.wire.messages import Wants
+from treadle.weights.pieces import Box, Piece, Tensor
+
+
+def digest_of(held: Mapping[str, torch.Tensor]) -> str:
+    """Of all tensors, by name."""
+    hashed = xxhash.xxh3_128()
+    for name in sorted(held):
+        hashed.update(name.encode() + digest(opaque(held[name])))
+    return hashed.hexdigest()
+
+
+class Plain:
+    """Holds `boxes` of `tensors`, or each tensor of `held` as a whole."""
+
+    gives = True
+    whole = False
+
+    def __init__(
+        self,
+        held: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor] | None = None,
+        boxes: Mapping[str, Box] | None = None,
+    ) -> None:
+        self.held = dict(held)
+        self.gate = Gate()
+        self._boxes = dict(boxes) if boxes is not None else {n: Box.whole(tuple(t.shape)) for n, t in held.items()}
+        if tensors is None:
+            tensors = {n: Tensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in held.items()}
+        self._tensors = {name: tensors[name] for name in self._boxes}
+        for name, box in self._boxes.items():
+            if tuple(self.held[name].shape) != box.shape:
+                raise ValueError(f"{name} is held as {tuple(self.held[name].shape)}, its box {box} is {box.shape}")
+            dtype = str(self.held[name].dtype).removeprefix("torch.")
+            if dtype != self._tensors[name].dtype:
+                raise ValueError(f"{name} is held as {dtype}, it is named as {self._tensors[name].dtype}; convert one")
+
+    def serving(self) -> AbstractContextManager[int]:
+        """Around whatever uses the tensors; gives the version they are of."""
+        return self.gate.serving()
+
+    def wants(self) -> Wants:
+        """Its boxes."""
+        named = tuple(Piece(name, box) for name, box in self._boxes.items())
+        return Wants(tuple(self._tensors.values()), named)
+
+    def close(self, how: str, deadline_s: float) -> str | None:
+        """Waits for those inside."""
+        return self.gate.close(how, deadline_s)
+
+    def begin(self) -> str | None:
+        """Nothing to prepare."""
+        return None
+
+    def load(self, arrivals: Sequence[Arrival]) -> str | None:
+        """In place."""
+        for arrival in arrivals:
+            held = self.held.get(arrival.name)
+            if held is None:
+                return f"{arrival.name} was never wanted"
+            arrival.copy_into(held[arrival.box.slices(self._boxes[arrival.name])])
+        return None
+
+    def finish(self) -> str | None:
+        """Whole as it is."""
+        return None
+
+    def digest(self) -> str:
+        """Nothing: what was loaded is what is held, and was checked on its way."""
+        return ""
+
+    def invalidate(self) -> str | None:
+        """No caches."""
+        return None
+
+    def open(self, version: int) -> str | None:
+        """Opens the gate."""
+        self.gate.open(version)
+        return None
+
+    def abort(self) -> str | None:
+        """Nothing is half done but the tensors."""
+        return None
+
+    def give(self, piece: Piece, out: Array) -> str | None:
+        """Its part of the tensor."""
+        held = self.held.get(piece.tensor)
+        if held is None:
+            return f"{piece.tensor} is not held"
+        mine = self._boxes[piece.tensor]
+        if mine.meet(piece.box) != piece.box:
+            return f"{piece.tensor} {piece.box} is not within {mine}, which is held"
+        out[...] = cut(opaque(held), piece.box.slices(mine))
+        return None

@@ -1,0 +1,106 @@
+"""Hugging Face transformers: a model behind a gate, its weights under the names of its checkpoint.
+
+    engine = Transformers(AutoModelForCausalLM.from_pretrained(...))
+    with Endpoint(engine, directory, worker=0):
+        version, tokens = engine.generate(input_ids, max_new_tokens=32)
+
+transformers 5 keeps the experts of a layer as one tensor that its checkpoints have by expert; here they are views under
+the checkpoint's names, so that a trainer, a directory and a model speak of the same tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from treadle.update.adapters.plain import Plain, digest_of
+from treadle.update.gate import Gate
+
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Views of all that a checkpoint has, by its names; of tensors that are tied, the first."""
+    named: dict[str, torch.Tensor] = {}
+    seen: set[tuple[object, ...]] = set()
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        place = _place(tensor)
+        if place in seen:
+            continue
+        seen.add(place)
+        named.update(_by_expert(name, tensor.detach()))
+    return named
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for tensors that are tied. Without memory here (an empty shard, meta), tied ones are one object."""
+    plain = tensor.detach()
+    local = plain.to_local() if isinstance(plain, DTensor) else plain
+    if not local.numel() or local.is_meta or not local.data_ptr():
+        return (id(tensor),)
+    return local.data_ptr(), local.dtype, tensor.shape, local.shape, local.stride()
+
+
+def _by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    fused = _FUSED.fullmatch(name)
+    if fused is None or tensor.dim() != 3:
+        yield name, tensor
+        return
+    experts, part = fused.groups()
+    for expert, weight in enumerate(tensor):
+        if part == "down_proj":
+            yield f"{experts}.{expert}.down_proj.weight", weight
+        else:
+            gate, up = weight.chunk(2)
+            yield f"{experts}.{expert}.gate_proj.weight", gate
+            yield f"{experts}.{expert}.up_proj.weight", up
+
+
+class Transformers(Plain):
+    """A model that generates one request at a time or many; an update waits for them, or breaks them off."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(named_weights(model))
+        self.model = model
+
+    def generate(self, *args: Any, **options: Any) -> tuple[int, Any]:
+        """The version, and what the model's `generate` returns. Raises Closed. One that is broken off ends early."""
+        from transformers import StoppingCriteriaList
+
+        stopping = StoppingCriteriaList([*options.pop("stopping_criteria", ()), _Hurry(self.gate)])
+        with self.gate.serving() as version, torch.no_grad():
+            return version, self.model.generate(*args, stopping_criteria=stopping, **options)
+
+    def finish(self) -> str | None:
+        """Ties what was tied; weights that are no longer those that were loaded would be served unseen otherwise."""
+        self.model.tie_weights()
+        now = named_weights(self.model)
+        moved = [name for name, held in self.held.items() if name not in now or now[name].data_ptr() != held.data_ptr()]
+        return f"{', '.join(moved[:4])} moved in memory when weights were tied" if moved else None
+
+    def digest(self) -> str:
+        """Of the parameters held, after they were tied."""
+        return digest_of(self.held)
+
+    def invalidate(self) -> str | None:
+        """Forgets a static key-value cache that `generate` keeps between calls."""
+        for name in ("_cache", "_static_cache"):
+            if getattr(self.model, name, None) is not None:
+                setattr(self.model, name, None)
+        return None
+
+
+class _Hurry:
+    """Stops generation when the gate asks for it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self.gate.hurry, dtype=torch.bool, device=input_ids.device)

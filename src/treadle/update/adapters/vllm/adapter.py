@@ -1,0 +1,126 @@
+"""A model inside a vLLM worker, reloaded in place layer by layer.
+
+vLLM stages a layer's tensors until the layer is complete, then processes them into the memory that kernels know. It
+keeps what it was given until then, so it is given copies. Once a reload has begun it is finalized, whatever came: one
+that begins on top of a torn one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from treadle.update.adapters.vllm.line import Line
+from treadle.update.adapters.vllm.messages import Forget, Serve, Shut
+from treadle.update.arrivals import Arrival
+from treadle.update.copying import Array
+from treadle.update.wire.messages import Wants
+from treadle.weights.pieces import Box, Piece, Tensor
+
+ANSWER_S = 30.0
+
+
+class Vllm:
+    """Wants every tensor of the checkpoint whole: vLLM's own loaders cut them for the rank."""
+
+    gives = False
+    whole = True
+
+    def __init__(self, model: Any, config: Any, tensors: Sequence[Tensor], line: Line) -> None:
+        self.model, self.config, self.line = model, config, line
+        self.device = next(model.parameters()).device
+        self._wants = Wants(tuple(tensors), tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors))
+        self._reloading = False
+        self._came: set[str] = set()
+
+    def wants(self) -> Wants:
+        """All of the checkpoint."""
+        return self._wants
+
+    def close(self, how: str, deadline_s: float) -> str | None:
+        """The engine's process holds requests and pauses the scheduler."""
+        return self.line.ask(Shut("abort" if how == "abort" else "drain", deadline_s), deadline_s + ANSWER_S)
+
+    def begin(self) -> str | None:
+        """Parameters go to the meta device; what kernels use is kept aside by vLLM."""
+        if self._reloading:
+            return None
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with self._current():
+            for module in self.model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # else experts are not processed again: wrong tokens, and no error
+            self._reloading = True
+            initialize_layerwise_reload(self.model)
+        self._came.clear()
+        return None
+
+    def load(self, arrivals: Sequence[Arrival]) -> str | None:
+        """By the names of the checkpoint."""
+        if not self._reloading:
+            return "no reload has begun"
+        named = []
+        for arrival in arrivals:
+            own = torch.empty(arrival.box.shape, dtype=arrival.tensor.dtype, device=self.device)
+            arrival.copy_into(own)
+            named.append((arrival.name, own))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the buffer is free for the next bucket when this returns
+        with self._current():
+            self.model.load_weights(named)
+        self._came.update(name for name, _ in named)
+        return None
+
+    def finish(self) -> str | None:
+        """Finalizes. vLLM would take a layer of which a part is missing for one that is padded."""
+        if not self._reloading:
+            return None
+        num, came = len(self._wants.tensors), len(self._came)
+        self._finalize()
+        if came < num:
+            return f"vLLM reloads whole layers, and {came} of {num} tensors came"
+        return None
+
+    def digest(self) -> str:
+        """None: checksums of vLLM's own do not see what was packed for its kernels."""
+        return ""
+
+    def invalidate(self) -> str | None:
+        """Without this, tokens are wrong wherever a prefix is found in the cache."""
+        return self.line.ask(Forget(), ANSWER_S)
+
+    def open(self, version: int) -> str | None:
+        """The gate opens when all workers of the replica have come this far."""
+        return self.line.ask(Serve(version), 2 * ANSWER_S)
+
+    def abort(self) -> str | None:
+        """Finalizes what came; parameters are of no version then."""
+        if self._reloading:
+            self._finalize()
+        return None
+
+    def give(self, piece: Piece, out: Array) -> str | None:
+        """What was loaded was packed for kernels and cannot be had back."""
+        return f"vLLM cannot hand out {piece.tensor}; give the source that has this version to recover()"
+
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._reloading = False
+        with self._current():
+            finalize_layerwise_reload(self.model, self.config.model_config)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Around vLLM's code, in the endpoint's thread: its config is a global, grad mode and CUDA device are not."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config), torch.no_grad():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            yield

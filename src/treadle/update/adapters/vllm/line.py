@@ -1,0 +1,42 @@
+"""A worker's line to the process of its engine, which alone can hold requests and reset caches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from treadle.update.adapters.vllm.messages import Done, Join
+from treadle.update.wire.errors import Gone, WireError
+from treadle.update.wire.link import Link
+from treadle.update.wire.sockets import connect
+
+
+def replica_path(directory: Path, first: int) -> Path:
+    """Where the replica whose first worker has this number listens."""
+    return directory / f"replica-{first}.sock"
+
+
+class Line:
+    """Asks, one thread at a time; what goes wrong is returned."""
+
+    def __init__(self, path: Path, worker: int, deadline_s: float = 30.0) -> None:
+        self._link: Link[Done] = Link(connect(path), Done)
+        error = self.ask(Join(worker, os.getppid()), deadline_s)
+        if error is not None:
+            raise ConnectionRefusedError(error)
+
+    def ask(self, message: Any, deadline_s: float) -> str | None:
+        """What the replica answers."""
+        try:
+            self._link.send(message)
+            return self._link.receive(deadline_s).error
+        except TimeoutError:
+            self._link.shut()  # a late answer would be taken for that to the next question
+            return f"the engine's process did not answer {type(message).__name__} within {deadline_s:g} s"
+        except (Gone, WireError, OSError) as error:
+            return f"the line to the engine's process is lost: {error}; start the engine again"
+
+    def close(self) -> None:
+        """The replica takes it for the end of this worker."""
+        self._link.close()

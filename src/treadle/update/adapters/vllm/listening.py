@@ -1,0 +1,54 @@
+"""The replica's end of its workers' lines: one thread a worker, which hears its end at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from treadle.update.adapters.vllm.messages import Done, FromVllm, Join
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.link import HELLO_S, Link, accepting
+from treadle.update.wire.sockets import close_server, listen
+
+
+class Listening:
+    """Until it is closed. `answer(worker, pid, message)` returns what went wrong, `lose(worker, why)` hears of ends."""
+
+    def __init__(
+        self, path: Path, answer: Callable[[int, int, FromVllm], str | None], lose: Callable[[int, str], None]
+    ) -> None:
+        self.path, self._answer, self._lose = path, answer, lose
+        self._closing = False
+        self._links: set[Link[FromVllm]] = set()
+        self._server = listen(path)
+        threading.Thread(target=self._accept, name="treadle replica", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends are no longer told."""
+        self._closing = True
+        close_server(self._server, self.path)
+        for link in list(self._links):
+            link.shut()
+
+    def _accept(self) -> None:
+        for link in accepting(self._server, FromVllm, lambda: self._closing):
+            self._links.add(link)
+            threading.Thread(target=self._serve, args=(link,), name="treadle line", daemon=True).start()
+
+    def _serve(self, link: Link[FromVllm]) -> None:
+        worker, why = -1, ""
+        try:
+            message = link.receive(HELLO_S)
+            if not isinstance(message, Join):
+                raise WireError(f"a line begins with Join, got {message}")
+            worker = message.worker
+            while True:
+                link.send(Done(self._answer(worker, link.pid, message)))
+                message = link.receive(None)
+        except (WireError, OSError) as error:
+            why = str(error)
+        self._links.discard(link)
+        link.close()
+        if worker >= 0 and not self._closing:
+            self._lose(worker, why)

@@ -1,0 +1,80 @@
+"""Treadle in vLLM's registry of weight transfer engines, for who configures one rather than a worker extension.
+
+    LLM(model, weight_transfer_config=WeightTransferConfig(backend="treadle"), ...)
+
+vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Update ranks begin and end updates
+themselves, over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its update_weights
+only tells whether a version is what a worker serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from treadle.update.adapters.vllm.extension import open_endpoint
+from treadle.update.endpoint import Endpoint
+
+BACKEND = "treadle"
+
+
+@dataclass
+class TreadleInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """As `Replica` gives it to its workers."""
+
+    directory: str
+    first: int = 0
+    checkpoint: str | None = None
+
+
+@dataclass
+class TreadleUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The version that is to be served by now."""
+
+    version: int
+
+
+class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: ignore[misc]
+    """Opens a worker's endpoint when it is initialized."""
+
+    init_info_cls = TreadleInit
+    update_info_cls = TreadleUpdate
+    supports_draft_weight_update = False
+    endpoint: Endpoint | None = None
+
+    def init_transfer_engine(self, init_info: TreadleInit) -> None:
+        """Once; the replica of this engine listens already."""
+        if self.endpoint is None:
+            self.endpoint = open_endpoint(self.model, self.vllm_config, **asdict(init_info))
+
+    def start_weight_update(self) -> None:
+        """Update ranks do."""
+
+    def finish_weight_update(self) -> None:
+        """Update ranks do."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Without vLLM's wait for the device: nothing is under way."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: TreadleUpdate) -> None:
+        """Raises where another version is served, or none."""
+        status = self.endpoint.worker.status if self.endpoint is not None else None
+        if status is None or (status.state, status.version) != ("serving", update_info.version):
+            raise RuntimeError(f"version {update_info.version} is not served here: {status}; update ranks bring it")
+
+    def shutdown(self) -> None:
+        """The engine goes on with what it has."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+            self.endpoint = None
+
+
+def register() -> None:
+    """In vLLM's registry; may be called again. An entry point of `vllm.general_plugins` can name it."""
+    registry: dict[str, Any] = WeightTransferEngineFactory._registry
+    if BACKEND not in registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, TreadleEngine)

@@ -1,0 +1,33 @@
+"""Asking a worker from another process of the same user; for examples, canaries and tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from treadle.update.endpoint import worker_path
+from treadle.update.gate import Closed
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.link import Link
+from treadle.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
+from treadle.update.wire.sockets import connect
+
+
+def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> tuple[int, bytes]:
+    """The version that answered, and its answer. Raises Closed where nothing is served, RuntimeError on failure."""
+    link: Link[FromWorker] = Link(connect(worker_path(directory, worker)), FromWorker)
+    try:
+        link.trust()
+        link.send(Hello(PROTOCOL, "ask"))
+        answer = link.receive(deadline_s)
+        if isinstance(answer, Welcome):
+            link.send(Ask(body))
+            answer = link.receive(deadline_s)
+    finally:
+        link.close()
+    if isinstance(answer, Answer):
+        return answer.version, answer.body
+    if not isinstance(answer, Refused):
+        raise WireError(f"{type(answer).__name__} came where an answer was expected")
+    if answer.code == "closed":
+        raise Closed(answer.text)
+    raise RuntimeError(f"worker {worker}: {answer.text}")

@@ -1,0 +1,264 @@
+"""One attempt as the coordinator sees it: what every rank has said, and what follows from it. Pure: no sockets.
+
+    enter ──> settle ──> layout ──> plan ──> begin ──> finish (the vote) ──> open
+
+A phase ends when all ranks have spoken. The decision lies between `finish` and the answer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from treadle.update.catalogue import list_layouts
+from treadle.update.protocol.record import (
+    Member,
+    Record,
+    is_foreign,
+    member_of,
+    missing_members,
+    replaced_members,
+    taken_over,
+)
+from treadle.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.wire.messages import Status, Wants
+
+
+class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
+    """Why an attempt cannot go on: who is to blame, and the reason."""
+
+    def __init__(self, who: str, text: str) -> None:
+        super().__init__(text)
+        self.who = who
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What has been said so far, by rank. `left`: members that are out of the set from this attempt on."""
+
+    world: int
+    epoch: int = 0
+    phase: Phase = "enter"
+    committed: bool = False
+    entered: dict[int, Enter] = field(default_factory=dict)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    agreed: dict[int, Agreed] = field(default_factory=dict)
+    left: tuple[Member, ...] = ()
+
+    @property
+    def statuses(self) -> dict[int, Status]:
+        """How each rank's worker stood when the rank entered."""
+        return {rank: entry.status for rank, entry in self.entered.items() if entry.status is not None}
+
+    @property
+    def first(self) -> Enter:
+        """All ranks entered alike."""
+        return next(iter(self.entered.values()))
+
+    def spoken(self, sides: dict[int, Sides]) -> Collection[int]:
+        """Ranks that have spoken in this phase."""
+        by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
+        return by_phase.get(self.phase, self.agreed)
+
+    def refuse_entries(self, record: Record, where: str = "") -> None:
+        """Raises Refusal where ranks do not want the same thing, want what cannot be, or find other workers."""
+        first = self.first
+        for entry in self.entered.values():
+            if entry.fault is not None:
+                raise Refusal(entry.fault.who, entry.fault.text)
+            if entry.status is None:
+                raise Refusal(f"update rank {entry.rank}", "it does not say how its worker stands")
+        for rank, entry in self.entered.items():
+            mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
+            if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
+                raise Refusal(
+                    f"update rank {rank}",
+                    f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
+                    f"{first.kind} of version {first.version}; all ranks must ask for the same",
+                )
+            if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
+                raise Refusal(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+        self._refuse_logs(record, where)
+        self._refuse_set(record)
+        record = self.start_from(record)
+        if first.kind == "update" and record.version is not None and first.version <= record.version:
+            raise Refusal(
+                "the caller", f"version {first.version} is not newer than {record.version}, which is committed"
+            )
+        if first.kind == "recover" and record.version is None:
+            text = "no version was ever committed, so there is none to recover; update first"
+            other = "the workers do not all serve one version of one log, so there is none to go on with; update first"
+            raise Refusal("the caller", other if first.takeover else text)
+        if first.kind == "recover" and first.version not in (0, record.version):
+            raise Refusal(
+                "the caller", f"the source has version {first.version}, version {record.version} is committed"
+            )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers of this attempt, as the log will know them."""
+        statuses = self.statuses
+        return tuple(member_of(rank, statuses[rank]) for rank in range(self.world))
+
+    def start_from(self, record: Record) -> Record:
+        """What the log says once it has taken over what it is told to."""
+        if not self.first.takeover:
+            return record
+        statuses = self.statuses
+        return taken_over(record, [statuses[rank] for rank in range(self.world)], self.members)
+
+    def _refuse_set(self, record: Record) -> None:
+        """The workers must be those of the log, or the caller must say that they are a new set."""
+        for rank, status in self.statuses.items():
+            if not status.holds_slot:
+                raise Refusal(
+                    f"worker {rank} (process {status.pid})",
+                    f"process {status.before} was worker {rank} before, and has neither ended nor closed; end it",
+                )
+        if self.first.new_set:
+            return
+        missing = missing_members(record, self.entered)
+        if missing:
+            raise Refusal(
+                ", ".join(member.name for member in missing),
+                f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
+                f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
+                "start a rank beside each worker, or say that the set is a new one (new_set=True, --new-set)",
+            )
+        replaced = replaced_members(record, self.statuses)
+        if replaced:
+            raise Refusal(
+                ", ".join(member.name for member in replaced),
+                "another worker is in its place, at another path or host, and whether this one has ended cannot be "
+                f"told from there; it may still serve version {record.version}; end it and say that the set is a new "
+                "one (new_set=True, --new-set)",
+            )
+
+    def _refuse_logs(self, record: Record, where: str) -> None:
+        foreign = {r: status for r, status in self.statuses.items() if is_foreign(record, status.log)}
+        if foreign and not self.first.takeover:
+            rank, status = next(iter(sorted(foreign.items())))
+            raise Refusal(
+                f"workers {_listed(sorted(foreign))}",
+                f"worker {rank} belongs to another log: {status.log} committed its version {status.version}, and this "
+                f"one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take the "
+                "workers over (takeover=True, --takeover) if it is lost",
+            )
+
+    def leaving(self, record: Record) -> list[Member]:
+        """Members of the log that are out of the set, as the caller says."""
+        return [*missing_members(record, self.entered), *replaced_members(record, self.statuses)]
+
+    def refuse_strangers(self) -> None:
+        """Raises Refusal where a worker that settled is not the process that was there at entry."""
+        for rank, status in self.statuses.items():
+            now = self.settled[rank].status
+            if now.incarnation != status.incarnation:
+                raise Refusal(f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}")
+
+    def next_epoch(self) -> int:
+        """The largest that any worker knows of."""
+        return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
+
+    @property
+    def digests(self) -> dict[int, tuple[str, str]]:
+        """Each rank's layouts."""
+        return {rank: (entry.has, entry.wants) for rank, entry in self.entered.items()}
+
+    def sends(self) -> dict[int, Send]:
+        """Which rank is asked for what, so that each layout is told once."""
+        has: dict[str, int] = {}
+        wants: dict[str, int] = {}
+        for rank, entry in sorted(self.entered.items()):
+            has.setdefault(entry.has, rank)
+            wants.setdefault(entry.wants, rank)
+        return {
+            rank: Send(self.epoch, has=has[entry.has] == rank, wants=wants[entry.wants] == rank)
+            for rank, entry in self.entered.items()
+        }
+
+    def catalogue(self, sides: dict[int, Sides]) -> bytes:
+        """What was told, each layout once, packed."""
+        told: dict[str, Wants] = {}
+        entries = [self.entered[rank] for rank in range(self.world)]
+        for rank, entry in enumerate(entries):
+            side = sides[rank]
+            if side.has is not None:
+                told[entry.has] = side.has
+            if side.wants is not None:
+                told[entry.wants] = side.wants
+        for rank, entry in enumerate(entries):
+            if entry.has not in told or entry.wants not in told:
+                raise Refusal(f"update rank {rank}", "nobody told the layout that it entered with")
+        free = [sides[rank].free_bytes for rank in range(self.world)]
+        return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
+
+    def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
+        """Who is to be loaded with what; None where nobody needs anything."""
+        everyone = tuple(range(self.world))
+        holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")
+        first, version = self.first, record.version
+        if first.kind == "recover":
+            assert version is not None
+            loads = tuple(r for r in everyone if r not in holds)
+            if not loads:
+                return None
+            givers = tuple(r for r in holds if self.entered[r].gives) if first.version == 0 else ()
+            if first.version == 0 and not givers:
+                lost = f"every copy of version {version} is lost; all"
+                mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
+                raise Refusal(
+                    f"workers {_listed(loads)}",
+                    f"{mute if holds else lost} stay closed until the next update, or until "
+                    f"recover(source, version={version}) is called with a source that still has it",
+                )
+            return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue, self._who_left())
+        only, why = self._only(record, holds)
+        whys = "; ".join(filter(None, (why, self._who_left())))
+        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), catalogue, whys)
+
+    def _who_left(self) -> str:
+        """What became of the members that are out of the set."""
+        closed = {worker for settled in self.settled.values() for worker in settled.closed}
+        parts = [
+            f"{member.name} left the set and "
+            + ("is closed" if member.worker in closed else "was not reached: end it, if it lives it serves what it has")
+            for member in self.left
+        ]
+        return "; ".join(parts)
+
+    def _circle(self) -> int:
+        """The communicator that all have, or a new one."""
+        had = {entry.circle for entry in self.entered.values()}
+        return had.pop() if len(had) == 1 and 0 not in had else self.epoch
+
+    def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
+        """The tensors that must move, None for all, and why all where a caller asked for less."""
+        first = self.first
+        if first.changed is None:
+            return None, ""
+        if first.base is None or first.base != record.version:
+            return None, f"all tensors move: the changes are against version {first.base}, {record.version} is served"
+        if len(holds) < self.world:
+            away = _listed(r for r in range(self.world) if r not in holds)
+            return None, f"all tensors move: workers {away} do not hold version {record.version}"
+        mute = [rank for rank, entry in self.entered.items() if not entry.gives]
+        if mute:
+            return None, f"all tensors move: the engines of workers {_listed(sorted(mute))} take all or none"
+        return first.changed, ""
+
+    def disagreement(self) -> str | None:
+        """Where values differ that must be the same."""
+        values = {agreed.value for agreed in self.agreed.values()}
+        if len(values) > 1:
+            told = ", ".join(f"rank {rank}: {agreed.value}" for rank, agreed in sorted(self.agreed.items()))
+            return f"ranks made different plans ({told}); do all run the same code on the same layouts"
+        return None
+
+    def fault(self, who: str, text: str) -> Fault:
+        """Something that went wrong now."""
+        return Fault(self.epoch, who, self.phase, -1, text)
+
+
+def _listed(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, workers))

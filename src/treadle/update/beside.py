@@ -1,0 +1,218 @@
+"""An update rank's connection to the worker of its device."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treadle.update.buffers import Buffer
+from treadle.update.catalogue import check_layout
+from treadle.update.endpoint import worker_path
+from treadle.update.errors import UpdateError, failure
+from treadle.update.options import Options
+from treadle.update.post import Post, read_into
+from treadle.update.wire.control import Fault, Go, Phase
+from treadle.update.wire.doors import call_path
+from treadle.update.wire.errors import Gone, WireError
+from treadle.update.wire.link import PAUSE_S, Link
+from treadle.update.wire.messages import (
+    MOST_PLANS,
+    PROTOCOL,
+    FromWorker,
+    GetStatus,
+    GetWants,
+    Hello,
+    Map,
+    Mapped,
+    Planned,
+    Refused,
+    Settle,
+    Status,
+    TakePlan,
+    Wants,
+    Welcome,
+)
+from treadle.update.wire.sockets import connect, place_of
+
+M = TypeVar("M", bound=FromWorker)
+
+
+class Beside:
+    """Speaks to one worker; connects again where the connection was lost."""
+
+    def __init__(self, directory: Path, worker: int, post: Post, lost: Callable[[str], None]) -> None:
+        self.path, self.worker, self.post = worker_path(directory, worker), worker, post
+        self.gives = False
+        self._lost = lost
+        self._link: Link[FromWorker] | None = None
+        self._place: tuple[int, int] | None = None
+        self._plans: list[str] = []
+        self._mapped: tuple[Buffer, ...] = ()
+        self._wants: Wants | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"worker {self.worker}" + (f" (process {self._link.pid})" if self._link is not None else "")
+
+    def connect(self, rank: int, deadline_s: float) -> None:
+        """Meets the worker, unless it is there still: another process may have taken its place."""
+        there = place_of(self.path)
+        if self._link is not None and there in (None, self._place):
+            return
+        self.drop()
+        until, turned_away = time.monotonic() + deadline_s, 0
+        while True:
+            try:
+                self._place = place_of(self.path)  # before: a socket that comes after it is another
+                link, welcome = self._call(rank, until)
+                break
+            except Gone as error:  # it may be started again just now, or have had too many visitors
+                turned_away += 1
+                if time.monotonic() + PAUSE_S > until:
+                    raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
+                time.sleep(PAUSE_S)
+        self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
+        self._mapped, self._wants = (), None
+        read_into(self.post, "worker", link, _heed_end, lambda text: self._gone(link, text))
+
+    def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
+        """Raises Gone where another try may help."""
+        try:
+            link: Link[FromWorker] = call_path(self.path, FromWorker, max(0.1, until - time.monotonic()))
+        except OSError as error:
+            raise self._missed(str(error)) from error
+        link.trust()
+        try:
+            link.send(Hello(PROTOCOL, "update", rank))
+            welcome = link.receive(max(0.1, until - time.monotonic()))
+        except (OSError, WireError) as error:
+            link.close()
+            if isinstance(error, Gone):
+                raise
+            raise self._missed(f"no welcome at {self.path}: {error}") from error
+        if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
+            return link, welcome
+        link.close()
+        if isinstance(welcome, Refused) and welcome.code in ("busy", "late"):
+            raise Gone(welcome.text)
+        raise self._missed(f"speaks another protocol at {self.path}: {welcome}")
+
+    def _missed(self, text: str) -> UpdateError:
+        return failure(0, f"worker {self.worker}", "enter", text)
+
+    def _gone(self, link: Link[FromWorker], text: str) -> None:
+        if self._link is link:
+            self._lost(text)
+
+    def drop(self) -> None:
+        """Lets go of the connection; a worker that has not voted goes back then."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.shut()
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Raises Gone."""
+        if self._link is None:
+            raise Gone(f"worker {self.worker} is not connected")
+        self._link.send(message, fds=fds, timeout_s=5.0)
+
+    def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
+        """Sends and waits for the answer. Raises RefusedError, Gone, TimeoutError or the bad news."""
+        self.send(message)
+        return self.expect(kind, deadline_s, heed=heed)
+
+    def expect(self, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
+        """The next answer, of this kind."""
+        answer = self.post.wait("worker", deadline_s, heed=heed)
+        if isinstance(answer, Refused):
+            raise RefusedError(answer)
+        if not isinstance(answer, kind):
+            raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
+        return answer
+
+    def settled_in(self, deadline_s: float) -> Status:
+        """How the worker stands, once a process that was in its place has closed or ended, or at the deadline."""
+        until = time.monotonic() + deadline_s
+        while True:
+            status = self.ask(GetStatus(), Status, deadline_s)
+            if status.holds_slot or time.monotonic() > until:
+                return status
+            time.sleep(PAUSE_S)
+
+    def wants(self, deadline_s: float) -> Wants:
+        """What the worker wants; asked once a connection. Raises WireError where that is no layout."""
+        if self._wants is None:
+            wants = self.ask(GetWants(), Wants, deadline_s)
+            check_layout(wants)
+            self._wants = wants
+        return self._wants
+
+    def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:
+        """Hands the buffers over, once a connection."""
+        if len(self._mapped) == len(buffers) and all(map(operator.is_, self._mapped, buffers)):
+            return
+        self._mapped = ()
+        sizes = tuple(buffer.size_bytes for buffer in buffers)
+        handles = tuple(buffer.handle for buffer in buffers) if device >= 0 else ()
+        self.send(Map(sizes, handles, device), [buffer.fd for buffer in buffers if buffer.fd is not None])
+        self.expect(Mapped, deadline_s)
+        self._mapped = tuple(buffers)
+
+    def take_plan(self, plan: TakePlan, deadline_s: float) -> None:
+        """Hands a plan over, once; both ends forget the oldest alike."""
+        if plan.digest not in self._plans:
+            self.ask(plan, Planned, deadline_s)
+            self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
+
+
+def _heed_end(message: FromWorker) -> bool:
+    """A worker that goes over to another rank says so last; that is why the connection ends."""
+    if isinstance(message, Refused) and message.code == "taken":
+        raise Gone(message.text)
+    return False
+
+
+class RefusedError(Exception):
+    """A worker said no."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.text)
+        self.refused = refused
+
+
+def dismiss(directory: Path, workers: Sequence[int], go: Go, options: Options) -> tuple[int, ...]:
+    """Closes workers that are out of the set, as far as they are in this directory: those that are closed now."""
+    settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
+    return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
+
+
+def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
+    try:
+        link: Link[FromWorker] = Link(connect(path), FromWorker)
+    except OSError:
+        return False
+    try:
+        link.trust()
+        link.send(Hello(PROTOCOL, "update"))
+        if not isinstance(link.receive(deadline_s), Welcome):
+            return False
+        link.send(settle)
+        answer = link.receive(deadline_s)
+        return isinstance(answer, Status) and answer.state == "closed"
+    except (OSError, WireError):
+        return False
+    finally:
+        link.close()
+
+
+def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:
+    """What a wait for a worker ended with, as all ranks will hear it."""
+    if isinstance(error, UpdateError):
+        return error
+    corrupt = isinstance(error, RefusedError) and error.refused.code == "corrupt"
+    text = f"lost: {error}" if isinstance(error, Gone) else str(error)
+    return UpdateError(Fault(epoch, who, phase, bucket, text, corrupt))

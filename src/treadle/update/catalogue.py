@@ -1,0 +1,116 @@
+"""The layouts of all ranks in one message: every tensor, every box and every layout is told once.
+
+Ranks enter with digests of what they have and of what their workers want, and one rank of each digest tells what it
+stands for. So the message grows with how many layouts differ, not with how many devices there are: replicas are free.
+It is packed (to a fifth: names and numbers repeat), as one process sends it to all ranks.
+
+    tensors   q, k             layouts   (q, [0:8]) (k, [0:8])        has     0 0 0 0
+    boxes     [0:8], [8:16]              (q, [8:16]) (k, [8:16])      wants   0 1 0 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from treadle.update.wire.control import Catalogue, Listed
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.frames import MOST_BYTES
+from treadle.update.wire.messages import Wants
+from treadle.weights.collecting import uncollected
+from treadle.weights.pieces import Box, Piece, Tensor
+
+
+@dataclass(frozen=True)
+class Known:
+    """What each rank has, what its worker wants, what its device has free. Ranks that are alike share one object."""
+
+    has: tuple[Wants, ...]
+    wants: tuple[Wants, ...]
+    free_bytes: tuple[int, ...]
+
+
+def layout_digest(layout: Wants) -> str:
+    """The same for the same layout."""
+    return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
+
+
+def check_layout(layout: Wants) -> None:
+    """Raises WireError where it tells of a tensor twice, or of a piece of one that it does not tell of."""
+    named = {tensor.name for tensor in layout.tensors}
+    if len(named) < len(layout.tensors):
+        raise WireError("a layout tells of a tensor twice")
+    for piece in layout.pieces:
+        if piece.tensor not in named:
+            raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
+
+
+def list_layouts(
+    told: Mapping[str, Wants], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
+) -> bytes:
+    """From layouts by their digest, and each rank's digests. Raises WireError where a layout is none."""
+    tensors: dict[Tensor, int] = {}
+    boxes: dict[Box, int] = {}
+    with uncollected():
+        layouts = tuple(_listed(layout, tensors, boxes) for layout in told.values())
+    number = {digest: at for at, digest in enumerate(told)}
+    had, wanted = (tuple(number[digest] for digest in side) for side in (has, wants))
+    return pack(Catalogue(tuple(tensors), tuple(boxes), layouts, had, wanted, tuple(free_bytes)))
+
+
+def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
+    check_layout(layout)
+    number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
+    pieces: list[int] = []
+    for piece in layout.pieces:
+        pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
+    idle = set(number.values()).difference(pieces[::2])
+    return Listed(tuple(pieces), tuple(sorted(idle)))
+
+
+def read_layouts(packed: bytes) -> Known:
+    """Raises WireError where it is none, or names what it does not have."""
+    catalogue = unpack(packed)
+    if not len(catalogue.has) == len(catalogue.wants) == len(catalogue.free_bytes):
+        raise WireError("a catalogue has as many ranks that have, that want, and that have memory")
+    try:
+        with uncollected():
+            layouts = [_spelled(listed, catalogue) for listed in catalogue.layouts]
+        has, wants = (tuple(layouts[at] for at in side) for side in (catalogue.has, catalogue.wants))
+        return Known(has, wants, catalogue.free_bytes)
+    except IndexError:
+        raise WireError("a catalogue names a tensor, a box or a layout that is not in it") from None
+
+
+def _spelled(listed: Listed, catalogue: Catalogue) -> Wants:
+    tensors, boxes, numbers = catalogue.tensors, catalogue.boxes, listed.pieces
+    named = dict.fromkeys((*numbers[::2], *listed.idle))
+    if len(numbers) % 2:
+        raise WireError("a catalogue has a tensor and a box for each piece")
+    pieces = zip(numbers[::2], numbers[1::2], strict=True)
+    return Wants(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
+
+
+def pack(catalogue: Catalogue) -> bytes:
+    """As it is sent."""
+    return zlib.compress(msgspec.msgpack.encode(catalogue), level=1)
+
+
+def unpack(packed: bytes, most_bytes: int = MOST_BYTES) -> Catalogue:
+    """Raises WireError. What would grow beyond the limit of a message is not let grow."""
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(packed, most_bytes)
+        whole = unpacker.eof and not unpacker.unused_data
+        catalogue = msgspec.msgpack.decode(body, type=Catalogue) if whole else None
+    except (zlib.error, msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"a catalogue of {len(packed)} bytes is malformed: {error}") from None
+    if catalogue is None:
+        raise WireError(
+            f"a catalogue of {len(packed)} bytes does not end there, or is larger than {most_bytes} unpacked"
+        )
+    return catalogue

@@ -1,0 +1,56 @@
+"""IPC buffers on a GPU, by CUDA IPC. Not run here for want of a GPU."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from treadle.update.buffers import Raw
+
+
+class _Handle(msgspec.Struct, frozen=True, array_like=True):
+    """What torch needs to open another process's memory; plain numbers and bytes."""
+
+    device: int
+    handle: bytes
+    storage_bytes: int
+    storage_offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+
+class CudaBuffer:
+    """Memory of a GPU that two processes see."""
+
+    fd: int | None = None
+
+    def __init__(self, tensor: torch.Tensor, handle: bytes) -> None:
+        self.size_bytes, self.tensor, self.handle = tensor.numel(), tensor, handle
+
+    @classmethod
+    def make(cls, size_bytes: int, device: torch.device) -> CudaBuffer:
+        """A new one, whose handle can be sent."""
+        tensor = torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device)
+        shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        return cls(tensor, msgspec.msgpack.encode(_Handle(*shared)))
+
+    @classmethod
+    def map(cls, handle: bytes, size_bytes: int) -> CudaBuffer:
+        """What another process made."""
+        shared = msgspec.msgpack.decode(handle, type=_Handle)
+        if shared.storage_bytes < size_bytes:
+            raise ValueError(f"the buffer is said to have {size_bytes} bytes, its memory has {shared.storage_bytes}")
+        storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(shared))
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size_bytes]
+        return cls(tensor, b"")
+
+    @property
+    def raw(self) -> Raw:
+        """Bytes are hashed on the host, so checks on a GPU copy each bucket back once."""
+        return self.tensor.cpu().numpy()
+
+    def close(self) -> None:
+        """Frees it when the other process has let go of it too."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,219 @@
+"""The endpoint of a worker: a socket that takes updates and questions, served by threads beside the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from treadle.update.adapters.interface import Adapter
+from treadle.update.gate import Closed
+from treadle.update.slot import Slot
+from treadle.update.wire.errors import Gone, WireError
+from treadle.update.wire.link import HELLO_S, Link, accepting
+from treadle.update.wire.messages import (
+    PROTOCOL,
+    Answer,
+    Ask,
+    FromWorker,
+    GetStatus,
+    Hello,
+    Map,
+    Reason,
+    Refused,
+    ToWorker,
+    Welcome,
+)
+from treadle.update.wire.sockets import close_server, listen, place_of
+from treadle.update.worker import Worker
+
+MOST_ASKERS = 32
+MOST_STRANGERS = 32
+"""Connections that have not said yet who they are; so an update rank finds a place however many ask."""
+
+WATCH_S = 0.1
+"""How often an endpoint looks whether another process has taken its place, or has left it."""
+
+RETIRE_S = 2.0
+"""How long requests may take to break off in an engine whose place another process has taken."""
+
+Answering = Callable[[bytes], tuple[int, bytes]]
+
+
+def worker_path(directory: Path, worker: int) -> Path:
+    """Where a worker listens."""
+    return directory / f"worker-{worker}.sock"
+
+
+class Endpoint:
+    """Listens for one worker until it is closed. `answer` serves Ask: it returns the version that answered, and what.
+
+    `spill` is a directory for `rollback="disk"`. One process at a time has the worker's slot, and serves: where another
+    has put its socket in this one's place, this one closes the engine and gives the slot back, and the other gets it.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        directory: Path,
+        worker: int,
+        *,
+        answer: Answering | None = None,
+        spill: Path | None = None,
+    ) -> None:
+        self.worker = Worker(adapter, worker, spill)
+        self.answer = answer
+        self.path = worker_path(directory, worker)
+        self._server = listen(self.path)
+        self._place = place_of(self.path)
+        self._slot = Slot(self.path.with_suffix(".slot"))
+        self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
+        self.worker.place(holds_slot=self._slot.held)
+        self._links: set[Link[ToWorker]] = set()
+        self._strangers: set[Link[ToWorker]] = set()
+        self._askers: set[Link[ToWorker]] = set()
+        self._master: Link[ToWorker] | None = None
+        self._guard = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name=f"treadle worker {worker}", daemon=True)
+        self._thread.start()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._watch_place, name=f"treadle slot {worker}", daemon=True)
+        self._watch.start()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes no more; the engine stays as it is. One that serves keeps its slot until its process ends."""
+        self._over.set()
+        self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps it
+        self._leave()
+        if self.worker.state != "serving":
+            self._slot.give_back()
+
+    def _leave(self) -> None:
+        """Takes no more."""
+        self._closing = True
+        close_server(self._server, self.path, self._place)
+        self._thread.join()
+        with self._guard:
+            links = list(self._links)
+        for link in links:
+            link.shut()
+
+    def _watch_place(self) -> None:
+        while not self._over.wait(WATCH_S):
+            if place_of(self.path) not in (None, self._place):  # a path that is gone is nobody else's
+                if self.worker.retire(RETIRE_S):
+                    self._slot.give_back()
+                    self._stop_updates()
+                    return
+            elif not self._slot.held and self._slot.take():
+                self.worker.slot = self._slot.id
+                self.worker.place(holds_slot=True)
+
+    def _stop_updates(self) -> None:
+        """Update ranks look for who is in this place now; those who ask are told that nothing is served."""
+        with self._guard:
+            master, self._master = self._master, None
+        if master is not None:
+            self._dismiss(master, "taken", f"another process has taken the place of worker {self.worker.worker}")
+            master.shut()
+
+    def _accept(self) -> None:
+        for link in accepting(self._server, ToWorker, lambda: self._closing):
+            with self._guard:
+                full = len(self._strangers) >= MOST_STRANGERS
+                if not full:
+                    self._links.add(link)
+                    self._strangers.add(link)
+            if full:
+                self._dismiss(link, "busy", f"{MOST_STRANGERS} others have not said yet who they are; try again")
+                link.close()
+                continue
+            threading.Thread(target=self._serve, args=(link,), name="treadle link", daemon=True).start()
+
+    def _serve(self, link: Link[ToWorker]) -> None:
+        try:
+            self._converse(link)
+        except WireError as error:
+            self._dismiss(link, "malformed", str(error))
+        except TimeoutError as error:
+            self._dismiss(link, "late", str(error))
+        except OSError:
+            pass  # the other end is gone
+        finally:
+            with self._guard:
+                for links in (self._links, self._strangers, self._askers):
+                    links.discard(link)
+                was_master, self._master = self._master is link, None if self._master is link else self._master
+            link.close()
+            if was_master:
+                self.worker.release(lambda: self._master is not None)
+
+    def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
+        """Says why, if the other end listens, before a connection ends."""
+        with suppress(OSError, WireError):
+            link.send(Refused(code, text), timeout_s=1.0)
+
+    def _converse(self, link: Link[ToWorker]) -> None:
+        hello = link.receive(HELLO_S)
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
+        link.trust()
+        if not self._admit(link, hello):
+            link.send(Refused("busy", f"{MOST_ASKERS} others ask this worker already; close connections, or share one"))
+            return
+        link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.gives, tuple(self.worker.plans)))
+        while True:
+            message = link.receive(None)
+            answer = self._answer(link, hello, message)
+            link.drop_fds()
+            link.send(answer)
+
+    def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
+        """Has it a place, now that it has said who it is."""
+        with self._guard:
+            self._strangers.discard(link)
+            if hello.role != "update":
+                full = len(self._askers) >= MOST_ASKERS
+                if not full:
+                    self._askers.add(link)
+                return not full
+            before, self._master = self._master, link  # an older one's end means nothing any more
+        if before is not None:
+            who = f"update rank {hello.rank} of process {link.pid}"
+            self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
+            before.shut()
+        return True
+
+    def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
+        if isinstance(message, GetStatus):
+            return self.worker.status
+        if isinstance(message, Ask):
+            return self._ask(message)
+        if hello.role != "update":
+            raise WireError(f"{type(message).__name__} comes from update ranks only")
+        if self._master is not link:
+            raise Gone("another update rank has taken over")
+        if isinstance(message, Map):
+            return self.worker.map(message, link.fds)
+        return self.worker.handle(message)
+
+    def _ask(self, message: Ask) -> FromWorker:
+        if self.answer is None:
+            return Refused("order", "this worker answers no questions here")
+        try:
+            version, body = self.answer(message.body)
+        except Closed as closed:
+            return Refused("closed", str(closed))
+        except Exception as error:  # an engine's code: whatever it raises is its answer
+            return Refused("failed", f"{type(error).__name__}: {error}")
+        return Answer(version, body)

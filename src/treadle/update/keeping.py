@@ -1,0 +1,101 @@
+"""The way back: where the old version waits until commit, and what that costs.
+
+An engine that can hand out what it holds is read before an update closes it, and the copy costs what is overwritten. Of
+one that cannot, every version is kept as it arrives, so that during an update two are. Memory and files stay with the
+worker for the next update, until one comes with rollback="none".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.update.adapters.interface import Adapter
+from treadle.update.arrivals import Arrival
+from treadle.update.store import Store
+from treadle.update.wire.messages import Begin, TakePlan
+from treadle.weights.pieces import Box, Piece
+
+
+class Keeping:
+    """What one worker keeps."""
+
+    def __init__(self, adapter: Adapter, spill: Path | None) -> None:
+        self.adapter, self.spill = adapter, spill
+        self._old: Store | None = None
+        self._new: Store | None = None
+        self._has_old = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held until commit."""
+        return sum(store.held_bytes for store in (self._old, self._new) if store is not None)
+
+    @property
+    def can_restore(self) -> bool:
+        """Is the old version there."""
+        return self._has_old and self._old is not None
+
+    def prepare(self, plan: TakePlan, begin: Begin, *, has_version: bool) -> str | None:
+        """Makes room and keeps what will be overwritten, or says why not."""
+        rollback = begin.rollback
+        if rollback == "none":
+            self._old = self._new = None
+            self._has_old = False
+            return None
+        if rollback == "disk" and self.spill is None:
+            return "rollback='disk' needs a directory; give the endpoint one as `spill`"
+        where = self.spill if rollback == "disk" else None
+        boxes = _boxes(plan)
+        if not self.adapter.gives:
+            if begin.partial:  # its parts would not make a version to go back to
+                return "this engine takes all tensors or none"
+            self._new = _room(self._new, where)
+            return _reserve(self._new, boxes)
+        self._old, self._has_old = _room(self._old, where), False
+        if not has_version:
+            self._old.forget()
+            return None
+        return _reserve(self._old, boxes) or self._read(self._old)
+
+    def _read(self, store: Store) -> str | None:
+        for name, box, _, array in store.items():
+            error = self.adapter.give(Piece(name, box), array)
+            if error is not None:
+                return error
+        self._has_old = True
+        return None
+
+    def stash(self, arrivals: Sequence[Arrival]) -> None:
+        """Keeps what arrives, for an engine that cannot give it back later."""
+        if self.adapter.gives or self._new is None:
+            return
+        for arrival in arrivals:
+            arrival.copy_into(self._new.array(arrival.name, arrival.box))
+
+    def arrivals(self) -> list[Arrival]:
+        """The old version, to be loaded again."""
+        assert self._old is not None
+        return [Arrival(name, box, dtype, array) for name, box, dtype, array in self._old.items()]
+
+    def commit(self) -> None:
+        """What was new is what to go back to next time; of an engine that gives, nothing is held meanwhile."""
+        if not self.adapter.gives and self._new is not None:
+            self._old, self._new, self._has_old = self._new, self._old, True
+        elif self._old is not None:
+            self._old.forget()
+            self._has_old = False
+
+
+def _boxes(plan: TakePlan) -> list[tuple[str, Box, str]]:
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
+    named = [(share.items[take.item].piece.tensor, take.box) for share in plan.shares for take in share.takes]
+    return [(name, box, dtypes[name]) for name, box in named]
+
+
+def _room(store: Store | None, where: Path | None) -> Store:
+    return store if store is not None and store.where == where else Store(where)
+
+
+def _reserve(store: Store, boxes: list[tuple[str, Box, str]]) -> str | None:
+    return store.refusal(store.needs(boxes)) or store.reserve(boxes)

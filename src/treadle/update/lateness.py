@@ -1,0 +1,11 @@
+"""Why processes say nothing: they were stopped, or this host is short of cores."""
+
+from __future__ import annotations
+
+from treadle.runtime.pressure import short_of_cores
+from treadle.update.wire.processes import stopped
+
+
+def why_late(*pids: int) -> str:
+    """An aside to end an error about lateness with; nothing where nothing is known."""
+    return "".join(map(stopped, pids)) or short_of_cores()

@@ -1,0 +1,99 @@
+"""From what all ranks said to plans, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from treadle.update.catalogue import Known, read_layouts
+from treadle.update.shares import Shares
+from treadle.update.wire.control import Layouts
+from treadle.update.wire.messages import Wants
+from treadle.weights.buffers import Memory
+from treadle.weights.missing import near
+from treadle.weights.pieces import Holding, Tensor
+from treadle.weights.plan import plan_update
+
+MOST_PLANS = 4
+
+
+class Unplannable(ValueError):  # noqa: N818 - told to all ranks
+    """Why there is no plan, and who is to blame: all ranks make it of the same layouts, so none of them alone."""
+
+    def __init__(self, who: str, text: str) -> None:
+        super().__init__(text)
+        self.who = who
+
+
+class Plans:
+    """What is known of all ranks, and the plans made of it."""
+
+    def __init__(self, memory: Memory | None) -> None:
+        self._memory = memory
+        self._known = Known((), (), ())
+        self._made: dict[tuple[object, ...], Shares] = {}
+
+    def of(self, layouts: Layouts) -> Shares:
+        """The plan of an attempt. Raises Unplannable."""
+        if layouts.catalogue is not None:
+            self._known = read_layouts(layouts.catalogue)
+            self._made.clear()
+        key = layouts.loads, layouts.holds, layouts.only
+        if key not in self._made:
+            while len(self._made) >= MOST_PLANS:
+                del self._made[next(iter(self._made))]
+            self._made[key] = self._make(layouts)
+        return self._made[key]
+
+    def _make(self, layouts: Layouts) -> Shares:
+        known = self._known
+        everyone, free = range(len(known.has)), known.free_bytes
+        have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
+        want = _holding(known.wants, layouts.loads)
+        memory = replace(self._memory, free_bytes=free) if self._memory is not None else Memory(free)
+        _check_changed(layouts.only, have, want)
+        try:
+            plan = plan_update(have, want, memory, layouts.only)
+        except ValueError as error:
+            raise Unplannable("the update ranks", f"{error}{_instead(layouts)}") from error
+        return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker gives into the IPC buffer
+
+
+def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding) -> None:
+    for name in sorted(set(changed or ()) - want.tensors.keys()):
+        if name in have.tensors:
+            text = "which no worker wants; name the tensor it is tied to, or leave it out"
+        else:
+            text = f"a tensor that no rank has and no worker wants{near(name, want.tensors.keys())}; leave it out"
+        raise Unplannable("the caller", f"changed= names {name!r}, {text}")
+
+
+def _instead(layouts: Layouts) -> str:
+    """The way out where workers were to give what they serve."""
+    if not layouts.holds:
+        return ""
+    version = layouts.version
+    return (
+        f"; the workers that serve version {version} do not have all of it: call recover(source, version={version}) "
+        "with a source that has"
+    )
+
+
+def _holding(sides: Sequence[Wants], of: Collection[int]) -> Holding:
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for rank, side in enumerate(sides):
+        for tensor in side.tensors if id(side) not in seen else ():
+            if tensors.setdefault(tensor.name, tensor) != tensor:
+                raise Unplannable(
+                    f"update rank {rank}",
+                    f"{tensor.name} is {_words(tensor)} there and {_words(tensors[tensor.name])} on a rank before it; "
+                    "all must say the same of a tensor",
+                )
+        seen.add(id(side))
+    among = set(of)
+    return Holding(tensors, tuple(side.pieces if rank in among else () for rank, side in enumerate(sides)))
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.shape}" + (f" of family {tensor.family}" if tensor.family else "")

@@ -1,0 +1,81 @@
+"""An update rank's connection to the coordinator."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+from treadle.update.errors import UpdateError, failure
+from treadle.update.options import Options
+from treadle.update.post import Post, read_into
+from treadle.update.rendezvous import Rendezvous
+from treadle.update.wire.control import Fault, FromCoordinator, Go, Join, Phase, Stop
+from treadle.update.wire.errors import Gone
+from treadle.update.wire.messages import PROTOCOL
+
+WHY_S = 1.0
+
+
+class Member:
+    """Speaks to the coordinator; it is never found again once it is lost."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Post, options: Options) -> None:
+        self.post, self.options = post, options
+        self.epoch = 0
+        self.stop: Stop | None = None
+        """What the coordinator said of the end of this attempt."""
+        self.lost = False
+        self.why_lost = ""
+        self._link, self.name = rendezvous.call(options.deadline_s)
+        self._link.trust()
+        self._link.send(Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname()))
+        read_into(post, "coordinator", self._link, self._take, self._gone)
+
+    def _take(self, message: Any) -> bool:
+        if isinstance(message, Stop):
+            if message.epoch in (0, self.epoch):
+                self.stop = message
+                self.post.fail(UpdateError(message.fault, committed=message.committed))
+            return True
+        if isinstance(message, Go) and not self.epoch:
+            self.epoch = message.epoch  # here already: the next message may be of it
+        return bool(message.epoch != self.epoch)
+
+    def begin(self) -> None:
+        """An attempt: what still comes of an earlier one is not for it."""
+        self.epoch, self.stop = 0, None
+
+    def _gone(self, text: str) -> None:
+        self.lost, self.why_lost = True, text
+        self.post.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
+
+    def send(self, message: Any, phase: Phase) -> None:
+        """Raises UpdateError where the coordinator is gone."""
+        try:
+            self._link.send(message)
+        except OSError as error:
+            self.post.wait_bad(WHY_S)  # the thread that reads may be about to learn why
+            raise self.post.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
+
+    def report(self, fault: Fault) -> None:
+        """Tells of a fault, if there is anybody to tell."""
+        with suppress(OSError):
+            self._link.send(fault, timeout_s=2.0)
+
+    def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
+        """The next message, of one of these kinds."""
+        try:
+            message = self.post.wait("coordinator", self.options.phase_s + 3)
+        except (TimeoutError, Gone) as error:
+            raise failure(self.epoch, self.name, phase, str(error)) from error
+        if not isinstance(message, kinds):
+            named = " or ".join(kind.__name__ for kind in kinds)
+            text = f"{type(message).__name__} came where {named} was expected"
+            raise failure(self.epoch, self.name, phase, text)
+        return message  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """The coordinator takes it for a loss, unless it ends too."""
+        self._link.shut()

@@ -1,0 +1,207 @@
+"""The coordinator's decisions: what a message of an update rank leads to, phase by phase.
+
+`hear` takes what a rank says. Where that completes the entries, the log has to number the attempt (`Open`, answered by
+`opened`); where it completes the vote, to write the decision (`Decide`, answered by `decided`). A log that cannot
+write ends the attempt (`stop`). Time is not here: who calls `stop` for lateness knows the deadlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from treadle.update.attempt import Attempt, Refusal
+from treadle.update.protocol.record import Member, Record
+from treadle.update.wire.control import (
+    Agreed,
+    Enter,
+    Fault,
+    Go,
+    Join,
+    Layouts,
+    Phase,
+    Proceed,
+    Settled,
+    Sides,
+    Stop,
+    ToCoordinator,
+)
+from treadle.update.wire.errors import WireError
+
+_AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Says something to one rank, or to all (-1)."""
+
+    message: Any
+    rank: int = -1
+
+
+@dataclass(frozen=True)
+class Open:
+    """Number an attempt, larger than `least`, once `record` outlives this process."""
+
+    least: int
+    record: Record
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Point of no return: write that this version is committed; only then is anybody told."""
+
+    version: int
+
+
+Action: TypeAlias = Tell | Open | Decide
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """What the coordinator knows. `lost` are ranks that have left, `known` each rank's layouts as all know them."""
+
+    world: int
+    attempt: Attempt
+    where: str = ""
+    lost: Mapping[int, str] = field(default_factory=dict)
+    sides: dict[int, Sides] = field(default_factory=dict)
+    known: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not spoken in this phase."""
+        spoken = self.attempt.spoken(self.sides)
+        return [rank for rank in range(self.world) if rank not in spoken]
+
+    @property
+    def num_spoken(self) -> int:
+        """How many have."""
+        return len(self.attempt.spoken(self.sides))
+
+
+Step: TypeAlias = tuple[Deciding, list[Action]]
+
+
+def hear(state: Deciding, rank: int, message: ToCoordinator, record: Record) -> Step:
+    """A rank has spoken; `record` is what the log says."""
+    attempt, before = state.attempt, list[Action]()
+    if isinstance(message, Enter):
+        if state.lost:
+            gone = ", ".join(state.lost.values())
+            fault = Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
+            return state, [Tell(Stop(0, fault, committed=False), rank)]
+        if attempt.phase != "enter":  # it has given the attempt up
+            text = "has given up, and begins another attempt"
+            state, before = stop(state, attempt.fault(f"update rank {rank}", text))
+            attempt = state.attempt
+        attempt = replace(attempt, entered={**attempt.entered, rank: message})
+    elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
+        return state, []  # of an attempt that is over
+    elif isinstance(message, Fault):
+        return stop(state, message)
+    elif isinstance(message, Settled) and attempt.phase == "settle":
+        attempt = replace(attempt, settled={**attempt.settled, rank: message})
+    elif isinstance(message, Sides) and attempt.phase == "layout":
+        state = replace(state, sides={**state.sides, rank: message})
+    elif isinstance(message, Agreed) and message.phase == attempt.phase:
+        attempt = replace(attempt, agreed={**attempt.agreed, rank: message})
+    state = replace(state, attempt=attempt)
+    if state.num_spoken < state.world:
+        return state, before
+    try:
+        state, actions = _advance(state, record)
+    except Refusal as refusal:
+        state, actions = stop(state, attempt.fault(refusal.who, str(refusal)))
+    except WireError as error:
+        state, actions = stop(state, fault_of_log(state, error))
+    return state, [*before, *actions]
+
+
+def opened(state: Deciding, epoch: int, record: Record) -> Step:
+    """The attempt has its number."""
+    attempt = state.attempt
+    left = tuple(member.worker for member in attempt.left if member.worker >= state.world)
+    state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
+    told = record.version, record.epochs, record.id, record.took
+    return state, [Tell(Go(epoch, *told, attempt.first.takeover, left))]
+
+
+def decided(state: Deciding) -> Step:
+    """The decision outlives this process: it may be told."""
+    attempt = replace(state.attempt, committed=True)
+    return _proceed(replace(state, attempt=attempt))
+
+
+def stop(state: Deciding, fault: Fault) -> Step:
+    """Ends the attempt on all ranks."""
+    told = Stop(state.attempt.epoch, fault, state.attempt.committed)
+    return replace(state, attempt=Attempt(state.world), sides={}), [Tell(told)]
+
+
+def joined(state: Deciding, rank: int) -> Deciding:
+    """A rank that is new knows nobody's layout."""
+    return replace(state, lost={r: name for r, name in state.lost.items() if r != rank}, known={})
+
+
+def lost(state: Deciding, rank: int, name: str, text: str) -> Step:
+    """A rank's connection has ended, and with it the attempt, if there is one."""
+    state = replace(state, lost={**state.lost, rank: name})
+    if not state.attempt.entered:
+        return state, []
+    return stop(state, state.attempt.fault(name, f"lost: {text}"))
+
+
+def fault_of_log(state: Deciding, error: Exception) -> Fault:
+    """The coordinator's own trouble."""
+    return state.attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}")
+
+
+def _advance(state: Deciding, record: Record) -> Step:
+    """All ranks have spoken in this phase."""
+    attempt = state.attempt
+    if attempt.phase == "enter":
+        attempt.refuse_entries(record, state.where)
+        state = replace(state, attempt=replace(attempt, left=tuple(attempt.leaving(record))))
+        return state, [Open(attempt.next_epoch(), attempt.start_from(record), attempt.members)]
+    if attempt.phase == "settle":
+        attempt.refuse_strangers()
+        if attempt.digests == state.known:
+            return _lay_out(state, record, None)
+        state = replace(state, attempt=replace(attempt, phase="layout"), sides={})
+        return state, [Tell(send, rank) for rank, send in attempt.sends().items()]
+    if attempt.phase == "layout":
+        state, actions = _lay_out(state, record, attempt.catalogue(state.sides))
+        return replace(state, sides={}), actions
+    return _agree(state, record)
+
+
+def _lay_out(state: Deciding, record: Record, catalogue: bytes | None) -> Step:
+    attempt = state.attempt
+    layouts: Layouts | None = attempt.layouts(record, catalogue)
+    if layouts is None:
+        return replace(state, attempt=Attempt(state.world)), [Tell(Proceed(attempt.epoch, "open"))]
+    known = state.known if catalogue is None else {}  # until all have made their plans of it
+    return replace(state, attempt=replace(attempt, phase="plan"), known=known), [Tell(layouts)]
+
+
+def _agree(state: Deciding, record: Record) -> Step:
+    attempt = state.attempt
+    different = attempt.disagreement()
+    if different is not None:
+        raise Refusal("the update ranks", different)
+    if attempt.phase == "plan":
+        state = replace(state, known=attempt.digests)
+    if attempt.phase == "finish":
+        version = attempt.first.version if attempt.first.kind == "update" else record.version
+        assert version is not None
+        return state, [Decide(version)]
+    return _proceed(state)
+
+
+def _proceed(state: Deciding) -> Step:
+    attempt, phase = state.attempt, state.attempt.phase
+    after = replace(attempt, phase=_AFTER[phase], agreed={}) if phase != "open" else Attempt(state.world)
+    return replace(state, attempt=after), [Tell(Proceed(attempt.epoch, phase))]

@@ -1,0 +1,92 @@
+"""What a log says: its identity, the committed version, and the set of workers that it was committed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from treadle.update.wire.messages import Status
+
+MOST = 2**63 - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""What fits into a message."""
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker of the set. `slot` names its place, held by one process at a time; `incarnation` is that process's."""
+
+    worker: int
+    slot: str
+    incarnation: str
+    pid: int
+    host: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"worker {self.worker} (process {self.pid}{f' on {self.host}' if self.host else ''})"
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`version` was committed by the attempts `epochs`: the first moved it, later ones brought it to lost workers.
+
+    `id` is the log's own, empty in files of before logs had one. `took` are logs that committed this version before
+    this one took their workers over.
+    """
+
+    version: Count | None = None
+    epochs: tuple[Count, ...] = ()
+    id: str = ""
+    members: tuple[Member, ...] = ()
+    took: tuple[str, ...] = ()
+
+
+def member_of(worker: int, status: Status) -> Member:
+    """A worker as the log will know it."""
+    return Member(worker, status.slot, status.incarnation, status.pid, status.host)
+
+
+def committed(record: Record, version: int, epoch: int, members: tuple[Member, ...]) -> Record:
+    """The record after a decision; the same version again is a recovery."""
+    if record.version == version:
+        return msgspec.structs.replace(record, epochs=(*record.epochs, epoch), members=members)
+    return Record(version, (epoch,), record.id, members)
+
+
+def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member, ...]) -> Record:
+    """The record of a log that takes workers over from one that is lost.
+
+    An empty one commits to what all of them serve, if that is one version of one log: they go on serving it.
+    """
+    logs, versions = {status.log for status in statuses}, {status.version for status in statuses}
+    all_serve = all(status.state == "serving" for status in statuses)
+    if record.version is not None or not all_serve or len(logs) > 1 or len(versions) > 1:
+        return record
+    epochs = tuple(sorted({status.content for status in statuses}))
+    took = tuple(sorted({status.origin for status in statuses} | logs))
+    return Record(versions.pop(), epochs, record.id, members, took)
+
+
+def missing_members(record: Record, workers: Iterable[int]) -> list[Member]:
+    """Members that no update rank speaks for."""
+    present = set(workers)
+    return [member for member in record.members if member.worker not in present]
+
+
+def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member]:
+    """Members whose slot is not the one of the worker that is there now: nothing says that they ended.
+
+    A new process in the same slot got it only when the one before had closed or ended.
+    """
+    return [
+        member
+        for member in record.members
+        if member.worker in statuses and member.slot and statuses[member.worker].slot != member.slot
+    ]
+
+
+def is_foreign(record: Record, log: str) -> bool:
+    """Does a worker belong to another log."""
+    return bool(log) and log != record.id and log not in record.took

@@ -1,0 +1,100 @@
+"""From a plan to each worker's part of it, and the table of digests behind each bucket.
+
+A bucket is followed by one digest for each box that somebody takes of it, in the order in which workers and their takes
+name them first. Replicas that take the same box share a digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from treadle.update.copying import DIGEST_BYTES
+from treadle.update.wire.messages import Share, TakePlan
+from treadle.weights.pieces import Box
+from treadle.weights.plan import Item, Take, UpdatePlan
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Table:
+    """The checks of one bucket: which boxes, and where their digests lie."""
+
+    takes: tuple[Take, ...]
+    offset_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes of bucket and table together."""
+        return self.offset_bytes + DIGEST_BYTES * len(self.takes)
+
+    @cached_property
+    def of_item(self) -> dict[int, tuple[tuple[int, Take], ...]]:
+        """The takes of each item, with their places in the table."""
+        made: dict[int, list[tuple[int, Take]]] = {}
+        for at, take in enumerate(self.takes):
+            made.setdefault(take.item, []).append((at, take))
+        return {item: tuple(takes) for item, takes in made.items()}
+
+    @cached_property
+    def index(self) -> dict[tuple[int, Box], int]:
+        """The place of each box in the table."""
+        return {(take.item, take.box): at for at, take in enumerate(self.takes)}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A plan with its tables; equal plans give equal ones."""
+
+    plan: UpdatePlan
+
+    @cached_property
+    def digest(self) -> str:
+        """The plan's."""
+        return self.plan.digest()
+
+    def name(self, *, gives: bool) -> str:
+        """Under which a worker keeps its part: one that gives has more of the same plan than one that does not."""
+        return self.digest + "+" if gives else self.digest
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """One for each bucket."""
+        made, distinct = [], list({id(taken): taken for taken in self.plan.takes}.values())
+        for number, bucket in enumerate(self.plan.buckets):
+            takes: dict[tuple[int, Box], Take] = {}
+            for taken in distinct:
+                for take in taken[number]:
+                    takes.setdefault((take.item, take.box), take)
+            made.append(Table(tuple(takes.values()), -(-bucket.size_bytes // _ALIGN) * _ALIGN))
+        return tuple(made)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """What a buffer must hold."""
+        return max((table.end_bytes for table in self.tables), default=0)
+
+    def of_worker(self, worker: int, *, gives: bool) -> TakePlan:
+        """What a worker needs to know; `gives`: it is the source of its rank's buckets."""
+        shares, named = [], set()
+        for number, takes in enumerate(self.plan.takes[worker]):
+            if takes:
+                shares.append(self._share(number, takes))
+        given = []
+        for number, bucket in enumerate(self.plan.buckets):
+            if gives and bucket.source == worker:
+                given.append(self._share(number, self.tables[number].takes))
+        for share in (*shares, *given):
+            named |= {item.piece.tensor for item in share.items}
+        tensors = tuple(self.plan.tensors[name] for name in sorted(named))
+        return TakePlan(self.name(gives=gives), tensors, tuple(shares), tuple(given))
+
+    def _share(self, number: int, takes: tuple[Take, ...]) -> Share:
+        bucket, table = self.plan.buckets[number], self.tables[number]
+        used = sorted({take.item for take in takes})
+        place = {item: at for at, item in enumerate(used)}
+        items: tuple[Item, ...] = tuple(bucket.items[item] for item in used)
+        renumbered = tuple(Take(place[take.item], take.box) for take in takes)
+        checks = tuple(table.index[take.item, take.box] for take in takes)
+        return Share(number, items, renumbered, checks, table.offset_bytes)

@@ -1,0 +1,112 @@
+"""Between a buffer and an engine: what a worker's share of a bucket says, as arrivals; and the other way, giving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from treadle.update.adapters.interface import Adapter
+from treadle.update.arrivals import Arrival, Assembly
+from treadle.update.buffers import Raw
+from treadle.update.copying import DIGEST_BYTES, boxed, cut, digest
+from treadle.update.wire.messages import Share, TakePlan
+from treadle.weights.geometry import disjoint
+from treadle.weights.pieces import Box, Piece
+
+
+def check_plan(plan: TakePlan) -> None:
+    """Refuses what would read outside of a tensor or an item."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    for share in (*plan.shares, *plan.gives):
+        if len(share.takes) != len(share.checks) or share.table_bytes < 0 or min(share.checks, default=0) < 0:
+            raise ValueError(f"bucket {share.bucket} has {len(share.takes)} takes and {len(share.checks)} checks")
+        for item in share.items:
+            tensor = tensors.get(item.piece.tensor)
+            if tensor is None or not _within(item.piece.box, Box.whole(tensor.shape)):
+                raise ValueError(f"{item.piece.tensor} {item.piece.box} is not in the plan's tensors")
+        for take in share.takes:
+            if not 0 <= take.item < len(share.items):
+                raise ValueError(f"bucket {share.bucket} has no item {take.item}")
+            if not _within(take.box, share.items[take.item].piece.box):
+                raise ValueError(f"{take.box} is not within item {take.item} of bucket {share.bucket}")
+
+
+def _within(box: Box, outer: Box) -> bool:
+    if len(box.start) != len(outer.start):
+        return False
+    sides = zip(box.start, box.stop, outer.start, outer.stop, strict=True)
+    return all(low <= start and stop <= high for start, stop, low, high in sides)
+
+
+def shortfall(plan: TakePlan, wanted: Sequence[Piece]) -> list[str]:
+    """Names of tensors of which a plan brings more or less than is wanted."""
+    comes: dict[str, int] = {}
+    for share in plan.shares:
+        for take in share.takes:
+            name = share.items[take.item].piece.tensor
+            comes[name] = comes.get(name, 0) + take.box.num_elements
+    for name, boxes in _by_name(wanted).items():
+        apart = disjoint(boxes) if len(boxes) > 1 else boxes  # what lies in two of them comes once
+        comes[name] = comes.get(name, 0) - sum(box.num_elements for box in apart)
+    return sorted(name for name, elements in comes.items() if elements)
+
+
+def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
+    """The boxes of each tensor, each once."""
+    boxes: dict[str, list[Box]] = {}
+    for piece in pieces:
+        some = boxes.setdefault(piece.tensor, [])
+        if piece.box not in some:
+            some.append(piece.box)
+    return boxes
+
+
+def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> list[Arrival]:
+    """What a worker takes of a bucket that is in a buffer."""
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
+    items = [boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]) for item in share.items]
+    made = []
+    for take, check in zip(share.takes, share.checks, strict=True):
+        piece = share.items[take.item].piece
+        part = cut(items[take.item], take.box.slices(piece.box))
+        at = share.table_bytes + DIGEST_BYTES * check
+        expected = raw[at : at + DIGEST_BYTES].tobytes() if checked else None
+        made.append(Arrival(piece.tensor, take.box, dtypes[piece.tensor], part, expected))
+    return made
+
+
+def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Piece]) -> list[Arrival]:
+    """The pieces that these parts complete; a part may belong to several."""
+    boxes, whole = _by_name(wanted), []
+    for part in parts:
+        meeting = [(box, common) for box in boxes[part.name] if (common := part.box.meet(box)) is not None]
+        if not meeting:
+            raise ValueError(f"{part.name} {part.box} was never wanted")
+        for box, common in meeting:
+            done = assembly.add(_part_of(part, common), box)
+            if done is not None:
+                whole.append(done)
+    return whole
+
+
+def _part_of(part: Arrival, box: Box) -> Arrival:
+    """A part of a part; the digest is that of all of it, which is checked after `load` then."""
+    if box == part.box:
+        return part
+    return Arrival(part.name, box, part.dtype, cut(part.staged, box.slices(part.box)))
+
+
+def give(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
+    """Puts what an engine holds of a bucket, and its digests, into a buffer; or says why not."""
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
+    out = []
+    for item in share.items:
+        out.append(boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]))
+        error = adapter.give(item.piece, out[-1])
+        if error is not None:
+            return error
+    for take, check in zip(share.takes, share.checks, strict=True):
+        if checked:
+            part = cut(out[take.item], take.box.slices(share.items[take.item].piece.box))
+            at = share.table_bytes + DIGEST_BYTES * check
+            raw[at : at + DIGEST_BYTES] = bytearray(digest(part))
+    return None

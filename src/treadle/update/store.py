@@ -1,0 +1,118 @@
+"""Where a version waits that may be needed again: host memory or a file.
+
+What was allocated stays allocated for the next update, also while nothing waits in it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from treadle.update.buffers import Raw
+from treadle.update.copying import Array, boxed
+from treadle.weights.pieces import ITEMSIZE, Box
+
+_ALIGN = 64
+
+
+class Store:
+    """Boxes of tensors by name, in one stretch of memory. `where` is None for the host, else a directory."""
+
+    def __init__(self, where: Path | None) -> None:
+        self.where = where
+        self._raw: Raw = np.empty(0, np.uint8)
+        self._places: dict[tuple[str, Box], tuple[int, str]] = {}
+
+    def needs(self, boxes: Sequence[tuple[str, Box, str]]) -> int:
+        """Bytes for these (name, box, dtype)."""
+        return sum(_padded(box, dtype) for _, box, dtype in boxes)
+
+    def refusal(self, need_bytes: int) -> str | None:
+        """Why so much would not fit, if it does not. What is held already is used again."""
+        more = need_bytes - len(self._raw)
+        if more <= 0:
+            return None
+        free, what = (free_host_bytes(), "host memory") if self.where is None else self._free_disk()
+        if more > free:
+            return f"the old version needs {more} more bytes of {what} until commit, {free} are free; {self._instead}"
+        return None
+
+    def reserve(self, boxes: Sequence[tuple[str, Box, str]]) -> str | None:
+        """Room for exactly these, or why there is none after all; what was held is gone."""
+        need, self._places, at = self.needs(boxes), {}, 0
+        if need > len(self._raw):
+            self._raw = np.empty(0, np.uint8)
+            try:
+                self._raw = np.empty(need, np.uint8) if self.where is None else _on_disk(self.where, need)
+            except (OSError, MemoryError) as error:
+                what = "host memory" if self.where is None else f"disk in {self.where}"
+                why = error.strerror if isinstance(error, OSError) else "out of memory"
+                return f"the old version needs {need} bytes of {what} until commit: {why}; {self._instead}"
+        for name, box, dtype in boxes:
+            self._places[name, box] = at, dtype
+            at += _padded(box, dtype)
+        return None
+
+    def forget(self) -> None:
+        """Holds nothing; the memory stays for the next time."""
+        self._places = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what is held now."""
+        return sum(_padded(box, dtype) for (_, box), (_, dtype) in self._places.items())
+
+    def array(self, name: str, box: Box) -> Array:
+        """Where the elements of a box are kept."""
+        at, dtype = self._places[name, box]
+        return boxed(self._raw, at, box.shape, dtype)
+
+    def items(self) -> Iterator[tuple[str, Box, str, Array]]:
+        """All that is held: (name, box, dtype, elements)."""
+        for (name, box), (_, dtype) in self._places.items():
+            yield name, box, dtype, self.array(name, box)
+
+    @property
+    def _instead(self) -> str:
+        if self.where is None:
+            return "use rollback='disk', or 'none', which has no way back"
+        return "use rollback='host', or give the endpoint another directory as `spill`"
+
+    def _free_disk(self) -> tuple[int, str]:
+        assert self.where is not None
+        return shutil.disk_usage(self.where).free, f"disk in {self.where}"
+
+
+def _padded(box: Box, dtype: str) -> int:
+    return -(-math.prod(box.shape) * ITEMSIZE[dtype] // _ALIGN) * _ALIGN
+
+
+def _on_disk(where: Path, size_bytes: int) -> Raw:
+    """A file without a name, so that it goes with its process; without holes, as one that cannot be filled kills."""
+    with tempfile.TemporaryFile(dir=where, prefix="treadle-old-") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return np.memmap(file, np.uint8, "w+", shape=(size_bytes,))
+
+
+def free_host_bytes() -> int:
+    """Memory this process could still get: of the machine, and of its control group where that has a limit."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    left = left_in_group(Path("/sys/fs/cgroup"))
+    return free if left is None else min(free, left)
+
+
+def left_in_group(group: Path) -> int | None:
+    """Of a control group's limit, if there is one. Files that it has read count as used, but make room when asked."""
+    try:
+        most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if most == "max" else max(0, int(most) - used + int(parts.get("inactive_file", 0)))

@@ -1,0 +1,231 @@
+"""Buckets on their way: packed by their source, broadcast into the IPC buffers, loaded by the workers.
+
+While a worker loads bucket i from one buffer, bucket i + 1 is broadcast into the other; where there is an H2D buffer, a
+source packs its next bucket meanwhile, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from treadle.runtime.pressure import short_of_cores
+from treadle.update.beside import Beside
+from treadle.update.buffers import Buffer
+from treadle.update.shares import Shares
+from treadle.update.wire.messages import Give, Given, Load, Loaded
+
+
+class Fill(Protocol):
+    """Puts a bucket of this rank's into a buffer."""
+
+    def __call__(self, buffer: Buffer, number: int) -> None:
+        """All of it, digests included."""
+        ...
+
+
+@dataclass
+class Times:
+    """When this rank's ops of each bucket ran, in nanoseconds of the host's clock."""
+
+    h2d: dict[int, tuple[int, int]] = field(default_factory=dict)
+    broadcast: dict[int, tuple[int, int]] = field(default_factory=dict)
+    reload: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Where:
+    """How far it is, for whoever has to say what failed: `on_worker` while waiting for it."""
+
+    bucket: int = -1
+    on_worker: bool = False
+
+
+class Stream:
+    """One attempt's buckets on one rank. `ipc` are the buffers the worker has mapped, `h2d` this rank's own."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        rank: int,
+        epoch: int,
+        *,
+        ipc: Sequence[Buffer],
+        h2d: Sequence[Buffer],
+        beside: Beside,
+        group: Any,
+        wait: Callable[[Any], None],
+        deadline_s: float,
+        checked: bool,
+        compare: Callable[[Buffer, int], None] | None = None,
+    ) -> None:
+        self.shares, self.rank, self.epoch = shares, rank, epoch
+        self.ipc, self.h2d, self.beside, self.group, self.wait = ipc, h2d, beside, group, wait
+        self.deadline_s, self.checked = deadline_s, checked
+        self.times, self.where = Times(), Where()
+        self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
+        self._waiting: deque[int] = deque()
+        self._packed: _Packed | None = None
+        self._compare = compare
+        self._arrived: tuple[Buffer, int] | None = None
+
+    def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
+        """Until the worker has loaded all of its part; `loads`: it has one."""
+        plan = self.shares.plan
+        self._packed = _Packed(self.h2d, self.own, fill, self.times) if self.h2d and self.own else None
+        try:
+            for number, bucket in enumerate(plan.buckets):
+                self._await_loaded(number - plan.num_ipc)
+                self.where.bucket = number
+                start, at = self._place(number, fill)
+                self._broadcast((*self.ipc, *self.h2d)[at], number)
+                self.times.broadcast[number] = start, perf_counter_ns()
+                if loads and plan.takes[self.rank][number]:
+                    self.beside.send(Load(self.epoch, number, at))
+                    self._waiting.append(number)
+                elif self._packed is not None:
+                    self._packed.done(number)
+                if bucket.source != self.rank:
+                    self._arrived = self.ipc[at], number
+                if plan.num_ipc == 1:
+                    self._look()
+                progress(bucket.size_bytes)
+            self._look()
+            self._await_loaded(len(plan.buckets))
+        finally:
+            if self._packed is not None:
+                self._packed.stop()
+
+    def _place(self, number: int, fill: Fill) -> tuple[int, int]:
+        """When the broadcast begins, and which buffer it is from or into, counted over IPC and then H2D buffers.
+
+        A source broadcasts from its H2D buffer, and its own worker loads from there, which saves a copy.
+        """
+        bucket, at = self.shares.plan.buckets[number], number % self.shares.plan.num_ipc
+        if self._packed is not None and self._packed.held_over(bucket.round):
+            self._await_loaded(self._packed.last)
+            self._packed.turn(bucket.round)
+        if bucket.source != self.rank:
+            return perf_counter_ns(), at
+        if self._packed is not None:
+            packed = self._packed.next(number, self.deadline_s)
+            return perf_counter_ns(), len(self.ipc) + packed
+        start = perf_counter_ns()
+        fill(self.ipc[at], number)
+        self.times.h2d[number] = start, perf_counter_ns()
+        return perf_counter_ns(), at
+
+    def _broadcast(self, buffer: Buffer, number: int) -> None:
+        table = self.shares.tables[number]
+        size = table.end_bytes if self.checked else self.shares.plan.buckets[number].size_bytes
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.shares.plan.buckets[number].source, 0
+        work = self.group.broadcast([buffer.tensor[:size]], options)
+        self._look()
+        self.wait(work)
+
+    def _look(self) -> None:
+        """Compares the bucket before with this rank's own weights while the next one is on its way.
+
+        With two IPC buffers it is not overwritten before the one after that.
+        """
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None and self._compare is not None:
+            self._compare(*arrived)
+
+    def _await_loaded(self, last: int) -> None:
+        """Until the worker is done with the buckets up to this one."""
+        while self._waiting and self._waiting[0] <= last:
+            self.where.bucket, self.where.on_worker = self._waiting[0], True
+            loaded = self.beside.expect(Loaded, self.deadline_s)
+            number = self._waiting.popleft()
+            self.times.reload[number] = loaded.start_ns, loaded.end_ns
+            if self._packed is not None:
+                self._packed.done(number)
+            self.where.on_worker = False
+
+
+class _Packed:
+    """Packs a rank's buckets in turn into its H2D buffers, ahead of when they are needed.
+
+    A lone buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links. One
+    of two is filled again as soon as its bucket was broadcast and loaded.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, times: Times) -> None:
+        self._buffers, self._alone, self._round = buffers, len(buffers) == 1, 0
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._used: dict[int, int] = {}
+        for at in range(len(buffers)):
+            self._free.put(at)
+        self._thread = threading.Thread(target=self._run, args=(own, fill, times), name="treadle h2d", daemon=True)
+        self._thread.start()
+
+    def _run(self, own: Sequence[int], fill: Fill, times: Times) -> None:
+        for number in own:
+            at = self._free.get()
+            if at is None:
+                return
+            start = perf_counter_ns()
+            try:
+                fill(self._buffers[at], number)
+            except Exception as error:  # raised where the bucket is needed
+                self._full.put(error)
+                return
+            times.h2d[number] = start, perf_counter_ns()
+            self._full.put(at)
+
+    @property
+    def last(self) -> int:
+        """The last bucket whose buffer is in use."""
+        return max(self._used, default=-1)
+
+    def next(self, number: int, deadline_s: float) -> int:
+        """The buffer with this bucket, packed."""
+        try:
+            packed = self._full.get(timeout=deadline_s)
+        except queue.Empty:
+            late = f"this rank did not pack bucket {number} within {deadline_s:g} s{short_of_cores()}"
+            raise RuntimeError(late) from None
+        if isinstance(packed, Exception):
+            raise packed
+        self._used[number] = packed
+        return packed
+
+    def done(self, number: int) -> None:
+        """A bucket was broadcast, and loaded by the worker beside if it takes any of it."""
+        if number in self._used and not self._alone:
+            self._free.put(self._used.pop(number))
+
+    def held_over(self, number: int) -> bool:
+        """Is round `number` a new one, while a lone buffer waits for its turn."""
+        return self._alone and number != self._round
+
+    def turn(self, number: int) -> None:
+        """Round `number` begins, and nothing reads the lone buffer any more."""
+        self._round = number
+        while self._used:
+            self._free.put(self._used.popitem()[1])
+
+    def stop(self) -> None:
+        """Nothing more is needed; waits for the bucket that is being packed."""
+        self._free.put(None)
+        self._thread.join()
+
+
+def giving(beside: Beside, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool) -> Fill:
+    """Buckets that the worker fills itself, from what it serves."""
+
+    def fill(buffer: Buffer, number: int) -> None:
+        at = next(i for i, own in enumerate(ipc) if own is buffer)
+        beside.ask(Give(epoch, shares.name(gives=True), number, at, checked), Given, deadline_s)
+
+    return fill

@@ -1,0 +1,1 @@
+"""What crosses Treadle's sockets: typed messages in frames of limited size, between processes of one user."""

@@ -1,0 +1,83 @@
+"""Messages that only holders of a key can make, for connections between hosts, where no kernel vouches for the peer.
+
+Both ends begin with a random number. From the two and the key comes a session's own key, and every message ends with a
+code (HMAC-SHA256) of it, its direction and its number: what was made without the key, changed, repeated, left out or
+recorded earlier is refused. Nothing is hidden; these messages tell of names and shapes, not of weights.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import stat
+from pathlib import Path
+
+from treadle.update.wire.errors import WireError, WrongKey
+
+NONCE_BYTES = 32
+TAG_BYTES = 32
+LEAST_KEY_BYTES = 32
+
+KEYS_DIFFER = (
+    "its messages are not made with this key, so it has another one; give all ranks the same key file (sha256sum shows "
+    "which differ)"
+)
+
+
+class Seal:
+    """One end of a connection; `listens` is the end that was called."""
+
+    def __init__(self, key: bytes, *, listens: bool) -> None:
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._key, self._listens = key, listens
+        self._session: bytes | None = None
+        self._sent = self._came = 0
+
+    @property
+    def met(self) -> bool:
+        """Has the other end's number come."""
+        return self._session is not None
+
+    def meet(self, theirs: bytes) -> None:
+        """The other end's random number."""
+        if len(theirs) != NONCE_BYTES or theirs == self.nonce:
+            raise WireError(f"a connection between hosts begins with {NONCE_BYTES} random bytes, {len(theirs)} came")
+        called, caller = (self.nonce, theirs) if self._listens else (theirs, self.nonce)
+        self._session = hmac.digest(self._key, b"treadle update" + called + caller, "sha256")
+
+    def close(self, body: bytes) -> bytes:
+        """The body with its code behind it."""
+        self._sent += 1
+        return body + self._code(body, self._sent, from_listener=self._listens)
+
+    def open(self, sealed: bytes) -> bytes:
+        """The body, if its code is right."""
+        self._came += 1
+        body, code = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        if not hmac.compare_digest(code, self._code(body, self._came, from_listener=not self._listens)):
+            if self._came == 1:
+                raise WrongKey(KEYS_DIFFER)
+            raise WireError("a message came that was not made with this key")
+        return body
+
+    def _code(self, body: bytes, number: int, *, from_listener: bool) -> bytes:
+        assert self._session is not None, "nobody sends before it has met the other end"
+        head = number.to_bytes(8, "big") + bytes([from_listener])
+        return hmac.digest(self._session, head + body, "sha256")
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file that nobody but its owner can read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} must be a file that only its owner can read, its mode is {stat.S_IMODE(status.st_mode):04o}; "
+            f"chmod 600 {path}"
+        )
+    key = path.read_bytes().strip()
+    if len(key) < LEAST_KEY_BYTES:
+        raise ValueError(
+            f"the key in {path} has {len(key)} bytes, at least {LEAST_KEY_BYTES} are needed; make one with: "
+            f"(umask 077; openssl rand -hex 32 > {path})"
+        )
+    return key

@@ -1,0 +1,338 @@
+"""A worker's side of an update: the engine does what `protocol/worker.py` decides.
+
+Until it has voted (`prepared`), a worker may go back by itself: no version is committed without every worker of the
+set. From then on it stays closed until it learns what was decided.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treadle.update.adapters.interface import Adapter
+from treadle.update.arrivals import Arrival, Assembly
+from treadle.update.buffers import Buffer, HostBuffer
+from treadle.update.keeping import Keeping
+from treadle.update.protocol import worker as deciding
+from treadle.update.protocol.worker import Act, Moves, RefusalError, WorkerState
+from treadle.update.staging import arrivals_of, assembled, check_plan, give, shortfall
+from treadle.update.wire.errors import WireError
+from treadle.update.wire.messages import (
+    MOST_PLANS,
+    Abort,
+    Begin,
+    Begun,
+    Commit,
+    Finish,
+    FromWorker,
+    GetWants,
+    Give,
+    Given,
+    Load,
+    Loaded,
+    Map,
+    Mapped,
+    Planned,
+    Prepared,
+    Refused,
+    Settle,
+    Share,
+    State,
+    Status,
+    TakePlan,
+)
+
+BUSY_S = 2.0
+
+
+class Worker:
+    """One engine and its state. `handle` takes a message and returns the answer; it never raises."""
+
+    def __init__(self, adapter: Adapter, worker: int, spill: Path | None = None) -> None:
+        self.adapter, self.worker = adapter, worker
+        self.now = WorkerState(worker)
+        self.incarnation = secrets.token_hex(8)
+        self.slot = ""
+        self.before: Callable[[], int] = lambda: 0
+        """The process that holds the slot, where this one does not."""
+        self.rollbacks = 0
+        self.plans: dict[str, TakePlan] = {}
+        self._held = ""
+        self._loaded: set[int] = set()
+        self._assembly = Assembly()
+        self._keeping = Keeping(adapter, spill)
+        self._buffers: list[Buffer] = []
+        self._one = threading.Lock()
+        self._doing = ""
+        self._acts: dict[Act, Callable[[WorkerState], str | None]] = {
+            "begin": lambda _: self.adapter.begin(),
+            "finish": lambda _: self.adapter.finish(),
+            "invalidate": lambda _: self.adapter.invalidate(),
+            "open": self._open_new,
+            "reopen": self._open,
+            "abort": lambda _: self.adapter.abort(),
+            "restore": lambda _: self._restore(),
+        }
+        self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
+            GetWants: lambda _: self.adapter.wants(),
+            Settle: self._settle,
+            TakePlan: self._take_plan,
+            Begin: self._begin,
+            Load: self._load,
+            Give: self._give,
+            Finish: self._finish,
+            Commit: self._commit,
+            Abort: self._abort,
+        }
+
+    @property
+    def state(self) -> State:
+        """Closed, loading, prepared or serving."""
+        return self.now.state
+
+    @property
+    def status(self) -> Status:
+        """How it stands."""
+        now = self.now
+        return Status(
+            self.worker,
+            os.getpid(),
+            now.state,
+            now.version,
+            now.epoch,
+            self.rollbacks,
+            log=now.bound,
+            origin=now.held.log if now.held is not None else "",
+            content=now.held.epoch if now.held is not None else 0,
+            incarnation=self.incarnation,
+            slot=self.slot,
+            holds_slot=now.holds_slot,
+            before=0 if now.holds_slot else self.before(),
+            host=socket.gethostname(),
+        )
+
+    def handle(self, message: Any) -> FromWorker:
+        """Does what a message says if it is its time."""
+        step = self._steps.get(type(message))
+        if step is None:
+            return Refused("order", f"{type(message).__name__} has no place here")
+        return self._alone(type(message).__name__, lambda: step(message))
+
+    def map(self, message: Map, fds: list[int]) -> FromWorker:
+        """Maps the buffers; takes the descriptors."""
+        return self._alone("Map", lambda: self._map(message, fds))
+
+    def release(self, taken_over: Callable[[], bool] = lambda: False) -> None:
+        """The update rank is gone, and its buffers with it; one that took over settles and maps its own.
+
+        A worker that has voted stays as it is.
+        """
+        with self._one:
+            if taken_over():
+                return
+            with suppress(Exception):  # what an engine raises leaves it closed
+                self._make(deciding.release(self.now, can_restore=self._keeping.can_restore))
+            self._unmap()
+
+    def place(self, *, holds_slot: bool) -> None:
+        """Whether this process is the only one that serves as this worker."""
+        with self._one:
+            self.now = replace(self.now, holds_slot=holds_slot)
+
+    def retire(self, drain_s: float) -> bool:
+        """Another process has taken its place: closes for good. False while the engine does not close."""
+        with self._one:
+            try:
+                self._make(deciding.retire(self.now), lambda: self.adapter.close("abort", drain_s))
+            except Exception:  # an engine's code; it is asked again
+                return False
+            return True
+
+    def _alone(self, doing: str, step: Callable[[], FromWorker]) -> FromWorker:
+        if not self._one.acquire(timeout=BUSY_S):
+            return Refused("busy", f"worker {self.worker} is still busy with {self._doing} of attempt {self.now.epoch}")
+        try:
+            self._doing = doing
+            return step()
+        except RefusalError as refusal:
+            return Refused(refusal.code, str(refusal))
+        except Exception as error:  # an engine's code: whatever it raises is its answer
+            return Refused("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._one.release()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _settle(self, message: Settle) -> FromWorker:
+        moves = deciding.settle(self.now, message, can_restore=self._keeping.can_restore)
+        self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
+        return self.status
+
+    def _map(self, message: Map, fds: list[int]) -> FromWorker:
+        self._unmap()
+        if message.device >= 0:
+            from treadle.update.cuda import CudaBuffer  # only where there is a GPU
+
+            sizes = zip(message.handles, message.sizes_bytes, strict=True)
+            self._buffers = [CudaBuffer.map(handle, size) for handle, size in sizes]
+            return Mapped()
+        if len(fds) != len(message.sizes_bytes):
+            raise WireError(f"{len(message.sizes_bytes)} buffers are named, {len(fds)} descriptors came")
+        for size in message.sizes_bytes:
+            self._buffers.append(HostBuffer.map(fds.pop(0), size))
+        return Mapped()
+
+    def _unmap(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
+
+    def _take_plan(self, message: TakePlan) -> FromWorker:
+        check_plan(message)
+        self.plans.pop(message.digest, None)
+        self.plans[message.digest] = message
+        while len(self.plans) > MOST_PLANS:
+            del self.plans[next(iter(self.plans))]
+        return Planned(message.digest)
+
+    def _begin(self, message: Begin) -> FromWorker:
+        moves, loading = deciding.begin(self.now, message)
+        if moves:
+            plan = self._plan(message.plan)
+            wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
+            if wrong:
+                raise RefusalError(
+                    "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
+                )
+            refusal = self._keeping.prepare(plan, message, has_version=loading.served)
+            if refusal is not None:
+                raise RefusalError("memory", refusal)
+            self._loaded, self._assembly = set(), Assembly()
+            # Closing comes last: until here requests are served.
+            self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
+        return Begun(message.epoch, self._keeping.size_bytes)
+
+    def _load(self, message: Load) -> FromWorker:
+        start_ns = time.perf_counter_ns()
+        moves = deciding.load(self.now, message.epoch)
+        begun = self.now.begun
+        assert begun is not None
+        if message.bucket not in self._loaded:
+            plan = self.plans[begun.plan]
+            share = self._share(plan.shares, message.bucket)
+            arrivals = arrivals_of(plan, share, self._raw(message.buffer), checked=begun.checked)
+            self._make(moves, load=lambda: self._take_in(arrivals))
+            for arrival in arrivals:
+                if arrival.wrong:
+                    raise RefusalError("corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's")
+            self._loaded.add(message.bucket)
+        return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
+
+    def _take_in(self, arrivals: list[Arrival]) -> str | None:
+        self._keeping.stash(arrivals)
+        return self._take(arrivals)
+
+    def _take(self, parts: list[Arrival]) -> str | None:
+        if self.adapter.whole:
+            parts = assembled(self._assembly, parts, self.adapter.wants().pieces)
+        return self.adapter.load(parts) if parts else None
+
+    def _give(self, message: Give) -> FromWorker:
+        if message.epoch < self.now.epoch:
+            raise RefusalError("stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}")
+        if self.state != "serving":
+            raise RefusalError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
+        plan = self._plan(message.plan)
+        share, raw = self._share(plan.gives, message.bucket), self._raw(message.buffer)
+        self._do(give(self.adapter, plan, share, raw, checked=message.checked))
+        return Given(message.epoch, message.bucket)
+
+    def _finish(self, message: Finish) -> FromWorker:
+        moves, prepared = deciding.finish(self.now, message)
+        begun = self.now.begun
+        assert begun is not None
+        if moves:
+            missing = {share.bucket for share in self.plans[begun.plan].shares} - self._loaded
+            if missing or self._assembly.missing:
+                raise RefusalError(
+                    "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
+                )
+            self._do(self.adapter.finish())
+            self._held = self.adapter.digest() if begun.checked else ""
+            self.now = prepared
+        return Prepared(message.epoch, begun.version, self._held)
+
+    def _commit(self, message: Commit) -> FromWorker:
+        self._make(deciding.commit(self.now, message))
+        return self.status
+
+    def _abort(self, message: Abort) -> FromWorker:
+        self._make(deciding.abort(self.now, message, can_restore=self._keeping.can_restore))
+        return self.status
+
+    # ---- what the engine does ----------------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        moves: Moves,
+        close: Callable[[], str | None] = lambda: None,
+        load: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Makes the moves in turn; one that fails leaves the state that it says, and those after it are not made."""
+        for move in moves[0]:
+            self.now = move.failed  # unless it succeeds, whatever an engine raises
+            if move.act == "close":
+                self._do(close())
+            elif move.act == "load":
+                self._do(load())
+            else:
+                self._do(self._acts[move.act](move.ok))
+            self.now = move.ok
+        self.now = moves[1]
+
+    def _open_new(self, serving: WorkerState) -> str | None:
+        self._keeping.commit()
+        return self._open(serving)
+
+    def _open(self, serving: WorkerState) -> str | None:
+        assert serving.version is not None
+        return self.adapter.open(serving.version)
+
+    def _restore(self) -> str | None:
+        self._do(self.adapter.abort())
+        self._do(self.adapter.begin())
+        self._assembly = Assembly()
+        self._do(self._take(self._keeping.arrivals()))
+        self._do(self.adapter.finish())
+        self._do(self.adapter.invalidate())
+        self.rollbacks += 1
+        return None
+
+    def _do(self, error: str | None) -> None:
+        if error is not None:
+            raise RefusalError("failed", error)
+
+    def _plan(self, digest: str) -> TakePlan:
+        plan = self.plans.get(digest)
+        if plan is None:
+            raise RefusalError("order", f"worker {self.worker} does not have plan {digest}")
+        return plan
+
+    def _share(self, shares: tuple[Share, ...], bucket: int) -> Share:
+        for share in shares:
+            if share.bucket == bucket:
+                return share
+        raise RefusalError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
+
+    def _raw(self, buffer: int) -> Any:
+        if not 0 <= buffer < len(self._buffers):
+            raise RefusalError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
+        return self._buffers[buffer].raw

@@ -1,0 +1,136 @@
+"""Verifying a Program: labels, groups, waits, execution, launch order, memory. ARCHITECTURE.md has the semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from treadle.ir.execute import execute
+from treadle.ir.kernel import kernel
+from treadle.ir.memory import peaks
+from treadle.ir.needs import Index
+from treadle.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
+from treadle.verify.finding import Finding, Report, worst_first
+from treadle.verify.graph import Graph, deadlock, with_ring
+from treadle.verify.groups import check_groups
+from treadle.verify.labels import check_labels
+from treadle.verify.waits import check_never, check_waits
+
+
+def verify_program(program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None) -> Report:
+    """Everything there is to object to. `dur` is the ticks of each op, which memory depends on and nothing else does.
+
+    `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
+    """
+    if program.layout.is_update:
+        raise ValueError("this Program is a weight update, which treadle.weights.verify.verify_update judges")
+    program = with_ring(program, ring)
+    # Kernels hold no lock, so what does not depend on each other runs side by side.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        executed = pool.submit(execute, program, dur)
+        launched = pool.submit(_launches, program, dur)
+        index = Index.of(program)
+        unmet = index.unmet(program)
+        times, launch_findings = executed.result(), launched.result()
+    findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
+    findings += check_waits(program, unmet, times)
+    if not times.finished:
+        findings += _deadlocks(program, times.num_left)
+    hangs = not times.finished or any(finding.code == "T205" for finding in findings)
+    findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
+    sizes: tuple[int, ...] = ()
+    if times.finished:
+        sizes = tuple(int(size) for size in peaks(program, times).size)
+        findings += _over(sizes, memory_limit)
+    return Report(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
+
+
+def _deadlocks(program: Program, num_never: int) -> Iterator[Finding]:
+    graph = Graph.of(program)
+    stuck = graph.stuck()
+    if stuck.any():
+        yield deadlock(program, graph, stuck, num_never)
+
+
+def _launches(program: Program, dur: Longs) -> list[Finding]:
+    """T206: the ranks' launch orders are none, or, taken together, lead in a circle."""
+    if not (program.launch >= 0).any():
+        return []
+    malformed = _malformed_launch(program)
+    if malformed is not None:
+        return [malformed]
+    previous = _previous(program.launch, program.lane_ptr, program.lane_rank, program.num_ranks)
+    times = execute(program, dur, after=previous)
+    if times.finished:
+        return []
+    graph = Graph.of(program, launch=True)
+    stuck = graph.stuck()
+    return [deadlock(program, graph, stuck, times.num_left, code="T206")] if stuck.any() else []
+
+
+def _malformed_launch(program: Program) -> Finding | None:
+    wrong = _misnumbered(
+        program.launch,
+        program.lane_ptr,
+        program.lane_rank,
+        np.isin(program.lane_kind, COMMUNICATION),
+        program.num_ranks,
+    )
+    if wrong < 0:
+        return None
+    op = program.op(int(wrong))
+    message = f"{op} is launched as number {int(program.launch[wrong])}: a rank numbers its communication 0, 1, 2, ..."
+    return Finding.at("T206", op, message)
+
+
+@kernel
+def _misnumbered(launch: Ints, lane_ptr: Longs, lane_rank: Ints, talks: Bools, num_ranks: int) -> int:
+    """The first op whose launch number is not one of its rank's, or taken, or should not be; -1 if all is well."""
+    count = np.zeros(num_ranks + 1, np.int64)
+    for lane in range(len(lane_rank)):
+        if talks[lane]:
+            count[lane_rank[lane] + 1] += lane_ptr[lane + 1] - lane_ptr[lane]
+    for rank in range(num_ranks):
+        count[rank + 1] += count[rank]
+    taken = np.zeros(count[num_ranks], np.bool_)
+    for lane in range(len(lane_rank)):
+        rank = lane_rank[lane]
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            place = count[rank] + launch[op]
+            if not talks[lane]:
+                if launch[op] != -1:
+                    return op
+                continue
+            if launch[op] < 0 or place >= count[rank + 1] or taken[place]:
+                return op
+            taken[place] = True
+    return -1
+
+
+@kernel
+def _previous(launch: Ints, lane_ptr: Longs, lane_rank: Ints, num_ranks: int) -> Ints:
+    """For each communication op the one its rank launches before it, or -1."""
+    count = np.zeros(num_ranks + 1, np.int64)
+    for lane in range(len(lane_rank)):
+        if lane_ptr[lane] < lane_ptr[lane + 1] and launch[lane_ptr[lane]] >= 0:
+            count[lane_rank[lane] + 1] += lane_ptr[lane + 1] - lane_ptr[lane]
+    for rank in range(num_ranks):
+        count[rank + 1] += count[rank]
+    order = np.empty(count[num_ranks], np.int32)
+    for lane in range(len(lane_rank)):
+        for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+            if launch[op] >= 0:
+                order[count[lane_rank[lane]] + launch[op]] = op
+    previous = np.full(len(launch), -1, np.int32)
+    for rank in range(num_ranks):
+        for place in range(count[rank] + 1, count[rank + 1]):
+            previous[order[place]] = order[place - 1]
+    return previous
+
+
+def _over(sizes: tuple[int, ...], limit: int | None) -> Iterator[Finding]:
+    for rank, size in enumerate(sizes):
+        if limit is not None and size > limit:
+            yield Finding("T302", rank, None, f"holds {size} bytes of activations at once, over the limit of {limit}")

@@ -1,0 +1,69 @@
+"""What each rank holds over a trace, as steps to draw, and what a reader counts it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.ir.execute import Times
+from treadle.ir.memory import changes, peaks
+from treadle.ir.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A rank's memory: `size[i]` from `time[i]` on, in units of the clock; and its peak."""
+
+    rank: int
+    time: npt.NDArray[np.float64]
+    size: npt.NDArray[np.float64]
+    peak: float
+    peak_time: float
+
+
+@dataclass(frozen=True)
+class MemoryUnit:
+    """What memory is counted in: `size` bytes, or saved activations, make one."""
+
+    name: str
+    size: float
+
+    def show(self, value: float) -> str:
+        """A number that a reader takes in at once."""
+        return f"{value:.3g}"
+
+
+def memory_unit(trace: Trace) -> MemoryUnit:
+    """Chunks at the grain of cells (a cell saves 1), bytes in a handy size at the grain of layers."""
+    if not trace.program.layout.by_layer:
+        return MemoryUnit("chunks", 1.0)
+    most = int(peaks(trace.program, Times(trace.start, trace.end)).size.max(initial=0))
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if most >= size:
+            return MemoryUnit(name, size)
+    return MemoryUnit("saved parts", 1.0)
+
+
+def held(trace: Trace, ranks: range, unit: MemoryUnit) -> list[Held]:
+    """The memory of each rank; at equal times giving back comes first, as in `peaks`."""
+    program = trace.program
+    taken, given = changes(program.layout)
+    rank_of = program.lane_rank[program.lane_of]
+    most = peaks(program, Times(trace.start, trace.end))
+    origin = int(trace.start.min()) if len(trace.start) else 0
+    curves = []
+    for rank in ranks:
+        ops = np.flatnonzero(rank_of == rank)
+        kind = program.kind[ops]
+        takes, gives = ops[taken[kind] > 0], ops[given[kind] > 0]
+        time = np.r_[trace.end[gives], trace.start[takes]]
+        delta = np.r_[-given[program.kind[gives]], taken[program.kind[takes]]]
+        order = np.argsort(time, kind="stable")
+        time, size = time[order], np.cumsum(delta[order])
+        last = np.r_[time[1:] != time[:-1], True] if len(time) else np.zeros(0, bool)
+        units = (time[last] - origin) / trace.clock.ticks
+        peak_time = (int(most.time[rank]) - origin) / trace.clock.ticks
+        curves.append(Held(rank, units, size[last] / unit.size, int(most.size[rank]) / unit.size, peak_time))
+    return curves

@@ -1,0 +1,83 @@
+"""A rank's lanes as text, cell by cell:
+
+cell 11 (F7.0|B2.1)
+  compute  attn 7.0   mlp' 2.1   mlpW 2.1   mlp 7.0   attn' 2.1   attnW 2.1
+  ep       comb' 2.1   disp 7.0   disp' 2.1   comb 7.0
+  pp       send B2.1 to 0   send F7.0 to 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from treadle.ir.program import EMBEDDING, HEAD, LaneKind, Op, OpKind, Program
+
+NAMES: dict[OpKind, str] = {
+    OpKind.ATTN_F: "attn",
+    OpKind.COUNTS: "counts",
+    OpKind.HOST: "host",
+    OpKind.DISPATCH_F: "disp",
+    OpKind.MLP_F: "mlp",
+    OpKind.COMBINE_F: "comb",
+    OpKind.COMBINE_B: "comb'",
+    OpKind.MLP_B: "mlp'",
+    OpKind.DISPATCH_B: "disp'",
+    OpKind.ATTN_B: "attn'",
+    OpKind.MLP_W: "mlpW",
+    OpKind.ATTN_W: "attnW",
+    OpKind.EMBED_F: "embed",
+    OpKind.EMBED_B: "embed'",
+    OpKind.HEAD_F: "head",
+    OpKind.HEAD_B: "head'",
+    OpKind.HEAD_W: "headW",
+    OpKind.OFFLOAD: "offload",
+    OpKind.ONLOAD: "onload",
+}
+
+_ROWS = (
+    ("compute", (LaneKind.COMPUTE,)),
+    ("ep", (LaneKind.EP,)),
+    ("host", (LaneKind.HOST,)),
+    ("pp", (LaneKind.SEND,)),
+    ("out", (LaneKind.OUT,)),
+    ("in", (LaneKind.IN,)),
+)
+
+
+def lanes_text(program: Program, rank: int, cells: list[str]) -> str:
+    """What a rank does, cell by cell; `cells` are the cells as the schedule writes them."""
+    if not 0 <= rank < program.num_ranks:
+        raise ValueError(f"ranks go from 0 to {program.num_ranks - 1}, got {rank}")
+    mine = np.flatnonzero(program.lane_rank == rank)
+    ops: dict[int, dict[LaneKind, list[Op]]] = {}
+    for lane in mine:
+        for index in range(program.lane_ptr[lane], program.lane_ptr[lane + 1]):
+            op = program.op(index)
+            ops.setdefault(op.cell, {}).setdefault(op.lane.kind, []).append(op)
+    many = program.layout.max_layers > 1
+    blocks = [_block(f"cell {number} {name}", ops.get(number, {}), many) for number, name in enumerate(cells)]
+    rest = ops.get(-1, {})
+    last = [f"at the end\n  dp       {'   '.join(map(str, rest[LaneKind.DP]))}\n"] if LaneKind.DP in rest else []
+    return "".join(blocks + last)
+
+
+def _block(title: str, lanes: dict[LaneKind, list[Op]], many: bool) -> str:
+    return "\n".join([title, *_lines(lanes, many)]) + "\n"
+
+
+def _lines(lanes: dict[LaneKind, list[Op]], many: bool) -> Iterator[str]:
+    for name, kinds in _ROWS:
+        found = sorted((op for kind in kinds for op in lanes.get(kind, [])), key=lambda op: op.index)
+        if found:
+            yield f"  {name:8} " + "   ".join(_token(op, many) for op in found)
+
+
+def _token(op: Op, many: bool) -> str:
+    if op.kind.is_send:
+        return f"send {op.label} to {op.lane.peer}"
+    if op.kind not in NAMES:
+        return str(op)
+    layer = f" L{op.layer}" if many and op.kind not in (*EMBEDDING, *HEAD) else ""
+    return f"{NAMES[op.kind]} {op.mb}.{op.chunk}{layer}"

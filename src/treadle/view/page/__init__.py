@@ -1,0 +1,144 @@
+"""A trace as one HTML file that works without a network: zoom, pan, what waits for what, the critical path, memory.
+
+The file is `page.html` with the style, the scripts and the columns of the traces put in. Its content security policy
+forbids every request, so that what it shows cannot depend on a server, nor leave the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from treadle.ir.memory import changes
+from treadle.ir.program import Lane, LaneKind, Op, OpKind, Program
+from treadle.ir.trace import Trace
+from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
+from treadle.view.page.columns import columns
+from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
+
+SCRIPTS = ("trace.js", "paint.js", "memory.js", "details.js", "page.js")
+"""In the order they are put in: each uses the ones before."""
+
+MOST_OPS = 2_000_000
+"""Of all traces of a page: so many take 1.5 s to the first paint and 50 ms a pan step, without a GPU."""
+
+
+def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi") -> str:
+    """The HTML of one trace, or of two above each other on one time axis, each with its name."""
+    _check(traces)
+    colours = palette(palette_name)
+    data = {
+        "roles": [{"name": role, "looks": _looks(colours, role)} for role in Role],
+        "kinds": [_kind(kind) for kind in OpKind],
+        "traces": [_trace(name, trace) for name, trace in traces],
+    }
+    title = " and ".join(name for name, _ in traces)
+    here = files("treadle.view.page")
+    html = here.joinpath("page.html").read_text(encoding="utf-8")
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    script = "\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    # A script ends at the first "</script" inside it, whatever the names of the traces say: no "<" stays in the data.
+    shipped = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"title": escape(title), "style": style, "script": script, "data": shipped}
+    for name, text in parts.items():
+        html = html.replace(f"<!--{name}-->", text)
+    return html
+
+
+def _check(traces: Sequence[tuple[str, Trace]]) -> None:
+    if not 1 <= len(traces) <= 2:
+        raise ValueError(f"a page shows one trace or two, got {len(traces)}")
+    for name, trace in traces:
+        if not trace.program.num_ops:
+            raise ValueError(f"{name!r} has no ops, so there is nothing to draw; simulate a schedule with some")
+    clocks = [trace.clock for _, trace in traces]
+    if clocks[0] != clocks[-1]:
+        units = " and ".join(f"{name!r} counts in {trace.clock.unit}" for name, trace in traces)
+        raise ValueError(f"two traces on one time axis need one clock, but {units}; simulate with other costs")
+    num_ops = sum(trace.program.num_ops for _, trace in traces)
+    if num_ops > MOST_OPS:
+        raise ValueError(
+            f"a page takes up to {MOST_OPS:,} ops, got {num_ops:,}; draw fewer micro-batches, or one pipeline of a mesh"
+        )
+
+
+def _looks(colours: Palette, role: Role) -> list[dict[str, str]]:
+    """Of the first chunk, and of later ones; of a broadcast on its source."""
+    second = colours[Role.SOURCE] if role is Role.BROADCAST else colours[role].of_later_chunk()
+    return [{"fill": each.fill, "text": each.text, "hatch": each.hatch[:1]} for each in (colours[role], second)]
+
+
+def _kind(kind: OpKind) -> dict[str, Any]:
+    return {"text": _text(kind), "short": NAMES[kind], "role": list(Role).index(ROLE_OF[kind])}
+
+
+def _text(kind: OpKind) -> str:
+    """How an op of this kind reads, with {mb}, {chunk}, {layer} and {peer} where its numbers go.
+
+    It is read off an op with numbers that stand out, so that how an op reads is said in one place.
+    """
+    mb, chunk, layer, peer = 1000001, 1000002, 1000003, 1000004
+    text = str(Op(0, kind, Lane(0, LaneKind.COMPUTE, peer), mb, chunk, layer, 0))
+    for name, number in (("mb", mb), ("chunk", chunk), ("layer", layer), ("peer", peer)):
+        text = text.replace(str(number), f"{{{name}}}")
+    return text
+
+
+def _trace(name: str, trace: Trace) -> dict[str, Any]:
+    """Times are in ticks: the page knows how to write them."""
+    path = critical_path(trace)
+    taken, given = changes(trace.program.layout)
+    return {
+        "name": name,
+        "about": trace.about,
+        "unit": trace.clock.unit,
+        "ticks": trace.clock.ticks,
+        "makespan": trace.makespan,
+        "twoWays": trace.program.layout.placement.num_pipes > 1,
+        "byLayer": trace.program.layout.by_layer,
+        "isUpdate": trace.program.layout.is_update,
+        "lanes": _lanes(trace.program),
+        "totals": _totals(measure(trace)),
+        "path": _path(summarize_path(trace, path)),
+        "taken": taken.tolist(),
+        "given": given.tolist(),
+        "columns": columns(trace, np.array(path, np.int64)),
+    }
+
+
+def _lanes(program: Program) -> dict[str, list[Any]]:
+    lanes = [program.lane(index) for index in range(program.num_lanes)]
+    return {
+        "ptr": program.lane_ptr.tolist(),
+        "rank": program.lane_rank.tolist(),
+        "name": [lane.name for lane in lanes],
+        "peer": program.lane_peer.tolist(),
+        "compute": [int(lane.kind in (LaneKind.COMPUTE, LaneKind.BROADCAST)) for lane in lanes],
+        "group": program.lane_group.tolist(),
+    }
+
+
+def _path(path: PathSummary) -> dict[str, Any]:
+    return {"numOps": path.num_ops, "length": path.length, "numHops": path.num_hops, "byKind": path.by_kind}
+
+
+def _totals(metrics: Metrics) -> dict[str, Any]:
+    return {
+        "bubble": metrics.bubble,
+        "exposed": metrics.exposed,
+        "ranks": [
+            {
+                "busy": rank.busy,
+                "idle": rank.idle,
+                "bubble": rank.bubble,
+                "exposed": rank.communication.exposed,
+                "peak": peak,
+            }
+            for rank, peak in zip(metrics.ranks, metrics.peak_bytes, strict=True)
+        ],
+    }

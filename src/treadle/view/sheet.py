@@ -1,0 +1,196 @@
+"""The paper that figures are drawn on: one coordinate system in points, from the top left, whatever is drawn.
+
+A figure's height follows from what was drawn, so nothing is squeezed and nothing is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.collections import LineCollection, PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.transforms import Affine2D
+
+from treadle.view.boxes import ROLES, Boxes, Floats
+from treadle.view.labels import FONT, SIZES, fit, outline
+from treadle.view.palette import Look, Palette
+
+SUFFIXES = (".svg", ".png", ".pdf")
+DPI = 200
+MOST_PIXELS = 6000
+"""Along the longer side; larger sheets get fewer to the inch."""
+EDGE = 0.6
+THIN = 4.0
+"""Points; a narrower box has a finer edge, or it would be all edge."""
+INK, FAINT, LINE = "#1a1a1a", "#666666", "#333333"
+
+# Without dates and random ids the same trace gives the same bytes, and a figure's change shows in a diff.
+_METADATA: dict[str, dict[str, str | None]] = {
+    ".svg": {"Date": None, "Creator": None},
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+# What a user's own matplotlibrc could change in the bytes.
+_STYLE = {
+    "svg.hashsalt": "treadle",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "hatch.linewidth": 0.5,
+    "path.simplify": False,
+    "path.sketch": None,
+    "savefig.bbox": None,
+    "savefig.transparent": False,
+}
+
+
+def checked_path(path: str | FilePath) -> FilePath:
+    """The path of a figure, or a ValueError that says what its name may end in."""
+    path = FilePath(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"a figure's name ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {path.name!r}")
+    return path
+
+
+class Sheet:
+    """What has been drawn so far; `y` is how far down."""
+
+    def __init__(self, width: float) -> None:
+        self.width, self.y = width, 0.0
+        self.figure = Figure(figsize=(width / 72, 1), facecolor="white")
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        self._points = Affine2D().scale(1 / 72) + self.figure.dpi_scale_trans
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 8.0,
+        across: str = "left",
+        bold: bool = False,
+        colour: str = INK,
+        over_lines: bool = False,
+    ) -> None:
+        """A line of text, centred on y. Dollar signs are dollar signs."""
+        weight = "bold" if bold else "normal"
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1} if over_lines else None
+        style: dict[str, Any] = {
+            "family": FONT,
+            "weight": weight,
+            "color": colour,
+            "bbox": behind,
+            "parse_math": False,
+            "usetex": False,
+        }
+        self.axes.text(x, y, text, fontsize=size, ha=across, va="center_baseline", **style)
+
+    def lines(
+        self,
+        segments: Sequence[Sequence[tuple[float, float]]],
+        colour: str = LINE,
+        width: float = 0.6,
+        zorder: float = 2,
+    ) -> None:
+        """Polylines."""
+        drawn = LineCollection(list(segments), colors=colour, linewidths=width, zorder=zorder)
+        self.axes.add_collection(drawn, autolim=False)
+
+    def rectangles(self, corners: Floats, look: Look, edge: float = EDGE) -> None:
+        """Boxes of one look; `corners` are [left, top, right, bottom]."""
+        shapes, thin = _shapes(corners), corners[:, 2] - corners[:, 0] < THIN
+        for some, width in ((~thin, edge), (thin, edge / 4)):
+            if not some.any():
+                continue
+            if look.hatch:  # drawn in the colour of edges, so edges are drawn apart
+                hatched = {"facecolors": look.fill, "edgecolors": _darker(look), "hatch": look.hatch}
+                self._polygons(shapes[some], linewidths=0, **hatched)
+            face = "none" if look.hatch else look.fill
+            self._polygons(shapes[some], facecolors=face, edgecolors=LINE, linewidths=width)
+
+    def outlines(self, corners: Floats, colour: str, width: float) -> None:
+        """Empty boxes."""
+        style = {"edgecolors": colour, "linewidths": width, "joinstyle": "miter", "zorder": 4}
+        self._polygons(_shapes(corners), facecolors="none", **style)
+
+    def fill(self, points: Floats, colour: str) -> None:
+        """A filled shape without an edge."""
+        self._polygons(points[None], facecolors=colour, linewidths=0)
+
+    def _polygons(self, shapes: Floats, **style: object) -> None:
+        self.axes.add_collection(PolyCollection(shapes, **style), autolim=False)  # type: ignore[arg-type]
+
+    def glyphs(self, text: str, at: Floats, size: float, colour: str) -> None:
+        """The same text at many places, as outlines."""
+        path = outline(text).transformed(Affine2D().scale(size))
+        marks = PathCollection(
+            [path], offsets=at, offset_transform=self.axes.transData, facecolors=colour, linewidths=0
+        )
+        marks.set_transform(self._points)
+        marks.set_zorder(3)
+        self.axes.add_collection(marks, autolim=False)
+
+    def save(self, path: FilePath) -> None:
+        """Writes the file. The axes cover the sheet, a point each way."""
+        suffix = path.suffix.lower()
+        self.figure.set_size_inches(self.width / 72, self.y / 72)
+        self.axes.set_xlim(0, self.width)
+        self.axes.set_ylim(self.y, 0)
+        with rc_context(_STYLE):  # type: ignore[arg-type]
+            dpi = min(DPI, 72 * MOST_PIXELS / max(self.width, self.y))
+            # At level 6, the default, compressing takes half of all the time.
+            more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
+            self.figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=_METADATA[suffix], **more)
+
+
+def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, sizes: Sequence[float] = SIZES) -> None:
+    """Boxes with what they say, a few collections a look."""
+    corners = scale.corners(boxes)
+    labels = fit(boxes, scale.points_per_unit, sizes)
+    centre = np.stack([(corners[:, 0] + corners[:, 2]) / 2, (corners[:, 1] + corners[:, 3]) / 2], 1)
+    for index, role in enumerate(ROLES):
+        for later in (False, True):
+            mine = np.flatnonzero((boxes.role == index) & (boxes.later == later))
+            if not len(mine):
+                continue
+            look = palette[role].of_later_chunk() if later else palette[role]
+            sheet.rectangles(corners[mine], look)
+            said = labels.text[mine].astype(str)
+            for text in np.unique(said[said != ""]):
+                sheet.glyphs(str(text), centre[mine[said == text]], labels.size, look.text)
+
+
+class Scale:
+    """Where a block of boxes stands on a sheet: its left and top, and how wide a unit of time is."""
+
+    def __init__(self, left: float, top: float, points_per_unit: float, origin: float = 0.0) -> None:
+        self.left, self.top, self.points_per_unit, self.origin = left, top, points_per_unit, origin
+
+    def x(self, time: Floats) -> Floats:
+        """Points from the left."""
+        return self.left + (time - self.origin) * self.points_per_unit
+
+    def at(self, time: float) -> float:
+        """One of them."""
+        return self.left + (time - self.origin) * self.points_per_unit
+
+    def corners(self, boxes: Boxes) -> Floats:
+        """[left, top, right, bottom] of each box, in points."""
+        return np.stack([self.x(boxes.left), self.top + boxes.top, self.x(boxes.right), self.top + boxes.bottom], 1)
+
+
+def _shapes(corners: Floats) -> Floats:
+    left, top, right, bottom = corners.T
+    return np.stack([left, top, right, top, right, bottom, left, bottom], 1).reshape(-1, 4, 2)
+
+
+def _darker(look: Look) -> str:
+    """For hatches: enough to be seen in grey, too little to hide text."""
+    share = 0.86 if look.text == "#000000" else 0.68
+    channels = (round(int(look.fill[i : i + 2], 16) * share) for i in (1, 3, 5))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)

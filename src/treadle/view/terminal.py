@@ -1,0 +1,152 @@
+"""A trace as rows of characters that fit a terminal, coloured where it has colours and readable where it has not.
+
+    0  F0-F1-F2-F3----------B0----F4-B1----...
+    1     F0-F1-F2-------B0----F3-B1----F4-...
+
+A box begins with its kind and micro-batch where they fit, with its kind alone where they do not; at the grain of layers
+capitals are forward and small letters backward. Of a weight update the rows are buffers and the numbers rounds: H2D,
+broadcast from here (S) and from elsewhere (D), reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+
+from treadle.ir.program import LaneKind, Longs, OpKind, Program
+from treadle.ir.trace import Trace
+from treadle.view.palette import ROLE_OF, Palette, Role, palette
+from treadle.view.update import buffer_rows
+
+LETTERS: dict[OpKind, str] = {
+    OpKind.F: "F",
+    OpKind.B: "B",
+    OpKind.I: "I",
+    OpKind.W: "W",
+    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), ">"),
+    **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), "<"),
+    OpKind.ATTN_F: "A",
+    OpKind.MLP_F: "M",
+    OpKind.ATTN_B: "a",
+    OpKind.MLP_B: "m",
+    OpKind.ATTN_W: "w",
+    OpKind.MLP_W: "w",
+    OpKind.EMBED_F: "E",
+    OpKind.EMBED_B: "e",
+    OpKind.HEAD_F: "H",
+    OpKind.HEAD_B: "h",
+    OpKind.HEAD_W: "w",
+    OpKind.COUNTS: "#",
+    OpKind.HOST: "?",
+    OpKind.DISPATCH_F: "D",
+    OpKind.COMBINE_F: "C",
+    OpKind.DISPATCH_B: "d",
+    OpKind.COMBINE_B: "c",
+    OpKind.OFFLOAD: "O",
+    OpKind.ONLOAD: "L",
+    OpKind.REDUCE_GRAD: "R",
+    OpKind.H2D: "H",
+    OpKind.BROADCAST: "D",
+    OpKind.RELOAD: "R",
+}
+
+_LANE_ORDER = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.SEND, LaneKind.OUT, LaneKind.IN)
+_MOST_ROWS = 64
+
+
+def terminal_rows(
+    trace: Trace, width: int, *, colour: bool, palette_name: str = "kimi", lanes: bool = False
+) -> Iterator[Text]:
+    """The rows of a trace, a rank each or a lane each, and notes on what had to give."""
+    looks = palette(palette_name)
+    named = _buffers(trace) if trace.program.layout.is_update else _lanes(trace.program, lanes)
+    margin = max((len(name) for name, _ in named), default=0) + 2
+    columns = max(20, width - margin)
+    for name, ops in named[:_MOST_ROWS]:
+        yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, columns, looks, colour))
+    yield from _notes(trace, columns, len(named))
+
+
+def _buffers(trace: Trace) -> list[tuple[str, Longs]]:
+    """Of an update: a row for each buffer of each device."""
+    ranks = range(min(trace.program.num_ranks, _MOST_ROWS))
+    return [(f"{row.rank}/{row.name}", row.ops) for row in buffer_rows(trace, ranks)]
+
+
+def _lanes(program: Program, lanes: bool) -> list[tuple[str, Longs]]:
+    """The lanes to show, with their names and ops."""
+    chosen = [lane for lane in _in_order(program) if lanes or program.lane_kind[lane] == LaneKind.COMPUTE]
+    ptr = program.lane_ptr
+    return [(_name(program, lane, lanes), np.arange(ptr[lane], ptr[lane + 1])) for lane in chosen]
+
+
+def _in_order(program: Program) -> list[int]:
+    """Rank by rank, compute first; sends to any peer are one kind of row."""
+    wanted = [lane for lane in range(program.num_lanes) if LaneKind(int(program.lane_kind[lane])) in _LANE_ORDER]
+    return sorted(
+        wanted, key=lambda lane: (int(program.lane_rank[lane]), _LANE_ORDER.index(program.lane_kind[lane]), lane)
+    )
+
+
+def _name(program: Program, lane: int, lanes: bool) -> str:
+    rank = int(program.lane_rank[lane])
+    return f"{rank} {program.lane(lane).name.replace('rank ', '')}" if lanes else str(rank)
+
+
+def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool) -> Text:
+    """Each column shows the op that runs at its middle; ops that start together share their columns."""
+    program = trace.program
+    ops = ops[trace.end[ops] > trace.start[ops]]
+    start, end = _halves(trace, ops)
+    middle = trace.start.min() + (np.arange(columns) + 0.5) * trace.makespan / columns
+    at = np.searchsorted(start, middle, side="right") - 1
+    running = np.where((at >= 0) & (end[np.maximum(at, 0)] > middle), at, -1) if len(ops) else np.full(columns, -1)
+    row = Text()
+    for first, last, which in _runs(running):
+        if which < 0:
+            row.append(" " * (last - first))
+        else:
+            row.append(*_box(program, int(ops[which]), last - first, looks, colour))
+    return row
+
+
+def _halves(trace: Trace, ops: Longs) -> tuple[Longs, Longs]:
+    """Starts and ends, with the two halves of a pair one after the other, as they are drawn."""
+    start, end = trace.start[ops].copy(), trace.end[ops].copy()
+    for second in np.flatnonzero(trace.program.joined[ops]):
+        middle = (start[second] * 2 + end[second]) // 3
+        end[second - 1] = start[second] = middle
+    return start, end
+
+
+def _runs(running: Longs) -> Iterator[tuple[int, int, int]]:
+    edges = np.flatnonzero(np.diff(running)) + 1
+    bounds = [0, *map(int, edges), len(running)]
+    for first, last in pairwise(bounds):
+        yield first, last, int(running[first])
+
+
+def _box(program: Program, op: int, width: int, looks: Palette, colour: bool) -> tuple[str, Style]:
+    kind = OpKind(int(program.kind[op]))
+    letter, mb, role = LETTERS[kind], int(program.mb[op]), ROLE_OF[kind]
+    if role is Role.BROADCAST and program.op(op).layer == program.op(op).lane.rank:
+        letter, role = "S", Role.SOURCE
+    label = f"{letter}{mb}" if mb >= 0 and len(f"{letter}{mb}") < width + (width > 1) else letter
+    text = label[:width].ljust(width, " " if colour else "-")
+    look = looks[role]
+    return text, Style(color=look.text, bgcolor=look.fill) if colour else Style()
+
+
+def _notes(trace: Trace, columns: int, num_rows: int) -> Iterator[Text]:
+    unit = trace.clock.show(trace.makespan / columns)
+    shortest = int((trace.end - trace.start)[trace.end > trace.start].min(initial=trace.makespan))
+    note = f"a column is {unit:.3g} {trace.clock.unit}{'s' if trace.clock.unit == 'unit' else ''}"
+    if shortest * columns < trace.makespan:
+        note += "; what is shorter than a column may not show (a wider terminal shows more, -o page.html all)"
+    yield Text(f"{note}; {trace.about}", style="dim")
+    if num_rows > _MOST_ROWS:
+        yield Text(f"... and {num_rows - _MOST_ROWS} more rows (-o page.html shows them all)", style="dim")

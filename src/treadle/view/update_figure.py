@@ -1,0 +1,121 @@
+"""The figure of a weight update: a device's buffers at the left, what fills and reads them over time at the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from treadle.ir.program import OpKind
+from treadle.ir.trace import Trace
+from treadle.view.boxes import ROLES, Boxes, Row, Texts
+from treadle.view.frame import checked_ranks, end_of, put_about, width_for
+from treadle.view.palette import ROLE_OF, Look, Palette, Role, palette
+from treadle.view.parts import time_axis
+from treadle.view.sheet import FAINT, INK, Scale, Sheet, checked_path, draw_boxes
+from treadle.view.update import BufferRow, buffer_rows
+
+TRACK, DEVICE_GAP = 14.0, 9.0
+"""Points: the height of a buffer's row, and what lies between two devices."""
+_NAMES, _BUFFER, _DIVIDE, _START = 8.0, 78.0, 122.0, 136.0
+"""Points from the left: names, the boxes of the buffers, the line that divides them from time, time 0."""
+_BUFFER_WIDTH, _RIGHT, _SHORT = 30.0, 14.0, 23.0
+_ROLE = np.array([ROLES.index(ROLE_OF[kind]) for kind in OpKind])
+_LEGEND = (
+    (Role.H2D, "H2D"),
+    (Role.SOURCE, "Broadcast (src)"),
+    (Role.RELOAD, "Reload weights"),
+    (Role.BROADCAST, "Broadcast (dst)"),
+)
+
+
+def draw_update(
+    trace: Trace, path: str | Path, *, palette_name: str = "kimi", title: str | None = None, ranks: range | None = None
+) -> None:
+    """Draws an update; the name's ending says the form."""
+    target, colours = checked_path(path), palette(palette_name)
+    ranks, end = checked_ranks(trace, ranks), end_of(trace)
+    rows = list(buffer_rows(trace, ranks))
+    boxes = update_boxes(trace, rows)
+    sheet = Sheet(_START + width_for(boxes, end, _SHORT) + _RIGHT)
+    if title is not None:
+        sheet.text(_NAMES, 12, title, size=9.5, bold=True)
+        sheet.y = 22
+    top = sheet.y
+    _legend(sheet, colours, rows)
+    scale = Scale(_START, sheet.y, (sheet.width - _START - _RIGHT) / end)
+    _buffers(sheet, boxes, rows, colours, scale)
+    draw_boxes(sheet, boxes, colours, scale)
+    sheet.y = scale.top + boxes.height
+    _dashes(sheet, top + 2, sheet.y)
+    time_axis(sheet, scale, end, trace.clock.unit)
+    put_about(sheet, trace.about, _START)
+    sheet.save(target)
+
+
+def update_boxes(trace: Trace, rows: list[BufferRow]) -> Boxes:
+    """A box for each op that takes time, in the row of its buffer. It says its source, as colours tell the rest."""
+    program = trace.program
+    taking = [row.ops[trace.end[row.ops] > trace.start[row.ops]] for row in rows]
+    op = np.concatenate([np.zeros(0, np.int64), *taking])
+    which = np.repeat(np.arange(len(rows)), [len(ops) for ops in taking])
+    rank = np.array([row.rank for row in rows])[which]
+    device = np.cumsum(np.r_[0, np.diff([row.rank for row in rows]) != 0]) if rows else np.zeros(0)
+    tops = np.arange(len(rows)) * TRACK + device * DEVICE_GAP
+    source = (program.kind[op] == OpKind.BROADCAST) & (program.layer[op] == rank)
+    origin = int(trace.start.min()) if len(trace.start) else 0
+    round_ = program.mb[op].astype(str).astype(object)
+    number: Texts = program.layer[op].astype(str).astype(object)
+    number = np.where(program.kind[op] == OpKind.H2D, "round " + round_, number)
+    return Boxes(
+        op,
+        which,
+        (trace.start[op] - origin) / trace.clock.ticks,
+        (trace.end[op] - origin) / trace.clock.ticks,
+        tops[which],
+        tops[which] + TRACK,
+        np.where(source, ROLES.index(Role.SOURCE), _ROLE[program.kind[op]]),
+        np.zeros(len(op), bool),
+        (number,),
+        tuple(Row(row.name, row.rank, float(y), float(y) + TRACK) for row, y in zip(rows, tops, strict=True)),
+    )
+
+
+def _legend(sheet: Sheet, colours: Palette, rows: list[BufferRow]) -> None:
+    """What the boxes of buffers are, at the left, and what the boxes over time are, in two columns; moves down."""
+    y = sheet.y + 12
+    kinds = [(Role.H2D, "H2D buffer")] if any(not row.is_ipc for row in rows) else []
+    for i, (role, name) in enumerate([*kinds, (Role.BROADCAST, "IPC buffer")]):
+        sheet.text(_NAMES, y + 18 * i, name)
+        _box(sheet, _BUFFER, y + 18 * i, colours[role])
+    for i, (role, name) in enumerate(_LEGEND):
+        column, line = i % 2, i // 2
+        x = _START + column * 150
+        _box(sheet, x, y + 18 * line, colours[role])
+        sheet.text(x + _BUFFER_WIDTH + 7, y + 18 * line, name)
+    sheet.text(_START + 300, y + 18, "numbers: the source", size=7, colour=FAINT)
+    sheet.y = y + 18 + 20
+
+
+def _box(sheet: Sheet, x: float, y: float, look: Look) -> None:
+    sheet.rectangles(np.array([[x, y - TRACK / 2, x + _BUFFER_WIDTH, y + TRACK / 2]]), look)
+
+
+def _buffers(sheet: Sheet, boxes: Boxes, rows: list[BufferRow], colours: Palette, scale: Scale) -> None:
+    """Each buffer as a box with its name, the device's name beside them."""
+    spans: dict[int, list[float]] = {}
+    for row, place in zip(rows, boxes.rows, strict=True):
+        look = colours[Role.BROADCAST if row.is_ipc else Role.H2D]
+        middle = scale.top + (place.top + place.bottom) / 2
+        _box(sheet, _BUFFER, middle, look)
+        name = f"IPC {row.name}" if row.is_ipc else row.name
+        sheet.text(_BUFFER + _BUFFER_WIDTH / 2, middle, name, size=6.0, across="center")
+        spans.setdefault(row.rank, []).append(middle)
+    for rank, middles in spans.items():
+        sheet.text(_NAMES, (middles[0] + middles[-1]) / 2, f"Device {rank}", size=8.5)
+
+
+def _dashes(sheet: Sheet, top: float, bottom: float) -> None:
+    """The line between the buffers and what happens to them."""
+    edges = np.arange(top, bottom, 6.0)
+    sheet.lines([[(_DIVIDE, float(y)), (_DIVIDE, float(min(y + 3.6, bottom)))] for y in edges], INK, 1.2)

@@ -1,0 +1,43 @@
+"""Words for tensors that are wanted and not there: which, who wants them, and what they may be called."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from treadle.weights.pieces import Box, Holding
+
+_MOST_NAMED = 4
+_MOST_WORKERS = 8
+_MOST_COMPARED = 10_000
+"""Names that are looked through for a near one: of a trillion parameters there are 140,000, which takes seconds."""
+
+
+def missing_tensors(names: list[str], have: Holding, want: Holding) -> str:
+    """What to say where no rank has tensors of these names."""
+    wanted = set(names)
+    workers = [w for w, pieces in enumerate(want.pieces) if any(piece.tensor in wanted for piece in pieces)]
+    unused = have.tensors.keys() - want.tensors.keys()
+    named = ", ".join(f"{name!r}{near(name, unused)}" for name in names[:_MOST_NAMED])
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    count = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
+    return f"{_workers(workers)} {count} that no rank has: {named}{more}; give a source with all that workers want"
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """An aside with the known names that come nearest, if any does."""
+    prefixed = sorted(other for other in known if other.endswith(f".{name}") or name.endswith(f".{other}"))
+    found = prefixed or difflib.get_close_matches(name, sorted(known)[:_MOST_COMPARED], n=2, cutoff=0.8)
+    return f" (near: {', '.join(map(repr, found[:2]))})" if found else ""
+
+
+def who_wants(want: Holding, name: str, box: Box) -> str:
+    """The workers that want this box of a tensor."""
+    return _workers(w for w, pieces in enumerate(want.pieces) if any(p.tensor == name and p.box == box for p in pieces))
+
+
+def _workers(workers: Iterable[int]) -> str:
+    found = list(workers)
+    more = f" and {len(found) - _MOST_WORKERS} more" if len(found) > _MOST_WORKERS else ""
+    listed = ", ".join(map(str, found[:_MOST_WORKERS]))
+    return f"worker {listed} wants" if len(found) == 1 else f"workers {listed}{more} want"

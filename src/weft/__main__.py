@@ -1,5 +1,0 @@
-"""`python -m weft`, and `torchrun ... -m weft`."""
-
-from weft.cli import main
-
-main()

@@ -1,1 +1,0 @@
-"""One file a command. A new one is a file here and a line in `weft.cli.app`."""

@@ -1,7 +1,0 @@
-"""What everything else reads: actions, cells, schedules, programs, and the one dependency rule."""
-
-from weft.ir.action import Action, B, Cell, F, I, Kind, Pair, W
-from weft.ir.placement import Placement
-from weft.ir.schedule import Channel, Row, Schedule
-
-__all__ = ["Action", "B", "Cell", "Channel", "F", "I", "Kind", "Pair", "Placement", "Row", "Schedule", "W"]
