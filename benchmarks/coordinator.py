@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from treadle.host.sockets import connect
 from treadle.update.catalogue import layout_digest
 from treadle.update.coordinator import Coordinator
 from treadle.update.ledger import Ledger
 from treadle.update.wire.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
-from treadle.update.wire.doors import LocalDoor
-from treadle.update.wire.link import Link
 from treadle.update.wire.messages import PROTOCOL, Status, Wants
-from treadle.update.wire.sockets import connect
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Tensor
+from treadle.wire.link import Link
+from treadle.wire.listeners import LocalDoor
 
 TP, TENSORS, DEADLINE_S = 16, 100, 60.0
 AGREED: tuple[Phase, ...] = ("plan", "begin", "finish", "open")

@@ -54,13 +54,13 @@ PLANTS = {
     ),
     "receive-not-waited-for": Plant(
         "a message is read before it has come",
-        "treadle.runtime.channel",
+        "treadle.dist.channel",
         (("for work in works:\n            self.wait(work)\n        return tensors", "return tensors"),),
         "kind=cells,schedule=1f1b|gpipe",
     ),
     "ring-of-one": Plant(
         "the next message is received into the tensors of the last one",
-        "treadle.runtime.channel",
+        "treadle.dist.channel",
         (
             (
                 "tensors = tuple([spec.empty(self.device) for spec in boundary])",
@@ -72,7 +72,7 @@ PLANTS = {
     ),
     "exchange-not-waited-for": Plant(
         "rows are read before they have come",
-        "treadle.runtime.groups",
+        "treadle.dist.groups",
         (
             (
                 "self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))",

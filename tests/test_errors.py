@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from treadle import RankLost
+from treadle.host.pressure import short_of_cores
 from treadle.ir.text import ParseError
-from treadle.runtime.pressure import short_of_cores
 from treadle.update import UpdateError
 from treadle.update.wire.control import Fault
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from treadle.runtime.device import Cuda
+from treadle.dist.device import Cuda
 from treadle.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.lanes.paced import MADE_UP_NS, Pace
 

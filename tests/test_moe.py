@@ -15,11 +15,11 @@ from torch import Tensor
 
 import deepep_contract
 from ranks import check, run_ranks
+from treadle.dist.groups import Circle
 from treadle.moe import EXCHANGES, MoELayer, Routing
 from treadle.moe.exchanges import AllToAll, DeepEP
 from treadle.moe.exchanges.deepep import Comm, Trip
 from treadle.runtime.exchange import InParty
-from treadle.runtime.groups import Circle
 from treadle.runtime.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 import treadle
 from oracle import make_mesh
 from ranks import check, run_ranks
-from treadle.runtime import arrivals, channel
+from treadle.dist import channel
+from treadle.dist.boundary import boundary_of
+from treadle.dist.channel import Channel
+from treadle.dist.groups import make_group
+from treadle.runtime import arrivals
 from treadle.runtime import pipeline as pipeline_module
-from treadle.runtime.boundary import boundary_of
-from treadle.runtime.channel import Channel
-from treadle.runtime.groups import make_group
 
 
 class Interrupted(nn.Module):

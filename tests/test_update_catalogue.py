@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.host.sockets import connect
 from treadle.update.attempt import Attempt, Refusal
 from treadle.update.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.coordinator import Coordinator
@@ -32,13 +33,12 @@ from treadle.update.wire.control import (
     Sides,
     Stop,
 )
-from treadle.update.wire.doors import LocalDoor
-from treadle.update.wire.errors import WireError
-from treadle.update.wire.link import Link
 from treadle.update.wire.messages import PROTOCOL, Status, Wants
-from treadle.update.wire.sockets import connect
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.wire.errors import WireError
+from treadle.wire.link import Link
+from treadle.wire.listeners import LocalDoor
 
 lengths = st.lists(st.integers(0, 6), max_size=2).map(tuple)
 NAMES = ("q", "k", "v", "o")

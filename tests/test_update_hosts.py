@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import TCPStore
 from ranks import check, run_ranks
 from shaped_link import ShapedLink, why_not
 from treadle.update import Options, UpdateError, Updater
-from treadle.update.wire.errors import WireError
-from treadle.update.wire.frames import framed
-from treadle.update.wire.seal import NONCE_BYTES, Seal, read_key
 from treadle.weights.pieces import Holding
+from treadle.wire.errors import WireError
+from treadle.wire.frames import framed
+from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 from update_crashes import Crash, arm
 from update_models import SMALL, Compare, model, served, source_of, trained
 from update_workers import Trouble, Workers

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ranks import check, run_ranks
+from treadle.host.processes import stopped
 from treadle.update import Options, Source, UpdateError, Updater
 from treadle.update.ledger import Ledger, peek
 from treadle.update.protocol.record import MOST
-from treadle.update.wire.processes import stopped
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding, Tensor

@@ -18,11 +18,9 @@ import torch
 
 import treadle.update
 from ranks import check, run_ranks
+from treadle.host.sockets import connect, listen, peer_of
 from treadle.update import Endpoint, Plain
 from treadle.update.buffers import HostBuffer
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.frames import FIRST_BYTES, Frames, framed
-from treadle.update.wire.link import MOST_FDS, Link, accept
 from treadle.update.wire.messages import (
     PROTOCOL,
     Ask,
@@ -39,9 +37,11 @@ from treadle.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from treadle.update.wire.sockets import connect, listen, peer_of
 from treadle.weights.pieces import Box, Piece, Tensor
 from treadle.weights.plan import Item, Take
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.frames import FIRST_BYTES, Frames, framed
+from treadle.wire.link import MOST_FDS, Link, accept
 from update_models import model, served
 from update_workers import Workers, ask_once, resident_bytes
 

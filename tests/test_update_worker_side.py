@@ -27,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 
 import treadle.update.adapters.vllm.replica as replica_module
 import treadle.update.endpoint as endpoint_module
-import treadle.update.wire.link as link_module
+import treadle.wire.link as link_module
 from ranks import check, run_ranks
+from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Options, Plain, Source, UpdateError, Updater
 from treadle.update.adapters.transformers import named_weights
 from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
@@ -45,8 +46,6 @@ from treadle.update.post import Post
 from treadle.update.shares import Shares
 from treadle.update.staging import assembled, shortfall
 from treadle.update.store import Store, left_in_group
-from treadle.update.wire.errors import Gone
-from treadle.update.wire.link import Link, accept
 from treadle.update.wire.messages import (
     Begin,
     Begun,
@@ -62,11 +61,12 @@ from treadle.update.wire.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.wire.sockets import close_server, connect, listen
 from treadle.update.worker import Worker
 from treadle.weights.buffers import Memory
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
+from treadle.wire.errors import Gone
+from treadle.wire.link import Link, accept
 from update_workers import Asker, Troubled, Workers
 
 SMALL = Memory(1 << 20, least_bytes=4096)

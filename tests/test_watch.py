@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.runtime.watch import RankLost, Sockets
+from treadle.dist.addresses import own_address
+from treadle.dist.native_sockets import Sockets
+from treadle.runtime.watch import RankLost
 from treadle.runtime.watch.links import Neighbour, open_door
 from treadle.runtime.watch.loss import from_network, rank_lost, timed_out
-from treadle.runtime.watch.meet import Card, beside, own_address
+from treadle.runtime.watch.meet import Card, beside
 from treadle.runtime.watch.news import (
     UNKNOWN,
     Ask,

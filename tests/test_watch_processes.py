@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import Outcome, check, run_ranks
-from treadle.runtime.watch import EXIT_LOST, RankLost, Sockets, Watch, waits_for_group
+from treadle.dist.native_sockets import Sockets
+from treadle.runtime.watch import EXIT_LOST, RankLost, Watch, waits_for_group
 from treadle.runtime.watch import watch as watch_module
 from treadle.runtime.watch.progress import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
 

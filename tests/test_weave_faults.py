@@ -41,10 +41,10 @@ from test_pipeline_faults import (
     run_steps,
     side_by_side,
 )
+from treadle.dist.channel import Posted
 from treadle.ir.program import Op, OpKind
 from treadle.moe import MoELayer
 from treadle.runtime import weave as weave_module
-from treadle.runtime.channel import Posted
 from treadle.runtime.executor import Part
 from treadle.runtime.underway import NotedWait, Rows, UnderWay
 from treadle.runtime.watch import EXIT_LOST

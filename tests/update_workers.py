@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from ranks import server
+from treadle.host.sockets import connect
 from treadle.update import Endpoint, Plain
 from treadle.update.adapters.plain import digest_of
 from treadle.update.arrivals import Arrival
 from treadle.update.endpoint import worker_path
-from treadle.update.wire.errors import Gone
-from treadle.update.wire.link import Link
 from treadle.update.wire.messages import (
     PROTOCOL,
     Answer,
@@ -40,8 +39,9 @@ from treadle.update.wire.messages import (
     Wants,
     Welcome,
 )
-from treadle.update.wire.sockets import connect
 from treadle.weights.pieces import Holding
+from treadle.wire.errors import Gone
+from treadle.wire.link import Link
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from treadle.host.errors import PortableError
 from treadle.ir.action import Action, Cell, Kind, Pair
 from treadle.ir.former import renamed
 from treadle.ir.placement import Placement
-from treadle.ir.portable import PortableError
 from treadle.ir.schedule import Channel, Row, Schedule
 
 MAGIC = "# treadle-schedule 1"

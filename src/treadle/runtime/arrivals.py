@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.runtime.place import Place
+from treadle.dist.mesh_position import Place
 from treadle.runtime.watch import RankLost
 
 _HERE = "here"

@@ -14,21 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from treadle.costs import Costs, durations
+from treadle.dist.boundary import Boundary, all_flags
+from treadle.dist.device import Cuda, Device
+from treadle.dist.mesh_position import Place
+from treadle.dist.rank_groups import Communicators
 from treadle.ir import Kind, Schedule
 from treadle.ir.dependency import WEIGHT_OF
 from treadle.ir.program import Longs, Op, OpKind, Program
 from treadle.plan.lowering import Options
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
 from treadle.runtime import split
-from treadle.runtime.boundary import Boundary, all_flags
 from treadle.runtime.chunk import CheckedLoss, Chunk, LossFn
-from treadle.runtime.communicators import Communicators
-from treadle.runtime.device import Cuda, Device
 from treadle.runtime.exchange import InParty
 from treadle.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.layered import LayeredStage, is_layered, parts_of
 from treadle.runtime.meeting import Met
-from treadle.runtime.place import Place
 from treadle.runtime.saved import Store, pool_for
 from treadle.runtime.seeding import Seeds, layers_of
 from treadle.runtime.segments import Plan, is_segmented

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.dist.rank_groups import Communicators
 from treadle.runtime.chunk import tensors_within
-from treadle.runtime.communicators import Communicators
 from treadle.runtime.saved import SavedReport
 
 _PRIME = 65521  # sums of squares of remainders by it are exact in float64

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from treadle.runtime.boundary import Boundary, Flags, boundary_of, fits
-from treadle.runtime.channel import refuse_reused, versions
+from treadle.dist.boundary import Boundary, Flags, boundary_of, fits
+from treadle.dist.channel import refuse_reused, versions
 from treadle.runtime.seeding import Seeds
 
 Tensors: TypeAlias = tuple[Tensor, ...]

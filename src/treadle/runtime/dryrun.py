@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
+from treadle.dist.boundary import Boundary, Spec
+from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
 from treadle.ir.program import LaneKind, Program
-from treadle.runtime.boundary import Boundary, Spec
-from treadle.runtime.channel import Channel, Posted
 from treadle.runtime.pipeline import Pipeline
 from treadle.runtime.split import AddGradient
 from treadle.runtime.stage import Stage

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.runtime.groups import Circle
+from treadle.dist.groups import Circle
 
 _NOT_IN_BACKWARD = -1
 

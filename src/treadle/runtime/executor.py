@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from treadle.ir.program import LaneKind, Op, OpKind, Program
-from treadle.plan.running import expected, host_order
-from treadle.runtime.boundary import (
+from treadle.dist.boundary import (
     FLAGS_SIZE,
     HEADER_SIZE,
     Boundary,
@@ -27,7 +25,9 @@ from treadle.runtime.boundary import (
     to_flags,
     to_header,
 )
-from treadle.runtime.channel import Channel, Posted
+from treadle.dist.channel import Channel, Posted
+from treadle.ir.program import LaneKind, Op, OpKind, Program
+from treadle.plan.running import expected, host_order
 from treadle.runtime.chunk import Chunk, Grads, Tensors
 from treadle.runtime.gradients import Gradients
 from treadle.runtime.stage import Stage

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from treadle.dist.groups import Circle
 from treadle.runtime.exchange import RankOwned
-from treadle.runtime.groups import Circle
 
 _LOW = (torch.bfloat16, torch.float16)
 

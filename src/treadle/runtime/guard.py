@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import torch
 
+from treadle.dist.mesh_position import Place
+from treadle.dist.rank_groups import Communicators
 from treadle.ir.program import Program
-from treadle.runtime.communicators import Communicators
-from treadle.runtime.place import Place
 from treadle.runtime.watch import RankLost, Watch
 from treadle.runtime.whom import ALL, NOBODY
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from treadle.dist.rank_groups import Communicators
 from treadle.ir import Schedule
-from treadle.runtime.communicators import Communicators
 from treadle.runtime.gradients import Gradients
 
 _NOBODY = -1

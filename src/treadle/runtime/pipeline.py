@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from treadle.costs import UNIT_COSTS, Costs
+from treadle.dist.boundary import Boundary
+from treadle.dist.clock import clock_offset
+from treadle.dist.device import device_of
+from treadle.dist.groups import next_name
+from treadle.dist.mesh_position import place_in
+from treadle.dist.rank_groups import Communicators
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
@@ -40,19 +46,13 @@ from treadle.runtime.assembly import (
     shape_of,
 )
 from treadle.runtime.batch import StepReport, agree, microbatches, refuse_graph, targets_of
-from treadle.runtime.boundary import Boundary
 from treadle.runtime.chunk import Chunk, LossFn
-from treadle.runtime.clock import clock_offset
-from treadle.runtime.communicators import Communicators
-from treadle.runtime.device import device_of
 from treadle.runtime.executor import Part
 from treadle.runtime.gradients import Gradients
-from treadle.runtime.groups import next_name
 from treadle.runtime.guard import Guard
 from treadle.runtime.layered import has_embedding, is_layered
 from treadle.runtime.meeting import Met, check_copies, meet
 from treadle.runtime.parameters import Parameters
-from treadle.runtime.place import place_in
 from treadle.runtime.recorder import merge
 from treadle.runtime.saved import SavedReport
 from treadle.runtime.seeding import generator_of, step_seed

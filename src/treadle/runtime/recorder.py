@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from treadle.dist.device import Device
 from treadle.ir.execute import leaders
 from treadle.ir.program import COMMUNICATION, LaneKind, Longs, Program
 from treadle.ir.trace import Trace
-from treadle.runtime.device import Device
 from treadle.runtime.executor import Instruction
 
 

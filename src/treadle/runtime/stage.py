@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from treadle.runtime.boundary import fits
+from treadle.dist.boundary import fits
 from treadle.runtime.chunk import Chunk, Grads, Tensors, check_losses
 from treadle.runtime.edge import edge_of
 from treadle.runtime.seeding import Seeds

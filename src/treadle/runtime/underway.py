@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from treadle.runtime.channel import Channel
-from treadle.runtime.device import Wait
-from treadle.runtime.groups import Circle
+from treadle.dist.channel import Channel
+from treadle.dist.device import Wait
+from treadle.dist.groups import Circle
 from treadle.runtime.whom import NOBODY
 
 OWN_LANE = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from treadle.dist.device import Device
 from treadle.ir.program import Longs, Program
-from treadle.runtime.device import Device
 from treadle.runtime.executor import Part, instructions, walk, where
 from treadle.runtime.guard import Guard
 from treadle.runtime.recorder import Recorder

@@ -14,13 +14,13 @@ from typing import NoReturn
 
 import numpy as np
 
+from treadle.dist.channel import Channel, Posted
+from treadle.dist.device import GpuLateError, LateError
+from treadle.dist.groups import Circle
 from treadle.ir.program import LaneKind, Longs, Op, OpKind
 from treadle.plan.running import host_order
-from treadle.runtime.channel import Channel, Posted
-from treadle.runtime.device import GpuLateError, LateError
 from treadle.runtime.exchange import ExchangeError, InParty
 from treadle.runtime.executor import Part, arrive, post, send, then_backward, then_forward
-from treadle.runtime.groups import Circle
 from treadle.runtime.guard import Guard
 from treadle.runtime.lanes import Lanes
 from treadle.runtime.lanes.paced import Pace

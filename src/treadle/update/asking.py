@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from treadle.host.sockets import connect
 from treadle.update.endpoint import worker_path
 from treadle.update.gate import Closed
-from treadle.update.wire.errors import WireError
-from treadle.update.wire.link import Link
 from treadle.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
-from treadle.update.wire.sockets import connect
+from treadle.wire.errors import WireError
+from treadle.wire.link import Link
 
 
 def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> tuple[int, bytes]:

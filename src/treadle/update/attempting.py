@@ -21,7 +21,6 @@ from treadle.update.shares import Shares
 from treadle.update.source import Source
 from treadle.update.stream import Stream, giving
 from treadle.update.wire.control import Enter, Fault, Go, Kind, Layouts, Phase, Sides
-from treadle.update.wire.errors import Gone, WireError
 from treadle.update.wire.messages import (
     Abort,
     Begin,
@@ -33,6 +32,7 @@ from treadle.update.wire.messages import (
     Status,
     Wants,
 )
+from treadle.wire.errors import Gone, WireError
 
 if TYPE_CHECKING:
     from treadle.update.updater import Updated, Updater

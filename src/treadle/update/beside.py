@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from treadle.host.sockets import connect, place_of
 from treadle.update.buffers import Buffer
 from treadle.update.catalogue import check_layout
 from treadle.update.endpoint import worker_path
@@ -15,9 +16,6 @@ from treadle.update.errors import UpdateError, failure
 from treadle.update.options import Options
 from treadle.update.post import Post, read_into
 from treadle.update.wire.control import Fault, Go, Phase
-from treadle.update.wire.doors import call_path
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.link import PAUSE_S, Link
 from treadle.update.wire.messages import (
     MOST_PLANS,
     PROTOCOL,
@@ -35,7 +33,9 @@ from treadle.update.wire.messages import (
     Wants,
     Welcome,
 )
-from treadle.update.wire.sockets import connect, place_of
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.link import PAUSE_S, Link
+from treadle.wire.listeners import call_path
 
 M = TypeVar("M", bound=FromWorker)
 

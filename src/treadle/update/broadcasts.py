@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.runtime.device import device_of
-from treadle.runtime.groups import Circle
-from treadle.runtime.watch import Sockets
+from treadle.dist.device import device_of
+from treadle.dist.groups import Circle
+from treadle.dist.native_sockets import Sockets
 from treadle.update.post import Post
 
 MOST_PORTS = 8

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import msgspec
 
 from treadle.update.wire.control import Catalogue, Listed
-from treadle.update.wire.errors import WireError
-from treadle.update.wire.frames import MOST_BYTES
 from treadle.update.wire.messages import Wants
 from treadle.weights.collecting import uncollected
 from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.wire.errors import WireError
+from treadle.wire.frames import MOST_BYTES
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from contextlib import suppress
 
 import msgspec
 
+from treadle.host.lateness import why_late
 from treadle.update.attempt import Attempt
-from treadle.update.lateness import why_late
 from treadle.update.ledger import Ledger, peek
 from treadle.update.protocol import coordinator as protocol
 from treadle.update.wire.control import Fault, Join, Stop, ToCoordinator
-from treadle.update.wire.doors import Door
-from treadle.update.wire.errors import WireError, WrongKey
-from treadle.update.wire.link import HELLO_S, PAUSE_S, Link, encode
 from treadle.update.wire.messages import PROTOCOL
+from treadle.wire.errors import WireError, WrongKey
+from treadle.wire.link import HELLO_S, PAUSE_S, Link, encode
+from treadle.wire.listeners import Door
 
 HEAR_S = 1.0
 """How long ranks that waited in vain are heard, before those that say nothing are blamed."""

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from treadle.host.sockets import close_server, listen, place_of
 from treadle.update.adapters.interface import Adapter
 from treadle.update.gate import Closed
 from treadle.update.slot import Slot
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.link import HELLO_S, Link, accepting
 from treadle.update.wire.messages import (
     PROTOCOL,
     Answer,
@@ -27,8 +26,9 @@ from treadle.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from treadle.update.wire.sockets import close_server, listen, place_of
 from treadle.update.worker import Worker
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.link import HELLO_S, Link, accepting
 
 MOST_ASKERS = 32
 MOST_STRANGERS = 32

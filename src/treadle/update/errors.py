@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.ir.portable import PortableError
+from treadle.host.errors import PortableError
 from treadle.update.wire.control import Fault, Phase
 
 

@@ -18,8 +18,8 @@ from typing import IO, ClassVar
 
 import msgspec
 
+from treadle.host.sockets import own_directory
 from treadle.update.protocol.record import MOST, Member, Record, committed
-from treadle.update.wire.sockets import own_directory
 
 
 def peek(directory: Path) -> Record:

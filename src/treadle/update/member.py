@@ -12,8 +12,8 @@ from treadle.update.options import Options
 from treadle.update.post import Post, read_into
 from treadle.update.rendezvous import Rendezvous
 from treadle.update.wire.control import Fault, FromCoordinator, Go, Join, Phase, Stop
-from treadle.update.wire.errors import Gone
 from treadle.update.wire.messages import PROTOCOL
+from treadle.wire.errors import Gone
 
 WHY_S = 1.0
 

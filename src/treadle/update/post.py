@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from treadle.host.lateness import why_late
 from treadle.update.errors import UpdateError
-from treadle.update.lateness import why_late
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.link import Link
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.link import Link
 
 M = TypeVar("M")
 Side: TypeAlias = Literal["worker", "coordinator"]

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.runtime.clock import host_number
-from treadle.runtime.pressure import short_of_cores
-from treadle.runtime.watch.meet import own_address
+from treadle.dist.addresses import own_address
+from treadle.dist.clock import host_number
+from treadle.host.pressure import short_of_cores
 from treadle.update.wire.control import FromCoordinator
-from treadle.update.wire.doors import Door, KeyedDoor, LocalDoor, call_path, call_port
-from treadle.update.wire.link import Link
+from treadle.wire.link import Link
+from treadle.wire.listeners import Door, KeyedDoor, LocalDoor, call_path, call_port
 
 _NUMBERS = itertools.count()
 """All ranks make updaters in the same order, so they count alike."""

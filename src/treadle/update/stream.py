@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from treadle.runtime.pressure import short_of_cores
+from treadle.host.pressure import short_of_cores
 from treadle.update.beside import Beside
 from treadle.update.buffers import Buffer
 from treadle.update.shares import Shares

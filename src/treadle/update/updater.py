@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from treadle.dist.clock import clock_offset
 from treadle.ir.trace import Trace
-from treadle.runtime.clock import clock_offset
 from treadle.update.attempting import Attempting
 from treadle.update.beside import Beside
 from treadle.update.broadcasts import Broadcasts, Buckets
@@ -38,7 +38,7 @@ from treadle.update.shares import Shares
 from treadle.update.source import Source
 from treadle.update.stream import Times
 from treadle.update.wire.control import Kind
-from treadle.update.wire.seal import read_key
+from treadle.wire.seal import read_key
 
 HOST_BYTES = 1 << 30
 

@@ -24,7 +24,6 @@ from treadle.update.keeping import Keeping
 from treadle.update.protocol import worker as deciding
 from treadle.update.protocol.worker import Act, Moves, RefusalError, WorkerState
 from treadle.update.staging import arrivals_of, assembled, check_plan, give, shortfall
-from treadle.update.wire.errors import WireError
 from treadle.update.wire.messages import (
     MOST_PLANS,
     Abort,
@@ -49,6 +48,7 @@ from treadle.update.wire.messages import (
     Status,
     TakePlan,
 )
+from treadle.wire.errors import WireError
 
 BUSY_S = 2.0
 

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from treadle.dist.groups import Circle
 from treadle.moe.router import Routing
 from treadle.runtime.exchange import ExchangeError, InParty, refuse_in_backward
-from treadle.runtime.groups import Circle
 
 
 @dataclass

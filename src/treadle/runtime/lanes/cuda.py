@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from treadle.runtime.device import Cuda
+from treadle.dist.device import Cuda
 from treadle.runtime.lanes.interface import Run
 
 

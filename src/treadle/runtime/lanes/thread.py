@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from treadle.runtime.device import LateError
+from treadle.dist.device import LateError
 from treadle.runtime.lanes.interface import Run
 
 OWN_LANE = 0

@@ -8,11 +8,9 @@ verdict    which rank is to be named, as pure functions of what was said
 case       all that one rank knows of a loss, and when it has settled
 sentry     the thread that listens, tells, and ends what does not react
 watch      what the main thread calls
-sockets    getting a main thread out of a native wait
 """
 
 from treadle.runtime.watch.loss import EXIT_LOST, RankLost
-from treadle.runtime.watch.sockets import Sockets
 from treadle.runtime.watch.watch import Watch, waits_for_group
 
-__all__ = ["EXIT_LOST", "RankLost", "Sockets", "Watch", "waits_for_group"]
+__all__ = ["EXIT_LOST", "RankLost", "Watch", "waits_for_group"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from treadle.ir.portable import PortableError
-from treadle.runtime.pressure import short_of_cores
+from treadle.host.errors import PortableError
+from treadle.host.pressure import short_of_cores
 from treadle.runtime.watch.news import UNKNOWN, Kind, Lost
 from treadle.runtime.watch.progress import OUTSIDE, Slots
 

@@ -25,9 +25,10 @@ from multiprocessing.util import Finalize
 
 import torch
 
+from treadle.dist.addresses import own_address
 from treadle.runtime.watch.links import Neighbour, call, open_door
 from treadle.runtime.watch.loss import Naming, RankLost, from_network, rank_lost, timed_out
-from treadle.runtime.watch.meet import Card, Ring, exchange, own_address
+from treadle.runtime.watch.meet import Card, Ring, exchange
 from treadle.runtime.watch.news import MOST_TEXT_BYTES, UNKNOWN, Cause, Kind, Lost, Wait
 from treadle.runtime.watch.post import Post
 from treadle.runtime.watch.progress import COMPUTING, Onlooker, Progress, namespace_id

@@ -27,7 +27,7 @@ from treadle.update.wire.control import (
     Stop,
     ToCoordinator,
 )
-from treadle.update.wire.errors import WireError
+from treadle.wire.errors import WireError
 
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
 

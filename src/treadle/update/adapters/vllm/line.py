@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from treadle.host.sockets import connect
 from treadle.update.adapters.vllm.messages import Done, Join
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.link import Link
-from treadle.update.wire.sockets import connect
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.link import Link
 
 
 def replica_path(directory: Path, first: int) -> Path:

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from treadle.host.sockets import close_server, listen
 from treadle.update.adapters.vllm.messages import Done, FromVllm, Join
-from treadle.update.wire.errors import WireError
-from treadle.update.wire.link import HELLO_S, Link, accepting
-from treadle.update.wire.sockets import close_server, listen
+from treadle.wire.errors import WireError
+from treadle.wire.link import HELLO_S, Link, accepting
 
 
 class Listening:

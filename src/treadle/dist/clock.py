@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import torch
 
-from treadle.runtime.groups import Circle
+from treadle.dist.groups import Circle
 
 _PINGS = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from treadle.ir.program import LaneKind, Program
-from treadle.runtime.channel import Channel
-from treadle.runtime.device import Wait
-from treadle.runtime.groups import Circle, Group, make_group
-from treadle.runtime.place import Place
-from treadle.runtime.watch import Sockets
+from treadle.dist.channel import Channel
+from treadle.dist.device import Wait
+from treadle.dist.groups import Circle, Group, make_group
+from treadle.dist.mesh_position import Place
+from treadle.dist.native_sockets import Sockets
 
 MOST = 8
 """Communicators a rank may have."""

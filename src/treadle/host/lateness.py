@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from treadle.runtime.pressure import short_of_cores
-from treadle.update.wire.processes import stopped
+from treadle.host.pressure import short_of_cores
+from treadle.host.processes import stopped
 
 
 def why_late(*pids: int) -> str:

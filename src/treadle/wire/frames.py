@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from treadle.update.wire.errors import WireError
+from treadle.wire.errors import WireError
 
 _LENGTH = struct.Struct("!I")
 

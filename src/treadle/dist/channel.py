@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.runtime.boundary import Boundary
-from treadle.runtime.device import Wait
-from treadle.runtime.groups import CLOSED, Group, close_group
+from treadle.dist.boundary import Boundary
+from treadle.dist.device import Wait
+from treadle.dist.groups import CLOSED, Group, close_group
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 

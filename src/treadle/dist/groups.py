@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.runtime.device import Wait
-from treadle.runtime.place import Place
+from treadle.dist.device import Wait
+from treadle.dist.mesh_position import Place
 
 
 class Group(Protocol):

@@ -12,7 +12,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from treadle.update.wire.errors import WireError, WrongKey
+from treadle.wire.errors import WireError, WrongKey
 
 NONCE_BYTES = 32
 TAG_BYTES = 32

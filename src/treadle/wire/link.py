@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from treadle.update.wire.errors import Gone, WireError
-from treadle.update.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
-from treadle.update.wire.processes import stopped
-from treadle.update.wire.seal import Seal
-from treadle.update.wire.sockets import peer_of, refuse_strangers
+from treadle.host.processes import stopped
+from treadle.host.sockets import peer_of, refuse_strangers
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
+from treadle.wire.seal import Seal
 
 M = TypeVar("M")
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.update.wire.link import Link, accept
-from treadle.update.wire.seal import Seal
-from treadle.update.wire.sockets import close_server, connect, listen
+from treadle.host.sockets import close_server, connect, listen
+from treadle.wire.link import Link, accept
+from treadle.wire.seal import Seal
 
 _ALIVE_S = 1
 _PROBES = 3

@@ -1,0 +1,1 @@
+"""What this host tells: its processes, its sockets, its cores; and errors that travel between processes."""

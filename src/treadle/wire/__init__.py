@@ -1,0 +1,1 @@
+"""Messages between processes: frames, links, listeners, seals."""
