@@ -34,7 +34,7 @@ import treadle
 from local_ranks import run_ranks
 from treadle.ir.program import LaneKind, OpKind
 from treadle.passes.cells import lower_cells
-from treadle.runtime import split
+from treadle.runtime.model import weight_grad as split
 
 RANKS, MICROBATCHES = 4, 128
 WIDTH, BATCH = 32, 4

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from local_ranks import join, run_ranks, scaled
 from treadle.moe import MoELayer
-from treadle.runtime.saved import SavedReport
+from treadle.runtime.model.saved import SavedReport
 
 PP, VPP, MICROBATCHES, LAYERS = 4, 2, 16, 4
 WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 128, 2, 128

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from treadle.moe import Exchange, Experts, Router, Routing
-from treadle.runtime.segments import Segment, compute, exchange
+from treadle.runtime.model.segments import Segment, compute, exchange
 
 WIDTH, HIDDEN, EXPERTS, EP = 32, 64, 4, 2
 

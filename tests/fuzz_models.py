@@ -20,8 +20,8 @@ from torch.nn import functional
 import treadle
 from oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
-from treadle.runtime.seeding import layer_seed, seed_layer, step_seed
-from treadle.runtime.segments import COMPUTE
+from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
+from treadle.runtime.model.segments import COMPUTE
 from treadle.schedules import SCHEDULES
 
 KINDS = ("cells", "layers", "tied", "offload", "dp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import treadle
 from treadle.costs import UNIT_COSTS
 from treadle.plan.running import host_order
-from treadle.runtime.assembly import plan
+from treadle.runtime.build import plan
 
 _schedule = treadle.generate("interleaved-overlap", pp=2, vpp=2, microbatches=4)
 for _shape in (None, treadle.Options(layers=2), treadle.Options(layers=2, offload=True)):

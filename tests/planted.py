@@ -31,7 +31,7 @@ class Plant:
 PLANTS = {
     "event-before-work": Plant(
         "an op counts as done before it has run",
-        "treadle.runtime.lanes.thread",
+        "treadle.runtime.run.lanes.thread",
         (
             (
                 "step.start[op] = perf_counter_ns()\n",
@@ -42,13 +42,13 @@ PLANTS = {
     ),
     "wait-for-own-lane-only": Plant(
         "a lane does not wait for the first of the ops that an op needs",
-        "treadle.runtime.lanes.thread",
+        "treadle.runtime.run.lanes.thread",
         (("for other in item.after:", "for other in item.after[1:]:"),),
         "kind=layers,schedule=interleaved-overlap|dualpipev,num_layers=1",
     ),
     "finish-early": Plant(
         "a step is over when the first op of each lane is",
-        "treadle.runtime.lanes.thread",
+        "treadle.runtime.run.lanes.thread",
         (("self._step.last[lane] = op", "self._step.last.setdefault(lane, op)"),),
         "kind=dp,layered=True,schedule=interleaved|zb-v|dualpipev,num_layers=1",
     ),
@@ -83,7 +83,7 @@ PLANTS = {
     ),
     "reduction-lands-first": Plant(
         "gradients are taken from a reduction before it is waited for",
-        "treadle.runtime.gradients",
+        "treadle.runtime.model.gradients",
         (
             (
                 "flight.circle.wait(flight.work)\n            self._land(flight)",
@@ -94,7 +94,7 @@ PLANTS = {
     ),
     "piece-given-back-first": Plant(
         "a piece of the pool is given back before it is read",
-        "treadle.runtime.saved.store",
+        "treadle.runtime.model.saved.store",
         (
             (
                 "        flat.copy_(self.room[: self.size_bytes], non_blocking=True)\n"
@@ -107,7 +107,7 @@ PLANTS = {
     ),
     "shelf-of-all-micro-batches": Plant(
         "what micro-batches save is kept in one list",
-        "treadle.runtime.saved.store",
+        "treadle.runtime.model.saved.store",
         (
             (
                 "shelf = self._shelves.setdefault(key, Shelf())",
@@ -118,7 +118,7 @@ PLANTS = {
     ),
     "ledger-without-lock": Plant(
         "saved bytes are counted by several threads without a lock",
-        "treadle.runtime.saved.ledger",
+        "treadle.runtime.model.saved.ledger",
         (
             (
                 "        with self._lock:\n            self._settle()\n            holders =",
@@ -129,7 +129,7 @@ PLANTS = {
     ),
     "splits-on-the-group": Plant(
         "how many rows a micro-batch exchanged is kept where the next one puts it",
-        "treadle.runtime.exchange",
+        "treadle.runtime.model.exchange",
         (
             (
                 "ctx.party, ctx.send, ctx.receive = party, send, receive",
@@ -141,19 +141,19 @@ PLANTS = {
     ),
     "piece-taken-twice": Plant(
         "a piece of the pool that was taken stays among the free ones",
-        "treadle.runtime.saved.pool",
+        "treadle.runtime.model.saved.pool",
         (("return free.pop()", "return free[-1]"),),
         "kind=offload,schedule=1f1b|interleaved-overlap",
     ),
     "scale-rounded-twice": Plant(
         "the gradient of a loss starts from what another loss's precision left of the scale",
-        "treadle.runtime.chunk",
+        "treadle.runtime.model.chunk",
         (("scales[torch.float64].to(dtype)", "list(scales.values())[-1].to(dtype)"),),
         "kind=layers,schedule=1f1b|zb-h1,aux=bf16,num_layers=1",
     ),
     "halves-shared": Plant(
         "weight halves of all micro-batches go to one list",
-        "treadle.runtime.split",
+        "treadle.runtime.model.weight_grad",
         (("self._open = []", "self._open = self.__dict__.setdefault('shared', [])"),),
         "kind=layers|cells,schedule=zb-v|zb-h1",
     ),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from treadle.dist.device import Cuda
-from treadle.runtime.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
-from treadle.runtime.lanes.paced import MADE_UP_NS, Pace
+from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
+from treadle.runtime.run.lanes.paced import MADE_UP_NS, Pace
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
 MS = 1_000_000

@@ -19,8 +19,8 @@ from treadle.dist.groups import Circle
 from treadle.moe import EXCHANGES, MoELayer, Routing
 from treadle.moe.exchanges import AllToAll, DeepEP
 from treadle.moe.exchanges.deepep import Comm, Trip
-from treadle.runtime.exchange import InParty
-from treadle.runtime.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
+from treadle.runtime.model.exchange import InParty
+from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
 ROUTES = ("learned", "one expert", "none to a rank")

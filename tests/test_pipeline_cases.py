@@ -41,7 +41,7 @@ from oracle import (
 )
 from ranks import Outcome, check, run_ranks
 from treadle.ir.program import LaneKind, OpKind
-from treadle.runtime.seeding import seed_layer
+from treadle.runtime.model.seeding import seed_layer
 from treadle.schedules import SCHEDULES, Size
 
 MOST_DIFFERENCE = 1e-10

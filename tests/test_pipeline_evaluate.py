@@ -24,7 +24,7 @@ from ranks import check, run_ranks
 from test_pipeline_cases import Grads, hold, nearest, own_grads, pipeline, refusal, replica_of
 from test_weave import Case, batch, one_process, one_rank, own_part, whole_model
 from treadle.ir.program import OpKind
-from treadle.runtime.assembly import plan_forward
+from treadle.runtime.build import plan_forward
 from treadle.schedules import SCHEDULES
 
 
@@ -85,7 +85,7 @@ def test_an_evaluation_has_the_loss_of_one_process(pp: int, dp: int) -> None:
 def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) -> None:
     schedule = treadle.generate(name, pp=2, microbatches=6)
     shape = treadle.plan.lowering.Options(layers=layers) if layers is not None else None
-    trained, _ = treadle.runtime.assembly.plan(schedule, shape, treadle.costs.UNIT_COSTS, reduce=True)
+    trained, _ = treadle.runtime.build.plan(schedule, shape, treadle.costs.UNIT_COSTS, reduce=True)
     program, _ = plan_forward(schedule, shape, treadle.costs.UNIT_COSTS, trained)
     forwards = {*program.layout.forward, OpKind.SEND_F, OpKind.RECV_F}
     assert {OpKind(int(kind)) for kind in program.kind} == forwards

@@ -31,12 +31,12 @@ from oracle import chunks_of, make_mesh
 from ranks import Failure, Outcome, run_ranks
 from treadle.ir.program import Op, OpKind, Program
 from treadle.plan.running import lower_running
-from treadle.runtime import assembly
+from treadle.runtime import build as assembly
 from treadle.runtime import pipeline as pipeline_module
-from treadle.runtime.executor import Instruction, Part, instructions
-from treadle.runtime.stage import Stage
-from treadle.runtime.walk import Walk
-from treadle.runtime.watch import EXIT_LOST
+from treadle.runtime.faults.watch import EXIT_LOST
+from treadle.runtime.model.stage import Stage
+from treadle.runtime.run.cells import Walk
+from treadle.runtime.run.ops import Instruction, Part, instructions
 from treadle.schedules import SCHEDULES, Size
 
 SEED = 20250711

@@ -18,8 +18,8 @@ from treadle.dist import channel
 from treadle.dist.boundary import boundary_of
 from treadle.dist.channel import Channel
 from treadle.dist.groups import make_group
-from treadle.runtime import arrivals
 from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime.faults import arrivals
 
 
 class Interrupted(nn.Module):

@@ -18,7 +18,7 @@ import treadle
 from oracle import Block, Embed, Head, cut, grads_of, make_batch, make_mesh, mean_loss, run_whole, worst
 from ranks import check, run_ranks
 from test_pipeline_cases import Grads, hold, own_grads, pipeline, schedule_of
-from treadle.runtime.segments import Segment, compute
+from treadle.runtime.model.segments import Segment, compute
 
 MOST_FLOAT32 = 2e-6
 """Sums of float32 in another order differ by less."""

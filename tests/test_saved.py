@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import treadle
 from ranks import check, run_ranks
 from treadle.moe import MoELayer
-from treadle.runtime.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
-from treadle.runtime.saved.pool import size_class
-from treadle.runtime.split import Half
+from treadle.runtime.model.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
+from treadle.runtime.model.saved.pool import size_class
+from treadle.runtime.model.weight_grad import Half
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB = 16, 24, 4, 32, 8
 KEY = (0, 0, 0)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
-from treadle.runtime.watch import RankLost
-from treadle.runtime.watch.links import Neighbour, open_door
-from treadle.runtime.watch.loss import from_network, rank_lost, timed_out
-from treadle.runtime.watch.meet import Card, beside
-from treadle.runtime.watch.news import (
+from treadle.runtime.faults.progress.page import Onlooker, Progress, Slots
+from treadle.runtime.faults.watch import RankLost
+from treadle.runtime.faults.watch.contacts import Card, beside
+from treadle.runtime.faults.watch.links import Neighbour, open_door
+from treadle.runtime.faults.watch.loss import from_network, rank_lost, timed_out
+from treadle.runtime.faults.watch.messages import (
     UNKNOWN,
     Ask,
     Beat,
@@ -35,8 +36,7 @@ from treadle.runtime.watch.news import (
     State,
     encode,
 )
-from treadle.runtime.watch.post import Post
-from treadle.runtime.watch.progress import Onlooker, Progress, Slots
+from treadle.runtime.faults.watch.transport import Post
 
 TOKEN = bytes(range(16))
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
-from treadle.runtime.watch import EXIT_LOST, RankLost, Watch, waits_for_group
-from treadle.runtime.watch import watch as watch_module
-from treadle.runtime.watch.progress import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
+from treadle.runtime.faults.progress.page import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
+from treadle.runtime.faults.watch import EXIT_LOST, RankLost, Watch, waits_for_group
+from treadle.runtime.faults.watch import watch as watch_module
 
 WAIT_S = 1.0
 FAULT_STEP = 3

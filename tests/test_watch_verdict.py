@@ -9,10 +9,10 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.runtime.watch.case import Case
-from treadle.runtime.watch.meet import beside
-from treadle.runtime.watch.news import UNKNOWN, Cause, Condition, Flooded, Kind, Lost, Sight, Wait
-from treadle.runtime.watch.verdict import culprit, first
+from treadle.runtime.faults.watch.contacts import beside
+from treadle.runtime.faults.watch.diagnosis import culprit, first
+from treadle.runtime.faults.watch.incident import Case
+from treadle.runtime.faults.watch.messages import UNKNOWN, Cause, Condition, Flooded, Kind, Lost, Sight, Wait
 
 
 def sight(rank: int, *waits: int, condition: Condition = Condition.ANSWERS, op: int = 5, still_ms: int = 9000) -> Sight:

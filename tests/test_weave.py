@@ -15,7 +15,7 @@ from oracle import make_mesh
 from ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.moe import MoELayer
-from treadle.runtime.segments import Segment, compute
+from treadle.runtime.model.segments import Segment, compute
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS, MB = 8, 12, 4, 6, 2, 8
 

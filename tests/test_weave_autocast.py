@@ -13,7 +13,7 @@ from torch.nn import functional
 import treadle
 from ranks import check, run_ranks
 from treadle.moe import MoELayer
-from treadle.runtime.segments import Segment, compute
+from treadle.runtime.model.segments import Segment, compute
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 

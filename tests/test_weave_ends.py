@@ -15,7 +15,7 @@ from oracle import make_mesh
 from ranks import check, run_ranks
 from treadle.ir.program import LaneKind, OpKind
 from treadle.moe import MoELayer
-from treadle.runtime.segments import Segment, compute, exchange
+from treadle.runtime.model.segments import Segment, compute, exchange
 
 WIDTH, TOKENS = 8, 5
 CLASSES = 32_000

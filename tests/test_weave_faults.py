@@ -44,11 +44,11 @@ from test_pipeline_faults import (
 from treadle.dist.channel import Posted
 from treadle.ir.program import Op, OpKind
 from treadle.moe import MoELayer
-from treadle.runtime import weave as weave_module
-from treadle.runtime.executor import Part
-from treadle.runtime.underway import NotedWait, Rows, UnderWay
-from treadle.runtime.watch import EXIT_LOST
-from treadle.runtime.whom import ALL, NOBODY
+from treadle.runtime.faults.progress.rank_progress import NotedWait, Rows, UnderWay
+from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
+from treadle.runtime.faults.watch import EXIT_LOST
+from treadle.runtime.run import layers as weave_module
+from treadle.runtime.run.ops import Part
 
 __all__ = ["side_by_side"]
 

@@ -14,7 +14,7 @@ import deepep_contract
 import treadle
 from ranks import check, run_ranks
 from treadle.moe import Exchange, Experts, MoELayer
-from treadle.runtime.segments import Segment, compute, exchange
+from treadle.runtime.model.segments import Segment, compute, exchange
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import treadle
 from ranks import check, run_ranks
-from treadle.runtime.segments import Segment, compute
+from treadle.runtime.model.segments import Segment, compute
 
 WIDTH, HIDDEN, TOKENS, MB = 8, 12, 6, 8
 

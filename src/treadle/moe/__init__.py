@@ -10,6 +10,6 @@ from treadle.moe.exchanges import EXCHANGES, TokenExchange
 from treadle.moe.experts import Experts
 from treadle.moe.layer import MoELayer
 from treadle.moe.router import Router, Routing
-from treadle.runtime.exchange import Exchange
+from treadle.runtime.model.exchange import Exchange
 
 __all__ = ["EXCHANGES", "Exchange", "Experts", "MoELayer", "Router", "Routing", "TokenExchange"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from treadle.runtime.exchange import RankOwned
+from treadle.runtime.model.exchange import RankOwned
 
 
 class Experts(RankOwned):

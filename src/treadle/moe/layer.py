@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from treadle.moe.exchanges import make_exchange
 from treadle.moe.experts import Experts
 from treadle.moe.router import Router, Routing
-from treadle.runtime.segments import Segment, compute, exchange
+from treadle.runtime.model.segments import Segment, compute, exchange
 
 
 class MoELayer(nn.Module):

@@ -21,9 +21,9 @@ from treadle.dist.boundary import Boundary, Spec
 from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
 from treadle.ir.program import LaneKind, Program
+from treadle.runtime.model.stage import Stage
+from treadle.runtime.model.weight_grad import AddGradient
 from treadle.runtime.pipeline import Pipeline
-from treadle.runtime.split import AddGradient
-from treadle.runtime.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.plan.running import join_halves
-from treadle.runtime import split
-from treadle.runtime.arrivals import Arrivals
-from treadle.runtime.assembly import (
+from treadle.runtime.build import (
     LanesName,
     Maker,
     SavedName,
@@ -45,20 +43,22 @@ from treadle.runtime.assembly import (
     segments_in,
     shape_of,
 )
-from treadle.runtime.batch import StepReport, agree, microbatches, refuse_graph, targets_of
-from treadle.runtime.chunk import Chunk, LossFn
-from treadle.runtime.executor import Part
-from treadle.runtime.gradients import Gradients
-from treadle.runtime.guard import Guard
-from treadle.runtime.layered import has_embedding, is_layered
-from treadle.runtime.meeting import Met, check_copies, meet
-from treadle.runtime.parameters import Parameters
-from treadle.runtime.recorder import merge
-from treadle.runtime.saved import SavedReport
-from treadle.runtime.seeding import generator_of, step_seed
-from treadle.runtime.split import Split
-from treadle.runtime.walk import Walk
-from treadle.runtime.weave import Weave
+from treadle.runtime.faults.arrivals import Arrivals
+from treadle.runtime.faults.guard import Guard
+from treadle.runtime.handshake import Met, check_copies, meet
+from treadle.runtime.model import weight_grad as split
+from treadle.runtime.model.chunk import Chunk, LossFn
+from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.layered import has_embedding, is_layered
+from treadle.runtime.model.parameters import Parameters
+from treadle.runtime.model.saved import SavedReport
+from treadle.runtime.model.seeding import generator_of, step_seed
+from treadle.runtime.model.weight_grad import Split
+from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
+from treadle.runtime.run.cells import Walk
+from treadle.runtime.run.layers import Weave
+from treadle.runtime.run.ops import Part
+from treadle.runtime.run.recorder import merge
 
 
 class Pipeline:
@@ -69,8 +69,8 @@ class Pipeline:
     `deadline_s`: how long a rank waits for another before it takes it for lost.
     `seed`: what randomness in the stages starts from; None leaves it alone.
     `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
-    `lanes`: where stages' layers name their segments, what they run on (`treadle.runtime.lanes`): thread, paced, serial
-    or virtual; a GPU has streams.
+    `lanes`: where stages' layers name their segments, what they run on (`treadle.runtime.run.lanes`): thread, paced,
+    serial or virtual; a GPU has streams.
     `costs`: under which such ops are ordered, and which paced lanes take.
     `saved`: what becomes of what such layers save for backward: leave it, count it (`report.saved`), or offload it to
     the host as the Program says: into pinned memory from a GPU, else into a file without a name in `pool_directory`.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from treadle.moe.router import Routing
-from treadle.runtime.exchange import Exchange
+from treadle.runtime.model.exchange import Exchange
 
 
 class AllToAll(Exchange):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from treadle.dist.groups import Circle
 from treadle.moe.router import Routing
-from treadle.runtime.exchange import ExchangeError, InParty, refuse_in_backward
+from treadle.runtime.model.exchange import ExchangeError, InParty, refuse_in_backward
 
 
 @dataclass

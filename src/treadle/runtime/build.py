@@ -1,0 +1,327 @@
+"""Putting a rank's part of a pipeline together: what its modules are, what they are planned as, what they run on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from treadle.costs import Costs, durations
+from treadle.dist.boundary import Boundary, all_flags
+from treadle.dist.device import Cuda, Device
+from treadle.dist.mesh_position import Place
+from treadle.dist.rank_groups import Communicators
+from treadle.ir import Kind, Schedule
+from treadle.ir.dependency import WEIGHT_OF
+from treadle.ir.program import Longs, Op, OpKind, Program
+from treadle.plan.lowering import Options
+from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
+from treadle.runtime.handshake import Met
+from treadle.runtime.model import weight_grad as split
+from treadle.runtime.model.chunk import CheckedLoss, Chunk, LossFn
+from treadle.runtime.model.exchange import InParty
+from treadle.runtime.model.layered import LayeredStage, is_layered, parts_of
+from treadle.runtime.model.saved import Store, pool_for
+from treadle.runtime.model.seeding import Seeds, layers_of
+from treadle.runtime.model.segments import Plan, is_segmented
+from treadle.runtime.model.stage import Stage
+from treadle.runtime.model.weight_grad import Halves, Split
+from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
+from treadle.runtime.run.layers import PACE
+from treadle.verify import verify_program, verify_schedule
+
+Modules: TypeAlias = Mapping[int, nn.Module]
+LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
+SavedName: TypeAlias = Literal["leave", "count", "offload"]
+
+_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
+
+
+def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
+    """Refuses modules that are not this rank's part of the schedule."""
+    chunks = list(range(schedule.vpp))
+    if schedule.pp != len(place.ranks):
+        raise ValueError(f"the schedule is for {schedule.pp} ranks, the mesh has {len(place.ranks)} along pp")
+    devices = {str(p.device) for module in modules.values() for p in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(devices))}; move them to one")
+    if sorted(modules) != chunks:
+        raise ValueError(
+            f"stages are a module for each chunk of this rank, {chunks}, got {sorted(modules)}; "
+            f"by the schedule they are stages {schedule.placement.stages[place.pp_rank]} of the model"
+        )
+    for chunk, module in modules.items():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"chunk {chunk} is a DistributedDataParallel; give the module inside, Treadle reduces")
+        _check_plain(module, chunk)
+        _check_checkpoints(module, chunk)
+        _check_alike(module, chunk)
+        _check_ends(module, chunk, schedule.placement.stage(place.pp_rank, chunk), schedule.placement.num_stages)
+
+
+def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
+    """Refuses plain modules beside layers that name their segments where neither embedding nor head can be."""
+    if not is_layered(module):
+        return
+    before, _, behind = parts_of(module, chunk)
+    for plain, where, at, wanted in ((before, "before", stage, 0), (behind, "behind", stage, num_stages - 1)):
+        if plain and at != wanted:
+            name, end = type(plain[0]).__name__, "first" if wanted == 0 else "last"
+            raise ValueError(
+                f"chunk {chunk} is stage {stage} of {num_stages} and has {name} {where} layers that name their "
+                f"segments; only the {end} stage can have plain modules {where} its layers: put {name} into a segment"
+            )
+
+
+def _check_plain(module: nn.Module, chunk: int) -> None:
+    """Refuses parameters that are spread over ranks by torch: their gradients and collectives would be its own."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # where it is not imported there are none
+    if tensor is None:
+        return
+    for name, param in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(param, tensor.DTensor):
+            dims = ", ".join(param.device_mesh.mesh_dim_names or ()) or "no name"
+            raise ValueError(
+                f"chunk {chunk}: {name} is a DTensor over the mesh dimensions {dims} ({param.placements}); a stage has "
+                "plain tensors, which Treadle reduces over dp and ep. For tensor parallelism give each rank its part "
+                "as a plain parameter, talk over tp inside what computes, and make the Pipeline with the mesh without "
+                "tp: "
+                'mesh["pp", "dp"]'
+            )
+
+
+def _check_checkpoints(module: nn.Module, chunk: int) -> None:
+    """Refuses torch's wrapper around what exchanges, or around segments, which would run as if it were not there."""
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    for name, part in module.named_modules() if wrapper is not None else ():
+        if not isinstance(part, wrapper.CheckpointWrapper):  # type: ignore[union-attr]
+            continue
+        within = [type(p).__name__ for p in part.modules() if isinstance(p, InParty) or is_segmented(p)]
+        if within:
+            raise ValueError(
+                f"chunk {chunk}: {name} is a checkpoint around {within[-1]}, and checkpoints must not span an exchange "
+                "of experts; checkpoint only inside what computes, attn and mlp each on their own"
+            )
+
+
+def _check_alike(module: nn.Module, chunk: int) -> None:
+    """Refuses layers with other segments than the first: all are lowered alike."""
+    if not is_layered(module):
+        return
+    named = parts_of(module, chunk)[1]
+    layers = [list(Plan.of(layer, f"chunk {chunk}, layer {at}").segments) for at, layer in enumerate(named)]
+    for at, names in enumerate(layers):
+        if names != layers[0]:
+            raise ValueError(
+                f"chunk {chunk}: layer {at} has the segments {', '.join(names)}, the first has {', '.join(layers[0])}; "
+                "all layers of a pipeline have the same"
+            )
+
+
+def device_in(modules: Modules, mesh: DeviceMesh) -> torch.device:
+    """Where the modules are; without parameters, where the mesh is."""
+    params = [p for module in modules.values() for p in module.parameters()]
+    return params[0].device if params else torch.device(mesh.device_type)
+
+
+def examine(modules: Modules, schedule: Schedule) -> dict[int, Split]:
+    """How far the backward of each chunk can be split, for those where it matters."""
+    halved = {action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W}
+    return {c: split.examine(module) for c, module in modules.items() if c in halved or is_layered(module)}
+
+
+def depth_of(module: nn.Module) -> int:
+    """How many layers a stage has."""
+    named = [is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module])]
+    return sum(named) if any(named) else len(layers_of(module))
+
+
+def segments_in(modules: Modules) -> list[str]:
+    """The segments of the first layer that names them: those of all ranks are the same."""
+    for module in modules.values():
+        for layer in module if isinstance(module, nn.Sequential) else [module]:
+            if is_segmented(layer):
+                return [segment.name for segment in layer.segments()]
+    return []
+
+
+def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage of the model."""
+    placement = schedule.placement
+    return tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
+
+
+def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -> Options | None:
+    """How the schedule is lowered to layers, if these name their segments; else None."""
+    if saved not in ("leave", "count", "offload"):
+        raise ValueError(f"saved is leave, count or offload, got {saved!r}")
+    if not met.layered:
+        if saved != "leave":
+            raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
+        return None
+    first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
+    return Options(
+        layers=depths(met, schedule),
+        moe="dispatch" in first.segments,
+        padded="counts" not in first.segments,
+        embedding=met.embedding,
+        head=True,  # at least the loss
+        split=_SPLIT if all(met.splits.values()) else (),
+        offload=saved == "offload",
+    )
+
+
+def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
+    """The Program that is run, verified, and the ticks under which it is ordered."""
+    report = verify_schedule(schedule)
+    if not report.clean:
+        raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
+    if shape is None:
+        program = lower_running(schedule, reduce=reduce)
+        ticks = expected(program)
+    else:
+        program = lower_weaving(schedule, costs, shape, reduce=reduce)
+        ticks = durations(program, costs)
+    report = verify_program(program, ticks)
+    if not report.clean:
+        raise ValueError(f"the program of this schedule is not sound: {report.findings[0]}")
+    return program, ticks
+
+
+def plan_forward(schedule: Schedule, shape: Options | None, costs: Costs, trained: Program) -> tuple[Program, Longs]:
+    """The Program of an evaluation, and its ticks: the forwards of `trained`, in the order of the schedule's rows.
+
+    The verifier asks for every backward, and says so (T101); nothing else may be wrong with it, and no forward missing.
+    """
+    forwards = forward_only(schedule)
+    if shape is None:
+        program = lower_running(forwards, reduce=False)
+        ticks = expected(program)
+    else:
+        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False), reduce=False)
+        ticks = durations(program, costs)
+    wrong = [finding for finding in verify_program(program, ticks).findings if finding.code != "T101"]
+    if wrong:
+        raise ValueError(f"the forwards of this schedule alone are not sound: {wrong[0]}")
+    assert _forwards(program) == _forwards(trained), "an evaluation runs every forward once"
+    return program, ticks
+
+
+def _forwards(program: Program) -> list[tuple[int, ...]]:
+    """(rank, kind, micro-batch, chunk, layer) of all forward parts and their messages, in order of these numbers."""
+    kinds = (*program.layout.forward, OpKind.EMBED_F, OpKind.HEAD_F, OpKind.SEND_F, OpKind.RECV_F)
+    ops = np.flatnonzero(np.isin(program.kind, kinds))
+    rank = program.lane_rank[program.lane_of[ops]]
+    columns = (rank, program.kind[ops], program.mb[ops], program.chunk[ops], program.layer[ops])
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def make_store(modules: Modules, saved: SavedName, device: torch.device, directory: Path | None) -> Store | None:
+    """What saved tensors go through, if they do."""
+    if saved == "leave":
+        return None
+    return Store(modules.values(), pool_for(device, directory) if saved == "offload" else None)
+
+
+def reduce_order(program: Program, pp_rank: int) -> list[int]:
+    """The rank's chunks in the order in which their gradients are reduced."""
+    mine = (program.kind == OpKind.REDUCE_GRAD) & (program.lane_rank[program.lane_of] == pp_rank)
+    return [int(chunk) for chunk in program.chunk[mine]]
+
+
+def bind(modules: Modules, talk: Communicators) -> None:
+    """Gives the exchanges of the modules their expert group."""
+    if talk.party is None:
+        return
+    shared: dict[Any, Any] = {}
+    for part in (part for module in modules.values() for part in module.modules()):
+        if isinstance(part, InParty):
+            part.join(talk.party, shared)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the chunks of a rank. `boundaries` are what stages send on, where that is known beforehand."""
+
+    schedule: Schedule
+    place: Place
+    shape: Options | None
+    splits: Mapping[int, Split]
+    depths: tuple[int, ...]
+    device: torch.device
+    seed: int | None
+    loss_fn: LossFn
+    boundaries: Mapping[int, Boundary]
+    store: Store | None
+
+    def chunks(self, modules: Modules) -> dict[int, Chunk]:
+        """All of them."""
+        return {chunk: self._chunk(chunk, module) for chunk, module in modules.items()}
+
+    def evaluating(self, modules: Modules) -> dict[int, Chunk]:
+        """The same chunks for evaluations: they save nothing, and find out their own shapes."""
+        shape = replace(self.shape, split=(), offload=False) if self.shape is not None else None
+        chunks = replace(self, splits={}, boundaries={}, store=None, shape=shape).chunks(modules)
+        for chunk in chunks.values():
+            chunk.trains = False
+        return chunks
+
+    def _chunk(self, chunk: int, module: nn.Module) -> Chunk:
+        placement, schedule = self.schedule.placement, self.schedule
+        number = placement.stage(self.place.pp_rank, chunk)
+        first, num_layers = sum(self.depths[:number]), sum(self.depths)
+        seeds = Seeds(module, self.device, first, num_layers) if self.seed is not None else None
+        in_pipe = placement.pipes[chunk] * schedule.microbatches_per_pipe
+        offset = self.place.dp_rank * schedule.num_microbatches + in_pipe
+        made: Chunk
+        if self.shape is None:
+            made = Stage(number, module, self._halves(chunk), seeds, offset)
+        else:
+            made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
+            made.deferred = tuple(WEIGHT_OF[half] for half in self.shape.split)
+            made.store = self.store
+        made.loss_fn = CheckedLoss(self.loss_fn, module) if number == placement.num_stages - 1 else None
+        if number in self.boundaries:
+            made.boundary, made.header_due = self.boundaries[number], False
+            made.output_flags = all_flags(self.boundaries[number])
+        if number - 1 in self.boundaries:
+            made.input_flags = all_flags(self.boundaries[number - 1])
+        return made
+
+    def _halves(self, chunk: int) -> Halves | None:
+        """Where the chunk's linears put their weight halves, if those run apart."""
+        if chunk not in self.splits or not self.splits[chunk].possible or (self.shape and not self.shape.split):
+            return None
+        halves = Halves()
+        split.apply(self.splits[chunk].linears, halves)
+        return halves
+
+    def incoming(self, chunks: Mapping[int, Chunk]) -> dict[int, Boundary]:
+        """What arrives at each chunk, as far as that is known."""
+        return {c: self.boundaries[k.number - 1] for c, k in chunks.items() if k.number - 1 in self.boundaries}
+
+
+def make_lanes(
+    name: LanesName, device: Device, ticks: Longs, deadline_s: float, num_lanes: int, ops: list[Op]
+) -> Lanes:
+    """What ops of layers run on."""
+    dur_ns = [int(ticks[op.index]) for op in ops]
+    if isinstance(device, Cuda):
+        return CudaLanes(num_lanes, len(ops), device)
+    if name == "paced":
+        pace, kind = [PACE[op.lane.kind] for op in ops], [op.kind for op in ops]
+        return PacedLanes(num_lanes, dur_ns, pace, kind, deadline_s)
+    if name == "virtual":
+        return VirtualLanes(num_lanes, dur_ns)
+    if name == "thread":
+        return ThreadLanes(num_lanes, len(ops), deadline_s)
+    if name == "serial":
+        return SerialLanes(len(ops))
+    raise ValueError(f"lanes are thread, paced, serial or virtual, got {name!r}")

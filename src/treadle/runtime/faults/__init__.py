@@ -1,0 +1,1 @@
+"""Finding out which rank failed first, and at which op."""

@@ -1,0 +1,93 @@
+"""Which ranks have come to make a pipeline, written in torch's store.
+
+Before ranks are connected nothing tells one that another will not come, or has raised: a communicator's own error is
+that of a store, after the deadline, and names nobody. So each rank writes that it is here, or why it has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from treadle.dist.mesh_position import Place
+from treadle.runtime.faults.watch import RankLost
+
+_HERE = "here"
+_MOST_TEXT = 600
+
+
+class Arrivals:
+    """The ranks that make the pipeline called `name` together. A rank waits for those it will be connected to."""
+
+    def __init__(self, name: str, place: Place, deadline: timedelta) -> None:
+        self._place, self._deadline = place, deadline
+        self._store = PrefixStore(f"treadle/{name}/arrivals", _get_default_store())
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around making the pipeline: an error is written down, and that of a wait becomes the loss behind it."""
+        if dist.get_backend() == "fake":
+            yield
+            return
+        try:
+            self._store.set(str(self._place.rank), _HERE)
+            self._wait()
+            yield
+        except BaseException as error:
+            lost = self._behind(error)
+            if lost is not None:
+                raise lost from error
+            if not isinstance(error, RankLost):  # the lost rank's own word says more
+                with suppress(Exception):  # the store may be gone; the error itself must get through
+                    self._store.set(str(self._place.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+            raise
+
+    def _wait(self) -> None:
+        """Returns when the ranks of this pipeline, and those with this rank's place in others, are there."""
+        wanted = sorted({*self._place.pipe, *self._place.replicas} - {self._place.rank})
+        if wanted:
+            self._store.wait([str(rank) for rank in wanted], self._deadline)
+            lost = self._given_up(wanted)
+            if lost is not None:
+                raise lost
+
+    def _behind(self, error: BaseException) -> RankLost | None:
+        """The loss behind an error, if it is one of a wait: a rank that did not come, or has given up."""
+        own = isinstance(error, (RankLost, torch.OutOfMemoryError))
+        if own or not isinstance(error, (RuntimeError, OSError)):
+            return None
+        everyone = [rank for row in self._place.ranks for rank in row if rank != self._place.rank]
+        with suppress(RuntimeError):  # of the store
+            missing = [rank for rank in everyone if not self._store.check([str(rank)])]
+            return self._absent(missing) if missing else self._given_up(everyone)
+        return None
+
+    def _absent(self, missing: Sequence[int]) -> RankLost:
+        many = len(missing) > 1
+        return RankLost(
+            f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
+            f"{self._deadline.total_seconds():g} s of rank {self._place.rank}: late, ended, or raised before "
+            "Pipeline(...); see what they wrote last, or give a longer deadline_s",
+            rank=missing[0],
+            kind="absent",
+            op=None,
+            waiting_for="making the pipeline",
+        )
+
+    def _given_up(self, ranks: Sequence[int]) -> RankLost | None:
+        for rank in ranks:
+            said = self._store.get(str(rank)).decode(errors="replace")
+            if said != _HERE:
+                return RankLost(
+                    f"rank {rank} gave up making the pipeline: {said}",
+                    rank=rank,
+                    kind="raised",
+                    op=None,
+                    waiting_for="making the pipeline",
+                )
+        return None

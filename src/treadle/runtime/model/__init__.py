@@ -1,0 +1,1 @@
+"""A rank's stages as autograd sees them: forward, backward, weight gradients, saved tensors."""

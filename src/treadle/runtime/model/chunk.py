@@ -1,0 +1,163 @@
+"""One chunk of a rank, as messages see it: what has come for it and what is to leave it, by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from treadle.dist.boundary import Boundary, Flags, boundary_of, fits
+from treadle.dist.channel import refuse_reused, versions
+from treadle.runtime.model.seeding import Seeds
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+Grads: TypeAlias = tuple[Tensor | None, ...]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+class Chunk:
+    """The module of stage `number`. `mb_offset` turns a micro-batch of its pipe into one of the global batch.
+
+    `trains`: are backwards to come.
+    """
+
+    trains = True
+
+    def __init__(self, number: int, module: nn.Module, seeds: Seeds | None, mb_offset: int) -> None:
+        self.number, self.module, self.seeds, self.mb_offset = number, module, seeds, mb_offset
+        self.loss_fn: LossFn | None = None
+        self.boundary: Boundary | None = None
+        self.header_due = True
+        self.output_flags: Flags | None = None
+        """For which outputs gradients come, once the stage behind has told."""
+        self.input_flags: Flags | None = None
+        """For which inputs this stage sends gradients, once it has told the stage before."""
+        self.inputs: dict[int, Tensors] = {}
+        self.targets: dict[int, Any] = {}
+        self.outputs: dict[int, Tensors] = {}
+        self.output_grads: dict[int, Grads] = {}
+        self.input_grads: dict[int, Grads] = {}
+        self.losses: dict[int, list[Tensor]] = {}
+        self.given_by: dict[int, Chunk] = {}
+        """The stage before, where it is on the same rank: whose output an input is."""
+        self._versions: dict[int, list[int]] = {}
+        self._scales: dict[torch.dtype, Tensor] = {}
+
+    def begin_step(self, scale: Tensor) -> None:
+        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
+        for left in (self.inputs, self.targets, self.outputs, self.output_grads, self.input_grads, self.losses):
+            left.clear()
+        self._versions.clear()
+        self.given_by.clear()
+        self._scales = {scale.dtype: scale}
+
+    def forget_shape(self) -> None:
+        """The next micro-batches may have another shape; its reader is told again."""
+        self.boundary, self.header_due = None, True
+
+    def put_outputs(self, mb: int, outputs: Tensors) -> None:
+        """Keeps the outputs of a micro-batch until they are sent on or read."""
+        self.outputs[mb] = outputs
+        self._versions[mb] = versions(outputs)
+
+    def take_outputs(self, mb: int) -> Tensors:
+        """Returns the outputs of a micro-batch, which must be as they were when it was made."""
+        outputs, before = self.outputs.pop(mb), self._versions.pop(mb)
+        if versions(outputs) != before:
+            refuse_reused(outputs, before, self.told(mb))
+        return outputs
+
+    def take_inputs(self, mb: int) -> Tensors:
+        """Returns what a forward starts from."""
+        inputs, before = self.inputs.pop(mb), self.given_by.pop(mb, None)
+        if before is not None:
+            before.take_outputs(mb)
+        return inputs
+
+    def told(self, mb: int) -> str:
+        """What errors call the outputs of a micro-batch."""
+        return f"the output of stage {self.number} for micro-batch {mb}"
+
+    def keep_shape(self, mb: int, outputs: Tensors) -> None:
+        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
+        if self.boundary is None:
+            self.boundary = boundary_of(outputs)
+        elif not fits(outputs, self.boundary):
+            got, first = (", ".join(map(str, b)) for b in (boundary_of(outputs), self.boundary))
+            raise ValueError(
+                f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
+                "one shape: pad them, or make a new Pipeline for the new shape"
+            )
+
+    def add_loss(self, mb: int, loss: Tensor) -> None:
+        """Keeps one of a micro-batch's losses. They may differ in type; the step adds them up in float64."""
+        self.losses.setdefault(mb, []).append(loss.detach())
+
+    def scale_as(self, dtype: torch.dtype) -> Tensor:
+        """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.
+
+        Lanes' threads may ask at once; the first to put its tensor in is the one that all of them get.
+        """
+        scales = self._scales
+        made = scales.get(dtype)
+        return made if made is not None else scales.setdefault(dtype, scales[torch.float64].to(dtype))
+
+
+@dataclass(frozen=True)
+class CheckedLoss:
+    """The user's loss function behind `module`, the last stage: a loss that trains nothing is refused by name."""
+
+    loss_fn: LossFn
+    module: nn.Module
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Returns the loss of a micro-batch."""
+        try:
+            loss = self.loss_fn(output, target)
+        except (AttributeError, TypeError) as error:
+            if target is None:
+                raise ValueError(
+                    f"loss_fn cannot do without targets ({type(error).__name__}: {error}), got NoneType; give targets "
+                    "on the ranks that hold the last stage: a tensor, or a list with one entry a micro-batch"
+                ) from error
+            raise
+        if torch.is_grad_enabled() and isinstance(loss, Tensor) and not loss.requires_grad:
+            self._refuse_cut_off(output, loss)
+        return loss
+
+    def _refuse_cut_off(self, output: Any, loss: Tensor) -> None:
+        """Where nothing trains, a loss without a graph is what one process has too."""
+        check_losses((loss,))
+        if not any(t.requires_grad for t in (*tensors_within(output), *self.module.parameters())):
+            return
+        if loss.is_floating_point():
+            what = "is cut off from the output: it does not require a gradient (detach(), item(), no_grad()?)"
+        else:
+            what = f"is {loss.dtype}, which has no gradient"
+        raise ValueError(
+            f"the loss that loss_fn returned {what}, so nothing would train; return a loss computed from the output "
+            "by differentiable operations, or call evaluate() if nothing is to train"
+        )
+
+
+def tensors_within(thing: Any) -> Iterator[Tensor]:
+    """Yields a tensor, or those in tuples, lists and dicts."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, (tuple, list)):
+        for part in thing:
+            yield from tensors_within(part)
+    elif isinstance(thing, dict):
+        for part in thing.values():
+            yield from tensors_within(part)
+
+
+def check_losses(losses: Tensors) -> None:
+    """Refuses what is not one number for a micro-batch."""
+    for loss in losses:
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"a loss is one number for a micro-batch, got {got}; return its sum or its mean")

@@ -1,0 +1,194 @@
+"""Gradients of a rank's parameters: summed over micro-batches here, over replicas by reductions, and then in `.grad`.
+
+Parameters of two bytes have their gradients summed in float32. What a reduction adds up is one flat tensor a chunk
+and type, with a flag for each parameter behind it: one that no replica used keeps `.grad` None, as it would in a
+single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from treadle.dist.groups import Circle
+from treadle.runtime.model.exchange import RankOwned
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Flight:
+    """A reduction on its way."""
+
+    params: list[nn.Parameter]
+    flat: Tensor
+    circle: Circle
+    work: dist.Work | None = None
+
+
+class Gradients:
+    """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `circle`.
+
+    Those of `RankOwned` modules are reduced over `experts` instead.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, nn.Module],
+        order: Sequence[int],
+        circle: Circle | None,
+        experts: Circle | None = None,
+        ep: int = 1,
+    ) -> None:
+        self.circle, self.experts, self.order = circle, experts, list(order or chunks)
+        self.owned: set[nn.Parameter] = set()
+        for module in chunks.values() if ep > 1 else ():
+            for part in module.modules():
+                self.owned |= set(part.parameters()) if isinstance(part, RankOwned) else set()
+        self._sums: dict[Tensor, Tensor] = {}
+        self._held: dict[Tensor, Tensor] = {}
+        self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
+        self._flights: dict[int, list[_Flight]] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        owner = {p: chunk for chunk in self.order for p in chunks[chunk].parameters() if p.requires_grad}
+        self.params: dict[int, list[nn.Parameter]] = {chunk: [] for chunk in chunks}
+        for param, chunk in owner.items():  # one that several chunks share is reduced with the last of them
+            self.params[chunk].append(param)
+            if param.dtype in _LOW:
+                self._listen(param)
+        self.reduced = True
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _listen(self, param: nn.Parameter) -> None:
+        """Takes each gradient of a parameter into its sum, after all that others' hooks do with it."""
+        hook = param.register_post_accumulate_grad_hook(self._into_sum)  # type: ignore[no-untyped-call]
+        self._hooks[param] = hook
+
+    def add(self, param: Tensor, grad: Tensor) -> None:
+        """One more contribution from a weight half."""
+        if param.dtype in _LOW:
+            self._add_to_sum(param, grad)
+        elif param.grad is None:
+            param.grad = grad.to(param.dtype)
+        else:
+            param.grad.add_(grad)
+
+    def _into_sum(self, param: Tensor) -> None:
+        if param.grad is not None:  # torch comes by even where an input half has left the gradient for later
+            self._add_to_sum(param, param.grad)
+            param.grad = None
+
+    def _add_to_sum(self, param: Tensor, grad: Tensor) -> None:
+        total = self._sums.get(param)
+        if total is None:
+            self._sums[param] = grad.to(torch.float32, copy=True)
+        else:
+            total.add_(grad)
+
+    def begin(self, *, reduce: bool) -> None:
+        """Before a step. What earlier steps left in `.grad` is added to, not reduced a second time."""
+        everything = [p for params in self.params.values() for p in params]
+        for param, hook in list(self._hooks.items()):
+            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
+                hook.remove()
+                self._listen(param)
+        if not reduce and self.reduced and self.circle is not None and any(p.grad is not None for p in everything):
+            raise ValueError(
+                "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
+                "gradients to None first, or reduce only at the last of the steps that are accumulated"
+            )
+        aside = self.reduced and self.circle is not None
+        for param in everything:
+            if param.grad is None:
+                self._sums.pop(param, None)  # the user threw the gradient away
+            elif aside or (self.reduced and param.dtype in _LOW):
+                self._held[param], param.grad = param.grad, None
+            elif param.dtype in _LOW:
+                self._resume(param, param.grad)
+        self._rounded.clear()
+
+    def _resume(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Goes on with the sum that `.grad` was rounded from, unless the user changed `.grad` since."""
+        shown, version = self._rounded.get(param, (None, -1))
+        if shown is not grad or version != grad._version:
+            self._sums[param] = grad.float()
+        param.grad = None
+
+    def gather(self, chunk: int) -> None:
+        """Puts a chunk's gradients side by side, for their reduction."""
+        self._flights[chunk] = []
+        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for param in self.params[chunk]:
+            dtype = torch.float32 if param.dtype in _LOW else param.dtype
+            alike.setdefault((dtype, param in self.owned), []).append(param)
+        for (dtype, owned), params in alike.items():
+            circle = self.experts if owned else self.circle
+            if circle is None:
+                continue
+            local = [self._sums.get(p, p.grad) for p in params]
+            used = torch.tensor([g is not None for g in local], dtype=dtype, device=params[0].device)
+            parts = [
+                g.to_dense().reshape(-1) if g is not None else torch.zeros(p.numel(), dtype=dtype, device=p.device)
+                for p, g in zip(params, local, strict=True)
+            ]
+            flat = torch.cat([*parts, used])
+            for param in params:
+                self._sums.pop(param, None)
+                param.grad = None
+            self._flights[chunk].append(_Flight(params, flat, circle))
+
+    def reduce(self, chunk: int) -> None:
+        """Launches the reduction of a chunk's gradients."""
+        for flight in self._flights[chunk]:
+            flight.work = flight.circle.launch_reduce(flight.flat)
+
+    def arrive(self, chunk: int) -> None:
+        """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
+        for flight in self._flights.pop(chunk):
+            assert flight.work is not None
+            flight.circle.wait(flight.work)
+            self._land(flight)
+
+    def finish(self, *, reduce: bool) -> None:
+        """After a step: what was summed elsewhere, or held back before, is put into `.grad`."""
+        self.reduced = reduce or self.circle is None
+        for param, total in self._sums.items():
+            before = self._held.pop(param, None)
+            param.grad = (total if before is None else total + before).to(param.dtype)
+            self._rounded[param] = (param.grad, param.grad._version)
+        if self.reduced:
+            self._sums.clear()
+            self._rounded.clear()
+        for param, before in self._held.items():
+            param.grad = before if param.grad is None else before.add_(param.grad)
+        self._held.clear()
+
+    def _land(self, flight: _Flight) -> None:
+        flags = flight.flat[-len(flight.params) :]
+        used = [True] * len(flight.params) if flags.is_meta else flags.tolist()
+        at = 0
+        for param, flag in zip(flight.params, used, strict=True):
+            size = param.numel()
+            if flag:
+                param.grad = flight.flat[at : at + size].view_as(param).to(param.dtype)
+            at += size
+
+    def num_bad(self) -> int:
+        """Parameters whose gradient is not finite."""
+        grads = [p.grad for params in self.params.values() for p in params if p.grad is not None]
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        grads = [grad for grad in grads if grad.numel()]
+        if not grads or grads[0].is_meta:
+            return 0
+        largest = torch.stack([n.double() for n in torch._foreach_norm(grads, float("inf"))])
+        return int((~largest.isfinite()).sum())

@@ -1,0 +1,246 @@
+"""What autograd saves goes through here, so that it can be counted, and be away between forward and backward.
+
+Saved tensors are kept by storage, each once for a (chunk, micro-batch, layer), with views of it as handles; what
+autograd holds is only the handles. The input of each linear comes the same way, so what a weight half will need is
+away too until its backward. Parameters, buffers and the batch are never packed: they stay where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from treadle.ir.program import OpKind
+from treadle.runtime.model.saved.ledger import Ledger
+from treadle.runtime.model.saved.pool import Pool
+from treadle.runtime.model.weight_grad import Half
+
+_ENDS = {"embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
+
+Key: TypeAlias = tuple[int, int, int]
+"""(stage, mb, layer)."""
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """What a step saved, in bytes, on this rank.
+
+    `peak`: the most alive at once, with what weight halves hold. `parts`: what a forward saved in the mean, by the
+    part of a layer that did. `kept`: what weight halves held after the backward (inputs and output gradients
+    of linears), as a fraction of it. `moved`: copied to
+    the host. `pool`: what the host's pool has come to.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    kept: float
+    moved: int
+    pool: int
+
+    @property
+    def by_kind(self) -> dict[OpKind, int]:
+        """As the simulator counts it (`Layout.saved`): what exchanges save belongs to the computation before them."""
+        attn, mlp = (
+            sum(self.parts.get(name, 0) for name in names)
+            for names in (("attn", "counts", "host", "dispatch"), ("mlp", "combine"))
+        )
+        ends = {kind: self.parts[name] for name, kind in _ENDS.items() if name in self.parts}
+        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp, **ends}
+
+
+class Saved:
+    """One storage that autograd saved: here, or in a piece of the pool."""
+
+    __slots__ = ("__weakref__", "_address", "_ledger", "_pool", "_version", "device", "room", "size_bytes", "tensor")
+
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+        self.size_bytes, self.device = tensor.untyped_storage().nbytes(), tensor.device
+        self.tensor: Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self.room: Tensor | None = None
+        self._pool: Pool | None = None
+        self._ledger = ledger
+        self._address = ledger.hold(tensor)
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes, which are here."""
+        assert self.tensor is not None, "the verifier has seen that an onload comes before every reader"
+        if self.tensor._version != self._version:
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place after it was saved "
+                f"(shape {tuple(self.tensor.shape)}, version {self.tensor._version}, saved at {self._version})"
+            )
+        if self.tensor.is_cuda:
+            self.tensor.record_stream(torch.cuda.current_stream(self.device))
+        return self.tensor.untyped_storage()
+
+    def leave(self, pool: Pool) -> None:
+        """Copies the bytes into the pool, and lets them go here."""
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage())
+        self.room, self._pool = pool.take(self.size_bytes), pool
+        self.room[: self.size_bytes].copy_(flat, non_blocking=True)
+        self._ledger.release(self._address, self.size_bytes)
+        self.tensor = None
+
+    def come_back(self) -> None:
+        """The bytes are here again, in a storage of their own."""
+        assert self.room is not None
+        assert self._pool is not None
+        flat = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+        flat.copy_(self.room[: self.size_bytes], non_blocking=True)
+        self._pool.give_back(self.room)
+        self.room, self.tensor, self._version = None, flat, flat._version
+        self._address = self._ledger.hold(flat)
+
+    def __del__(self) -> None:
+        if self.tensor is not None:
+            self._ledger.release(self._address, self.size_bytes)
+        elif self.room is not None and self._pool is not None:
+            self._pool.give_back(self.room)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A saved tensor as a view of its storage."""
+
+    saved: Saved
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """The tensor, as it was."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
+        return empty.set_(self.saved.storage(), self.offset, self.size, self.stride)
+
+
+class Shelf:
+    """What one layer of one micro-batch saved. Handles keep it alive; the shelf only knows where it is."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, weakref.ref[Saved]] = {}
+        self._all: list[weakref.ref[Saved]] = []
+
+    def place(self, tensor: Tensor, ledger: Ledger) -> tuple[Saved, bool]:
+        """Where a tensor's storage is kept, and whether it is new there."""
+        address = tensor.untyped_storage().data_ptr()
+        known = self._by_address.get(address)
+        saved = known() if known is not None else None
+        if saved is not None:
+            return saved, False
+        saved = Saved(tensor, ledger)
+        self._by_address[address] = weakref.ref(saved)
+        self._all.append(weakref.ref(saved))
+        return saved, True
+
+    def alive(self) -> list[Saved]:
+        """What backward has not given up yet."""
+        return [saved for saved in (known() for known in self._all) if saved is not None]
+
+
+class Store:
+    """All that a rank's layers save. With a pool it can be offloaded; without, it is only counted."""
+
+    def __init__(self, modules: Iterable[nn.Module], pool: Pool | None) -> None:
+        self.pool, self.ledger = pool, Ledger()
+        self._modules = tuple(modules)
+        self._own: frozenset[int] = frozenset()
+        self._shelves: dict[Key, Shelf] = {}
+        self._halves: dict[tuple[Key, str], list[tuple[int, int]]] = {}
+        self._bytes: dict[str, int] = {}
+        self._layers: dict[str, set[Key]] = {}
+        self._kept = self._moved = 0
+
+    def begin(self, given: Iterable[Any] = ()) -> None:
+        """A step: forgets what one that failed left, and looks where the parameters are now.
+
+        What is `given` from outside, a batch, somebody else keeps alive; and micro-batches are views of all of it.
+        """
+        held = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
+        held += [t for t in tree_leaves(list(given)) if isinstance(t, Tensor)]
+        self._own = frozenset(t.untyped_storage().data_ptr() for t in held if _has_storage(t))
+        for key in list(self._halves):
+            self.drop_halves(*key)
+        self._shelves.clear()
+        self._bytes, self._layers = {}, {}
+        self._kept = self._moved = 0
+        self.ledger.begin()
+
+    # -- a forward ---------------------------------------------------------------------------------------------------
+
+    def saving(self, key: Key, part: str) -> AbstractContextManager[Any]:
+        """While a part of a layer runs forward: what it saves is kept here."""
+        shelf = self._shelves.setdefault(key, Shelf())
+        self._layers.setdefault(part, set()).add(key)
+
+        def pack(tensor: Tensor) -> Any:
+            if not _has_storage(tensor) or tensor.untyped_storage().data_ptr() in self._own:
+                return tensor.detach()  # the very tensor would be a cycle where its node never runs
+            saved, is_new = shelf.place(tensor, self.ledger)
+            if is_new:
+                self._bytes[part] = self._bytes.get(part, 0) + saved.size_bytes
+            return Handle(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    # -- between -----------------------------------------------------------------------------------------------------
+
+    def offload(self, key: Key) -> None:
+        """A layer's leave for the host."""
+        assert self.pool is not None
+        for saved in self._shelves[key].alive():
+            saved.leave(self.pool)
+            self._moved += saved.size_bytes
+
+    def onload(self, key: Key) -> None:
+        """They are back."""
+        for saved in self._shelves[key].alive():
+            saved.come_back()
+
+    # -- weight halves -----------------------------------------------------------------------------------------------
+
+    def hold_halves(self, key: Key, part: str, halves: list[Half]) -> None:
+        """Counts what weight halves keep until they run."""
+        held = [(self.ledger.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
+        self._halves[key, part] = held
+        self._kept += sum(
+            {half.x.untyped_storage().data_ptr(): half.x.untyped_storage().nbytes() for half in halves}.values()
+        )
+
+    def drop_halves(self, key: Key, part: str) -> None:
+        """They have run."""
+        for address, size_bytes in self._halves.pop((key, part)):
+            self.ledger.release(address, size_bytes)
+
+    # -- what it came to ---------------------------------------------------------------------------------------------
+
+    def report(self) -> SavedReport:
+        """Of the last step."""
+        total = sum(self._bytes.values())
+        return SavedReport(
+            peak=self.ledger.peak_bytes,
+            parts={part: round(size / len(self._layers[part])) for part, size in self._bytes.items()},
+            kept=self._kept / total if total else 0.0,
+            moved=self._moved,
+            pool=self.pool.size_bytes if self.pool is not None else 0,
+        )
+
+
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed.tensor() if isinstance(packed, Handle) else packed
+    return tensor
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Is it plain memory: not a sparse, wrapped or meta tensor, and not empty."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return plain and tensor.untyped_storage().nbytes() > 0

@@ -1,0 +1,234 @@
+"""Segments: the parts of a layer that run when the Program says, each with an autograd cut of its own.
+
+    def segments(self):
+        return [
+            compute("attn", self.attn, reads="x", writes="h tokens gates plan"),
+            exchange("dispatch", self.dispatch, reads="tokens plan", writes="received"),
+            compute("mlp", self.experts, reads="received plan", writes="made"),
+            exchange("combine", self.combine, reads="made h gates plan", writes="x"),
+        ]
+
+What segments hand each other is named, residuals too; nothing crosses by a module's state. A value may be a tensor,
+with or without gradient, or anything else. `x` goes from layer to layer. The gradient of a value is the sum of what
+its readers say, so a segment's backward runs as soon as all of them have.
+
+What computes may talk to a group of the layer's own while it does, as tensor parallelism wants to: with parameters that
+are plain tensors, the parts of this rank, and a Pipeline on the mesh without tp. All ranks of such a group come to
+their segments in one order. Of their losses only those in one's own pipeline are told by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from treadle.runtime.model.edge import edge_of
+
+COMPUTE = ("attn", "mlp")
+EXCHANGE = ("counts", "host", "dispatch", "combine")
+ORDER = ("attn", "counts", "host", "dispatch", "mlp", "combine")
+"""The segments a layer may have, in order. Without `counts` and `host` a dispatch is padded."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a layer. `run` takes the values it reads, and returns the one it writes or a tuple of them."""
+
+    name: str
+    run: Callable[..., Any]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def compute(name: str, run: Callable[..., Any], *, reads: str, writes: str) -> Segment:
+    """A segment that computes: attn or mlp."""
+    if name not in COMPUTE:
+        raise ValueError(f"a compute segment is one of {', '.join(COMPUTE)}, got {name!r}")
+    return Segment(name, run, tuple(reads.split()), tuple(writes.split()))
+
+
+def exchange(name: str, run: Callable[..., Any], *, reads: str, writes: str) -> Segment:
+    """A segment that ranks of an expert group do together: counts, host (waiting for them), dispatch or combine."""
+    if name not in EXCHANGE:
+        raise ValueError(f"an exchange segment is one of {', '.join(EXCHANGE)}, got {name!r}")
+    return Segment(name, run, tuple(reads.split()), tuple(writes.split()))
+
+
+class Segmented(Protocol):
+    """A layer that names its segments."""
+
+    def segments(self) -> Sequence[Segment]:
+        """Its parts, in order."""
+        ...
+
+
+def is_segmented(module: nn.Module) -> TypeGuard[Segmented]:
+    """Does a module name its segments."""
+    return callable(getattr(module, "segments", None))
+
+
+class Value:
+    """What segments hand each other: the thing, whether a gradient comes back for it, and its sum so far."""
+
+    __slots__ = ("grad", "needs_grad", "thing")
+
+    def __init__(self, thing: Any, needs_grad: bool) -> None:
+        self.thing, self.needs_grad = thing, needs_grad
+        self.grad: Tensor | None = None
+
+    @classmethod
+    def of(cls, thing: Any) -> Value:
+        """A tensor's place in the graph is left behind: the cut."""
+        if isinstance(thing, Tensor):
+            return cls(thing.detach(), thing.requires_grad)
+        return cls(thing, False)
+
+    def read(self) -> Any:
+        """What a reader gets. On a GPU the reader's stream may be another than the maker's."""
+        for tensor in tensors_in(self.thing):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if not self.needs_grad:
+            return self.thing
+        return _Read.apply(self.thing, self, _START)  # type: ignore[no-untyped-call]
+
+    def add(self, grad: Tensor) -> None:
+        """One reader's gradient."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """A tensor, or those that a dataclass or a tuple holds, as the routing of a micro-batch does."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, tuple):
+        for part in thing:
+            yield from tensors_in(part)
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        for field in fields(thing):
+            yield from tensors_in(getattr(thing, field.name))
+
+
+_START = torch.empty(0, requires_grad=True)
+"""What makes autograd keep a graph of what was read; it never gets a gradient."""
+
+
+class _Read(torch.autograd.Function):
+    """Where a segment's graph begins. Unlike a leaf it does not keep its tensor alive: whoever needs it saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, thing: Tensor, value: Value, start: Tensor) -> Tensor:
+        ctx.value = value
+        return thing.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.value.add(grad)
+        return None, None, None
+
+
+@dataclass
+class Cut:
+    """One segment of one micro-batch: what its backward starts from. Gradients go to the values it read."""
+
+    outputs: list[tuple[Value, GradientEdge]]
+
+    @classmethod
+    def forward(cls, segment: Segment, values: dict[str, Value]) -> Cut:
+        """Runs a segment on the values it reads, and puts what it writes among them."""
+        made = segment.run(*[values[name].read() for name in segment.reads])
+        things = made if isinstance(made, tuple) else (made,)
+        if len(things) != len(segment.writes):
+            raise ValueError(
+                f"segment {segment.name} writes {', '.join(segment.writes)}, but returned {len(things)} values"
+            )
+        outputs = []
+        for name, thing in zip(segment.writes, things, strict=True):
+            values[name] = Value.of(thing)
+            if values[name].needs_grad:
+                outputs.append((values[name], edge_of(thing)))
+        return cls(outputs)
+
+    def backward(self) -> None:
+        """From the gradients of what it wrote to those of what it read."""
+        known = [(edge, value.grad) for value, edge in self.outputs if value.grad is not None]
+        if known:
+            torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
+        for value, _ in self.outputs:
+            value.grad = None
+        self.outputs = []
+
+
+def leaves_of(cut: Cut) -> list[Tensor]:
+    """The tensors whose `.grad` a cut's backward adds to."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    ahead: list[Any] = [edge.node for _, edge in cut.outputs]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+def drop(values: dict[str, Value], names: Sequence[str]) -> None:
+    """Forgets values that nobody reads any more. Their gradients may still come."""
+    for name in names:
+        values.pop(name).thing = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layer's segments by name, and which values nobody reads after each of them."""
+
+    segments: dict[str, Segment]
+    dead: dict[str, tuple[str, ...]]
+    module: nn.Module
+
+    @classmethod
+    def of(cls, layer: Segmented, where: str) -> Plan:
+        """Checks a layer's segments: known, in order, and each value written before it is read."""
+        listed = list(layer.segments())
+        names = [segment.name for segment in listed]
+        if names != [name for name in ORDER if name in names] or not {"attn", "mlp"} <= set(names):
+            raise ValueError(
+                f"{where} has the segments {', '.join(names)}; they are, in this order: {', '.join(ORDER)}"
+            )
+        if ("dispatch" in names) != ("combine" in names) or ("counts" in names) != ("host" in names):
+            raise ValueError(f"{where}: dispatch goes with combine, and counts with host; got {', '.join(names)}")
+        written = {"x"}
+        for segment in listed:
+            unknown = [name for name in segment.reads if name not in written]
+            if unknown:
+                raise ValueError(
+                    f"{where}: segment {segment.name} reads {unknown[0]!r}, which nothing before it writes"
+                )
+            written |= set(segment.writes)
+        if "x" not in listed[-1].writes:
+            raise ValueError(f"{where}: the last segment writes x, what the next layer reads; got {listed[-1].writes}")
+        dead = {
+            segment.name: tuple(n for n in {*segment.reads, *segment.writes} if _is_dead(n, listed[at + 1 :]))
+            for at, segment in enumerate(listed)
+        }
+        assert isinstance(layer, nn.Module)
+        return cls({segment.name: segment for segment in listed}, dead, layer)
+
+
+def _is_dead(name: str, later: list[Segment]) -> bool:
+    """Will nobody read this value any more, as far as the layer goes. `x` is the next layer's, unless written again."""
+    for segment in later:
+        if name in segment.reads:
+            return False
+        if name in segment.writes:
+            return True
+    return name != "x"

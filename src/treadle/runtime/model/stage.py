@@ -1,0 +1,148 @@
+"""One chunk of a rank: a module with its forwards, backwards and halves, cut off from the stages beside it.
+
+Each forward starts from leaves of its own and leaves behind only the edges at which its backward starts, so a stage's
+output is free as soon as it has been sent. What arrives and what leaves is kept by micro-batch, never by order of
+arrival.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from treadle.dist.boundary import fits
+from treadle.runtime.model.chunk import Chunk, Grads, Tensors, check_losses
+from treadle.runtime.model.edge import edge_of
+from treadle.runtime.model.seeding import Seeds
+from treadle.runtime.model.weight_grad import AddGradient, Half, Halves
+
+
+class Output(NamedTuple):
+    """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one."""
+
+    output: Tensor | Tensors
+    aux_loss: Tensor
+
+
+class _Kept(NamedTuple):
+    """What a backward needs of its forward, besides what autograd saved."""
+
+    inputs: Tensors
+    roots: tuple[GradientEdge, ...]
+    loss: tuple[Tensor, ...]
+
+
+class Stage(Chunk):
+    """A chunk whose module runs whole: forwards, backwards and their halves, which go to `halves`."""
+
+    def __init__(
+        self, number: int, module: nn.Module, halves: Halves | None, seeds: Seeds | None, mb_offset: int
+    ) -> None:
+        super().__init__(number, module, seeds, mb_offset)
+        self.halves = halves
+        self._kept: dict[int, _Kept] = {}
+        self._halves_of: dict[int, list[Half]] = {}
+        self._autocast: str | None = None
+
+    def begin_step(self, scale: Tensor) -> None:
+        """Besides, finds out whether autocast is on."""
+        super().begin_step(scale)
+        self._kept.clear()
+        self._halves_of.clear()
+        kind = scale.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        self._autocast = kind if on else None
+
+    def forward(self, mb: int) -> None:
+        """F: from `inputs` to `outputs`, or to the loss on the last stage."""
+        inputs = self.take_inputs(mb)
+        result = self._run(mb, inputs)
+        aux: tuple[Tensor, ...] = ()
+        if isinstance(result, Output):
+            aux, result = (result.aux_loss,), result.output
+        if self.loss_fn is not None:
+            main = self.loss_fn(result, self.targets.pop(mb))
+            self._keep_loss(mb, inputs, (main, *aux))
+            return
+        outputs = result if isinstance(result, tuple) else (result,)
+        if self.boundary is None or not fits(outputs, self.boundary):
+            self._check(mb, outputs)
+        roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
+        if aux:
+            check_losses(aux)
+            self.add_loss(mb, aux[0])
+        if self.trains:
+            self._kept[mb] = _Kept(inputs, roots, aux)
+        self.put_outputs(mb, tuple([o.detach() for o in outputs]))
+
+    def _run(self, mb: int, inputs: Tensors) -> Any:
+        try:
+            return self.module(*inputs) if self.seeds is None else self.seeds.forward(self.mb_offset + mb, inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
+                raise ValueError(
+                    f"stage {self.number} changes its input in place, which autograd does not allow where a graph "
+                    "begins; let the first operation make a tensor of its own, for example x = x + y for x += y, or "
+                    "nn.ReLU() for nn.ReLU(inplace=True)"
+                ) from error
+            raise
+
+    def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
+        check_losses(losses)
+        if self.trains:
+            self._kept[mb] = _Kept(inputs, (), losses)
+        for loss in losses:
+            self.add_loss(mb, loss)
+
+    def _check(self, mb: int, outputs: Tensors) -> None:
+        """What a stage returns is tensors, in the shape of the first."""
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise ValueError(
+                    f"stage {self.number} returned {type(output).__name__}; a stage returns a tensor, a tuple of "
+                    "tensors, which the next stage gets as its arguments, or treadle.Output(output, aux_loss); return "
+                    "tuple(...) for a list, and tuple(....values()) for a dict. The last stage may return anything"
+                )
+        self.keep_shape(mb, outputs)
+
+    def backward(self, mb: int) -> None:
+        """B: from the gradients of the outputs to those of the inputs and of all parameters."""
+        inputs, roots, losses = self._kept.pop(mb)
+        came = self._grads(mb)
+        starts: list[Any] = [root for root, grad in zip(roots, came, strict=True) if grad is not None]
+        grads = [grad for grad in came if grad is not None]
+        if losses:
+            starts += [loss for loss in losses if loss.requires_grad]
+            grads += [self.scale_as(loss.dtype) for loss in losses if loss.requires_grad]
+        if starts and self._autocast is not None:
+            with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
+                torch.autograd.backward(starts, grads)
+        elif starts:
+            torch.autograd.backward(starts, grads)
+        self.input_grads[mb] = tuple([x.grad for x in inputs if x.requires_grad])
+
+    def _grads(self, mb: int) -> Grads:
+        """The gradients of the outputs; None for those that nobody read."""
+        return self.output_grads.pop(mb) if self.loss_fn is None else ()
+
+    def input_half(self, mb: int) -> None:
+        """I: as B, but the linears' weight gradients are put off."""
+        assert self.halves is not None
+        self.halves.open()
+        self.backward(mb)
+        self._halves_of[mb] = self.halves.close()
+
+    def halves_of(self, mb: int) -> list[Half]:
+        """What a weight half has yet to do."""
+        return self._halves_of[mb]
+
+    def weight_half(self, mb: int, add: AddGradient) -> None:
+        """W: the weight gradients that were put off."""
+        kind = self._autocast
+        with torch.autocast(kind, enabled=False) if kind is not None else nullcontext():
+            for half in self._halves_of.pop(mb):
+                half.run(add)

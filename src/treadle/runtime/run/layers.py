@@ -1,0 +1,188 @@
+"""A rank's part of a Program at the grain of layers: every op launched on its lane, in one order, after what it needs.
+
+The thread that calls computes; other lanes go on beside it. It comes to the ops in the order that `host_order` made of
+one execution under the costs, which is also the order of launches on all communicators. Once shapes are known, lanes
+that are threads get all of a step's ops at its start: then none waits for this thread to come to it (at a step of 9 s,
+paced, that was 3 % instead of 9 % over the prediction: benchmarks/overlap.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+
+from treadle.dist.channel import Channel, Posted
+from treadle.dist.device import GpuLateError, LateError
+from treadle.dist.groups import Circle
+from treadle.ir.program import LaneKind, Longs, Op, OpKind
+from treadle.plan.running import host_order
+from treadle.runtime.faults.guard import Guard
+from treadle.runtime.faults.progress.rank_progress import NotedWait, Rows, UnderWay
+from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
+from treadle.runtime.model.exchange import ExchangeError, InParty
+from treadle.runtime.model.layered import LayeredStage
+from treadle.runtime.run.lanes import Lanes
+from treadle.runtime.run.lanes.paced import Pace
+from treadle.runtime.run.ops import Part, arrive, post, send, then_backward, then_forward
+
+PACE = {
+    LaneKind.COMPUTE: Pace.AFTER,
+    LaneKind.SEND: Pace.BEFORE,
+    LaneKind.RECV: Pace.NONE,
+    LaneKind.EP: Pace.TOGETHER,
+    LaneKind.OUT: Pace.AFTER,
+    LaneKind.IN: Pace.AFTER,
+    LaneKind.DP: Pace.TOGETHER,
+    LaneKind.HOST: Pace.AFTER,
+}
+"""How ops of a lane take their time where they are paced."""
+
+_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+"""Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
+
+
+class Weave:
+    """What `Walk` is to cells. `own` are the rank's ops in the order in which they are launched; lanes know them so."""
+
+    def __init__(self, part: Part, ticks: Longs, make_lanes: Callable[[int, list[Op]], Lanes]) -> None:
+        program = part.program
+        self.program = program
+        self.own = [program.op(int(index)) for index in host_order(program, ticks)[part.pp_rank]]
+        lanes = sorted({op.lane for op in self.own}, key=lambda lane: (lane.kind, lane.peer))
+        assert lanes[0].kind is LaneKind.COMPUTE
+        self._lane = [lanes.index(op.lane) for op in self.own]
+        place = {op.index: at for at, op in enumerate(self.own)}
+        self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
+        self._rows = Rows(
+            index=[op.index for op in self.own],
+            lane=self._lane,
+            after=self._after,
+            whom=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
+            of_lane=[[at for at, of in enumerate(self._lane) if of == lane] for lane in range(len(lanes))],
+        )
+        self._runs = [self._shown(at, _run(part, op, {})) for at, op in enumerate(self.own)]
+        self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
+        self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
+        self._known = False
+        self._under_way: UnderWay | None = None
+        self._last_sends = [
+            (place[op.index], part.outgoing[op.lane.peer])
+            for op in self.own
+            if op.kind.is_send and op.index + 1 in program.lane_ptr
+        ]
+        self._waits = NotedWait.of(_talkers(part))
+        self.lanes = make_lanes(len(lanes), self.own)
+
+    def run(self, guard: Guard) -> None:
+        """A step."""
+        under_way = self._under_way = UnderWay(self._rows, guard.slots)
+        for wait in self._waits:
+            wait.step = under_way
+        self.lanes.begin()
+        at = 0
+        try:
+            for at in self._others if self._known else ():
+                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+            for at in self._own if self._known else range(len(self.own)):
+                if self._lane[at] == 0:
+                    under_way.want(at)
+                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+            under_way.want_all()
+            self.lanes.finish()
+            for at, channel in self._last_sends:  # noqa: B007  (an error is told of this op)
+                channel.drain()
+            self._known = self.lanes.ahead
+        except Exception as error:
+            self._blame(guard, under_way, error, at)
+
+    def forget_shapes(self) -> None:
+        """The next step finds out shapes again, and so launches its ops in order."""
+        self._known = False
+
+    def _blame(self, guard: Guard, under_way: UnderWay, error: Exception, at: int) -> NoReturn:
+        """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
+        at = self.lanes.failed if self.lanes.failed is not None else at
+        op = self.own[at]
+        waited_here = isinstance(error, LateError)  # for another lane, which is shown already
+        talks = waited_here or op.lane.kind in _TALKS
+        if op.lane.kind is LaneKind.EP:  # layers run there too, and raise errors of their own
+            talks = waited_here or isinstance(error, ExchangeError)
+        under_way.over()
+        if isinstance(error, GpuLateError):
+            under_way.show(at, ALL)
+        elif not waited_here:
+            under_way.show(at, self._rows.whom[at] if talks else NOBODY)
+        if talks:
+            under_way.suspect_itself()
+        guard.blame(error, op.index, ALL if talks else NOBODY)
+
+    def _shown(self, at: int, run: Callable[[], None]) -> Callable[[], None]:
+        """Lets the step know when an op runs."""
+
+        def shown() -> None:
+            under_way = self._under_way
+            assert under_way is not None
+            under_way.begin(at)
+            try:
+                run()
+            except BaseException:
+                under_way.fail()
+                raise
+            under_way.end(at)
+
+        return shown
+
+    def times(self) -> Longs:
+        """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
+        both = np.full((2, self.program.num_ops), -1, np.int64)
+        indices = [op.index for op in self.own]
+        both[0, indices], both[1, indices] = self.lanes.times()
+        return both
+
+    def close(self) -> None:
+        """Gives the lanes back, and the page that neighbours saw."""
+        self.lanes.close()
+        self._under_way = None
+        for wait in self._waits:
+            wait.step = None
+
+
+def _talkers(part: Part) -> list[Circle | Channel]:
+    """What the ops of a rank wait at."""
+    modules = (module for stage in part.stages.values() for module in stage.module.modules())
+    parties = {id(m.party): m.party for m in modules if isinstance(m, InParty) and m.party is not None}
+    circles = (*parties.values(), part.gradients.circle, part.gradients.experts)
+    channels = (*part.outgoing.values(), *part.incoming.values())
+    return [*channels, *(circle for circle in circles if circle is not None)]
+
+
+def _run(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    if op.kind.is_recv:
+        return partial(_one_after_the_other, post(part, op, posted), arrive(part, op, posted))
+    if op.kind.is_send:
+        return send(part, op)
+    if op.kind is OpKind.REDUCE_GRAD:
+        return partial(_reduce, part, op.chunk)
+    stage = part.stages[op.chunk]
+    assert isinstance(stage, LayeredStage)
+    run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
+    layout = part.program.layout
+    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
+        return then_forward(part, op, run)
+    if op.kind is layout.backward[-1] and op.layer == 0:
+        return then_backward(part, op, run)
+    return run
+
+
+def _reduce(part: Part, chunk: int) -> None:
+    part.gradients.gather(chunk)
+    part.gradients.reduce(chunk)
+    part.gradients.arrive(chunk)
+
+
+def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
