@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect
-from treadle.update.catalogue import layout_digest
-from treadle.update.coordinator import Coordinator
-from treadle.update.ledger import Ledger
-from treadle.update.wire.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
-from treadle.update.wire.messages import PROTOCOL, Status, Wants
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.protocol.catalogue import layout_digest
+from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
+from treadle.update.protocol.messages import PROTOCOL, Status, Wants
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Tensor
 from treadle.wire.link import Link

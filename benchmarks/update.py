@@ -52,9 +52,9 @@ import torch.distributed as dist
 
 from shaped_link import ShapedLink, why_not
 from treadle.update import Endpoint, Options, Plain, Source, Updater
-from treadle.update.buffers import HostBuffer
-from treadle.update.copying import boxed, opaque
-from treadle.update.shares import Shares
+from treadle.update.memory.copying import boxed, opaque
+from treadle.update.memory.host import HostBuffer
+from treadle.update.rank.shares import Shares
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Tensor

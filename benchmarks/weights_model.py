@@ -56,8 +56,12 @@ def kimi_k2() -> list[Tensor]:
 
 def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
     """What update ranks tell each other of these layouts: bytes to every rank, seconds to make and to read them."""
-    from treadle.update.catalogue import layout_digest, list_layouts, read_layouts  # with torch: the plan does without
-    from treadle.update.wire.messages import Wants
+    from treadle.update.protocol.catalogue import (  # with torch: the plan does without
+        layout_digest,
+        list_layouts,
+        read_layouts,
+    )
+    from treadle.update.protocol.messages import Wants
 
     layouts = {
         id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from treadle.update import Endpoint, Options, Source, Updater
 from treadle.update.adapters.transformers import Transformers, named_weights
-from treadle.update.asking import ask
+from treadle.update.worker.asking import ask
 from treadle.weights.buffers import Memory
 
 VOCABULARY, LENGTH = 32, 12

@@ -45,7 +45,7 @@ PRELOAD = [
     "hypothesis",
     "treadle.runtime",
     "treadle.update.updater",
-    "treadle.update.source",
+    "treadle.update.rank.source",
     "planned",
 ]
 """Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""

@@ -11,7 +11,7 @@ from treadle import RankLost
 from treadle.host.pressure import short_of_cores
 from treadle.ir.text import ParseError
 from treadle.update import UpdateError
-from treadle.update.wire.control import Fault
+from treadle.update.protocol.control import Fault
 
 FAULT = Fault(7, "worker 1", "load", 3, "bytes differ", corrupt=True)
 

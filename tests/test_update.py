@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ranks import check, run_ranks
 from treadle.ir.program import NEVER, OpKind
 from treadle.update import Options, Source, Updated, Updater
-from treadle.update.wire.messages import Answer, Rollback
+from treadle.update.protocol.messages import Answer, Rollback
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Tensor

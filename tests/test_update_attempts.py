@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ranks import check, run_ranks
 from treadle.update import Options, UpdateError, Updater
-from treadle.update.attempting import FAREWELL_S, Attempting
-from treadle.update.broadcasts import Buckets
-from treadle.update.stream import Stream
-from treadle.update.wire.messages import MOST_PLANS, Status
+from treadle.update.protocol.messages import MOST_PLANS, Status
+from treadle.update.rank.attempt_run import FAREWELL_S, Attempting
+from treadle.update.rank.broadcast import Buckets
+from treadle.update.rank.bucket_loop import Stream
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding

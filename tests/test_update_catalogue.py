@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
-from treadle.update.attempt import Attempt, Refusal
-from treadle.update.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
-from treadle.update.coordinator import Coordinator
-from treadle.update.ledger import Ledger, Record
-from treadle.update.wire.control import (
+from treadle.update.coordinator.attempt import Attempt, Refusal
+from treadle.update.coordinator.commit_log import Ledger, Record
+from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
+from treadle.update.protocol.control import (
     Agreed,
     Catalogue,
     Enter,
@@ -33,7 +33,7 @@ from treadle.update.wire.control import (
     Sides,
     Stop,
 )
-from treadle.update.wire.messages import PROTOCOL, Status, Wants
+from treadle.update.protocol.messages import PROTOCOL, Status, Wants
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError

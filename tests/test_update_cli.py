@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from treadle.update.wire.messages import Refused
+from treadle.update.protocol.messages import Refused
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box
 from update_models import Compare, model, numbers

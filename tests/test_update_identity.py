@@ -16,11 +16,11 @@ import torch
 
 from ranks import check, run_ranks
 from treadle.update import Options, Plain, Source, UpdateError, Updater
-from treadle.update.endpoint import worker_path
-from treadle.update.ledger import Ledger, peek
-from treadle.update.slot import Slot
-from treadle.update.wire.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
-from treadle.update.worker import Worker
+from treadle.update.coordinator.commit_log import Ledger, peek
+from treadle.update.protocol.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from treadle.update.worker.endpoint import worker_path
+from treadle.update.worker.slot import Slot
+from treadle.update.worker.worker import Worker
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
@@ -388,7 +388,9 @@ def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
     assert held == (True, two.id)
     assert two.held
     assert not one.take()
-    look = "import sys; from pathlib import Path; from treadle.update.slot import Slot; s = Slot(Path(sys.argv[1]))"
+    look = (
+        "import sys; from pathlib import Path; from treadle.update.worker.slot import Slot; s = Slot(Path(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", look + "; print(s.held, s.holder())", str(tmp_path / "worker-0.slot")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
     two.give_back()

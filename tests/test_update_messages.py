@@ -17,7 +17,7 @@ import torch
 from ranks import check, run_ranks
 from treadle.host.processes import stopped
 from treadle.update import Options, Source, UpdateError, Updater
-from treadle.update.ledger import Ledger, peek
+from treadle.update.coordinator.commit_log import Ledger, peek
 from treadle.update.protocol.record import MOST
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from ranks import check, run_ranks
 from treadle.update import Options, Source, UpdateError, Updater
-from treadle.update.buffers import HostBuffer
-from treadle.update.comparing import BLOCK_BYTES, EVERY, Comparison, comparison, same
-from treadle.update.copying import opaque
+from treadle.update.memory.copying import opaque
+from treadle.update.memory.host import HostBuffer
 from treadle.update.options import CompareSources
-from treadle.update.shares import Shares
+from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, Comparison, comparison, same
+from treadle.update.rank.shares import Shares
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
@@ -130,7 +130,7 @@ def test_a_mixture_passes_only_where_nobody_looks() -> None:
 
 def arrived(have: Holding, want: Holding, theirs: list[Source], rank: int, compare: CompareSources, turn: int) -> Any:
     """What a rank finds when it has looked at all buckets of the others."""
-    from treadle.update.packing import Packer
+    from treadle.update.rank.packing import Packer
 
     shares = Shares(plan_update(have, want, SMALL))
     found = comparison(shares.plan, theirs[rank], rank, compare, turn)

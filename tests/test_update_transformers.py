@@ -15,8 +15,8 @@ import torch
 
 from ranks import check, run_ranks
 from treadle.update import Closed, Endpoint, Options, Source, Updater
-from treadle.update.checkpoint import read_checkpoint
-from treadle.update.wire.messages import Answer
+from treadle.update.protocol.messages import Answer
+from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
 from update_workers import Asker, Spawned
 

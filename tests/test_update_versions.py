@@ -15,8 +15,8 @@ import torch
 
 from ranks import check, run_ranks
 from treadle.update import Options, Plain, Source, UpdateError, Updater
-from treadle.update.ledger import Ledger
-from treadle.update.wire.messages import (
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.protocol.messages import (
     Abort,
     Answer,
     Begin,
@@ -28,7 +28,7 @@ from treadle.update.wire.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.worker import Worker
+from treadle.update.worker.worker import Worker
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 from update_faults import Watcher, mixtures
@@ -263,9 +263,9 @@ def too_much(updater: Updater, rank: int, have: Holding) -> str:
 
 
 def no_room(adapter: Any) -> None:
-    import treadle.update.store
+    import treadle.update.worker.rollback_store
 
-    treadle.update.store.free_host_bytes = lambda: 10  # what the machine would say
+    treadle.update.worker.rollback_store.free_host_bytes = lambda: 10  # what the machine would say
 
 
 def test_a_way_back_that_does_not_fit_is_refused_before_anything_is_loaded() -> None:

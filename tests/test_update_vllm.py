@@ -23,7 +23,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here; .ci/vllm runs these tests where it is", allow_module_level=True)
 
 from ranks import PRELOAD, Outcome, check, run_ranks
-from treadle.update.wire.messages import Close
+from treadle.update.protocol.messages import Close
 from update_crashes import Crash, Flip
 from update_faults import Case, Report, shared_memory
 from update_vllm import (

@@ -20,8 +20,8 @@ import treadle.update
 from ranks import check, run_ranks
 from treadle.host.sockets import connect, listen, peer_of
 from treadle.update import Endpoint, Plain
-from treadle.update.buffers import HostBuffer
-from treadle.update.wire.messages import (
+from treadle.update.memory.host import HostBuffer
+from treadle.update.protocol.messages import (
     PROTOCOL,
     Ask,
     Begin,

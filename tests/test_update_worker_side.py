@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import treadle.update.adapters.vllm.replica as replica_module
-import treadle.update.endpoint as endpoint_module
+import treadle.update.worker.endpoint as endpoint_module
 import treadle.wire.link as link_module
 from ranks import check, run_ranks
 from treadle.host.sockets import close_server, connect, listen
@@ -36,17 +36,10 @@ from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
 from treadle.update.adapters.vllm.line import Line, replica_path
 from treadle.update.adapters.vllm.messages import Serve, Shut
 from treadle.update.adapters.vllm.replica import Replica
-from treadle.update.arrivals import Arrival, Assembly
-from treadle.update.beside import Beside
-from treadle.update.buffers import HostBuffer
-from treadle.update.copying import copy_hashed, digest
-from treadle.update.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
-from treadle.update.ledger import Ledger
-from treadle.update.post import Post
-from treadle.update.shares import Shares
-from treadle.update.staging import assembled, shortfall
-from treadle.update.store import Store, left_in_group
-from treadle.update.wire.messages import (
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.memory.copying import copy_hashed, digest
+from treadle.update.memory.host import HostBuffer
+from treadle.update.protocol.messages import (
     Begin,
     Begun,
     Commit,
@@ -61,7 +54,14 @@ from treadle.update.wire.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.worker import Worker
+from treadle.update.rank.inbox import Post
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.worker_client import Beside
+from treadle.update.worker.arrivals import Arrival, Assembly
+from treadle.update.worker.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
+from treadle.update.worker.rollback_store import Store, left_in_group
+from treadle.update.worker.staging import assembled, shortfall
+from treadle.update.worker.worker import Worker
 from treadle.weights.buffers import Memory
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
@@ -553,7 +553,12 @@ def test_buffers_go_with_the_update_rank_unless_another_took_over() -> None:
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
-HOLD = "import sys; from pathlib import Path; from treadle.update.ledger import Ledger; Ledger(Path(sys.argv[1]))"
+HOLD = """
+import sys
+from pathlib import Path
+from treadle.update.coordinator.commit_log import Ledger
+Ledger(Path(sys.argv[1]))
+"""
 
 
 def test_one_coordinator_holds_the_ledger_in_one_process_too(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from treadle.update import Updater
-from treadle.update.wire.control import Agreed, Enter, Settled
-from treadle.update.wire.messages import Load
+from treadle.update.protocol.control import Agreed, Enter, Settled
+from treadle.update.protocol.messages import Load
 
 METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
 PHASES = ("enter", "settle", "plan", "begin", "finish", "open")

@@ -16,8 +16,8 @@ from typing import Any
 
 from ranks import Outcome, run_ranks
 from treadle.update import Options, Source, UpdateError, Updater
-from treadle.update.ledger import Ledger
-from treadle.update.wire.messages import Answer
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.protocol.messages import Answer
 from treadle.wire.errors import Gone
 from update_crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
 from update_workers import Asker, Trouble, Workers

@@ -29,8 +29,8 @@ from functools import partial
 from typing import TypeAlias
 
 from treadle.update.protocol import rank, worker
+from treadle.update.protocol.control import Kind, Stop
 from treadle.update.protocol.worker import WorkerState
-from treadle.update.wire.control import Kind, Stop
 from update_world import (
     CRASHES,
     MISTAKES,

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from treadle.update import Plain, Source
-from treadle.update.copying import digest, opaque
+from treadle.update.memory.copying import digest, opaque
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Tensor

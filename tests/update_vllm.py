@@ -23,8 +23,8 @@ from typing import Any, Self
 import torch
 
 from treadle.update import Options, UpdateError, Updater
-from treadle.update.checkpoint import read_checkpoint
-from treadle.update.wire.messages import Close
+from treadle.update.protocol.messages import Close
+from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
 from update_crashes import arm
 from update_faults import Case, Report

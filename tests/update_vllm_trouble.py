@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.update.adapters.vllm import Extension
-from treadle.update.endpoint import Endpoint
+from treadle.update.worker.endpoint import Endpoint
 
 
 class TroubledExtension(Extension):

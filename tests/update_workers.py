@@ -25,9 +25,7 @@ from ranks import server
 from treadle.host.sockets import connect
 from treadle.update import Endpoint, Plain
 from treadle.update.adapters.plain import digest_of
-from treadle.update.arrivals import Arrival
-from treadle.update.endpoint import worker_path
-from treadle.update.wire.messages import (
+from treadle.update.protocol.messages import (
     PROTOCOL,
     Answer,
     Ask,
@@ -39,6 +37,8 @@ from treadle.update.wire.messages import (
     Wants,
     Welcome,
 )
+from treadle.update.worker.arrivals import Arrival
+from treadle.update.worker.endpoint import worker_path
 from treadle.weights.pieces import Holding
 from treadle.wire.errors import Gone
 from treadle.wire.link import Link

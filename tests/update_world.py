@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from treadle.update.attempt import Attempt
+from treadle.update.coordinator.attempt import Attempt
 from treadle.update.options import Options
 from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol.control import Enter, Fault, Kind, Stop
 from treadle.update.protocol.coordinator import Decide, Deciding, Open, Tell
+from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
 from treadle.update.protocol.rank import Ask, Done, RankState, Say
 from treadle.update.protocol.record import Member, Record, committed
 from treadle.update.protocol.worker import Content, WorkerState
-from treadle.update.wire.control import Enter, Fault, Kind, Stop
-from treadle.update.wire.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
 
 OPTIONS = Options()
 LAYOUT = "has", "wants"

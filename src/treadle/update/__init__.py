@@ -3,18 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 from treadle.update.adapters import Adapter, Plain
-from treadle.update.endpoint import Endpoint
 from treadle.update.errors import UpdateError
-from treadle.update.gate import Closed, Gate
 from treadle.update.options import Options
+from treadle.update.worker.endpoint import Endpoint
+from treadle.update.worker.gate import Closed, Gate
 
 if TYPE_CHECKING:
-    from treadle.update.source import Source
+    from treadle.update.rank.source import Source
     from treadle.update.updater import Updated, Updater
 
 __all__ = ["Adapter", "Closed", "Endpoint", "Gate", "Options", "Plain", "Source", "UpdateError", "Updated", "Updater"]
 
-_OF_RANKS = {"Source": "source", "Updated": "updater", "Updater": "updater"}
+_OF_RANKS = {"Source": "rank.source", "Updated": "updater", "Updater": "updater"}
 
 
 def __getattr__(name: str) -> Any:

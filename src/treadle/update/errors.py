@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle.host.errors import PortableError
-from treadle.update.wire.control import Fault, Phase
+from treadle.update.protocol.control import Fault, Phase
 
 
 class UpdateError(PortableError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from treadle.update.wire.messages import Close, Rollback
+from treadle.update.protocol.messages import Close, Rollback
 from treadle.weights.buffers import Memory
 
 CompareSources: TypeAlias = Literal["sample", "all", "off"]

@@ -20,24 +20,24 @@ import torch.distributed as dist
 
 from treadle.dist.clock import clock_offset
 from treadle.ir.trace import Trace
-from treadle.update.attempting import Attempting
-from treadle.update.beside import Beside
-from treadle.update.broadcasts import Broadcasts, Buckets
-from treadle.update.buffers import Buffer, HostBuffer
-from treadle.update.coordinator import Coordinator
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.coordinator.coordinator import Coordinator
 from treadle.update.errors import UpdateError, failure
-from treadle.update.layout import Plans
-from treadle.update.ledger import Ledger
-from treadle.update.measured import noted, trace_of
-from treadle.update.member import Member
+from treadle.update.memory.host import Buffer, HostBuffer
 from treadle.update.options import Options
-from treadle.update.post import Post
+from treadle.update.protocol.control import Kind
 from treadle.update.protocol.record import MOST
-from treadle.update.rendezvous import Rendezvous
-from treadle.update.shares import Shares
-from treadle.update.source import Source
-from treadle.update.stream import Times
-from treadle.update.wire.control import Kind
+from treadle.update.rank.attempt_run import Attempting
+from treadle.update.rank.broadcast import Broadcasts, Buckets
+from treadle.update.rank.bucket_loop import Times
+from treadle.update.rank.coordinator_client import Member
+from treadle.update.rank.inbox import Post
+from treadle.update.rank.measured import noted, trace_of
+from treadle.update.rank.plans import Plans
+from treadle.update.rank.rendezvous import Rendezvous
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.source import Source
+from treadle.update.rank.worker_client import Beside
 from treadle.wire.seal import read_key
 
 HOST_BYTES = 1 << 30
@@ -196,7 +196,7 @@ class Updater:
         while held:
             held.pop().close()
         if self.device.type == "cuda":
-            from treadle.update.cuda import CudaBuffer  # only where there is a GPU
+            from treadle.update.memory.cuda import CudaBuffer  # only where there is a GPU
 
             return [CudaBuffer.make(size_bytes, self.device) for _ in range(num)]
         return [HostBuffer.make(size_bytes) for _ in range(num)]

@@ -187,7 +187,7 @@ def _next_version(ledger: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from treadle.update.ledger import peek
+    from treadle.update.coordinator.commit_log import peek
 
     number = torch.tensor((peek(ledger).version or 0) + 1 if dist.get_rank() == 0 else 0)
     dist.broadcast(number, 0)
@@ -196,7 +196,7 @@ def _next_version(ledger: Path) -> int:
 
 def _source(named: str, rank: int, world: int) -> Source:
     if Path(named).is_dir():
-        from treadle.update.checkpoint import read_checkpoint
+        from treadle.update.rank.checkpoint import read_checkpoint
 
         return read_checkpoint(Path(named), rank, world)
     module, colon, function = named.partition(":")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from treadle.update.arrivals import Arrival
-from treadle.update.copying import Array
-from treadle.update.wire.messages import Wants
+from treadle.update.memory.copying import Array
+from treadle.update.protocol.messages import Wants
+from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Piece
 
 

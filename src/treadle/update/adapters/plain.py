@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager
 import torch
 import xxhash
 
-from treadle.update.arrivals import Arrival
-from treadle.update.copying import Array, cut, digest, opaque
-from treadle.update.gate import Gate
-from treadle.update.wire.messages import Wants
+from treadle.update.memory.copying import Array, cut, digest, opaque
+from treadle.update.protocol.messages import Wants
+from treadle.update.worker.arrivals import Arrival
+from treadle.update.worker.gate import Gate
 from treadle.weights.pieces import Box, Piece, Tensor
 
 

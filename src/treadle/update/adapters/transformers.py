@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from treadle.update.adapters.plain import Plain, digest_of
-from treadle.update.gate import Gate
+from treadle.update.worker.gate import Gate
 
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 

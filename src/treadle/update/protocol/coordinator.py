@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from treadle.update.attempt import Attempt, Refusal
-from treadle.update.protocol.record import Member, Record
-from treadle.update.wire.control import (
+from treadle.update.coordinator.attempt import Attempt, Refusal
+from treadle.update.protocol.control import (
     Agreed,
     Enter,
     Fault,
@@ -27,6 +26,7 @@ from treadle.update.wire.control import (
     Stop,
     ToCoordinator,
 )
+from treadle.update.protocol.record import Member, Record
 from treadle.wire.errors import WireError
 
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}

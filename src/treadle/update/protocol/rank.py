@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from treadle.update.options import Options
-from treadle.update.wire.control import Agreed, FromCoordinator, Go, Layouts, Phase, Proceed, Send, Settled
-from treadle.update.wire.messages import Begin, Commit, Finish, Settle, Status
+from treadle.update.protocol.control import Agreed, FromCoordinator, Go, Layouts, Phase, Proceed, Send, Settled
+from treadle.update.protocol.messages import Begin, Commit, Finish, Settle, Status
 
 
 @dataclass(frozen=True)

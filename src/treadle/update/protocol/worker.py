@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from treadle.update.wire.messages import Abort, Begin, Commit, Finish, Reason, Settle, State
+from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Reason, Settle, State
 
 Act: TypeAlias = Literal["close", "begin", "load", "finish", "invalidate", "open", "reopen", "abort", "restore"]
 """What the engine does. `open` is of a new version, `reopen` of the one held; `abort` leaves a load, `restore` too, and

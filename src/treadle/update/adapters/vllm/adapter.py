@@ -15,9 +15,9 @@ import torch
 
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.adapters.vllm.messages import Forget, Serve, Shut
-from treadle.update.arrivals import Arrival
-from treadle.update.copying import Array
-from treadle.update.wire.messages import Wants
+from treadle.update.memory.copying import Array
+from treadle.update.protocol.messages import Wants
+from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Box, Piece, Tensor
 
 ANSWER_S = 30.0

@@ -11,8 +11,8 @@ from typing import Any
 
 from treadle.update.adapters.vllm.adapter import Vllm
 from treadle.update.adapters.vllm.line import Line, replica_path
-from treadle.update.checkpoint import described
-from treadle.update.endpoint import Endpoint
+from treadle.update.rank.checkpoint import described
+from treadle.update.worker.endpoint import Endpoint
 
 
 def open_endpoint(model: Any, config: Any, directory: str, first: int = 0, checkpoint: str | None = None) -> Endpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from treadle.update.wire.messages import Close, Message
+from treadle.update.protocol.messages import Close, Message
 
 
 class Join(Message, frozen=True):

@@ -21,7 +21,7 @@ from treadle.update.adapters.vllm.leftovers import Leftovers
 from treadle.update.adapters.vllm.line import replica_path
 from treadle.update.adapters.vllm.listening import Listening
 from treadle.update.adapters.vllm.messages import Forget, FromVllm, Join, Serve, Shut
-from treadle.update.gate import Closed, Gate
+from treadle.update.worker.gate import Closed, Gate
 
 ENGINE_S = 20.0
 """For a call to vLLM; a deadline of the update that is shorter ends it earlier, for its ranks."""

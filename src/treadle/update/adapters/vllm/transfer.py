@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from treadle.update.adapters.vllm.extension import open_endpoint
-from treadle.update.endpoint import Endpoint
+from treadle.update.worker.endpoint import Endpoint
 
 BACKEND = "treadle"
 

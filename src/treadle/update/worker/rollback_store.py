@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from treadle.update.buffers import Raw
-from treadle.update.copying import Array, boxed
+from treadle.update.memory.copying import Array, boxed
+from treadle.update.memory.host import Raw
 from treadle.weights.pieces import ITEMSIZE, Box
 
 _ALIGN = 64

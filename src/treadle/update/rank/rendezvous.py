@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from treadle.dist.addresses import own_address
 from treadle.dist.clock import host_number
 from treadle.host.pressure import short_of_cores
-from treadle.update.wire.control import FromCoordinator
+from treadle.update.protocol.control import FromCoordinator
 from treadle.wire.link import Link
 from treadle.wire.listeners import Door, KeyedDoor, LocalDoor, call_path, call_port
 

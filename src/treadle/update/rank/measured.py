@@ -8,7 +8,7 @@ import numpy as np
 
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
-from treadle.update.stream import Times
+from treadle.update.rank.bucket_loop import Times
 from treadle.weights.lower import lower_update
 from treadle.weights.plan import UpdatePlan
 from treadle.weights.stream import stream_of

@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
-from treadle.update.buffers import Buffer
-from treadle.update.copying import DIGEST_BYTES, boxed, copy, copy_hashed, cut, digest, opaque
-from treadle.update.shares import Shares
-from treadle.update.source import Source
+from treadle.update.memory.copying import DIGEST_BYTES, boxed, copy, copy_hashed, cut, digest, opaque
+from treadle.update.memory.host import Buffer
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.source import Source
 from treadle.weights.pieces import Box
 from treadle.weights.plan import Item, Take
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from treadle.dist.device import device_of
 from treadle.dist.groups import Circle
 from treadle.dist.native_sockets import Sockets
-from treadle.update.post import Post
+from treadle.update.rank.inbox import Post
 
 MOST_PORTS = 8
 """At most so many does a rank's gloo listen at: one for each of its interfaces."""

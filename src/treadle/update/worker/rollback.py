@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.update.adapters.interface import Adapter
-from treadle.update.arrivals import Arrival
-from treadle.update.store import Store
-from treadle.update.wire.messages import Begin, TakePlan
+from treadle.update.protocol.messages import Begin, TakePlan
+from treadle.update.worker.arrivals import Arrival
+from treadle.update.worker.rollback_store import Store
 from treadle.weights.pieces import Box, Piece
 
 

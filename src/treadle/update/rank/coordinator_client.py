@@ -9,10 +9,10 @@ from typing import Any
 
 from treadle.update.errors import UpdateError, failure
 from treadle.update.options import Options
-from treadle.update.post import Post, read_into
-from treadle.update.rendezvous import Rendezvous
-from treadle.update.wire.control import Fault, FromCoordinator, Go, Join, Phase, Stop
-from treadle.update.wire.messages import PROTOCOL
+from treadle.update.protocol.control import Fault, FromCoordinator, Go, Join, Phase, Stop
+from treadle.update.protocol.messages import PROTOCOL
+from treadle.update.rank.inbox import Post, read_into
+from treadle.update.rank.rendezvous import Rendezvous
 from treadle.wire.errors import Gone
 
 WHY_S = 1.0

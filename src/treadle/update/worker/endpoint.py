@@ -11,9 +11,7 @@ from typing import Any
 
 from treadle.host.sockets import close_server, listen, place_of
 from treadle.update.adapters.interface import Adapter
-from treadle.update.gate import Closed
-from treadle.update.slot import Slot
-from treadle.update.wire.messages import (
+from treadle.update.protocol.messages import (
     PROTOCOL,
     Answer,
     Ask,
@@ -26,7 +24,9 @@ from treadle.update.wire.messages import (
     ToWorker,
     Welcome,
 )
-from treadle.update.worker import Worker
+from treadle.update.worker.gate import Closed
+from treadle.update.worker.slot import Slot
+from treadle.update.worker.worker import Worker
 from treadle.wire.errors import Gone, WireError
 from treadle.wire.link import HELLO_S, Link, accepting
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from treadle.update.wire.messages import Message, Status, Wants
+from treadle.update.protocol.messages import Message, Status, Wants
 from treadle.weights.pieces import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]

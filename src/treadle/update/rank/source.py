@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from treadle.update.wire.messages import Wants
+from treadle.update.protocol.messages import Wants
 from treadle.weights import layouts
 from treadle.weights.layouts import from_mesh
 from treadle.weights.pieces import Box, Holding, Piece, Tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from treadle.update.source import Source
+from treadle.update.rank.source import Source
 from treadle.weights.layouts import spread
 from treadle.weights.pieces import Piece, Tensor
 

@@ -7,21 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from treadle.update.beside import RefusedError, blame, dismiss
-from treadle.update.broadcasts import Broken
-from treadle.update.catalogue import layout_digest
-from treadle.update.comparing import Comparison, comparison
-from treadle.update.coordinator import HEAR_S
+from treadle.update.coordinator.coordinator import HEAR_S
 from treadle.update.errors import UpdateError, failure
-from treadle.update.layout import Unplannable
-from treadle.update.packing import Packer
 from treadle.update.protocol import rank
-from treadle.update.protocol.rank import Action, Ask, Done, RankState, Say, Work
-from treadle.update.shares import Shares
-from treadle.update.source import Source
-from treadle.update.stream import Stream, giving
-from treadle.update.wire.control import Enter, Fault, Go, Kind, Layouts, Phase, Sides
-from treadle.update.wire.messages import (
+from treadle.update.protocol.catalogue import layout_digest
+from treadle.update.protocol.control import Enter, Fault, Go, Kind, Layouts, Phase, Sides
+from treadle.update.protocol.messages import (
     Abort,
     Begin,
     Begun,
@@ -32,6 +23,15 @@ from treadle.update.wire.messages import (
     Status,
     Wants,
 )
+from treadle.update.protocol.rank import Action, Ask, Done, RankState, Say, Work
+from treadle.update.rank.broadcast import Broken
+from treadle.update.rank.bucket_loop import Stream, giving
+from treadle.update.rank.comparing import Comparison, comparison
+from treadle.update.rank.packing import Packer
+from treadle.update.rank.plans import Unplannable
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.source import Source
+from treadle.update.rank.worker_client import RefusedError, blame, dismiss
 from treadle.wire.errors import Gone, WireError
 
 if TYPE_CHECKING:

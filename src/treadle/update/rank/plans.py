@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from treadle.update.catalogue import Known, read_layouts
-from treadle.update.shares import Shares
-from treadle.update.wire.control import Layouts
-from treadle.update.wire.messages import Wants
+from treadle.update.protocol.catalogue import Known, read_layouts
+from treadle.update.protocol.control import Layouts
+from treadle.update.protocol.messages import Wants
+from treadle.update.rank.shares import Shares
 from treadle.weights.buffers import Memory
 from treadle.weights.missing import near
 from treadle.weights.pieces import Holding, Tensor

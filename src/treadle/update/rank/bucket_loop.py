@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from treadle.host.pressure import short_of_cores
-from treadle.update.beside import Beside
-from treadle.update.buffers import Buffer
-from treadle.update.shares import Shares
-from treadle.update.wire.messages import Give, Given, Load, Loaded
+from treadle.update.memory.host import Buffer
+from treadle.update.protocol.messages import Give, Given, Load, Loaded
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.worker_client import Beside
 
 
 class Fill(Protocol):

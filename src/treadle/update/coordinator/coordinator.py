@@ -15,11 +15,11 @@ from contextlib import suppress
 import msgspec
 
 from treadle.host.lateness import why_late
-from treadle.update.attempt import Attempt
-from treadle.update.ledger import Ledger, peek
+from treadle.update.coordinator.attempt import Attempt
+from treadle.update.coordinator.commit_log import Ledger, peek
 from treadle.update.protocol import coordinator as protocol
-from treadle.update.wire.control import Fault, Join, Stop, ToCoordinator
-from treadle.update.wire.messages import PROTOCOL
+from treadle.update.protocol.control import Fault, Join, Stop, ToCoordinator
+from treadle.update.protocol.messages import PROTOCOL
 from treadle.wire.errors import WireError, WrongKey
 from treadle.wire.link import HELLO_S, PAUSE_S, Link, encode
 from treadle.wire.listeners import Door

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from treadle.update.wire.control import Catalogue, Listed
-from treadle.update.wire.messages import Wants
+from treadle.update.protocol.control import Catalogue, Listed
+from treadle.update.protocol.messages import Wants
 from treadle.weights.collecting import uncollected
 from treadle.weights.pieces import Box, Piece, Tensor
 from treadle.wire.errors import WireError

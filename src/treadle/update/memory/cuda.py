@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from treadle.update.buffers import Raw
+from treadle.update.memory.host import Raw
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):

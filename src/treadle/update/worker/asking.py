@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.host.sockets import connect
-from treadle.update.endpoint import worker_path
-from treadle.update.gate import Closed
-from treadle.update.wire.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
+from treadle.update.protocol.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
+from treadle.update.worker.endpoint import worker_path
+from treadle.update.worker.gate import Closed
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
 

@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.update.adapters.interface import Adapter
-from treadle.update.arrivals import Arrival, Assembly
-from treadle.update.buffers import Buffer, HostBuffer
-from treadle.update.keeping import Keeping
+from treadle.update.memory.host import Buffer, HostBuffer
 from treadle.update.protocol import worker as deciding
-from treadle.update.protocol.worker import Act, Moves, RefusalError, WorkerState
-from treadle.update.staging import arrivals_of, assembled, check_plan, give, shortfall
-from treadle.update.wire.messages import (
+from treadle.update.protocol.messages import (
     MOST_PLANS,
     Abort,
     Begin,
@@ -48,6 +44,10 @@ from treadle.update.wire.messages import (
     Status,
     TakePlan,
 )
+from treadle.update.protocol.worker import Act, Moves, RefusalError, WorkerState
+from treadle.update.worker.arrivals import Arrival, Assembly
+from treadle.update.worker.rollback import Keeping
+from treadle.update.worker.staging import arrivals_of, assembled, check_plan, give, shortfall
 from treadle.wire.errors import WireError
 
 BUSY_S = 2.0
@@ -179,7 +179,7 @@ class Worker:
     def _map(self, message: Map, fds: list[int]) -> FromWorker:
         self._unmap()
         if message.device >= 0:
-            from treadle.update.cuda import CudaBuffer  # only where there is a GPU
+            from treadle.update.memory.cuda import CudaBuffer  # only where there is a GPU
 
             sizes = zip(message.handles, message.sizes_bytes, strict=True)
             self._buffers = [CudaBuffer.map(handle, size) for handle, size in sizes]

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treadle.host.sockets import connect, place_of
-from treadle.update.buffers import Buffer
-from treadle.update.catalogue import check_layout
-from treadle.update.endpoint import worker_path
 from treadle.update.errors import UpdateError, failure
+from treadle.update.memory.host import Buffer
 from treadle.update.options import Options
-from treadle.update.post import Post, read_into
-from treadle.update.wire.control import Fault, Go, Phase
-from treadle.update.wire.messages import (
+from treadle.update.protocol.catalogue import check_layout
+from treadle.update.protocol.control import Fault, Go, Phase
+from treadle.update.protocol.messages import (
     MOST_PLANS,
     PROTOCOL,
     FromWorker,
@@ -33,6 +31,8 @@ from treadle.update.wire.messages import (
     Wants,
     Welcome,
 )
+from treadle.update.rank.inbox import Post, read_into
+from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import Gone, WireError
 from treadle.wire.link import PAUSE_S, Link
 from treadle.wire.listeners import call_path

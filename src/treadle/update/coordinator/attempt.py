@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from treadle.update.catalogue import list_layouts
+from treadle.update.protocol.catalogue import list_layouts
+from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.protocol.messages import Status, Wants
 from treadle.update.protocol.record import (
     Member,
     Record,
@@ -20,8 +22,6 @@ from treadle.update.protocol.record import (
     replaced_members,
     taken_over,
 )
-from treadle.update.wire.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
-from treadle.update.wire.messages import Status, Wants
 
 
 class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none

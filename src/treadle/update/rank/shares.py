@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from treadle.update.copying import DIGEST_BYTES
-from treadle.update.wire.messages import Share, TakePlan
+from treadle.update.memory.copying import DIGEST_BYTES
+from treadle.update.protocol.messages import Share, TakePlan
 from treadle.weights.pieces import Box
 from treadle.weights.plan import Item, Take, UpdatePlan
 

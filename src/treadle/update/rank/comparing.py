@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treadle.update.buffers import Buffer, Raw
-from treadle.update.copying import Array, boxed, cut, opaque, pieces
+from treadle.update.memory.copying import Array, boxed, cut, opaque, pieces
+from treadle.update.memory.host import Buffer, Raw
 from treadle.update.options import CompareSources
-from treadle.update.source import Source
+from treadle.update.rank.source import Source
 from treadle.weights.pieces import Piece
 from treadle.weights.plan import Item, UpdatePlan
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from treadle.update.copying import Array, copy, copy_hashed, digest, meaning, opaque
+from treadle.update.memory.copying import Array, copy, copy_hashed, digest, meaning, opaque
 from treadle.weights.pieces import Box
 
 

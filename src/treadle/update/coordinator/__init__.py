@@ -1,0 +1,1 @@
+"""The coordinator beside update rank 0: it moves an attempt from phase to phase and decides."""
