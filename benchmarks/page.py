@@ -17,9 +17,9 @@ from pathlib import Path
 import treadle
 from treadle.view.page import page
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' one
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the browser is the tests' one
 
-from browser import MISSING, browser, speed
+from tests.support.browser import MISSING, browser, speed
 
 
 def main() -> None:

@@ -1,0 +1,290 @@
+"""Expert parallelism's exchange: the same numbers as one process that has all experts, by every backend."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support import deepep_contract
+from tests.support.ranks import check, run_ranks
+from treadle.dist.groups import Circle
+from treadle.moe import EXCHANGES, MoELayer, Routing
+from treadle.moe.exchanges import AllToAll, DeepEP
+from treadle.moe.exchanges.deepep import Comm, Trip
+from treadle.runtime.model.exchange import InParty
+from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
+ROUTES = ("learned", "one expert", "none to a rank")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An exchange, in the precision it has. `contract`: what DeepEP documents instead of DeepEP, which needs GPUs."""
+
+    exchange: str
+    dtype: torch.dtype
+    tolerance: float
+    contract: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.exchange}{', as documented' if self.contract else ''}"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.exchange == "deepep" and not self.contract else "cpu"
+
+
+BACKENDS = [
+    pytest.param(Backend("all_to_all", torch.float64, 1e-10), id="all_to_all"),
+    pytest.param(
+        Backend("deepep", torch.bfloat16, 0.03),
+        id="deepep",
+        marks=pytest.mark.skipif(
+            find_spec("deep_ep") is None or torch.cuda.device_count() < 4,
+            reason="needs the package deep_ep and four GPUs, connected by NVLink",
+        ),
+    ),
+    pytest.param(Backend("deepep", torch.bfloat16, 0.03, contract=True), id="deepep, as documented"),
+]
+
+
+def whole(route: str, dtype: torch.dtype = torch.float64) -> MoELayer:
+    """The layer with all experts; its router is bent by a bias-like weight on a feature that is always 1."""
+    torch.manual_seed(3)
+    layer = MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=1 if route == "one expert" else 2, balance=0.1).double()
+    with torch.no_grad():
+        layer.expert_norm.bias[0] = 5.0
+        if route == "one expert":
+            layer.router.score.weight[:, 0] = torch.tensor([0.0, 0.0, 100.0, 0.0])
+        if route == "none to a rank":
+            layer.router.score.weight[:, 0] = torch.tensor([50.0, 50.0, -50.0, -50.0])
+    return layer.to(dtype)
+
+
+def part(layer: MoELayer, ep: int, rank: int, exchange: str) -> MoELayer:
+    """A rank's part of it: everything but the experts, of which it has its own."""
+    own, top_k = EXPERTS // ep, layer.router.top_k
+    mine = MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, ep=ep, ep_rank=rank, balance=0.1, exchange=exchange)
+    wanted = {}
+    for name, value in layer.state_dict().items():
+        pieces = name.split(".")
+        if pieces[0] == "experts":
+            number = int(pieces[2]) - rank * own
+            if not 0 <= number < own:
+                continue
+            pieces[2] = str(number)
+        wanted[".".join(pieces)] = value
+    mine.to(layer.norm.weight.dtype).load_state_dict(wanted)
+    return mine
+
+
+def batch(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    torch.manual_seed(100 + rank)
+    return torch.randn(TOKENS, WIDTH, dtype=torch.float64).to(dtype)
+
+
+def by_segments(layer: MoELayer, *batches: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Forward segment by segment, then backward the other way round; of each batch the output and its own gradient."""
+    plan = Plan.of(layer, "the layer")
+    values = [{"x": Value(x, True)} for x in batches]
+    firsts = [of["x"] for of in values]
+    cuts: list[dict[str, Cut]] = [{} for _ in batches]
+    for name, segment in plan.segments.items():
+        for x, of, cut in zip(batches, values, cuts, strict=True):
+            cut[name] = Cut.forward(segment, of)
+            if "aux_loss" in segment.writes:
+                of["aux_loss"].grad = torch.ones((), dtype=x.dtype, device=x.device)
+            drop(of, plan.dead[name])
+    outs = [of.pop("x") for of in values]
+    for out in outs:
+        out.grad = 2 * out.thing / out.thing.numel()  # of the mean square
+    for name in reversed(plan.segments):
+        for cut in cuts:
+            cut[name].backward()
+    return [(out.thing, cast(Tensor, first.grad)) for out, first in zip(outs, firsts, strict=True)]
+
+
+def circle(rank: int) -> Circle:
+    wait = timedelta(seconds=30)
+    return Circle("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
+
+
+def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.device]:
+    """A rank's part of the layer, in its group."""
+    if backend.contract:
+        deepep_contract.install()
+    layer = part(whole(route, backend.dtype), dist.get_world_size(), rank, backend.exchange)
+    device = torch.device("cuda", rank) if backend.device == "cuda" else torch.device("cpu")
+    assert isinstance(layer.exchange, InParty)
+    layer.exchange.join(circle(rank), {})
+    return layer.to(device), device
+
+
+def one_rank(rank: int, backend: Backend, route: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    layer, device = own_part(rank, backend, route)
+    ((made, grad),) = by_segments(layer, batch(rank, backend.dtype).to(device))
+    return made.cpu(), grad.cpu(), {name: p.grad.cpu() for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    got, want = got.detach(), want.detach()
+    return float((got - want).abs().max()) <= tolerance * max(float(want.abs().max()), 1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_as_in_one_process(backend: Backend, route: str, ep: int) -> None:
+    results = check(run_ranks(ep, one_rank, backend, route))
+    layer = whole(route, backend.dtype)
+    batches = [batch(rank, backend.dtype).requires_grad_() for rank in range(ep)]
+    for rank, x in enumerate(batches):  # each rank's own batch, through the layer with all experts
+        made, aux = layer.with_loss(x)
+        torch.autograd.backward(made.square().mean() + aux)
+        assert alike(results[rank][0], made, backend.tolerance)
+        assert x.grad is not None
+        assert alike(results[rank][1], x.grad, backend.tolerance)
+    own = EXPERTS // ep
+    for name, param in layer.named_parameters():
+        pieces = name.split(".")
+        if pieces[0] == "experts":
+            rank, pieces[2] = divmod(int(pieces[2]), own)[0], str(int(pieces[2]) % own)
+            got = results[rank][2][".".join(pieces)]
+        else:
+            got = torch.stack([grads[name] for _, _, grads in results]).sum(0)
+        assert param.grad is not None
+        assert alike(got, param.grad, backend.tolerance), name
+
+
+def several_under_way(rank: int, backend: Backend) -> bool:
+    """Are micro-batches of several sizes, the next dispatched before the last is combined, as each alone."""
+    layer, device = own_part(rank, backend, "learned")
+    batches = [batch(rank + 10 * at, backend.dtype)[:size].to(device) for at, size in enumerate((TOKENS, 7, 13))]
+    alone = [by_segments(layer, x)[0] for x in batches]
+    together = by_segments(layer, *batches)
+    return all(
+        torch.equal(a, b) for one, two in zip(alone, together, strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_number_may_be_under_way(backend: Backend) -> None:
+    assert all(check(run_ranks(2, several_under_way, backend)))
+
+
+def refused_precision(rank: int) -> str:
+    deepep_contract.install()
+    layer, _ = own_part(rank, Backend("deepep", torch.float32, 0.0, contract=True), "learned")
+    with pytest.raises(ValueError, match="DeepEP") as error:
+        by_segments(layer, batch(rank, torch.float32))
+    return str(error.value)
+
+
+def test_deepep_refuses_other_precisions() -> None:
+    assert all("moves bfloat16, got torch.float32" in said for said in check(run_ranks(2, refused_precision)))
+
+
+@pytest.mark.skipif(find_spec("deep_ep") is not None, reason="DeepEP is installed")
+def test_deepep_is_refused_where_it_is_not_installed() -> None:
+    with pytest.raises(ValueError, match=r"needs the package deep_ep .* install it, or use exchange='all_to_all'"):
+        MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="deepep")
+    with pytest.raises(ValueError, match="one of all_to_all, deepep, got 'nvshmem'"):
+        MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="nvshmem")
+
+
+def gathered(rank: int) -> list[list[Any]]:
+    comm = Comm(circle(rank), torch.device("cpu"))
+    things = [rank, None, bytearray(rank * b"\x00\xff'") if rank else None, ("host", rank, [True, -1.5])]
+    return [[comm.Get_rank(), comm.Get_size()], *(comm.allgather(thing) for thing in things)]
+
+
+def test_what_a_buffer_meets_by() -> None:
+    for rank, (place, numbers, nothing, handles, tuples) in enumerate(check(run_ranks(3, gathered))):
+        assert place == [rank, 3]
+        assert numbers == [0, 1, 2]
+        assert nothing == [None] * 3
+        assert handles == [None, bytearray(b"\x00\xff'"), bytearray(b"\x00\xff'" * 2)]
+        assert isinstance(handles[1], bytearray)
+        assert tuples == [("host", r, [True, -1.5]) for r in range(3)]
+
+
+def test_tensors_that_travel_in_a_routing_are_found() -> None:
+    a, b, c, d, e = (torch.zeros(1) for _ in range(5))
+    trip = Trip(object(), 4, handle=(c, (d, None)), experts=e)
+    assert [id(t) for t in tensors_in(Routing(a, b, b, trip=trip))] == [id(t) for t in (a, b, b, c, d, e)]
+
+
+def test_backends_say_whether_counts_go_ahead() -> None:
+    assert list(EXCHANGES) == ["all_to_all", "deepep"]
+    assert (AllToAll.counted, DeepEP.counted) == (True, False)
+
+
+def test_segments_are_the_layer() -> None:
+    layer = whole("learned")
+    twin = copy.deepcopy(layer)
+    x = batch(0)
+    assert torch.equal(by_segments(layer, x)[0][0], twin(x))
+
+
+def test_nothing_outlives_its_last_reader() -> None:
+    plan = Plan.of(whole("learned"), "the layer")
+    assert set(plan.dead["attn"]) == {"x", "aux_loss"}
+    assert set(plan.dead["dispatch"]) == {"leaving"}
+    assert set(plan.dead["mlp"]) == {"rows"}
+    assert set(plan.dead["combine"]) == {"made", "h", "gates", "routing"}
+
+
+class Wrong:
+    def __init__(self, *segments: object) -> None:
+        self._segments = segments
+
+    def segments(self) -> list[object]:
+        return list(self._segments)
+
+
+def keep(*values: object) -> object:
+    return values if len(values) != 1 else values[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (Wrong(compute("attn", keep, reads="x", writes="x")), "they are, in this order: attn, counts, host, dispatch"),
+        (
+            Wrong(compute("attn", keep, reads="x", writes="x"), compute("mlp", keep, reads="y", writes="x")),
+            "segment mlp reads 'y', which nothing before it writes",
+        ),
+        (
+            Wrong(compute("attn", keep, reads="x", writes="x"), compute("mlp", keep, reads="x", writes="y")),
+            "the last segment writes x",
+        ),
+        (
+            Wrong(
+                compute("attn", keep, reads="x", writes="x"),
+                exchange("dispatch", keep, reads="x", writes="x"),
+                compute("mlp", keep, reads="x", writes="x"),
+            ),
+            "dispatch goes with combine",
+        ),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(layer: Wrong, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Plan.of(layer, "stage 0, layer 0")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one of attn, mlp, got 'dispatch'"):
+        compute("dispatch", keep, reads="x", writes="x")
+
+
+def test_a_segment_that_returns_too_much_is_refused() -> None:
+    segment = compute("attn", lambda x: (x, x), reads="x", writes="h")
+    with pytest.raises(ValueError, match="writes h, but returned 2 values"):
+        Cut.forward(segment, {"x": Value(torch.zeros(1), False)})

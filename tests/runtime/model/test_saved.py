@@ -1,0 +1,321 @@
+"""What autograd saves: counted, offloaded layer by layer, and the same gradients to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import treadle
+from tests.support.ranks import check, run_ranks
+from treadle.moe import MoELayer
+from treadle.runtime.model.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
+from treadle.runtime.model.saved.pool import size_class
+from treadle.runtime.model.weight_grad import Half
+
+WIDTH, HIDDEN, EXPERTS, TOKENS, MB = 16, 24, 4, 32, 8
+KEY = (0, 0, 0)
+
+
+# ---- one process: the store ------------------------------------------------------------------------------------------
+
+
+def saved_in(store: Store, module: nn.Module, x: Tensor) -> Tensor:
+    store.begin([x])
+    with store.saving(KEY, "attn"):
+        out: Tensor = module(x.detach().requires_grad_())
+    return out
+
+
+def test_leaves_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    module, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.Sigmoid()), torch.randn(16, 8)
+    torch.autograd.backward(module(x).sum())
+    wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    store = Store([module], FilePool(tmp_path))
+    out = saved_in(store, module, x)
+    held = store.ledger.live_bytes
+    store.offload(KEY)
+    assert held > 0
+    assert store.ledger.live_bytes == 0
+    store.onload(KEY)
+    assert store.ledger.live_bytes == held
+    torch.autograd.backward(out.sum())
+    del out
+    assert store.ledger.live_bytes == 0
+    assert all(torch.equal(a, cast(Tensor, p.grad)) for a, p in zip(wanted, module.parameters(), strict=True))
+    assert store.report().moved == held
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_parameters_buffers_and_the_batch_stay_where_they_are(tmp_path: Path) -> None:
+    module, x = nn.Linear(8, 8, bias=False), torch.randn(1000, 8)[:4]
+    store = Store([module], FilePool(tmp_path))
+    out = saved_in(store, module, x)
+    assert store.ledger.live_bytes == 0
+    store.offload(KEY)
+    assert store.report().moved == 0
+    torch.autograd.backward(out.sum())
+
+
+def test_views_of_one_storage_count_once() -> None:
+    store = Store([], None)
+    store.begin()
+    x = torch.randn(4, 8).requires_grad_()
+    with store.saving(KEY, "attn"):
+        h = x * 2
+        a, b = h.chunk(2, dim=1)
+        out = (a * b).sum() + (h * h).sum()
+    assert store.ledger.live_bytes == h.nbytes
+    torch.autograd.backward(out)
+
+
+def test_what_weight_halves_hold_counts() -> None:
+    store, x = Store([], None), torch.randn(4, 8)
+    store.begin()
+    half = Half(nn.Linear(8, 8), x, torch.randn(4, 8))
+    store.hold_halves(KEY, "attn", [half, replace(half, grad=torch.randn(4, 8))])
+    assert store.ledger.live_bytes == 3 * x.nbytes
+    store.drop_halves(KEY, "attn")
+    assert store.ledger.live_bytes == 0
+
+
+def test_a_change_in_place_is_refused() -> None:
+    store = Store([], None)
+    store.begin()
+    x = torch.randn(4).requires_grad_()
+    with store.saving(KEY, "attn"):
+        h = x * 1
+        out = (h * h).sum()
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in place after it was saved \(shape \(4,\)"):
+        torch.autograd.backward(out)
+
+
+def test_a_step_that_failed_gives_its_pieces_back(tmp_path: Path) -> None:
+    module, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 8)
+    store = Store([module], FilePool(tmp_path))
+    sizes = []
+    for _ in range(50):
+        out = saved_in(store, module, x)
+        store.offload(KEY)
+        assert store.pool is not None
+        sizes.append(store.pool.size_bytes)
+        del out
+    assert sizes[0] == sizes[-1]
+
+
+@given(st.integers(1, 1 << 40))
+def test_pieces_are_at_most_an_eighth_too_large(size: int) -> None:
+    assert size <= size_class(size) <= max(4096, size * 1.125)
+    assert size_class(size_class(size)) == size_class(size)
+
+
+def test_a_pool_uses_its_pieces_again(tmp_path: Path) -> None:
+    pool = FilePool(tmp_path)
+    first = pool.take(100_000)
+    first.fill_(7)
+    pool.give_back(first)
+    again = pool.take(99_000)
+    assert again.data_ptr() == first.data_ptr()
+    other = pool.take(200 << 20)
+    assert len(other) >= 200 << 20
+    assert pool.size_bytes == (64 << 20) + len(other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_pinned_pieces_are_used_again() -> None:
+    pool = PinnedPool()
+    first = pool.take(100_000)
+    pool.give_back(first)
+    assert pool.take(99_000).data_ptr() == first.data_ptr()
+    assert first.is_pinned()
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(MoELayer):
+    """Attention and experts are computed again in backward; exchanges are not."""
+
+    def attn(self, x: Tensor) -> Any:
+        return checkpoint(super().attn, x, use_reentrant=False)
+
+    def mlp(self, rows: Tensor, routing: Any) -> Tensor:
+        return cast(Tensor, checkpoint(super().mlp, rows, routing, use_reentrant=False))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    pp: int = 2
+    ep: int = 2
+    microbatches: int = MB
+    layers: int = 2
+    checkpointed: bool = False
+    steps: int = 2
+
+
+def make(rank: int, case: Case, saved: Any) -> tuple[treadle.Pipeline, Tensor]:
+    mesh = init_device_mesh("cpu", (case.pp, 1, case.ep), mesh_dim_names=("pp", "dp", "ep"))
+    schedule = treadle.generate(case.name, pp=case.pp, microbatches=case.microbatches)
+    kind = Checkpointed if case.checkpointed else MoELayer
+    stages = {}
+    for chunk in range(schedule.vpp):
+        torch.manual_seed(schedule.placement.stage(rank // case.ep, chunk))
+        layers = [
+            kind(WIDTH, HIDDEN, EXPERTS, ep=case.ep, ep_rank=rank % case.ep, balance=0.1) for _ in range(case.layers)
+        ]
+        stages[chunk] = nn.Sequential(*layers)
+    torch.manual_seed(rank % case.ep)
+    x = torch.randn(case.microbatches * TOKENS, WIDTH)
+    loss_fn = nn.functional.mse_loss
+    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=60, saved=saved), x
+
+
+def gradients(rank: int, case: Case) -> tuple[bool, SavedReport, SavedReport]:
+    """Are they the same to the last bit, with and without."""
+    found: list[list[Tensor]] = []
+    reports: list[SavedReport | None] = []
+    for saved in ("leave", "count", "offload"):
+        pipe, x = make(rank, case, saved)
+        for _ in range(case.steps):
+            pipe.step(x, x)
+        found.append([cast(Tensor, p.grad) for stage in pipe.stages.values() for p in stage.module.parameters()])
+        assert pipe.report is not None
+        reports.append(pipe.report.saved)
+        pipe.close()
+    left, counted, offloaded = found
+    same = all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(left, counted, offloaded, strict=True))
+    nothing, of_counted, of_offloaded = reports
+    assert nothing is None
+    assert of_counted is not None
+    assert of_offloaded is not None
+    return same, of_counted, of_offloaded
+
+
+CASES = [
+    Case("interleaved-overlap"),
+    Case("interleaved-overlap", checkpointed=True),
+    Case("1f1b", pp=4, ep=1),
+    Case("dualpipe"),
+    Case("dualpipev", checkpointed=True),
+    Case("zb-h1", pp=4, ep=1, microbatches=12),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_gradients_to_the_last_bit(case: Case) -> None:
+    results = check(run_ranks(case.pp * case.ep, gradients, case, timeout_s=120))
+    assert all(same for same, _, _ in results)
+    assert max(out.moved for _, _, out in results) > 0
+    assert all(counted.moved == 0 for _, counted, _ in results)
+
+
+def test_checkpointing_leaves_less_to_offload() -> None:
+    plain = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1), timeout_s=120))
+    again = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1, checkpointed=True), timeout_s=120))
+    assert again[0][2].moved < plain[0][2].moved / 2
+
+
+def counted(rank: int, saved: Any) -> tuple[int, int]:
+    """(the most bytes saved at once, the simulator's), four layers a chunk.
+
+    On lanes whose clock only counts: how it comes out does not depend on what else the machine does. With lanes that
+    take their time it is measured by benchmarks/offload.py.
+    """
+    unit = treadle.load_costs("deepseek-v3-h800")
+    schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    stages = {c: nn.Sequential(*[MoELayer(64, 64, 2) for _ in range(4)]) for c in range(2)}
+    loss_fn, x = nn.functional.mse_loss, torch.randn(16 * 64, 64)
+    pipe = treadle.Pipeline(
+        stages, schedule, mesh=mesh, loss_fn=loss_fn, lanes="virtual", costs=unit, saved=saved, deadline_s=120
+    )
+    pipe.step(x, x)
+    pipe.step(x, x)
+    assert pipe.report is not None
+    assert pipe.report.saved is not None
+    program = replace(pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind))
+    predicted = treadle.measure(treadle.simulate(program, unit)).peak_bytes[rank]
+    pipe.close()
+    return pipe.report.saved.peak, predicted
+
+
+def test_the_peak_is_the_simulators() -> None:
+    """interleaved-overlap, PP4, two chunks, 16 micro-batches, four layers a chunk."""
+    left = check(run_ranks(4, counted, "count", timeout_s=200))
+    out = check(run_ranks(4, counted, "offload", timeout_s=200))
+    peak, predicted = max(peak for peak, _ in out), max(predicted for _, predicted in out)
+    assert peak == pytest.approx(predicted, rel=0.10)
+    assert peak <= 0.4 * max(peak for peak, _ in left)
+
+
+def anonymous_kb() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+class Watchful(Ledger):
+    """Sees to it that what is released is still alive: its address is nobody else's."""
+
+    def release(self, address: int, size_bytes: int) -> None:
+        others = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(4)]
+        assert all(other.data_ptr() != address for other in others)
+        super().release(address, size_bytes)
+
+
+def many_steps(rank: int) -> tuple[list[int], set[int], int]:
+    pipe, x = make(rank, Case("interleaved-overlap", ep=1, microbatches=6, layers=1), "offload")
+    memory, pools = [], set()
+    assert pipe._store is not None
+    pipe._store.ledger = Watchful()
+    for step in range(200):
+        pipe.step(x, x)
+        if step >= 50:
+            memory.append(anonymous_kb())
+            assert pipe.report is not None
+            assert pipe.report.saved is not None
+            pools.add(pipe.report.saved.pool)
+    live = pipe._store.ledger.live_bytes
+    pipe.close()
+    return memory, pools, live
+
+
+def test_nothing_grows_over_200_steps() -> None:
+    for memory, pools, live in check(run_ranks(2, many_steps, timeout_s=280)):
+        assert live == 0
+        assert len(pools) == 1
+        assert max(memory[-50:]) - max(memory[:50]) < 512
+
+
+def refused(rank: int, saved: list[Any], plain: bool) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    module: nn.Module = nn.Linear(8, 8) if plain else MoELayer(8, 8, 2)
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
+        treadle.Pipeline({0: module}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, saved=saved[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "plain", "message"),
+    [
+        (["offload"] * 2, True, "works layer by layer, and the stages' layers do not name their segments"),
+        (["disk"] * 2, False, "saved is leave, count or offload, got 'disk'"),
+        (["offload", "leave"], False, "not all ranks have the same costs and the same `saved`: rank"),
+    ],
+)
+def test_refused_by_name(saved: list[str], plain: bool, message: str) -> None:
+    for said in check(run_ranks(2, refused, saved, plain, timeout_s=60)):
+        assert message in said

@@ -1,0 +1,167 @@
+"""What a pipeline measures: every op once, in order, nothing before what it waits for; `treadle compare` reads it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treadle
+from tests.support.oracle import chunks_of, make_batch, make_mesh, make_stages, mean_loss
+from tests.support.ranks import check, run_ranks
+from treadle.costs import dump as dump_costs
+from treadle.ir.program import COMMUNICATION, LaneKind, OpKind
+from treadle.ir.trace import MICROSECONDS
+from treadle.plan import Options
+from treadle.plan.running import expected
+from treadle.schedules import SCHEDULES, Size
+from treadle.simulate import fit, simulate
+from treadle.simulate.difference import unlike
+from treadle.verify import verify_program
+
+TREADLE = str(Path(sys.executable).parent / "treadle")
+
+
+def schedules(pp: int) -> list[treadle.Schedule]:
+    """All schedules in small sizes."""
+    found = []
+    for family in SCHEDULES.values():
+        size = family.nearest(Size(pp, family.default_vpp, 2 * pp))
+        assert size is not None
+        found.append(family.generate(size))
+    return found
+
+
+def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[treadle.Trace]:
+    """The traces of the second steps."""
+    del rank
+    mesh, traces = make_mesh(pp, dp), []
+    replica = mesh.get_local_rank("dp") if dp > 1 else 0
+    for schedule in schedules(pp):
+        own = chunks_of(schedule, mesh.get_local_rank("pp"), make_stages(schedule.placement.num_stages))
+        pipe = treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
+        for _ in range(2):
+            pipe.step(*make_batch(schedule.num_microbatches, replica), reduce=reduce)
+        traces.append(pipe.trace)
+        pipe.close()
+    return traces
+
+
+def local_traced(rank: int, pp: int, dp: int) -> list[treadle.Trace]:
+    return run_traced(rank, pp, dp, reduce=False)
+
+
+def hold(trace: treadle.Trace) -> None:
+    """Everything a trace must keep, whatever took how long."""
+    program, start, end = trace.program, trace.start, trace.end
+    assert len(start) == len(end) == program.num_ops
+    assert int(start.min()) == 0, "the first op starts the clock"
+    assert bool((start <= end).all())
+    lane = program.lane_of
+    same_lane = lane[1:] == lane[:-1]
+    overlap = np.flatnonzero(same_lane & (start[1:] < end[:-1]))
+    assert not len(overlap), [str(program.op(int(i))) for i in overlap[:3]]
+    reader = np.repeat(np.arange(program.num_ops), np.diff(program.dep_ptr))
+    assert bool((program.dep >= 0).all())
+    early = np.flatnonzero(end[program.dep] > start[reader])
+    told = [(str(program.op(int(program.dep[i]))), str(program.op(int(reader[i])))) for i in early[:3]]
+    assert not len(early), told
+    compute = ~np.isin(program.lane_kind, COMMUNICATION)[lane]
+    assert bool((end[compute] > start[compute]).all())
+    assert 0 < trace.makespan < 60e9
+    assert trace.measured
+    assert trace.clock == MICROSECONDS
+
+
+def ends_of_messages(trace: treadle.Trace) -> dict[tuple[str, str, int, int], set[tuple[int, int]]]:
+    """The times of each message, by channel and label."""
+    program = trace.program
+    seen: dict[tuple[str, str, int, int], set[tuple[int, int]]] = {}
+    for index in np.flatnonzero(np.isin(program.kind, [OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B])):
+        op = program.op(int(index))
+        src, dst = (op.lane.rank, op.lane.peer) if op.kind.is_send else (op.lane.peer, op.lane.rank)
+        times = int(trace.start[index]), int(trace.end[index])
+        seen.setdefault((op.kind.name[-1], f"{src}>{dst}", op.mb, op.chunk), set()).add(times)
+    return seen
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
+def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
+    ranks = check(run_ranks(pp * dp, run_traced, pp, dp, timeout_s=100))
+    for place, schedule in enumerate(schedules(pp)):
+        first, *others = (traces[place] for traces in ranks)
+        hold(first)
+        program = first.program
+        assert program.num_ranks == pp * dp
+        assert verify_program(program, expected(program)).clean
+        assert first.about.startswith("measured, step 1")
+        for other in others:
+            assert unlike(first.program, other.program) == ""
+            assert np.array_equal(first.start, other.start)
+            assert np.array_equal(first.end, other.end)
+        assert all(len(times) == 1 for times in ends_of_messages(first).values()), (
+            "both ends of a message have one view"
+        )
+        copies = schedule.placement.num_pipes > 1
+        reduces = int((program.kind == OpKind.REDUCE_GRAD).sum())
+        assert reduces == (pp * dp * schedule.vpp if dp > 1 or copies else 0)
+
+
+def test_a_step_that_does_not_reduce_has_no_reductions() -> None:
+    for traces in check(run_ranks(4, local_traced, 2, 2)):
+        for trace in traces:
+            hold(trace)
+            assert not bool((trace.program.kind == OpKind.REDUCE_GRAD).any())
+            assert not bool((trace.program.lane_kind == LaneKind.DP).any())
+            assert trace.program.num_ranks == 4
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[treadle.Trace]:
+    return check(run_ranks(2, run_traced, 2, 1))[0]
+
+
+def test_a_trace_has_the_form_of_what_is_planned(measured: list[treadle.Trace]) -> None:
+    """Op by op the program that `treadle simulate` makes. Overlapped halves, which run in turn here, are apart."""
+    for schedule, trace in zip(schedules(2), measured, strict=True):
+        planned = treadle.lower(schedule, fit(trace), Options())
+        paired = bool(planned.joined.any())
+        if schedule.placement.num_pipes == 1:
+            assert (unlike(planned, trace.program) == "") != paired, schedule.name
+        else:
+            assert unlike(planned, trace.program) != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"), [("zb-h1", ".npz"), ("dualpipe", ".json.gz"), ("interleaved-overlap", ".json")]
+)
+def test_compare_reads_what_was_saved(measured: list[treadle.Trace], name: str, ending: str, tmp_path: Path) -> None:
+    trace = measured[list(SCHEDULES).index(name)]
+    predicted = simulate(trace.program, fit(trace))
+    for file, saved in (("predicted", predicted), ("measured", trace)):
+        treadle.save_trace(saved, tmp_path / f"{file}{ending}")
+    told = compare(f"predicted{ending}", f"measured{ending}", cwd=tmp_path)
+    assert told["why_not"] == ""
+    assert told["ops"] is not None
+    assert told["rows"][1]["makespan"]["value"] == pytest.approx(trace.makespan / 1000)
+
+
+def test_compare_with_a_schedule_by_name(measured: list[treadle.Trace], tmp_path: Path) -> None:
+    trace = measured[list(SCHEDULES).index("1f1b")]
+    treadle.save_trace(trace, tmp_path / "measured.npz")
+    (tmp_path / "costs.toml").write_text(dump_costs(fit(trace)))
+    told = compare("1f1b", "measured.npz", "--pp", "2", "-m", "4", "--costs", "costs.toml", cwd=tmp_path)
+    assert told["why_not"] == ""
+    assert {group["name"] for group in told["ops"]["by_kind"]} == {"f", "b", "send_f", "send_b", "recv_f", "recv_b"}
+
+
+def compare(*args: str, cwd: Path) -> dict[str, Any]:
+    done = subprocess.run([TREADLE, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told

@@ -1,0 +1,390 @@
+"""Steps under injected delays, against one process and against serial lanes.
+
+    python -m tests.support.fuzz --draws 2000
+
+A draw is one step of a pipeline on real processes, its threads and ranks paused at places drawn from the draw's seed
+(`delays.py`). Its loss and every gradient must be those of the model in one process within a tolerance, and those of
+the same pipeline on serial lanes, undisturbed, to the last bit. A pipeline lives for `--steps` draws; lives go through
+all schedules, kinds and dtypes of `fuzz_models.py` before any comes again.
+
+    --only schedule=dualpipev|zb-v,kind=tied,dtype=bfloat16     fewer of them; also num_mb, num_classes, aux, ep, ...
+    --repeat 0.7.13                                             the life of a draw that failed, again and again
+
+What fails is told on stderr with the command that repeats it. The last line is JSON on stdout: draws, failures,
+seconds, and at which draw the first failed. Exits with 1 where something did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import treadle
+import treadle.moe
+import treadle.runtime
+from tests.support.delays import Delays
+from tests.support.fuzz_models import (
+    BATCHES,
+    MOST_DIFFERENCE,
+    SEED,
+    Config,
+    Grads,
+    Sizes,
+    combinations,
+    draw_config,
+    loss_fn,
+    make_batch,
+    make_model,
+    own_part,
+    run_whole,
+    whole_name,
+)
+from tests.support.planted import PLANTS, apply
+from tests.support.ranks import Outcome, run_ranks
+
+LATEST_S = 0.3
+"""By how much a rank may come too late to the making of its pipeline."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """A pipeline and the draws it lives for. `seed` is that of the run, `number` that of the life in it."""
+
+    seed: int
+    number: int
+    config: Config
+    num_steps: int
+    deadline_s: float
+    stop: bool
+    """Ends with the first draw that fails."""
+    plant: str | None = None
+    """A race that its ranks get planted (`planted.py`)."""
+
+    def name(self, step: int) -> str:
+        """The seed of a draw."""
+        return f"{self.seed}.{self.number}.{step}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One draw that failed: where, and how."""
+
+    life: Life
+    step: int
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"draw {self.life.name(self.step)} ({self.life.config}), rank {self.rank}: {self.what}"
+
+
+@dataclass
+class Record:
+    """What a rank saw: draws that it did, and what was wrong with them."""
+
+    num_draws: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """One pipeline of a rank, with a copy of the model of its own."""
+
+    def __init__(self, life: Life, rank: int, lanes: str) -> None:
+        config = life.config
+        pp_rank, self.replica = divmod(rank, config.dp * config.ep)
+        self.config, self.ep_rank = config, self.replica % config.ep
+        model = own_part(config, self.ep_rank)
+        placed = enumerate(config.made.placement.stages[pp_rank])
+        self.stages: dict[int, nn.Module] = {}
+        self.numbers: dict[int, int] = {}
+        for chunk, number in placed:
+            self.stages[chunk], self.numbers[chunk] = model[number], number
+        self.pipe = treadle.Pipeline(
+            self.stages,
+            config.made,
+            mesh=config.mesh,
+            loss_fn=loss_fn,
+            deadline_s=life.deadline_s,
+            seed=SEED,
+            lanes=lanes,  # type: ignore[arg-type]
+            saved="offload" if config.kind == "offload" else "leave",
+        )
+
+    def step(self, number: int) -> tuple[float, Grads]:
+        """The loss and this rank's gradients, by their names in the whole model."""
+        for stage in self.stages.values():
+            for param in stage.parameters():
+                param.grad = None
+        loss = float(self.pipe.step(*make_batch(self.config, number, self.replica)))
+        return loss, {
+            f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": param.grad
+            for chunk, stage in self.stages.items()
+            for name, param in stage.named_parameters()
+        }
+
+
+class Wanted(NamedTuple):
+    """What a step should come to: on serial lanes to the last bit, in one process within a tolerance of `sizes`."""
+
+    serial_loss: float
+    serial: Grads
+    loss: float
+    whole: Grads
+    sizes: Sizes
+
+
+class References:
+    """What steps should come to. Without dropout a batch always comes to the same."""
+
+    def __init__(self, life: Life, rank: int) -> None:
+        self.config, self.serial = life.config, Runner(life, rank, "serial")
+        self.whole = make_model(life.config)
+        self._known: dict[int, Wanted] = {}
+
+    def of(self, number: int, step: int) -> Wanted:
+        """Both, for a batch; steps are asked for one after the other."""
+        if number not in self._known or self.config.dropout:
+            loss, whole, sizes = run_whole(self.config, self.whole, number, step)
+            self._known[number] = Wanted(*self.serial.step(number), loss, whole, sizes)
+        return self._known[number]
+
+
+def live(rank: int, life: Life) -> Record:
+    """A rank's part of a life."""
+    record, rng = Record(), Random(f"{life.seed}/{life.number}/{rank}")
+    if life.plant is not None:
+        apply(life.plant)
+    delays = Delays([Path(package.__path__[0]) for package in (treadle.runtime, treadle.moe)])
+    time.sleep(rng.choice((0.0, rng.uniform(0.0, LATEST_S))))
+    delays.install()
+    step = 0
+    try:
+        runner, references = Runner(life, rank, "thread"), References(life, rank)
+        for step in range(life.num_steps):
+            number = step % BATCHES
+            wanted = references.of(number, step)
+            with delays.armed(f"{life.name(step)}/{rank}"):
+                time.sleep(rng.choice((0.0, 0.0, rng.uniform(0.0, 0.05))))
+                got = runner.step(number)
+            wrong = [Finding(life, step, rank, what) for what in differences(life.config, got, wanted)]
+            record.findings += wrong
+            record.num_draws += 1
+            if life.stop and _anywhere(bool(wrong)):
+                break
+        for pipe in (runner.pipe, references.serial.pipe):
+            pipe.close()
+    except Exception as error:
+        told = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        record.num_draws += 1
+        record.findings.append(Finding(life, step, rank, f"raised {type(error).__name__}: {error}\n{told}"))
+    finally:
+        delays.remove()
+    return record
+
+
+def _anywhere(wrong: bool) -> bool:
+    """Has any rank found something."""
+    flag = torch.tensor(int(wrong))
+    dist.all_reduce(flag)
+    return bool(flag)
+
+
+def differences(config: Config, got: tuple[float, Grads], wanted: Wanted) -> Iterator[str]:
+    """What is not as it should be, a line a parameter."""
+    (loss, grads), most = got, MOST_DIFFERENCE[config.dtype]
+    if loss != wanted.serial_loss:
+        yield f"the loss is {loss!r}, on serial lanes {wanted.serial_loss!r}"
+    if abs(loss - wanted.loss) > most * abs(wanted.loss):
+        yield f"the loss is {loss!r}, in one process {wanted.loss!r}"
+    for name, grad in grads.items():
+        size, serial = wanted.sizes[name], wanted.serial[name]
+        off, off_serial = _off(grad, wanted.whole[name], size), _off(grad, serial, size)
+        if off > most or not _same_bits(grad, serial):
+            yield f"gradient of {name} is off by {off:.3g} from one process's, by {off_serial:.3g} from serial lanes'"
+
+
+def _off(grad: Tensor | None, want: Tensor | None, size: float) -> float:
+    """The largest difference, relative to a size."""
+    if grad is None or want is None:
+        return 0.0 if grad is want else float("inf")
+    most = float((grad.double() - want.double()).abs().max()) / max(size, 1e-300)
+    return most if most == most else float("inf")
+
+
+def _same_bits(grad: Tensor | None, want: Tensor | None) -> bool:
+    if grad is None or want is None:
+        return grad is want
+    as_bytes = [tensor.contiguous().view(torch.uint8) for tensor in (grad, want)]
+    return torch.equal(*as_bytes)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def lives(args: Namespace) -> Iterator[Life]:
+    """Lives for so many draws, each combination once before any comes again."""
+    only = parse_only(args.only)
+    every = combinations(only)
+    if not every:
+        raise ValueError(f"--only {args.only} leaves no schedule, kind and dtype")
+    Random(args.seed).shuffle(every)
+    for number in range(-(-args.draws // args.steps)):
+        rng = Random(f"{args.seed}/{number}")
+        config = draw_config(*every[number % len(every)], only, rng)
+        num_steps = min(args.steps, args.draws - number * args.steps)
+        yield Life(args.seed, number, config, num_steps, args.deadline, args.stop, args.plant)
+
+
+def parse_only(text: str) -> dict[str, list[str]]:
+    """`kind=tied,dtype=float32|float64` by name."""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    known = ("schedule", "kind", "dtype", "num_mb", "num_classes", "num_layers", "dropout", "aux", "layered", "ep")
+    for name, _, _ in pairs:
+        if name not in known:
+            raise ValueError(f"--only takes {', '.join(known)}, got {name!r}")
+    return {name: values.split("|") for name, _, values in pairs}
+
+
+def run_life(life: Life) -> Record:
+    """A life on its processes; a rank that has no record is a finding too."""
+    timeout_s = life.deadline_s * 2 + 5.0 * life.num_steps + 60
+    outcomes = run_ranks(life.config.world, live, life, timeout_s=timeout_s)
+    whole = Record()
+    for outcome in outcomes:
+        record = outcome.value if outcome.value is not None else _lost(life, outcome)
+        whole.num_draws = max(whole.num_draws, record.num_draws)
+        whole.findings += record.findings
+    return whole
+
+
+def _lost(life: Life, outcome: Outcome[Record]) -> Record:
+    return Record(1, [Finding(life, 0, outcome.rank, str(outcome))])
+
+
+def run_all(every: Iterable[Life], jobs: int) -> Iterator[tuple[Life, Record]]:
+    """Lives as they end, `jobs` at a time: a step under delays leaves the cores idle."""
+    queue = iter(every)
+    with ThreadPoolExecutor(jobs) as threads:
+        running: dict[Future[Record], Life] = {}
+        try:
+            while True:
+                while len(running) < jobs and (life := next(queue, None)) is not None:
+                    running[threads.submit(run_life, life)] = life
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def fuzz(args: Namespace) -> dict[str, object]:
+    """Runs all draws; what the last line says."""
+    begun, num_draws, failed, told = time.monotonic(), 0, set[str](), 0
+    first: int | None = None
+    for life, record in run_all(lives(args), args.jobs):
+        num_draws += record.num_draws
+        steps = sorted({finding.step for finding in record.findings})
+        failed |= {life.name(step) for step in steps}
+        if steps:
+            first = min(first if first is not None else args.draws, life.number * args.steps + steps[0] + 1)
+        for finding in record.findings[:3]:
+            _tell(f"FAILED {finding}")
+        if steps:
+            _tell(f"  again: {command(args, life, steps[0])}")
+        if num_draws - told >= args.draws / 20 or steps:
+            told = num_draws
+            _tell(f"{num_draws} of {args.draws} draws, {len(failed)} failed, {time.monotonic() - begun:.0f} s")
+        if steps and args.stop:
+            break
+    return {
+        "draws": num_draws,
+        "failures": len(failed),
+        "first": first,
+        "seeds": sorted(failed)[:20],
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def repeat(args: Namespace) -> dict[str, object]:
+    """The life of one draw, up to that draw, `--times` times."""
+    seed, number, step = map(int, args.repeat.split("."))
+    args.seed, args.draws, args.stop = seed, (number + 1) * args.steps, True
+    (life,) = [life for life in lives(args) if life.number == number]
+    life = replace(life, num_steps=step + 1)
+    _tell(f"{life.config}, {step + 1} steps, {args.times} times")
+    begun, failures, num_draws = time.monotonic(), 0, 0
+    for _ in range(args.times):
+        record = run_life(life)
+        failures, num_draws = failures + bool(record.findings), num_draws + record.num_draws
+        for finding in record.findings[:3]:
+            _tell(f"FAILED {finding}")
+    return {"draws": num_draws, "failures": failures, "seconds": round(time.monotonic() - begun, 1)}
+
+
+def find(plant: str, only: str, draws: int, seed: int = 0) -> dict[str, object]:
+    """Runs draws with a race planted until one fails, in dtypes whose rounding is small; what the last line says."""
+    only = f"dtype=float32|float64,aux=none,{only}"
+    more = ["--plant", plant, "--only", only, "--draws", str(draws), "--seed", str(seed), "--steps", "10", "--stop"]
+    return fuzz(parser().parse_args(more))
+
+
+def command(args: Namespace, life: Life, step: int) -> str:
+    """What repeats a draw."""
+    only = f" --only {shlex.quote(args.only)}" if args.only else ""
+    plant = f" --plant {args.plant}" if args.plant else ""
+    return f"python -m tests.support.fuzz --repeat {life.name(step)} --steps {args.steps}{only}{plant}"
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command
+
+
+def parser() -> ArgumentParser:
+    """The command line."""
+    made = ArgumentParser(description="Steps under injected delays, against one process and serial lanes.")
+    made.add_argument("--draws", type=int, default=2000, help="steps in all")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--steps", type=int, default=20, help="draws that one pipeline lives for")
+    made.add_argument("--only", default="", help="e.g. kind=tied,dtype=bfloat16|float64")
+    made.add_argument("--jobs", type=int, default=2, help="pipelines at once")
+    made.add_argument("--deadline", type=float, default=60.0, help="seconds a rank waits for another")
+    made.add_argument("--stop", action="store_true", help="at the first failure")
+    made.add_argument("--plant", choices=PLANTS, help="a race that is planted first")
+    made.add_argument("--repeat", help="the seed of a draw that failed")
+    made.add_argument("--times", type=int, default=10, help="how often --repeat does")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    args = parser().parse_args(arguments)
+    result = repeat(args) if args.repeat else fuzz(args)
+    print(json.dumps(result), flush=True)  # noqa: T201 - a command
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    from tests.support import fuzz as imported  # what goes to ranks must be found there by its module's name
+
+    sys.exit(imported.main())

@@ -1,0 +1,276 @@
+"""What the fuzzer runs: configurations, their models, and the same step in one process.
+
+A configuration has one model and a few batches, always the same ones: what differs from draw to draw is time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+import treadle
+from tests.support.oracle import SIZES, VOCAB, Block, Embed
+from treadle.moe import MoELayer
+from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
+from treadle.runtime.model.segments import COMPUTE
+from treadle.schedules import SCHEDULES
+
+KINDS = ("cells", "layers", "tied", "offload", "dp")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
+"""Of a gradient from one process's, relative to its size."""
+
+WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
+SEED = 3
+BATCHES = 2
+CLASSES = (4096, 32000)
+
+Grads = dict[str, Tensor | None]
+Sizes = dict[str, float]
+"""Of each gradient: its largest elements, summed over micro-batches, as their sum may be near zero. A tenth of the
+largest at least: the gradient of a router that takes one expert is all rounding errors."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A pipeline. `kind` is cells, or layers with a head, tied to the embedding, offloaded, or of two replicas."""
+
+    schedule: str
+    kind: str
+    dtype: str
+    num_mb: int
+    num_classes: int
+    num_layers: int
+    dropout: bool
+    aux: str
+    """Auxiliary losses: none, own (in the model's precision) or bf16."""
+    layered: bool
+    ep: int
+
+    @property
+    def pp(self) -> int:
+        """Two, or one where the first and the last stage would else be on different ranks."""
+        together = self.schedule in ("zb-v", "dualpipe", "dualpipev")
+        return 1 if self.kind == "tied" and not together else 2
+
+    @property
+    def dp(self) -> int:
+        """Replicas, besides those of an expert group."""
+        return 2 if self.kind == "dp" else 1
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.pp * self.dp * self.ep
+
+    @cached_property
+    def made(self) -> treadle.Schedule:
+        """Its schedule."""
+        return treadle.generate(self.schedule, pp=self.pp, microbatches=self.num_mb)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of all ranks."""
+        return init_device_mesh("cpu", (self.pp, self.dp, self.ep), mesh_dim_names=("pp", "dp", "ep"))
+
+    def __str__(self) -> str:
+        grain = "layers" if self.layered else "cells"
+        drops = ", dropout" if self.dropout else ""
+        return (
+            f"{self.schedule} {self.kind} {self.dtype}: pp={self.pp} dp={self.dp} ep={self.ep} M={self.num_mb} "
+            f"grain={grain} layers={self.num_layers} classes={self.num_classes} aux={self.aux}{drops}"
+        )
+
+
+def combinations(only: dict[str, list[str]]) -> list[tuple[str, str, str]]:
+    """All (schedule, kind, dtype) that `only` leaves."""
+    names = ("schedule", "kind", "dtype")
+    every = product(SCHEDULES, KINDS, DTYPES)
+    return [c for c in every if all(v in only.get(n, [v]) for n, v in zip(names, c, strict=True))]
+
+
+def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]], rng: Random) -> Config:
+    """The rest of a configuration: sizes that the schedule accepts."""
+
+    def pick(name: str, *allowed: Any) -> Any:
+        wanted = [value for value in allowed if str(value) in only.get(name, [str(value)])]
+        if not wanted:
+            raise ValueError(f"--only {name}={'|'.join(only[name])} leaves nothing of {', '.join(map(str, allowed))}")
+        return rng.choice(wanted)
+
+    layered = kind in ("layers", "tied", "offload") or (kind == "dp" and pick("layered", True, False))
+    return Config(
+        schedule=schedule,
+        kind=kind,
+        dtype=dtype,
+        num_mb=pick("num_mb", 6, 10) if schedule.startswith(("inter", "dualpipe")) else pick("num_mb", 5, 6, 7),
+        num_classes=pick("num_classes", *CLASSES),
+        num_layers=pick("num_layers", 1, 2, 2),
+        dropout=pick("dropout", True, False, False),
+        aux=pick("aux", "none", "own", "bf16"),
+        layered=layered,
+        ep=pick("ep", 1, 1, 2) if kind in ("layers", "offload") and dtype != "bfloat16" else 1,
+    )
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Layer(MoELayer):
+    """An MoE layer with dropout in its mixer, and its loss in the precision wanted."""
+
+    def __init__(self, config: Config, ep: int, ep_rank: int) -> None:
+        mixer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2 if config.dropout else 0.0))
+        balance = 0.0 if config.aux == "none" else 0.1
+        super().__init__(WIDTH, HIDDEN, EXPERTS, top_k=1, ep=ep, ep_rank=ep_rank, balance=balance, mixer=mixer)
+        self.aux = config.aux
+
+    def attn(self, x: Tensor) -> Any:
+        h, leaving, gates, routing, loss = super().attn(x)
+        return h, leaving, gates, routing, loss.bfloat16() if self.aux == "bf16" else loss
+
+
+class WithLoss(nn.Module):
+    """The end of a stage that has a loss of its own."""
+
+    def __init__(self, aux: str) -> None:
+        super().__init__()
+        self.aux = aux
+
+    def forward(self, x: Tensor) -> treadle.Output:
+        loss = 0.1 * x.square().mean()
+        return treadle.Output(x, loss.bfloat16() if self.aux == "bf16" else loss)
+
+
+class Head(nn.Module):
+    """The last module: one linear, whose weight may be the embedding's, behind dropout."""
+
+    def __init__(self, size: int, config: Config) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(size), nn.Dropout(0.2 if config.dropout else 0.0)
+        self.linear = nn.Linear(size, config.num_classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.dropout(self.norm(x)))
+        return out
+
+
+def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequential]:
+    """All stages; with `ep` only this rank's experts, which have other values then."""
+    torch.manual_seed(SEED)
+    num_stages = config.made.placement.num_stages
+    stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
+    if config.layered:
+        for stage in stages:
+            stage += [Layer(config, ep, ep_rank) for _ in range(config.num_layers)]
+        tied = config.kind == "tied"
+        embedding = nn.Embedding(config.num_classes if tied else VOCAB, WIDTH)
+        head = Head(WIDTH, config)
+        stages[0].insert(0, embedding)
+        stages[-1].append(head)
+        if tied:
+            head.linear.weight = embedding.weight
+    else:
+        sizes = [SIZES[i % len(SIZES)] for i in range(num_stages)]
+        stages[0].append(Embed(sizes[0]))
+        for stage, (size, to) in zip(stages[1:], pairwise(sizes), strict=True):
+            stage.append(Block(size, to))
+        for stage in stages:
+            stage += [nn.Dropout(0.2)] if config.dropout else []
+        stages[-1].append(Head(sizes[-1], config))
+        for stage in stages:
+            stage += [WithLoss(config.aux)] if config.aux != "none" else []
+    return [nn.Sequential(*stage).to(DTYPES[config.dtype]) for stage in stages]
+
+
+def own_part(config: Config, ep_rank: int) -> list[nn.Sequential]:
+    """All stages as a rank of an expert group has them."""
+    whole = make_model(config)
+    if config.ep == 1:
+        return whole
+    parts = make_model(config, config.ep, ep_rank)
+    for part, stage in zip(parts, whole, strict=True):
+        state = stage.state_dict()
+        part.load_state_dict({name: state[whole_name(name, config, ep_rank)] for name in part.state_dict()})
+    return parts
+
+
+def whole_name(name: str, config: Config, ep_rank: int) -> str:
+    """What a rank's parameter is called in the whole model, where experts have other numbers."""
+    pieces = name.split(".")
+    if "experts" in pieces:
+        at = pieces.index("experts") + 2
+        pieces[at] = str(int(pieces[at]) + ep_rank * (EXPERTS // config.ep))
+    return ".".join(pieces)
+
+
+def make_batch(config: Config, number: int, replica: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and classes, by micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * number + replica)
+    shape = (config.num_mb, SAMPLES, TOKENS)
+    tokens = torch.randint(0, VOCAB, shape, generator=generator)
+    return list(tokens), list(torch.randint(0, config.num_classes, shape, generator=generator))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """In float32 at least, as models in bf16 have it."""
+    wide = output.float() if output.dtype is torch.bfloat16 else output
+    return functional.cross_entropy(wide.flatten(0, 1), target.flatten())
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int) -> tuple[float, Grads, Sizes]:
+    """The loss, the gradients and their sizes, over all micro-batches of all replicas; bf16 is summed in float32."""
+    names = {f"{at}.{name}": p for at, stage in enumerate(model) for name, p in stage.named_parameters()}
+    replicas = config.dp * config.ep
+    sizes: dict[nn.Parameter, float] = defaultdict(float)
+    sums: dict[nn.Parameter, Tensor] = {}  # a tied parameter has several names
+    total = 0.0
+    for replica in range(replicas):
+        for mb, (x, target) in enumerate(zip(*make_batch(config, number, replica), strict=True)):
+            loss = _forward(config, model, x, target, step, replica * config.num_mb + mb)
+            torch.autograd.backward(loss / (config.num_mb * replicas))
+            total += float(loss.detach().double()) / (config.num_mb * replicas)
+            for param in dict.fromkeys(names.values()):
+                if param.grad is not None:
+                    grad = param.grad.float() if param.dtype is torch.bfloat16 else param.grad
+                    sums[param] = sums[param] + grad if param in sums else grad
+                    sizes[param] += float(grad.abs().max())
+                    param.grad = None
+    grads = {name: sums.get(param) for name, param in names.items()}
+    least = max(sizes.values()) / 10
+    return total, grads, {name: max(sizes[param], least) for name, param in names.items()}
+
+
+def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor, step: int, mb: int) -> Tensor:
+    own: list[Tensor] = []
+    children = [child for stage in model for child in stage]
+    numbered = [child for child in children if isinstance(child, Layer)] if config.layered else children
+    at = -1
+    for child in children:
+        if not config.layered or isinstance(child, Layer):
+            at += 1
+            seed_layer(torch.device("cpu"), SEED, step, mb, at, len(numbered))
+        elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
+            seed = layer_seed(step_seed(SEED, step), mb, at, len(numbered)) + (len(COMPUTE) + 1 << 48)
+            torch.default_generator.manual_seed(seed & (1 << 63) - 1)
+        if isinstance(child, Layer):
+            x, loss = child.with_loss(x)
+            own.append(loss)
+        else:
+            x = child(x)
+        if isinstance(x, treadle.Output):
+            own.append(x.aux_loss)
+            x = x.output
+    return sum(own, start=loss_fn(x, target))

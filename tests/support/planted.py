@@ -1,0 +1,227 @@
+"""Races planted into the runtime, which the fuzzer has to find.
+
+    python -m tests.support.planted [NAME ...] [--draws 200]
+
+A plant is a few replacements in the text of one module, each of which must match exactly once: a line that has moved
+fails here rather than be no plant any more. The changed text is compiled, and the functions of the imported module
+get its code; so a rank of the tests' forkserver is planted in milliseconds, where a copy of the package would have to
+be imported anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A mistake, where it is made, and the draws that meet it soonest."""
+
+    about: str
+    module: str
+    replacements: tuple[tuple[str, str], ...]
+    only: str
+
+
+PLANTS = {
+    "event-before-work": Plant(
+        "an op counts as done before it has run",
+        "treadle.runtime.run.lanes.thread",
+        (
+            (
+                "step.start[op] = perf_counter_ns()\n",
+                "step.start[op] = perf_counter_ns()\n                step.done[op].set()\n",
+            ),
+        ),
+        "kind=layers,schedule=1f1b|zb-v,num_layers=1",
+    ),
+    "wait-for-own-lane-only": Plant(
+        "a lane does not wait for the first of the ops that an op needs",
+        "treadle.runtime.run.lanes.thread",
+        (("for other in item.after:", "for other in item.after[1:]:"),),
+        "kind=layers,schedule=interleaved-overlap|dualpipev,num_layers=1",
+    ),
+    "finish-early": Plant(
+        "a step is over when the first op of each lane is",
+        "treadle.runtime.run.lanes.thread",
+        (("self._step.last[lane] = op", "self._step.last.setdefault(lane, op)"),),
+        "kind=dp,layered=True,schedule=interleaved|zb-v|dualpipev,num_layers=1",
+    ),
+    "receive-not-waited-for": Plant(
+        "a message is read before it has come",
+        "treadle.dist.channel",
+        (("for work in works:\n            self.wait(work)\n        return tensors", "return tensors"),),
+        "kind=cells,schedule=1f1b|gpipe",
+    ),
+    "ring-of-one": Plant(
+        "the next message is received into the tensors of the last one",
+        "treadle.dist.channel",
+        (
+            (
+                "tensors = tuple([spec.empty(self.device) for spec in boundary])",
+                "made = tuple([spec.empty(self.device) for spec in boundary])\n"
+                "        tensors = self.__dict__.setdefault(str(boundary), made)",
+            ),
+        ),
+        "kind=layers,schedule=gpipe|1f1b,num_layers=1",
+    ),
+    "exchange-not-waited-for": Plant(
+        "rows are read before they have come",
+        "treadle.dist.groups",
+        (
+            (
+                "self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))",
+                "self.under_way = self.group.alltoall_base(arrived, rows.contiguous(), receive, send)",
+            ),
+        ),
+        "kind=layers,ep=2,schedule=1f1b|zb-v,num_layers=1",
+    ),
+    "reduction-lands-first": Plant(
+        "gradients are taken from a reduction before it is waited for",
+        "treadle.runtime.model.gradients",
+        (
+            (
+                "flight.circle.wait(flight.work)\n            self._land(flight)",
+                "self._land(flight)\n            flight.circle.wait(flight.work)",
+            ),
+        ),
+        "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",  # others' .grad are views of what is reduced
+    ),
+    "piece-given-back-first": Plant(
+        "a piece of the pool is given back before it is read",
+        "treadle.runtime.model.saved.store",
+        (
+            (
+                "        flat.copy_(self.room[: self.size_bytes], non_blocking=True)\n"
+                "        self._pool.give_back(self.room)\n",
+                "        self._pool.give_back(self.room)\n"
+                "        flat.copy_(self.room[: self.size_bytes], non_blocking=True)\n",
+            ),
+        ),
+        "kind=offload,schedule=1f1b|interleaved-overlap",
+    ),
+    "shelf-of-all-micro-batches": Plant(
+        "what micro-batches save is kept in one list",
+        "treadle.runtime.model.saved.store",
+        (
+            (
+                "shelf = self._shelves.setdefault(key, Shelf())",
+                "shelf = self._shelves.setdefault((key[0], 0, key[2]), Shelf())\n        self._shelves[key] = shelf",
+            ),
+        ),
+        "kind=offload,schedule=1f1b|interleaved-overlap",
+    ),
+    "ledger-without-lock": Plant(
+        "saved bytes are counted by several threads without a lock",
+        "treadle.runtime.model.saved.ledger",
+        (
+            (
+                "        with self._lock:\n            self._settle()\n            holders =",
+                "        if True:\n            self._settle()\n            holders =",
+            ),
+        ),
+        "kind=offload,schedule=interleaved-overlap|dualpipev",
+    ),
+    "splits-on-the-group": Plant(
+        "how many rows a micro-batch exchanged is kept where the next one puts it",
+        "treadle.runtime.model.exchange",
+        (
+            (
+                "ctx.party, ctx.send, ctx.receive = party, send, receive",
+                "ctx.party = party\n        party.__dict__['splits'] = (receive, send)",
+            ),
+            ("_swap(ctx.party, grad, ctx.receive, ctx.send)", "_swap(ctx.party, grad, *ctx.party.splits)"),
+        ),
+        "kind=layers,ep=2,schedule=1f1b|interleaved-overlap,num_layers=1",
+    ),
+    "piece-taken-twice": Plant(
+        "a piece of the pool that was taken stays among the free ones",
+        "treadle.runtime.model.saved.pool",
+        (("return free.pop()", "return free[-1]"),),
+        "kind=offload,schedule=1f1b|interleaved-overlap",
+    ),
+    "scale-rounded-twice": Plant(
+        "the gradient of a loss starts from what another loss's precision left of the scale",
+        "treadle.runtime.model.chunk",
+        (("scales[torch.float64].to(dtype)", "list(scales.values())[-1].to(dtype)"),),
+        "kind=layers,schedule=1f1b|zb-h1,aux=bf16,num_layers=1",
+    ),
+    "halves-shared": Plant(
+        "weight halves of all micro-batches go to one list",
+        "treadle.runtime.model.weight_grad",
+        (("self._open = []", "self._open = self.__dict__.setdefault('shared', [])"),),
+        "kind=layers|cells,schedule=zb-v|zb-h1",
+    ),
+}
+
+
+def apply(name: str) -> None:
+    """Plants it in this process."""
+    plant = PLANTS[name]
+    module = import_module(plant.module)
+    assert module.__file__ is not None
+    code = compile(changed(plant, Path(module.__file__).read_text()), module.__file__, "exec")
+    changed_code = {part.co_qualname: part for part in _parts(code)}
+    for function in _functions(module):
+        if function.__code__.co_filename == module.__file__:
+            function.__code__ = changed_code[function.__qualname__]
+
+
+def changed(plant: Plant, text: str) -> str:
+    """A module's text with the plant in it."""
+    for old, new in plant.replacements:
+        num = text.count(old)
+        if num != 1:
+            raise ValueError(f"{plant.module} has {old!r} {num} times, and a plant replaces what is there once")
+        text = text.replace(old, new)
+    return text
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield part
+            yield from _parts(part)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """Those of a module and of its classes."""
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        for part in vars(value).values() if isinstance(value, type) else [value]:
+            plain = getattr(part, "__func__", getattr(part, "fget", part))
+            plain = getattr(plain, "__wrapped__", plain)
+            if isinstance(plain, FunctionType):
+                yield plain
+
+
+def main() -> int:
+    """Runs the command: a line of JSON a plant, and exits with 1 where one is not found."""
+    parser = ArgumentParser(description="Which planted races does the fuzzer find, and at which draw.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLANTS)}; all if none is given")
+    parser.add_argument("--draws", type=int, default=200, help="at most, for each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    unknown = [name for name in args.names if name not in PLANTS]
+    if unknown:
+        parser.error(f"there is no plant {unknown[0]!r}; there are {', '.join(PLANTS)}")
+    from tests.support import fuzz
+
+    missed = 0
+    for name in args.names or PLANTS:
+        said = fuzz.find(name, PLANTS[name].only, args.draws, args.seed)
+        missed += not said["failures"]
+        print(json.dumps({"plant": name, **said}), flush=True)  # noqa: T201 - a command
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

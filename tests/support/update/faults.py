@@ -1,0 +1,275 @@
+"""One fault at a time: what to break, who breaks it, what is seen from outside meanwhile, and if all is well after.
+
+A set of workers lives through many cases. Each case has update ranks of its own; those that survive try again, and
+where one was lost, new ranks do.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import Outcome, run_ranks
+from tests.support.update.crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
+from tests.support.update.workers import Asker, Trouble, Workers
+from tests.support.watching import Watching
+from treadle.update import Options, Source, UpdateError, Updater
+from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.protocol.messages import Answer
+from treadle.wire.errors import Gone
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault."""
+
+    number: int
+    worker: int = -1
+    trouble: Trouble | None = None
+    crash: Crash | None = None
+    flip: Flip | None = None
+
+    @property
+    def culprit(self) -> str:
+        """What the error must name."""
+        if self.crash is not None:
+            return "the coordinator (update rank 0" if self.crash.rank == 0 else f"update rank {self.crash.rank} "
+        if self.flip is not None:
+            return f"worker {self.flip.rank} "
+        return f"worker {self.worker}"
+
+    @property
+    def deadline_s(self) -> float:
+        """Only a process that hangs is found by its deadline."""
+        return 1.5 if self.trouble is not None and self.trouble.act == "hang" else 15.0
+
+
+def draw(number: int, world: int, num_buckets: int) -> Case:
+    """A case by its number: which fault, where."""
+    chance = random.Random(number)
+    kind = chance.choice(KINDS)
+    if kind in ("rank", "decision"):
+        rank = 0 if kind == "decision" else chance.randrange(world)
+        when = (
+            chance.choice(DECISIONS) if kind == "decision" else chance.choice(("bucket", "bucket", "before", "after"))
+        )
+        return Case(number, crash=Crash(rank, when, chance.choice(PHASES), chance.randrange(num_buckets)))
+    if kind == "flip":
+        return Case(number, flip=Flip(chance.randrange(world), chance.randrange(num_buckets)))
+    method = chance.choice((*METHODS, "load", "load", "load"))
+    at = chance.randrange(num_buckets) if method == "load" else 0
+    return Case(number, worker=chance.randrange(world), trouble=Trouble(kind, method, at, hang_s=2.5))
+
+
+@dataclass
+class Report:
+    """What an update rank saw."""
+
+    error: str = ""
+    who: str = ""
+    committed: bool = False
+    corrupt: bool = False
+    raised_s: float = 0.0
+    retried: int = 0
+    served: int = 0
+
+
+def attempt(
+    rank: int, workers: tuple[Path, Path], make: Callable[[int, int], Source], version: int, case: Case, marks: Path
+) -> Report:
+    """An update that goes wrong, and tries until it does not."""
+    options = _options(case)
+    report = Report()
+    with Updater(workers[0], ledger=workers[1], options=options) as updater:
+        arm(updater, case.crash, case.flip, marks)
+        try:
+            updater.update(make(rank, version), version)
+            report.served = version
+        except UpdateError as error:
+            report.error, report.who, report.committed = str(error), error.who, error.committed
+            report.raised_s, report.corrupt = time.monotonic(), error.corrupt
+        if case.crash is None:
+            version += 1
+            again(updater, make(rank, version), version, report)
+    return report
+
+
+def again(updater: Updater, source: Source, version: int, report: Report) -> None:
+    """Tries until it succeeds: a worker that hangs is busy for a while, one that was killed starts again."""
+    until = time.monotonic() + 30
+    while True:
+        report.retried += 1
+        try:
+            report.served = updater.update(source, version).version
+        except UpdateError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def fresh(
+    rank: int, workers: tuple[Path, Path], make: Callable[[int, int], Source], version: int, case: Case
+) -> Report:
+    """New ranks, after some were lost."""
+    report = Report()
+    with Updater(workers[0], ledger=workers[1], options=_options(case)) as updater:
+        again(updater, make(rank, version), version, report)
+    return report
+
+
+def _options(case: Case) -> Options:
+    from tests.support.update.models import SMALL
+
+    rollback = random.Random(-case.number).choice(("host", "host", "disk", "none"))
+    return Options(memory=SMALL, rollback=rollback, deadline_s=case.deadline_s, drain_s=0.2)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An answer, and when it was asked for and came."""
+
+    worker: int
+    version: int
+    body: str
+    asked_s: float
+    came_s: float
+
+
+@dataclass
+class Watcher(Watching):
+    """Asks every worker over and over, from a process that has no part in updates; starts killed ones again."""
+
+    workers: Workers
+    seen: list[Seen] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+
+    def _run(self) -> None:
+        askers: dict[int, Asker] = {}
+        while not self._stop.is_set():
+            for worker in range(len(self.workers.want.pieces)):
+                if not self.workers.processes[worker].is_alive():
+                    self.workers.restart(worker)
+                    askers.pop(worker, None)
+                try:
+                    if worker not in askers:
+                        askers[worker] = Asker(self.workers.sockets, worker)
+                    asked = time.monotonic()
+                    answer = askers[worker].ask()
+                except (Gone, TimeoutError, OSError):
+                    askers.pop(worker, None)
+                    continue
+                if isinstance(answer, Answer):
+                    self.seen.append(Seen(worker, answer.version, answer.body.decode(), asked, time.monotonic()))
+                else:
+                    self.closed.append(worker)
+            time.sleep(0.01)
+        for asker in askers.values():
+            asker.close()
+
+
+def mixtures(seen: list[Seen], right: Callable[[int, int], str]) -> list[str]:
+    """Answers that are of no version, and answers of an old version after one of a newer one had come."""
+    wrong = [f"{one} is no answer of its version" for one in seen if one.body != right(one.worker, one.version)]
+    newest, since = 0, 0.0
+    for one in sorted(seen, key=lambda one: one.came_s):
+        if one.version > newest:
+            newest, since = one.version, one.came_s
+        elif one.version < newest and one.asked_s > since:
+            wrong.append(f"{one} came after an answer of {newest} at {since}")
+    return wrong
+
+
+def play(workers: Workers, case: Case, version: int, make: Any, right: Callable[[int, int], str]) -> int:
+    """Plays a case on workers that serve `version`, raises AssertionError, and returns the version they serve then."""
+    marks = workers.directory / f"mark{case.number}"
+    places = workers.sockets, workers.ledger
+    world = len(workers.want.pieces)
+    if case.trouble is not None:
+        workers.tell(case.worker, case.trouble)
+        workers.tell(case.worker, Marker(marks))
+    with Watcher(workers) as watcher:
+        outcomes = run_ranks(world, attempt, places, make, version + 1, case, marks, timeout_s=60)
+        told = f"{case}\n" + "\n".join(map(str, outcomes))
+        version = _judge(case, outcomes, marks, version, told)
+        served = {status.version for status in statuses(workers) if status.state == "serving"}
+        assert len(served) <= 1, f"{served} are served\n{told}"
+        if case.crash is not None:
+            committed = _committed(workers.ledger)
+            assert served <= {committed}, f"{served} served, {committed} committed\n{told}"
+            version += 2
+            for outcome in run_ranks(world, fresh, places, make, version, case, timeout_s=60):
+                assert outcome.ok, f"{outcome}\n{told}"
+    for worker in range(world):
+        asker = Asker(workers.sockets, worker)
+        answer = asker.ask()
+        asker.close()
+        assert isinstance(answer, Answer), f"worker {worker}: {answer}\n{told}"
+        assert (answer.version, answer.body.decode()) == (version, right(worker, version)), told
+    assert not mixtures(watcher.seen, right), f"{mixtures(watcher.seen, right)[:3]}\n{told}"
+    return version
+
+
+def _judge(case: Case, outcomes: list[Outcome[Report]], marks: Path, version: int, told: str) -> int:
+    """Every survivor raised in time and named who; returns the version that is served if all tried again."""
+    for outcome in outcomes:
+        if case.crash is not None and outcome.rank == case.crash.rank:
+            assert outcome.exitcode == -signal.SIGKILL, told
+            continue
+        assert outcome.ok, told
+        report = outcome.value
+        assert report is not None
+        assert report.error, f"no error\n{told}"
+        assert case.culprit in report.who, f"{report.who!r} named, not {case.culprit!r}\n{told}"
+        assert report.corrupt == (case.flip is not None), told
+        if marks.exists():
+            late_s = report.raised_s - float(marks.read_text()) - (case.deadline_s if _hangs(case) else 0)
+            assert late_s < 5, f"{late_s} s\n{told}"
+    return version + 2 if case.crash is None else version
+
+
+def _hangs(case: Case) -> bool:
+    return case.trouble is not None and case.trouble.act == "hang"
+
+
+def statuses(workers: Workers) -> list[Any]:
+    found = []
+    for worker in range(len(workers.want.pieces)):
+        try:
+            asker = Asker(workers.sockets, worker)
+            found.append(asker.status())
+            asker.close()
+        except (OSError, Gone):
+            continue
+    return found
+
+
+def _committed(directory: Path) -> int | None:
+    ledger = Ledger(directory)
+    ledger.close()
+    return ledger.record.version
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Has a worker write down when its trouble begins."""
+
+    path: Path
+
+    def __call__(self, adapter: Any) -> None:
+        adapter.marks = self.path
+
+
+OTHERS = ("vllm", "psm_", "sem.mp-")
+"""Names that engines and Python's multiprocessing give, in other processes of the machine; updates have none."""
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that may be ours."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(OTHERS)}

@@ -1,0 +1,397 @@
+"""Ranks, workers and logs that are not the ones an update takes them for are refused, and what is served stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ranks import check, run_ranks
+from tests.support.update.models import Compare, model, source_of
+from tests.support.update.workers import Asker, Workers
+from treadle.update import Options, Plain, Source, UpdateError, Updater
+from treadle.update.coordinator.commit_log import Ledger, peek
+from treadle.update.protocol.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from treadle.update.worker.endpoint import worker_path
+from treadle.update.worker.slot import Slot
+from treadle.update.worker.worker import Worker
+from treadle.weights.buffers import Memory
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
+
+SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
+OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
+
+Do = Callable[[Updater, int, Holding], Any]
+
+
+def whole(num: int) -> Holding:
+    """Every rank has all of it, and every worker wants that."""
+    return Parallel(replicas=num).holding(model(1, 32))
+
+
+def run(workers: Workers, world: int, do: Do, ledger: Path | None = None, **named: Any) -> list[Any]:
+    """`do` on so many ranks, with the workers' own log or another; `named` goes to the updater."""
+    places = workers.sockets, ledger if ledger is not None else workers.ledger
+    return check(run_ranks(world, _run, places, whole(world), do, named, timeout_s=90))
+
+
+def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, named: dict[str, Any]) -> Any:
+    with Updater(places[0], ledger=places[1], options=OPTIONS, **named) as updater:
+        return do(updater, rank, have)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The text of an UpdateError, nothing if there is none."""
+    try:
+        call()
+    except UpdateError as error:
+        return str(error)
+    return ""
+
+
+def first(updater: Updater, rank: int, have: Holding) -> str:
+    return error_of(lambda: updater.update(source_of(have, rank, 1), 1))
+
+
+def second(updater: Updater, rank: int, have: Holding) -> str:
+    return error_of(lambda: updater.update(source_of(have, rank, 2), 2))
+
+
+def first_of_another(updater: Updater, rank: int, have: Holding) -> str:
+    """Also called version 1, with other weights."""
+    return error_of(lambda: updater.update(source_of(have, rank, 11), 1))
+
+
+def recovers(updater: Updater, rank: int, have: Holding) -> tuple[str, int]:
+    """The error, or how many bytes moved."""
+    try:
+        return "", updater.recover().size_bytes
+    except UpdateError as error:
+        return str(error), -1
+
+
+def served(workers: Workers) -> list[int | None]:
+    """What each worker answers with; None where it is closed."""
+    versions: list[int | None] = []
+    for worker in range(len(workers.want.pieces)):
+        asker = Asker(workers.sockets, worker)
+        answer = asker.ask()
+        versions.append(answer.version if isinstance(answer, Answer) else None)
+        asker.close()
+    return versions
+
+
+# ---- members ---------------------------------------------------------------------------------------------------------
+
+
+def test_fewer_ranks_than_workers_are_refused_and_the_missing_worker_is_named() -> None:
+    with Workers(whole(3)) as workers:
+        assert run(workers, 3, first) == [""] * 3
+        for told in run(workers, 2, second):
+            assert f"worker 2 (process {workers.processes[2].pid}" in told, told
+            assert "new_set" in told
+        assert served(workers) == [1, 1, 1]
+
+
+def second_with_notes(updater: Updater, rank: int, have: Holding) -> tuple[str, ...]:
+    return updater.update(source_of(have, rank, 2), 2).notes
+
+
+def test_a_set_that_shrank_is_updated_where_that_is_said_and_who_left_is_closed() -> None:
+    with Workers(whole(3)) as workers:
+        run(workers, 3, first)
+        for notes in run(workers, 2, second_with_notes, new_set=True):
+            assert any("worker 2 " in note and "closed" in note for note in notes), notes
+        assert served(workers) == [2, 2, None]
+        assert run(workers, 2, recovers) == [("", 0)] * 2, "the smaller set is the log's from then on"
+
+
+def test_who_left_a_set_and_cannot_be_reached_is_said() -> None:
+    with Workers(whole(3)) as workers:
+        run(workers, 3, first)
+        worker_path(workers.sockets, 2).unlink()
+        for notes in run(workers, 2, second_with_notes, new_set=True):
+            assert any("worker 2 (process" in note and "not reached" in note for note in notes), notes
+
+
+# ---- incarnations ----------------------------------------------------------------------------------------------------
+
+
+class Replaced:
+    """Worker 1's socket is unlinked and another process started in its place; the old one lives, and is asked."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.asker = Asker(workers.sockets, 1)
+        self.process, self._pipe = workers.processes[1], workers.pipes[1]
+        worker_path(workers.sockets, 1).unlink()
+        workers.start(1)
+        workers.await_up(1)
+
+    def end(self) -> None:
+        self.asker.close()
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def test_a_worker_that_was_replaced_closes_before_another_version_is_served() -> None:
+    with Workers(whole(2)) as workers:
+        run(workers, 2, first)
+        old = Replaced(workers)
+        try:
+            assert run(workers, 2, second) == ["", ""]
+            answer = old.asker.ask()
+            assert isinstance(answer, Refused), f"{answer.version} is served by the old process, 2 is committed"
+            assert served(workers) == [2, 2]
+        finally:
+            old.end()
+
+
+class Waits:
+    """Updates, says so, waits for the test, and recovers."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self, updater: Updater, rank: int, have: Holding) -> tuple[str, int]:
+        first(updater, rank, have)
+        (self.mark / f"{rank}").touch()
+        while not (self.mark / "go").exists():
+            time.sleep(0.02)
+        return recovers(updater, rank, have)
+
+
+def test_ranks_that_were_there_before_find_the_worker_that_is_there_now(tmp_path: Path) -> None:
+    with Workers(whole(2)) as workers:
+        olds: list[Replaced] = []
+
+        def replace() -> None:
+            while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+                time.sleep(0.02)
+            olds.append(Replaced(workers))
+            (tmp_path / "go").touch()
+
+        thread = threading.Thread(target=replace, daemon=True)
+        thread.start()
+        told = run(workers, 2, Waits(tmp_path))
+        thread.join()
+        try:
+            assert all(error == "" and moved > 0 for error, moved in told), told
+            assert served(workers) == [1, 1]
+            assert workers.tell(1, Compare(1)) == []
+            assert isinstance(olds[0].asker.ask(), Refused)
+        finally:
+            olds[0].end()
+
+
+def test_a_worker_that_was_replaced_and_cannot_close_is_named_and_nothing_is_updated() -> None:
+    """The old process is stopped: whether it will go on to serve, nobody knows."""
+    with Workers(whole(2)) as workers:
+        run(workers, 2, first)
+        pid = workers.processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        old = None
+        try:
+            process, pipe = workers.processes[1], workers.pipes[1]
+            worker_path(workers.sockets, 1).unlink()
+            workers.start(1)
+            workers.await_up(1)
+            quick = Options(SMALL, deadline_s=3, drain_s=1)
+            places = workers.sockets, workers.ledger
+            for told in check(run_ranks(2, _run_with, places, whole(2), second, quick, timeout_s=90)):
+                assert f"process {pid}" in told, told
+                assert "end it" in told
+            assert served(workers) == [1, None]
+            old = process, pipe
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            if old is not None:
+                run_after = run(workers, 2, second)
+                old[0].kill()
+                old[0].join()
+                old[1].close()
+                assert run_after == ["", ""]
+        assert served(workers) == [2, 2]
+
+
+def _run_with(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: Options) -> Any:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
+        return do(updater, rank, have)
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def part_of_another(updater: Updater, rank: int, have: Holding) -> str:
+    changed = [sorted(have.tensors)[0]]
+    return error_of(lambda: updater.update(source_of(have, rank, 12), 2, changed=changed, base=1))
+
+
+def test_another_runs_log_is_refused_though_it_has_the_same_version() -> None:
+    """And the changes against that version do not become part of what is served."""
+    with Workers(whole(2)) as one, Workers(whole(2)) as other:
+        assert run(one, 2, first) == run(other, 2, first_of_another) == [""] * 2
+        for told, _ in run(one, 2, recovers, other.ledger):
+            assert "another log" in told, told
+            assert "takeover" in told
+        assert all("another log" in told for told in run(one, 2, part_of_another, other.ledger))
+        assert served(one) == [1, 1]
+        assert one.tell(0, Compare(1)) == one.tell(1, Compare(1)) == []
+
+
+def two_logs(rank: int, sockets: Path, logs: tuple[Path, Path], key: Path, have: Holding) -> list[str]:
+    one = Updater(sockets, ledger=logs[0], key=key, options=OPTIONS)
+    other = Updater(sockets, ledger=logs[1], key=key, options=OPTIONS)
+    with one, other:
+        return [
+            first(one, rank, have),
+            error_of(lambda: other.update(source_of(have, rank, 5), 5)),
+            second(one, rank, have),
+        ]
+
+
+def test_a_second_coordinator_with_a_log_of_its_own_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("5a" * 32)
+    key.chmod(0o600)
+    with Workers(whole(2)) as workers:
+        logs = workers.ledger, workers.directory / "other"
+        for mine, others, again in check(run_ranks(2, two_logs, workers.sockets, logs, key, whole(2), timeout_s=90)):
+            assert mine == again == ""
+            assert "another log" in others, others
+        assert served(workers) == [2, 2]
+
+
+def nothing_to_send(updater: Updater, rank: int, have: Holding) -> str:
+    """Refused in the plan: no rank has what workers want."""
+    return error_of(lambda: updater.update(Source(have.tensors, {}), 2))
+
+
+def test_a_wrong_log_closes_nothing() -> None:
+    with Workers(whole(2)) as workers:
+        run(workers, 2, first)
+        assert all(run(workers, 2, nothing_to_send, workers.directory / "wrong"))
+        assert run(workers, 2, recovers) == [("", 0)] * 2, "with the right log nothing has to move"
+        assert served(workers) == [1, 1]
+        assert workers.tell(0, Compare(1)) == workers.tell(1, Compare(1)) == []
+
+
+def test_a_log_that_took_over_in_vain_leaves_what_its_own_log_opens_again() -> None:
+    """It has a version of its own, so the workers were closed for it; they kept what they had."""
+    with Workers(whole(2)) as workers, Workers(whole(2)) as other:
+        assert run(workers, 2, first) == run(other, 2, first_of_another) == [""] * 2
+        wrong = {"takeover": True, "new_set": True}
+        assert all("no rank has" in told for told in run(workers, 2, nothing_to_send, other.ledger, **wrong))
+        assert served(workers) == [None, None]
+        assert run(workers, 2, recovers) == [("", 0)] * 2, "with the right log nothing has to move"
+        assert served(workers) == [1, 1]
+        assert workers.tell(0, Compare(1)) == workers.tell(1, Compare(1)) == []
+
+
+def test_a_log_that_is_lost_is_replaced_by_one_that_takes_over() -> None:
+    """What workers serve is what is committed then: they go on serving, and the old log is refused."""
+    with Workers(whole(2)) as workers:
+        run(workers, 2, first)
+        new = workers.directory / "new"
+        assert run(workers, 2, recovers, new, takeover=True) == [("", 0)] * 2
+        assert served(workers) == [1, 1]
+        assert run(workers, 2, second, new) == ["", ""]
+        assert all("another log" in told for told in run(workers, 2, second))
+        assert served(workers) == [2, 2]
+
+
+# ---- one worker and one log, without processes -----------------------------------------------------------------------
+
+
+def lone() -> tuple[Worker, Plain]:
+    """A worker that serves version 1 of log A by attempt 1."""
+    plain = Plain({"w": torch.zeros(0)})
+    made = Worker(plain, 0)
+    made.handle(TakePlan("p", (), ()))
+    made.handle(Settle(1, None, (), log="A"))
+    made.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
+    made.handle(Finish(1))
+    assert isinstance(made.handle(Commit(1, 1)), Status)
+    return made, plain
+
+
+def test_a_worker_refuses_another_log_and_names_both() -> None:
+    made, plain = lone()
+    told = made.handle(Settle(9, 1, (1,), log="B"))
+    assert isinstance(told, Refused)
+    assert (told.code, plain.gate.version) == ("foreign", 1)
+    assert all(part in told.text for part in ("another log, A", "this one is B", "takeover=True"))
+    assert made.status.epoch == 1, "what was refused leaves no trace"
+
+
+def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
+    made, _ = lone()
+    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Begin(2, 5, "p", "none", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Finish(2))
+    told = made.handle(Settle(3, 1, (1,), log="A"))
+    assert isinstance(told, Refused)
+    assert told.code == "foreign"
+    assert made.status.log == "B"
+
+
+def test_a_closed_worker_keeps_what_it_has_for_its_own_log_only() -> None:
+    made, plain = lone()
+    closed = made.handle(Settle(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
+    assert isinstance(closed, Status)
+    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("closed", 1, "A", None)
+    opened = made.handle(Settle(3, 1, (1,), log="A"))
+    assert isinstance(opened, Status)
+    assert (opened.state, plain.gate.version) == ("serving", 1)
+
+
+def test_a_closed_worker_does_not_open_when_an_attempt_fails() -> None:
+    made, plain = lone()
+    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Begin(2, 5, "p", "host", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Abort(2))
+    assert (made.state, plain.gate.version) == ("closed", None)
+    made.handle(Settle(3, 1, (1,), log="A"))
+    assert plain.gate.version == 1
+
+
+def test_a_log_of_before_there_were_ids_gets_one_with_the_next_attempt(tmp_path: Path) -> None:
+    directory = tmp_path / "l"
+    directory.mkdir(mode=0o700)
+    (directory / "ledger.json").write_text('{"version":3,"epochs":[5]}')
+    ledger = Ledger(directory)
+    assert (ledger.record.version, ledger.record.epochs, ledger.record.members) == (3, (5,), ())
+    assert peek(directory).id == ""
+    ledger.begin(0)
+    ledger.close()
+    assert peek(directory).id == ledger.record.id != ""
+    again = Ledger(directory)
+    assert again.record == ledger.record
+    again.close()
+
+
+def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
+    """A second endpoint of the same process takes it from the first; the id stays the file's."""
+    one = Slot(tmp_path / "worker-0.slot")
+    held = one.held, one.id
+    two = Slot(tmp_path / "worker-0.slot")
+    assert held == (True, two.id)
+    assert two.held
+    assert not one.take()
+    look = (
+        "import sys; from pathlib import Path; from treadle.update.worker.slot import Slot; s = Slot(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", look + "; print(s.held, s.holder())", str(tmp_path / "worker-0.slot")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
+    two.give_back()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True 0\n"

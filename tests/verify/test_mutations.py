@@ -1,0 +1,81 @@
+"""The verifier against an executor written from the semantics alone: 5,600 damaged schedules, and the sound ones."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+import pytest
+
+import treadle
+from tests.support.brute_force import execute
+from tests.support.mutations import mutate
+from treadle.ir import Schedule
+from treadle.ir.text import dump
+from treadle.schedules import SCHEDULES, Family
+
+MUTATIONS_EACH = 700
+CHUNKS = 4
+
+COVERED_BY = {
+    "hang": {"T201", "T202", "T203"},
+    "wrong data": {"T204"},
+    "missing": {"T101"},
+    "double": {"T102"},
+    "unknown": {"T105"},
+}
+
+
+def random_size(family: Family, random: Random) -> Schedule:
+    for _ in range(1000):
+        pp, vpp, num_mb = random.randint(1, 5), random.randint(1, 3), random.randint(1, 12)
+        try:
+            return family.generate(family.size(pp, vpp if not family.vpps else None, num_mb))
+        except ValueError:
+            continue
+    raise AssertionError(f"no size of {family.name} found")
+
+
+def judge(
+    schedule: Schedule, *, eager: bool, ring: int | None, receives: Literal["sender", "use"]
+) -> tuple[bool, set[str]]:
+    """Both verdicts must agree; returns the verdict and the codes found."""
+    outcome = execute(schedule, eager=eager, ring=ring, receives=receives)
+    report = treadle.verify(schedule, eager=eager, ring=ring, receives=receives)
+    codes = {finding.code for finding in report.findings}
+    context = f"eager={eager} ring={ring} receives={receives}\n{dump(schedule)}\n{report}\n{outcome}"
+    assert report.clean == outcome.clean, context
+    for symptom in outcome.symptoms:
+        assert codes & COVERED_BY[symptom], f"{symptom} is not covered\n{context}"
+    assert ("hang" in outcome.symptoms) == bool(codes & COVERED_BY["hang"]), context
+    if outcome.symptoms <= {"wrong data"}:
+        assert report.peak_activations == outcome.peak, context
+    return report.clean, codes
+
+
+@pytest.mark.parametrize("part", range(CHUNKS))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_mutations(name: str, part: int) -> None:
+    random = Random(f"{name}/{part}")
+    seen: set[str] = set()
+    num_clean = 0
+    for _ in range(MUTATIONS_EACH // CHUNKS):
+        damaged = mutate(random_size(SCHEDULES[name], random), random)
+        ring = random.choice((None, None, 1, 2, 3))
+        receives: Literal["sender", "use"] = "use" if random.random() < 0.2 else "sender"
+        clean, codes = judge(damaged, eager=random.random() < 0.3, ring=ring, receives=receives)
+        num_clean += clean
+        seen |= codes
+    # The damage is varied enough that both verdicts and most codes come up.
+    assert 0 < num_clean < MUTATIONS_EACH // CHUNKS
+    assert seen >= {"T101", "T102", "T103", "T201", "T202", "T203", "T204"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sound_schedules(name: str) -> None:
+    random = Random(name)
+    for _ in range(40):
+        schedule = random_size(SCHEDULES[name], random)
+        clean, _ = judge(schedule, eager=False, ring=None, receives="sender")
+        assert clean
+        judge(schedule, eager=random.random() < 0.5, ring=random.choice((1, 2, 4)), receives="sender")

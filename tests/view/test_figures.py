@@ -1,0 +1,312 @@
+"""Figures: what they show is checked as data (boxes, texts, curves), what they look like by rules on colours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import treadle
+from tests.support.sheets import check_texts
+from treadle.costs import UNIT_COSTS, Costs, load_costs
+from treadle.ir.execute import Times
+from treadle.ir.memory import peaks
+from treadle.ir.program import LANE_OF, LaneKind, OpKind
+from treadle.ir.trace import Trace
+from treadle.schedules import SCHEDULES
+from treadle.view.against import against_figure, within
+from treadle.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
+from treadle.view.figure import compare_figure, draw, draw_cell
+from treadle.view.held import MemoryUnit, held, memory_unit
+from treadle.view.labels import ABOVE, SIDE, extent, fit
+from treadle.view.palette import PALETTES, ROLE_OF, Look, Palette, Role, told_apart
+from treadle.view.panels import PANEL_NAMES, cell_panel
+from treadle.view.phases import Phase, extra_cells, phases, pick_cell
+from treadle.view.sheet import Sheet
+
+DEEPSEEK = load_costs("deepseek-v3-h800")
+PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
+
+
+def trace_of(name: str, costs: Costs = UNIT_COSTS, pp: int = 4, layers: int | None = None) -> Trace:
+    microbatches = 2 * pp
+    schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
+    options = treadle.Options(layers=layers, offload=layers is not None)
+    return treadle.simulate(treadle.lower(schedule, costs, options), costs)
+
+
+@pytest.fixture(scope="module")
+def cells() -> Trace:
+    return trace_of("interleaved-overlap")
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Trace:
+    return trace_of("interleaved-overlap", DEEPSEEK, layers=2)
+
+
+@pytest.mark.parametrize("form", [".svg", ".png", ".pdf"])
+def test_every_form_is_written(form: str, cells: Trace, lanes: Trace, tmp_path: Path) -> None:
+    opening = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[form]
+    for number, trace in enumerate((cells, lanes)):
+        draw(trace, tmp_path / f"{number}{form}", memory=True)
+        assert (tmp_path / f"{number}{form}").read_bytes().startswith(opening)
+    draw_cell(lanes, "steady", tmp_path / f"cell{form}")
+    compare_figure([cells, trace_of("1f1b")], tmp_path / f"two{form}")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("form", [".svg", ".png", ".pdf"])
+def test_the_same_trace_gives_the_same_bytes(form: str, cells: Trace, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        draw(cells, tmp_path / f"{name}{form}", memory=True)
+    assert (tmp_path / f"one{form}").read_bytes() == (tmp_path / f"two{form}").read_bytes()
+
+
+def test_another_process_gives_the_same_svg(tmp_path: Path) -> None:
+    code = (
+        "import sys, treadle; from treadle.costs import UNIT_COSTS as costs; from treadle.view.figure import draw\n"
+        "schedule = treadle.generate('zb-v', pp=2, microbatches=4)\n"
+        "draw(treadle.simulate(treadle.lower(schedule, costs, treadle.Options()), costs), sys.argv[1])"
+    )
+    for name in ("one.svg", "two.svg"):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cells_have_the_times_of_the_trace(name: str) -> None:
+    trace = trace_of(name)
+    program = trace.program
+    boxes = cell_boxes(trace, range(4))
+    assert sorted(boxes.op) == list(np.flatnonzero(program.kind <= OpKind.W))
+    second = program.joined[boxes.op]
+    first = np.r_[second[1:], False]
+    assert np.allclose(boxes.left[~second] * trace.clock.ticks, trace.start[boxes.op[~second]])
+    assert np.allclose(boxes.right[~first] * trace.clock.ticks, trace.end[boxes.op[~first]])
+    assert np.array_equal(boxes.right[first], boxes.left[second])
+    assert np.array_equal(boxes.row, program.lane_rank[program.lane_of[boxes.op]])
+    assert list(boxes.says[0]) == [str(mb) for mb in program.mb[boxes.op]]
+
+
+def test_lanes_have_the_times_of_the_trace(lanes: Trace) -> None:
+    boxes = lane_boxes(lanes, range(4))
+    assert np.allclose(boxes.left * lanes.clock.ticks, lanes.start[boxes.op])
+    assert np.allclose(boxes.right * lanes.clock.ticks, lanes.end[boxes.op])
+    kind = lanes.program.kind
+    received = np.isin(kind, (OpKind.RECV_F, OpKind.RECV_B))
+    assert sorted(boxes.op) == list(np.flatnonzero((lanes.end > lanes.start) & ~received))
+    names = dict(LANE_ROWS)
+    for op, row in zip(boxes.op, boxes.row, strict=True):
+        assert LANE_OF[OpKind(kind[op])] in names[boxes.rows[row].name]
+        assert boxes.rows[row].rank == lanes.program.op(int(op)).lane.rank
+
+
+def overlapping(boxes: Boxes) -> int:
+    """Pairs of boxes that cover each other."""
+    count = 0
+    for row in range(len(boxes.rows)):
+        mine = np.flatnonzero(boxes.row == row)
+        for top in np.unique(boxes.top[mine]):
+            track = mine[(boxes.top[mine] <= top) & (boxes.bottom[mine] > top)]
+            track = track[np.argsort(boxes.left[track])]
+            count += int((boxes.right[track[:-1]] > boxes.left[track[1:]] + 1e-9).sum())
+        assert (boxes.top[mine] >= boxes.rows[row].top - 1e-9).all()
+        assert (boxes.bottom[mine] <= boxes.rows[row].bottom + 1e-9).all()
+    assert all(upper.bottom <= lower.top for upper, lower in zip(boxes.rows, boxes.rows[1:], strict=False))
+    return count
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_overlaps(name: str) -> None:
+    assert overlapping(cell_boxes(trace_of(name), range(4))) == 0
+    by_layer = trace_of(name, DEEPSEEK, layers=2)
+    assert overlapping(lane_boxes(by_layer, range(4))) == 0
+
+
+def test_nothing_overlaps_in_panels(lanes: Trace) -> None:
+    for which in PHASES:
+        assert overlapping(cell_panel(lanes, which)) == 0
+
+
+@pytest.mark.parametrize("points_per_unit", [2.0, 9.0, 14.0, 40.0])
+def test_text_fits_its_box_or_is_left_out(points_per_unit: float, cells: Trace, lanes: Trace) -> None:
+    per_layer = lane_boxes(lanes, range(4))
+    for boxes, scale in ((cell_boxes(cells, range(4)), points_per_unit), (per_layer, points_per_unit / 5000)):
+        labels = fit(boxes, scale)
+        for i, text in enumerate(labels.text):
+            if text:
+                width, height = (size * labels.size for size in extent(text))
+                assert width + 2 * SIDE <= (boxes.right[i] - boxes.left[i]) * scale
+                assert height + 2 * ABOVE <= boxes.bottom[i] - boxes.top[i]
+                assert text in (says[i] for says in boxes.says)
+
+
+def test_text_is_there_where_there_is_room(cells: Trace) -> None:
+    boxes = cell_boxes(cells, range(4))
+    assert (fit(boxes, 14.0).text != "").all()
+    assert (fit(boxes, 1.0).text == "").all()
+
+
+def neighbours(palette: Palette) -> list[tuple[Look, Look]]:
+    """Looks that may lie side by side: those of one row of lanes, and on compute those of later chunks too."""
+    pairs = []
+    for _, kinds in LANE_ROWS:
+        roles = {role for kind, role in ROLE_OF.items() if LANE_OF[kind] in (*kinds,)}
+        looks = [palette[role] for role in Role if role in roles]
+        if LaneKind.COMPUTE in kinds:
+            looks += [look.of_later_chunk() for look in looks]
+            pairs += [(a, b) for a, b in combinations(looks, 2) if a.hatch == "" or a.hatch != b.hatch]
+        else:
+            pairs += list(combinations(looks, 2))
+    return pairs
+
+
+@pytest.mark.parametrize("name", PALETTES)
+def test_neighbours_differ_in_grey(name: str) -> None:
+    palette = PALETTES[name]
+    assert set(palette) == set(Role)
+    for one, other in neighbours(palette):
+        assert told_apart(one, other), (one, other, one.lightness, other.lightness)
+
+
+@pytest.mark.parametrize("name", PALETTES)
+def test_text_stands_out(name: str) -> None:
+    for role in Role:
+        for look in (PALETTES[name][role], PALETTES[name][role].of_later_chunk()):
+            assert abs(look.lightness - Look(look.text).lightness) >= 45, (role, look)
+
+
+def test_lightness_is_that_of_cie() -> None:
+    assert Look("#ffffff").lightness == pytest.approx(100, abs=0.01)
+    assert Look("#000000").lightness == pytest.approx(0, abs=0.01)
+    assert Look("#777777").lightness == pytest.approx(50.03, abs=0.05)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_peak_is_that_of_the_memory(name: str) -> None:
+    for trace in (trace_of(name), trace_of(name, DEEPSEEK, layers=2)):
+        unit = memory_unit(trace)
+        wanted = peaks(trace.program, Times(trace.start, trace.end))
+        for curve in held(trace, range(4), unit):
+            assert curve.peak == wanted.size[curve.rank] / unit.size == curve.size.max()
+            assert curve.peak_time * trace.clock.ticks == pytest.approx(wanted.time[curve.rank])
+            assert curve.size[np.searchsorted(curve.time, curve.peak_time)] == curve.peak
+            assert curve.size[-1] == 0
+
+
+def test_memory_is_counted_in_what_is_handy(cells: Trace, lanes: Trace) -> None:
+    assert memory_unit(cells) == MemoryUnit("chunks", 1.0)
+    assert memory_unit(lanes).name == "GB"
+
+
+def test_phases_and_the_extra_forward(cells: Trace, lanes: Trace) -> None:
+    for trace in (cells, lanes):
+        assert extra_cells(trace) == {0: 10, 1: 8, 2: 6, 3: 4}  # the last lone forward of each row
+    ticks = cells.clock.ticks
+    found = phases(cells, 0)
+    assert (found.warm / ticks, found.cool / ticks) == (17, 32)
+    for name in SCHEDULES:
+        assert bool(extra_cells(trace_of(name))) == (name == "interleaved-overlap")
+        for rank in range(4):
+            found = phases(trace_of(name), rank)
+            assert found.start <= found.warm <= found.cool <= found.end
+
+
+def test_panels_show_their_kind_of_cell(lanes: Trace) -> None:
+    copies = {"warmup": {"Offload"}, "steady": {"Offload", "Onload"}, "cooldown": {"Onload"}}
+    for which in PHASES:
+        boxes = cell_panel(lanes, which)
+        assert [row.name for row in boxes.rows] == ["Computation", "Communication", "Offload"]
+        says = set(boxes.says[0])
+        assert says & {"Offload", "Onload"} == copies[which]
+        assert {"Attn", "MLP", "EP-D", "EP-C", "PP"} <= says
+        assert ("WGrad" in says) == (which != "warmup")
+        cell = pick_cell(lanes, which, 2)
+        copied = np.isin(lanes.program.kind[boxes.op], (OpKind.OFFLOAD, OpKind.ONLOAD))
+        assert (lanes.program.cell[boxes.op[~copied]] == cell).all()
+        begin, stop = boxes.left[~copied].min(), boxes.right[~copied].max()
+        middle = (boxes.left + boxes.right)[copied] / 2
+        assert ((begin <= middle) & (middle <= stop)).all()
+
+
+def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got 'a\.gif'"):
+        draw(cells, tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="--layers"):
+        draw(cells, tmp_path / "a.svg", grain="lanes")
+    with pytest.raises(ValueError, match="--layers"):
+        draw_cell(cells, "steady", tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="leave --layers out"):
+        draw(lanes, tmp_path / "a.svg", grain="cells")
+    with pytest.raises(ValueError, match="did you mean 'kimi'"):
+        draw(cells, tmp_path / "a.svg", palette_name="kimy")
+    with pytest.raises(ValueError, match="ranks go from 0 to 3, got 2 to 4"):
+        draw(cells, tmp_path / "a.svg", ranks=range(2, 5))
+    with pytest.raises(ValueError, match="no overlapped cells"):
+        draw_cell(trace_of("1f1b", DEEPSEEK, layers=1), "steady", tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="one unit of time"):
+        compare_figure([cells, trace_of("1f1b", DEEPSEEK)], tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="warmup, steady, cooldown, got 'middle'"):
+        draw_cell(lanes, "middle", tmp_path / "a.svg")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_traces_above_each_other(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
+    """One is slower: a window shows the same times of both, cut at its edges, and the box of an op at its own time."""
+    whole = lane_boxes(lanes, range(2))
+    window = (float(whole.right.max()) / 3, float(whole.right.max()) / 2)
+    part = within(whole, *window)
+    assert 0 < len(part) < len(whole)
+    assert part.left.min() == window[0]
+    assert part.right.max() == window[1]
+    inside = [k for k, op in enumerate(whole.op) if window[0] < whole.left[k] and whole.right[k] < window[1]]
+    assert set(whole.op[inside]) <= set(part.op)
+    slower = replace(lanes, start=lanes.start * 2, end=lanes.end * 2)
+    names = ["predicted", "measured"]
+    against_figure([lanes, slower], tmp_path / "part.svg", titles=names, ranks=range(2), window=window)
+    against_figure([cells, cells], tmp_path / "cells.png", titles=names)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ValueError, match="one grain and one unit of time"):
+        against_figure([lanes, cells], tmp_path / "x.png", titles=names)
+    with pytest.raises(ValueError, match="a window is from a time to a later one"):
+        against_figure([lanes, lanes], tmp_path / "x.png", titles=names, window=(3, 2))
+
+
+def test_some_ranks_alone(cells: Trace, tmp_path: Path) -> None:
+    boxes = cell_boxes(cells, range(1, 3))
+    assert [row.name for row in boxes.rows] == ["Device 1", "Device 2"]
+    assert set(boxes.row) == {0, 1}
+    draw(cells, tmp_path / "a.svg", ranks=range(1, 3), memory=True)
+
+
+def test_all_that_is_written_is_on_the_sheet(
+    cells: Trace, lanes: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No text, box or line leaves the sheet, and no two texts outside of boxes cover each other."""
+    sheets: list[Sheet] = []
+    save = Sheet.save
+
+    def keep(sheet: Sheet, path: Path) -> None:
+        save(sheet, path)
+        sheets.append(sheet)
+
+    monkeypatch.setattr(Sheet, "save", keep)
+    draw(cells, tmp_path / "a.png", memory=True)
+    draw(lanes, tmp_path / "b.png", memory=True)
+    draw(trace_of("dualpipe", pp=8), tmp_path / "c.png", palette_name="dualpipe")
+    for which in PANEL_NAMES:
+        draw_cell(lanes, which, tmp_path / "d.png")
+    compare_figure([cells, trace_of("zb-v")], tmp_path / "e.png", title="two")
+    for sheet in sheets:
+        check_texts(sheet)
+
+
+def test_treadle_alone_does_not_load_matplotlib() -> None:
+    code = "import sys, treadle, treadle.cli; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,341 @@
+"""Treadle's sockets: what they refuse, and that nothing of what is refused stays or runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import treadle.update
+from tests.support.ranks import check, run_ranks
+from tests.support.update.models import model, served
+from tests.support.update.workers import Workers, ask_once, resident_bytes
+from treadle.host.sockets import connect, listen, peer_of
+from treadle.update import Endpoint, Plain
+from treadle.update.memory.host import HostBuffer
+from treadle.update.protocol.messages import (
+    PROTOCOL,
+    Ask,
+    Begin,
+    FromWorker,
+    GetStatus,
+    Hello,
+    Load,
+    Map,
+    Refused,
+    Share,
+    Status,
+    TakePlan,
+    ToWorker,
+    Welcome,
+)
+from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.weights.plan import Item, Take
+from treadle.wire.errors import Gone, WireError
+from treadle.wire.frames import FIRST_BYTES, Frames, framed
+from treadle.wire.link import MOST_FDS, Link, accept
+
+NUM_MALFORMED = int(os.environ.get("TREADLE_UPDATE_MALFORMED", "5000"))
+RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "code", "codeop", "runpy"}
+CALLS_CODE = {"eval", "exec", "compile", "__import__"}
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
+    (tmp_path / "s").mkdir(mode=0o700)
+    with Endpoint(Plain({"w": torch.zeros(4)}), tmp_path / "s", 0) as made:
+        yield made
+
+
+def call(endpoint: Endpoint, role: str = "update") -> Link[FromWorker]:
+    link: Link[FromWorker] = Link(connect(endpoint.path), FromWorker)
+    link.trust()
+    link.send(Hello(PROTOCOL, role))  # type: ignore[arg-type]
+    assert isinstance(link.receive(5), Welcome)
+    return link
+
+
+# ---- no code from the wire -------------------------------------------------------------------------------------------
+
+
+def sources() -> list[Path]:
+    return sorted(Path(treadle.update.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
+def test_nothing_here_can_run_what_it_reads(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {(node.module or "").split(".")[0]}
+        else:
+            names = set()
+        assert not names & RUNS_CODE, f"{path.name} imports {names & RUNS_CODE}"
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name):
+                assert called.id not in CALLS_CODE, f"{path.name} calls {called.id}"
+            if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+                assert (called.value.id, called.attr) != ("torch", "load"), f"{path.name} calls torch.load"
+
+
+def test_the_reader_of_imports_sees_them() -> None:
+    assert len(sources()) > 20
+    assert any(path.name == "link.py" for path in sources())
+
+
+# ---- who may speak ---------------------------------------------------------------------------------------------------
+
+
+def test_sockets_lie_where_only_their_owner_can_reach(endpoint: Endpoint, tmp_path: Path) -> None:
+    assert stat.S_IMODE(endpoint.path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(endpoint.path.stat().st_mode) == 0o600
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(PermissionError, match="mode 0700"):
+        Endpoint(Plain({}), tmp_path / "open", 0)
+    with pytest.raises(ValueError, match="longer than the 107 bytes"):
+        listen(tmp_path / ("x" * 100) / "s")
+
+
+def other_user(rank: int, path: Path, uid: int) -> str:
+    """Connects as somebody else, who can reach the socket as the directory was opened for the purpose."""
+    os.seteuid(uid)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(5)
+        client.connect(os.fspath(path))
+        try:
+            client.sendall(framed(msgspec.msgpack.encode(Hello(PROTOCOL, "ask"))))
+            return "closed" if client.recv(1) == b"" else "answered"
+        except (BrokenPipeError, ConnectionResetError):
+            return "closed"
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_where_it_can_reach_the_socket(tmp_path: Path) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="treadle-u", dir="/tmp") as name:
+        directory = Path(name) / "s"
+        directory.mkdir(mode=0o700)
+        with Endpoint(Plain({}), directory, 0) as endpoint:
+            for path, mode in ((Path(name), 0o755), (directory, 0o755), (endpoint.path, 0o666)):
+                path.chmod(mode)
+            assert check(run_ranks(1, other_user, endpoint.path, 65534)) == ["closed"]
+
+
+def test_the_kernel_says_who_is_there(endpoint: Endpoint) -> None:
+    with connect(endpoint.path) as connection:
+        assert (peer_of(connection).pid, peer_of(connection).uid) == (os.getpid(), os.getuid())
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_frames_hold_no_more_than_has_come() -> None:
+    frames = Frames(1000)
+    frames.feed(struct.pack("!I", 999) + b"x")
+    assert frames.next() is None
+    frames.feed(b"x" * 998 + framed(b"next"))
+    assert (frames.next(), frames.next(), frames.next()) == (b"x" * 999, b"next", None)
+    frames.feed(struct.pack("!I", 1001))
+    with pytest.raises(WireError, match="1001 bytes, the limit is 1000"):
+        frames.next()
+    with pytest.raises(WireError, match="larger than the limit"):
+        framed(b"x" * 101, 100)
+
+
+def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
+    """What came next would be taken for the rest of it."""
+    (tmp_path / "s").mkdir(mode=0o700)
+    server = listen(tmp_path / "s" / "one.sock")
+    here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
+    assert there is not None
+    there.trust()
+    with pytest.raises(TimeoutError):
+        here.send(Ask(b"x" * (8 << 20)), timeout_s=0.1)
+    with pytest.raises(Gone):
+        here.send(GetStatus())
+    with pytest.raises(Gone):
+        there.receive(5)
+    for end in (here, there, server):
+        end.close()
+
+
+def malformed(chance: random.Random) -> bytes:
+    """Something that is no first message: wrong lengths, wrong bytes, wrong types, wrong order."""
+    hello = msgspec.msgpack.encode(Hello(PROTOCOL, "ask"))
+    kind = chance.randrange(8)
+    if kind == 0:
+        return struct.pack("!I", chance.randrange(FIRST_BYTES + 1, 1 << 32)) + hello
+    if kind == 1:
+        return framed(chance.randbytes(chance.randrange(1, 200)))
+    if kind == 2:
+        at = chance.randrange(len(hello))
+        return framed(hello[:at] + bytes([hello[at] ^ (1 << chance.randrange(8))]) + hello[at + 1 :] + b"\xc1")
+    if kind == 3:
+        return framed(msgspec.msgpack.encode({"type": "hello", "protocol": PROTOCOL, "role": "update", "more": 1}))
+    if kind == 4:
+        return framed(msgspec.msgpack.encode({"type": chance.choice(["eval", "hallo", "", 3]), "protocol": PROTOCOL}))
+    if kind == 5:
+        return framed(msgspec.msgpack.encode(chance.choice([GetStatus(), Ask(b"x"), Load(1, 0, 0)])))
+    if kind == 6:
+        return framed(b"\x91" * chance.randrange(1, 2000))
+    return framed(
+        msgspec.msgpack.encode({"type": "hello", "protocol": chance.choice([0, PROTOCOL + 1, "1", -1]), "role": "ask"})
+    )
+
+
+def refused(path: Path, data: bytes) -> bool:
+    """Was it answered by a refusal, or nothing, and the connection closed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(20)
+        client.connect(os.fspath(path))
+        answer = b""
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            while part := client.recv(4096):
+                answer += part
+        except (BrokenPipeError, ConnectionResetError):
+            return True
+    return not answer or isinstance(msgspec.msgpack.decode(answer[4:], type=FromWorker), Refused)
+
+
+def worker_memory(adapter: object) -> tuple[int, int, int]:
+    return sum(resident_bytes()), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def test_malformed_messages_are_refused_without_crash_or_growth() -> None:
+    """TREADLE_UPDATE_MALFORMED says how many."""
+    chance = random.Random(7)
+    with Workers(served(model(1, 16))) as workers:
+        path = workers.sockets / "worker-0.sock"
+        for _ in range(1000):
+            assert refused(path, malformed(chance))
+        before = workers.tell(0, worker_memory)
+        for _ in range(NUM_MALFORMED):
+            data = malformed(chance)
+            assert refused(path, data), data
+        after = workers.tell(0, worker_memory)
+        assert after[0] - before[0] < 2 << 20
+        assert after[1] <= before[1] + 2
+        assert after[2] <= before[2] + 2
+        answer = ask_once(workers.sockets, 0)
+        assert isinstance(answer, Refused)
+        assert answer.code == "closed"
+
+
+def test_a_question_cannot_update(endpoint: Endpoint) -> None:
+    link = call(endpoint, "ask")
+    link.send(Load(1, 0, 0))
+    answer = link.receive(5)
+    assert isinstance(answer, Refused)
+    assert answer.code == "malformed"
+    with pytest.raises(Gone):
+        link.receive(5)
+    link.close()
+
+
+def test_only_the_last_update_rank_has_the_say(endpoint: Endpoint) -> None:
+    first, second = call(endpoint), call(endpoint)
+    told = first.receive(5)
+    assert isinstance(told, Refused)
+    assert f"of process {os.getpid()} has taken worker 0 over" in told.text
+    with pytest.raises(Gone):
+        first.receive(5)
+    second.send(GetStatus())
+    assert isinstance(second.receive(5), Status)
+    first.close()
+    second.close()
+
+
+def test_more_who_ask_than_fit_are_refused(endpoint: Endpoint) -> None:
+    links = [call(endpoint, "ask") for _ in range(32)]
+    one_more: Link[FromWorker] = Link(connect(endpoint.path), FromWorker)
+    one_more.send(Hello(PROTOCOL, "ask"))
+    refused = one_more.receive(5)
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
+    with pytest.raises(Gone):
+        one_more.receive(5)
+    for link in (*links, one_more):
+        link.close()
+
+
+W = Tensor("w", (4,), "float32")
+
+
+def plan_of(item: Item, take: Take) -> TakePlan:
+    return TakePlan("p", (W,), (Share(0, (item,), (take,), (0,), 64),))
+
+
+BAD_PLANS = {
+    "item outside of its tensor": plan_of(Item(Piece("w", Box((0,), (5,))), 0), Take(0, Box((0,), (4,)))),
+    "take outside of its item": plan_of(Item(Piece("w", Box((2,), (4,))), 0), Take(0, Box((1,), (4,)))),
+    "no such item": plan_of(Item(Piece("w", Box((0,), (4,))), 0), Take(-1, Box((0,), (4,)))),
+    "unknown tensor": plan_of(Item(Piece("x", Box((0,), (4,))), 0), Take(0, Box((0,), (4,)))),
+    "other dimensions": plan_of(Item(Piece("w", Box((0, 0), (4, 1))), 0), Take(0, Box((0,), (4,)))),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_plans_that_reach_outside_are_refused(endpoint: Endpoint, name: str) -> None:
+    link = call(endpoint)
+    link.send(BAD_PLANS[name])
+    assert isinstance(link.receive(5), Refused)
+    link.close()
+
+
+def test_a_bucket_outside_of_its_buffer_is_refused(endpoint: Endpoint) -> None:
+    link, buffer = call(endpoint), HostBuffer.make(32)
+    assert buffer.fd is not None
+    steps = [
+        plan_of(Item(Piece("w", Box((0,), (4,))), 24), Take(0, Box((0,), (4,)))),
+        Begin(1, 1, "p", "none", "drain", 1.0, checked=False, partial=False),
+    ]
+    for step in steps:
+        link.send(step)
+        assert not isinstance(link.receive(5), Refused)
+    link.send(Map((32,)), fds=[buffer.fd])
+    assert not isinstance(link.receive(5), Refused)
+    for number in (0, 1, -1):
+        link.send(Load(1, 0, number))
+        assert isinstance(link.receive(5), Refused)
+    buffer.close()
+    link.close()
+
+
+def test_buffers_that_are_none_are_refused(endpoint: Endpoint, tmp_path: Path) -> None:
+    link, buffer = call(endpoint), HostBuffer.make(32)
+    assert buffer.fd is not None
+    with (tmp_path / "file").open("wb") as file:
+        for message, fds in ((Map((33,)), [buffer.fd]), (Map((8,)), [file.fileno()]), (Map((8, 8)), [buffer.fd])):
+            link.send(message, fds=fds)
+            assert isinstance(link.receive(5), Refused)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    link.send(GetStatus(), fds=[buffer.fd] * MOST_FDS)  # nobody asked for them
+    assert isinstance(link.receive(5), Status)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+    buffer.close()
+    link.close()
+
+
+def test_messages_survive_the_wire() -> None:
+    share = Share(3, (Item(Piece("w", Box((0,), (4,))), 64),), (Take(0, Box((1,), (2,))),), (5,), 128)
+    for message in (TakePlan("d", (W,), (share,)), Begin(1, 2, "p", "disk", "abort", 0.5, True, False), Ask(b"\0x")):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToWorker) == message
