@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect
-from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
@@ -24,7 +24,7 @@ from treadle.update.protocol.messages import PROTOCOL, Status, Wants
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Tensor
 from treadle.wire.link import Link
-from treadle.wire.listeners import LocalDoor
+from treadle.wire.listeners import UnixListener
 
 TP, TENSORS, DEADLINE_S = 16, 100, 60.0
 AGREED: tuple[Phase, ...] = ("plan", "begin", "finish", "open")
@@ -81,7 +81,7 @@ def main() -> None:
         sys.exit(f"ranks come in replicas of {TP}, got {num}")
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        coordinator = Coordinator(LocalDoor(place / "c.sock"), Ledger(place / "ledger"), num, DEADLINE_S)
+        coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), num, DEADLINE_S)
         try:
             print(json.dumps({"ranks": num, **attempt(place / "c.sock", num)}))
         finally:

@@ -25,7 +25,7 @@ def trace_of(num_boxes: int, pp: int, microbatches: int) -> Trace:
     """A trace with that many boxes."""
     microbatches = -(-microbatches // pp) * pp
     schedule = treadle.generate("interleaved-overlap", pp=pp, vpp=2, microbatches=microbatches)
-    program = treadle.lower(schedule, UNIT_COSTS, treadle.Options())
+    program = treadle.lower(schedule, UNIT_COSTS, treadle.LoweringOptions())
     compute = program.lane_kind[program.lane_of] == LaneKind.COMPUTE
     assert compute.sum() >= num_boxes, int(compute.sum())
     return treadle.simulate(program, UNIT_COSTS)

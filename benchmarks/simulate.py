@@ -30,12 +30,12 @@ def large_program() -> dict:
     import treadle
     from bare_sweep import bare_sweep
     from treadle.costs import durations, load_costs
-    from treadle.plan import Options, lower
+    from treadle.plan import LoweringOptions, lower
     from treadle.simulate import simulate
     from treadle.verify import verify_program
 
     costs = load_costs("deepseek-v3-h800")
-    options = Options(layers=LARGE_LAYERS, moe=True, offload=True)
+    options = LoweringOptions(layers=LARGE_LAYERS, moe=True, offload=True)
     small = lower(treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8), costs, options)
     warm = simulate(small, costs)
     verify_program(small, durations(small, costs))  # numba compiles, or reads what it compiled before
@@ -148,13 +148,13 @@ def cluster_2048() -> dict:
     """Part 3."""
     import treadle
     from treadle.costs import load_costs
-    from treadle.plan import Options, lower
+    from treadle.plan import LoweringOptions, lower
     from treadle.simulate import simulate
 
     costs = load_costs("deepseek-v3-h800")
     begin = time.perf_counter()
     schedule = treadle.generate("interleaved-overlap", pp=16, vpp=4, microbatches=128)
-    program = lower(schedule, costs, Options(layers=1, moe=True, ep=16, dp=8, every_gpu=True))
+    program = lower(schedule, costs, LoweringOptions(layers=1, moe=True, ep=16, dp=8, every_gpu=True))
     trace = simulate(program, costs, slowness=0.05)
     seconds = time.perf_counter() - begin
     alike = simulate(program, costs)

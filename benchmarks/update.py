@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 
 from shaped_link import ShapedLink, why_not
-from treadle.update import Endpoint, Options, Plain, Source, Updater
+from treadle.update import Endpoint, Plain, Source, UpdateOptions, Updater
 from treadle.update.memory.copying import boxed, opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.rank.shares import Shares
@@ -174,7 +174,7 @@ def be_rank(directory: Path, rank: int, given: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0 if given.replicated else rank)
     held = {p: torch.randn(p.box.shape, generator=generator).to(torch.bfloat16) for p in have.pieces[rank]}
     source = Source(have.tensors, held)
-    options = Options(memory(bucket), rollback="none", deadline_s=120)
+    options = UpdateOptions(memory(bucket), rollback="none", deadline_s=120)
     with Updater(directory, ledger=directory / "ledger", options=options) as updater:
         if given.replicated:
             result: Any = compare(updater, source, rounds)

@@ -43,10 +43,10 @@ LAYER_ABOUT = (
 def kimi_k2() -> None:
     """Interleaved with overlap: what its three kinds of cells do on their lanes, above where they stand."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    options = treadle.Options(layers=1, padded=True, offload=True, hold=False, early=False)
+    options = treadle.LoweringOptions(layers=1, padded=True, offload=True, hold=False, early=False)
     lanes = treadle.simulate(treadle.lower(schedule, LAYER_COSTS, options), LAYER_COSTS)
     free = replace(LAYER_COSTS, message={})  # at this grain a message would not hide under a weight half
-    cells = treadle.simulate(treadle.lower(schedule, free, treadle.Options()), free)
+    cells = treadle.simulate(treadle.lower(schedule, free, treadle.LoweringOptions()), free)
     colours = palette("kimi")
     for form in FORMS:
         sheet = Sheet(640)
@@ -99,7 +99,7 @@ def _connect(
 def dualpipe() -> None:
     """DualPipe at the size at which it was published."""
     schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
-    trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS, treadle.Options()), UNIT_COSTS)
+    trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS, treadle.LoweringOptions()), UNIT_COSTS)
     trace = replace(trace, about=f"Assumed: {UNIT_COSTS.about}. Numbers are micro-batches of a direction.")
     for form in FORMS:
         title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
@@ -115,7 +115,7 @@ def schedules() -> None:
     for name in names:
         schedule = treadle.generate(name, pp=4, microbatches=16)
         costs = UNIT_COSTS if schedule.vpp == 1 else halved
-        trace = treadle.simulate(treadle.lower(schedule, costs, treadle.Options()), costs)
+        trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions()), costs)
         traces.append(replace(trace, about=about))
         units.append(MemoryUnit("stage activations", schedule.vpp))
     for form in FORMS:

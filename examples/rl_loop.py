@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from treadle.update import Endpoint, Options, Source, Updater
+from treadle.update import Endpoint, Source, UpdateOptions, Updater
 from treadle.update.adapters.transformers import Transformers, named_weights
 from treadle.update.worker.asking import ask
 from treadle.weights.buffers import Memory
@@ -72,7 +72,7 @@ def main() -> None:
     model = make_model(seed=0)
     torch.manual_seed(1 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    options = Options(Memory(64 << 20), deadline_s=60)
+    options = UpdateOptions(Memory(64 << 20), deadline_s=60)
     with Updater(directory, ledger=directory / "ledger", options=options) as updater:
         for version in (1, 2, 3):
             loss = train(model, optimizer, 3)

@@ -13,14 +13,14 @@ from treadle.costs import Costs, load_costs
 from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.plan import Options, lower
+from treadle.plan import LoweringOptions, lower
 from treadle.schedules import generate
 from treadle.simulate import compare, measure, simulate
-from treadle.verify import Finding, Report, explain
+from treadle.verify import Finding, VerifyReport, explain
 from treadle.verify import verify_schedule as verify
 
 if TYPE_CHECKING:
-    from treadle.runtime import Output, Pipeline, RankLost
+    from treadle.runtime import Pipeline, RankLostError, StageOutput
 
 __version__ = "0.1.0"
 
@@ -33,16 +33,16 @@ __all__ = [
     "Finding",
     "I",
     "Kind",
-    "Options",
-    "Output",
+    "LoweringOptions",
     "Pair",
     "Pipeline",
     "Placement",
     "Program",
-    "RankLost",
-    "Report",
+    "RankLostError",
     "Schedule",
+    "StageOutput",
     "Trace",
+    "VerifyReport",
     "W",
     "compare",
     "dumps",
@@ -58,7 +58,7 @@ __all__ = [
     "verify",
 ]
 
-_RUNNING = ("Output", "Pipeline", "RankLost")
+_RUNNING = ("StageOutput", "Pipeline", "RankLost", "RankLostError")
 
 
 def __getattr__(name: str) -> Any:

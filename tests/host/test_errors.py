@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle import RankLost
+from treadle import RankLostError
 from treadle.host.pressure import short_of_cores
 from treadle.ir.text import ParseError
 from treadle.update import UpdateError
@@ -19,7 +19,7 @@ FAULT = Fault(7, "worker 1", "load", 3, "bytes differ", corrupt=True)
 @pytest.mark.parametrize(
     "error",
     [
-        RankLost("rank 1 was lost first", rank=1, kind="killed", op="F3.0", waiting_for=None),
+        RankLostError("rank 1 was lost first", rank=1, kind="killed", op="F3.0", waiting_for=None),
         UpdateError(FAULT, committed=True),
         ParseError("expected a row", "mine.txt", 1, "1f1b", 0),
     ],

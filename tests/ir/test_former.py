@@ -24,7 +24,7 @@ def test_schedule_of_before_is_read(form: str) -> None:
 
 def test_program_and_traces_of_before_are_read() -> None:
     program = treadle.lower(
-        treadle.generate("1f1b", pp=2, microbatches=2), treadle.load_costs("unit"), treadle.Options()
+        treadle.generate("1f1b", pp=2, microbatches=2), treadle.load_costs("unit"), treadle.LoweringOptions()
     )
     trace = treadle.simulate(program, treadle.load_costs("unit"))
     assert np.array_equal(load_program(FORMER / "program.npz").kind, program.kind)

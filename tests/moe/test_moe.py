@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.support import deepep_contract
 from tests.support.ranks import check, run_ranks
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.moe import EXCHANGES, MoELayer, Routing
 from treadle.moe.exchanges import AllToAll, DeepEP
 from treadle.moe.exchanges.deepep import Comm, Trip
-from treadle.runtime.model.exchange import InParty
+from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
@@ -113,9 +113,9 @@ def by_segments(layer: MoELayer, *batches: Tensor) -> list[tuple[Tensor, Tensor]
     return [(out.thing, cast(Tensor, first.grad)) for out, first in zip(outs, firsts, strict=True)]
 
 
-def circle(rank: int) -> Circle:
+def circle(rank: int) -> Group:
     wait = timedelta(seconds=30)
-    return Circle("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
+    return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
 
 
 def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.device]:
@@ -124,7 +124,7 @@ def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.d
         deepep_contract.install()
     layer = part(whole(route, backend.dtype), dist.get_world_size(), rank, backend.exchange)
     device = torch.device("cuda", rank) if backend.device == "cuda" else torch.device("cpu")
-    assert isinstance(layer.exchange, InParty)
+    assert isinstance(layer.exchange, EpGroupModule)
     layer.exchange.join(circle(rank), {})
     return layer.to(device), device
 

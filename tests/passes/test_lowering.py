@@ -17,7 +17,7 @@ from treadle.ir.program import LANE_OF, LaneKind, OpKind, Program
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
-from treadle.plan import Options, lower
+from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
 from treadle.simulate import measure, simulate, steady_idle
 from treadle.verify import verify_program
@@ -30,7 +30,7 @@ SAVED = {OpKind.ATTN_F: 1, OpKind.MLP_F: 1}
 def figure(rank: int, *, padded: bool = True, hold: bool = False) -> list[str]:
     """The cells of a rank of the published schedule: P = 4, V = 2, M = 8, as text."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    options = Options(layers=1, padded=padded, hold=hold, early=False, offload=True)
+    options = LoweringOptions(layers=1, padded=padded, hold=hold, early=False, offload=True)
     program = lower(schedule, DEEPSEEK, options)
     text = lanes_text(program, rank, [str(cell) for cell in schedule.rows[rank]])
     return ["cell" + block for block in text.split("cell")[1:]]
@@ -69,7 +69,7 @@ def test_programs_of_all_schedules_verify_clean(name: str, moe: bool, layers: in
     schedule = treadle.generate(name, pp=4, microbatches=8)
     for hold in (False, True):
         for offload in (False, True):
-            options = Options(layers=layers, moe=moe, hold=hold, offload=offload, dp=2, every_gpu=True)
+            options = LoweringOptions(layers=layers, moe=moe, hold=hold, offload=offload, dp=2, every_gpu=True)
             program = lower(schedule, DEEPSEEK, options)
             report = verify_program(program, durations(program, DEEPSEEK))
             assert report.clean, report
@@ -120,7 +120,7 @@ def test_where_a_weight_half_is_held_back_is_decided_by_simulation(pp_us: int, b
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
 
     def makespan(hold: bool | None) -> int:
-        return simulate(lower(schedule, costs, Options(layers=1, padded=True, hold=hold)), costs).makespan
+        return simulate(lower(schedule, costs, LoweringOptions(layers=1, padded=True, hold=hold)), costs).makespan
 
     assert (makespan(True) < makespan(False)) == better
     assert makespan(None) == min(makespan(True), makespan(False))
@@ -129,9 +129,9 @@ def test_where_a_weight_half_is_held_back_is_decided_by_simulation(pp_us: int, b
 def test_interior_steady_cells_hardly_idle() -> None:
     """DeepSeek-V3's sub-layer times, 0.3 ms a pipeline message, P = 4, V = 2, M = 16."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
-    trace = simulate(lower(schedule, DEEPSEEK, Options(layers=1)), DEEPSEEK)
+    trace = simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=1)), DEEPSEEK)
     assert max(steady_idle(trace)) <= 0.01
-    held_in = simulate(lower(schedule, DEEPSEEK, Options(layers=1, hold=False)), DEEPSEEK)
+    held_in = simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=1, hold=False)), DEEPSEEK)
     assert min(steady_idle(held_in)) > 0.02
 
 
@@ -146,7 +146,7 @@ def test_offload_cuts_the_peak_and_costs_no_time() -> None:
     assert saved_peak(schedule, 4, offload=False) > 11
     assert saved_peak(schedule, 4, offload=True) < 0.25 * saved_peak(schedule, 4, offload=False)
     with_it, without = (
-        simulate(lower(schedule, DEEPSEEK, Options(layers=4, offload=offload)), DEEPSEEK).makespan
+        simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=4, offload=offload)), DEEPSEEK).makespan
         for offload in (True, False)
     )
     assert with_it <= 1.001 * without
@@ -194,8 +194,8 @@ def test_dualpipes_copies_of_a_stage_reduce_together() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_mesh_where_all_are_alike_takes_as_long_as_one_pipeline(name: str) -> None:
     schedule = treadle.generate(name, pp=4, microbatches=8)
-    folded = lower(schedule, DEEPSEEK, Options(layers=2, ep=2, dp=3))
-    whole = lower(schedule, DEEPSEEK, Options(layers=2, ep=2, dp=3, every_gpu=True))
+    folded = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3))
+    whole = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3, every_gpu=True))
     assert whole.num_ranks == 6 * folded.num_ranks
     assert simulate(whole, DEEPSEEK).makespan == simulate(folded, DEEPSEEK).makespan
     assert simulate(whole, DEEPSEEK, slowness=0.05).makespan > simulate(folded, DEEPSEEK).makespan
@@ -221,14 +221,14 @@ def test_a_mesh_joins_expert_groups_and_reductions() -> None:
 def test_unit_costs_share_a_chunks_time_over_its_layers(name: str, layers: int) -> None:
     """What a chunk's F, I and W take together does not depend on how many layers it has."""
     schedule = treadle.generate(name, pp=4, microbatches=8)
-    program = lower(schedule, UNIT_COSTS, Options(layers=layers, moe=False))
+    program = lower(schedule, UNIT_COSTS, LoweringOptions(layers=layers, moe=False))
     busy = {rank.busy for rank in measure(simulate(program, UNIT_COSTS)).ranks}
     assert busy == {3 * UNIT_COSTS.clock.ticks * schedule.vpp * schedule.microbatches_per_pipe}
 
 
 def test_layers_that_cannot_split_do_their_weight_half_in_the_backward() -> None:
     schedule = treadle.generate("zb-h1", pp=2, microbatches=4)
-    program = lower(schedule, DEEPSEEK, Options(layers=1, split=()))
+    program = lower(schedule, DEEPSEEK, LoweringOptions(layers=1, split=()))
     assert not np.isin(program.kind, (OpKind.MLP_W, OpKind.ATTN_W)).any()
     dur = durations(program, DEEPSEEK)
     backward = dur[program.kind == OpKind.MLP_B]
@@ -240,7 +240,7 @@ def test_peaks_of_the_published_figures() -> None:
     """Activations from F's start to the end of B, or of W, under unit costs."""
 
     def peak(name: str, pp: int, num_mb: int) -> tuple[int, ...]:
-        program = lower(treadle.generate(name, pp=pp, microbatches=num_mb), UNIT_COSTS, Options())
+        program = lower(treadle.generate(name, pp=pp, microbatches=num_mb), UNIT_COSTS, LoweringOptions())
         return measure(simulate(program, UNIT_COSTS)).peak_bytes
 
     assert max(peak("1f1b", 4, 8)) == 4
@@ -264,7 +264,7 @@ def test_makespans_of_the_published_figures() -> None:
     """DualPipe P8 M20 takes 66 units, the Kimi K2 report's figure (P4 V2 M8) 57."""
 
     def makespan(name: str, pp: int, num_mb: int) -> float:
-        program: Program = lower(treadle.generate(name, pp=pp, microbatches=num_mb), UNIT_COSTS, Options())
+        program: Program = lower(treadle.generate(name, pp=pp, microbatches=num_mb), UNIT_COSTS, LoweringOptions())
         return UNIT_COSTS.clock.show(simulate(program, UNIT_COSTS).makespan)
 
     assert makespan("dualpipe", 8, 20) == 66

@@ -478,9 +478,9 @@ class WithAux(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor) -> treadle.Output:
+    def forward(self, x: Tensor) -> treadle.StageOutput:
         out = self.stage(x)
-        return treadle.Output(out, 0.01 * (out**2).mean())
+        return treadle.StageOutput(out, 0.01 * (out**2).mean())
 
 
 def with_aux(num_stages: int) -> list[nn.Module]:
@@ -1102,9 +1102,9 @@ class Returns(nn.Module):
     def forward(self, x: Tensor) -> Any:
         out = self.stage(x)
         if self.kind == "number":
-            return treadle.Output(out, 1.0)  # type: ignore[arg-type]
+            return treadle.StageOutput(out, 1.0)  # type: ignore[arg-type]
         if self.kind == "vector":
-            return treadle.Output(out, out.sum(-1).flatten())
+            return treadle.StageOutput(out, out.sum(-1).flatten())
         return {"logits": out}
 
 

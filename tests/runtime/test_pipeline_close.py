@@ -65,7 +65,7 @@ def fail_and_close(rank: int) -> list[tuple[int, int, int]]:
     after = []
     for _ in range(4):
         pipe = pipeline(schedule, [nn.Linear(8, 8), Fails()], mesh, nn.functional.mse_loss, deadline_s=30)
-        with pytest.raises(ArithmeticError if rank == 1 else treadle.RankLost):
+        with pytest.raises(ArithmeticError if rank == 1 else treadle.RankLostError):
             pipe.step(torch.randn(6, 8), torch.randn(6, 8))
         pipe.close()
         torch.distributed.barrier()

@@ -17,7 +17,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.dist import channel
 from treadle.dist.boundary import boundary_of
 from treadle.dist.channel import Channel
-from treadle.dist.groups import make_group
+from treadle.dist.groups import make_communicator
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults import arrivals
 
@@ -54,7 +54,7 @@ def interrupted(rank: int, how: str) -> tuple[str, str | None, str, float]:
             if rank == 1:
                 pipeline_module.clock_offset = raise_interrupt  # type: ignore
             _ = pipe.trace
-    except treadle.RankLost as error:
+    except treadle.RankLostError as error:
         return f"lost {error.rank}", error.op, str(error), time.monotonic() - begin_s
     except BaseException as error:
         time.sleep(2.0)  # it goes on for a while, as what unwinds may
@@ -89,7 +89,7 @@ def absent(rank: int, how: str) -> str:
         arrivals.Arrivals._wait = give_up  # type: ignore[method-assign]
     try:
         treadle.Pipeline({0: nn.Linear(8, 8)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=6.0)
-    except (treadle.RankLost, ValueError) as error:
+    except (treadle.RankLostError, ValueError) as error:
         dist.barrier()
         return f"{type(error).__name__} {getattr(error, 'kind', '')}: {error}"
     return "nothing"
@@ -104,15 +104,17 @@ def test_a_rank_that_does_not_come_is_named(how: str) -> None:
     *others, last = check(run_ranks(4, absent, how, timeout_s=50))
     for said in others:
         if how == "absent":
-            assert said.startswith("RankLost absent: rank 3 did not come to make the pipeline within 6 s"), said
+            assert said.startswith("RankLostError absent: rank 3 did not come to make the pipeline within 6 s"), said
         else:
-            assert said.startswith("RankLost raised: rank 3 gave up making the pipeline: ValueError: there is no"), said
+            assert said.startswith(
+                "RankLostError raised: rank 3 gave up making the pipeline: ValueError: there is no"
+            ), said
     assert last == "absent" or "no memory left" in last
 
 
 def send_many(rank: int, num: int) -> str:
     """Rank 1 posts its receives only when rank 0's send has returned."""
-    group = make_group("many", [0, 1], rank, timedelta(seconds=20))
+    group = make_communicator("many", [0, 1], rank, timedelta(seconds=20))
     waited = []
 
     def wait(work: dist.Work) -> object:

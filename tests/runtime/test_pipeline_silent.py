@@ -45,8 +45,8 @@ class Dense(nn.Module):
             compute("mlp", self.mlp, reads="h", writes="x aux_loss"),
         ]
 
-    def forward(self, x: Tensor) -> treadle.Output:
-        return treadle.Output(*self.mlp(self.attn(x)))
+    def forward(self, x: Tensor) -> treadle.StageOutput:
+        return treadle.StageOutput(*self.mlp(self.attn(x)))
 
 
 def low_loss(out: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class WithLowLoss(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor) -> treadle.Output:
+    def forward(self, x: Tensor) -> treadle.StageOutput:
         out = self.stage(x)
-        return treadle.Output(out, low_loss(out))
+        return treadle.StageOutput(out, low_loss(out))
 
 
 def low_losses(num_stages: int, layered: bool) -> list[nn.Module]:
@@ -97,7 +97,7 @@ def whole_low_losses(stages: Sequence[nn.Module], microbatches: Sequence[tuple[A
         aux = []
         for part in (part for stage in stages for part in (stage if isinstance(stage, nn.Sequential) else [stage])):
             x = part(x)
-            if isinstance(x, treadle.Output):
+            if isinstance(x, treadle.StageOutput):
                 aux.append(x.aux_loss.float())
                 x = x.output
         loss = (mean_loss(x, target) + sum(aux)) / len(microbatches)
@@ -125,9 +125,9 @@ def refused(rank: int, refuses: Sequence[int], call: Callable[[], object]) -> st
     error: Exception | None = None
     try:
         call()
-    except (ValueError, treadle.RankLost) as raised:
+    except (ValueError, treadle.RankLostError) as raised:
         error = raised
-    if isinstance(error, treadle.RankLost):
+    if isinstance(error, treadle.RankLostError):
         assert rank not in refuses, error
         assert error.rank in refuses
         assert error.kind == "raised"
@@ -434,12 +434,12 @@ class Penalised(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> treadle.Output:
+    def forward(self, x: Tensor) -> treadle.StageOutput:
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
             out = self.second(torch.tanh(self.first(x)))
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return treadle.Output(out, (slope**2).mean())
+        return treadle.StageOutput(out, (slope**2).mean())
 
 
 def put_hooks(stages: Sequence[nn.Module]) -> None:

@@ -17,7 +17,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.costs import dump as dump_costs
 from treadle.ir.program import COMMUNICATION, LaneKind, OpKind
 from treadle.ir.trace import MICROSECONDS
-from treadle.plan import Options
+from treadle.plan import LoweringOptions
 from treadle.plan.running import expected
 from treadle.schedules import SCHEDULES, Size
 from treadle.simulate import fit, simulate
@@ -129,7 +129,7 @@ def measured() -> list[treadle.Trace]:
 def test_a_trace_has_the_form_of_what_is_planned(measured: list[treadle.Trace]) -> None:
     """Op by op the program that `treadle simulate` makes. Overlapped halves, which run in turn here, are apart."""
     for schedule, trace in zip(schedules(2), measured, strict=True):
-        planned = treadle.lower(schedule, fit(trace), Options())
+        planned = treadle.lower(schedule, fit(trace), LoweringOptions())
         paired = bool(planned.joined.any())
         if schedule.placement.num_pipes == 1:
             assert (unlike(planned, trace.program) == "") != paired, schedule.name

@@ -20,7 +20,7 @@ from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES, generate
 from treadle.simulate import simulate
 from treadle.simulate.compare import compare
-from treadle.simulate.difference import Group
+from treadle.simulate.difference import OpGroup
 from treadle.simulate.fitting import fit
 from treadle.simulate.metrics import Cover, measure
 from treadle.simulate.path import critical_path, summarize_path
@@ -345,7 +345,7 @@ def as_measured(program: Program, dur: Longs) -> Trace:
     return Trace(program, start + 10**15, times.end + 10**15, measured=True)
 
 
-def ratios(groups: Sequence[Group]) -> dict[str, float]:
+def ratios(groups: Sequence[OpGroup]) -> dict[str, float]:
     return {group.name: group.ratio for group in groups if group.ratio is not None}
 
 

@@ -146,9 +146,9 @@ class WithLoss(nn.Module):
         super().__init__()
         self.aux = aux
 
-    def forward(self, x: Tensor) -> treadle.Output:
+    def forward(self, x: Tensor) -> treadle.StageOutput:
         loss = 0.1 * x.square().mean()
-        return treadle.Output(x, loss.bfloat16() if self.aux == "bf16" else loss)
+        return treadle.StageOutput(x, loss.bfloat16() if self.aux == "bf16" else loss)
 
 
 class Head(nn.Module):
@@ -270,7 +270,7 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
             own.append(loss)
         else:
             x = child(x)
-        if isinstance(x, treadle.Output):
+        if isinstance(x, treadle.StageOutput):
             own.append(x.aux_loss)
             x = x.output
     return sum(own, start=loss_fn(x, target))

@@ -131,7 +131,7 @@ def run_whole(
         x, aux = inputs, []
         for stage in stages:
             x = stage(*x) if isinstance(x, tuple) else stage(x)
-            if isinstance(x, treadle.Output):
+            if isinstance(x, treadle.StageOutput):
                 aux.append(x.aux_loss)
                 x = x.output
         loss = loss_fn(x, target) + sum(aux)

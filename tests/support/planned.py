@@ -11,7 +11,7 @@ from treadle.plan.running import host_order
 from treadle.runtime.build import plan
 
 _schedule = treadle.generate("interleaved-overlap", pp=2, vpp=2, microbatches=4)
-for _shape in (None, treadle.Options(layers=2), treadle.Options(layers=2, offload=True)):
+for _shape in (None, treadle.LoweringOptions(layers=2), treadle.LoweringOptions(layers=2, offload=True)):
     _program, _ticks = plan(_schedule, _shape, UNIT_COSTS, reduce=True)
     host_order(_program, _ticks)
 treadle.measure(treadle.simulate(_program, UNIT_COSTS))

@@ -18,18 +18,18 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Flip, arm
 from tests.support.update.models import Compare, model, source_of
 from tests.support.update.workers import Asker, Trouble, Workers
-from treadle.update import Options, UpdateError, Updater
+from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import MOST_PLANS, Status
-from treadle.update.rank.attempt_run import FAREWELL_S, Attempting
+from treadle.update.rank.attempt_run import FAREWELL_S, AttemptRun
 from treadle.update.rank.broadcast import Buckets
-from treadle.update.rank.bucket_loop import Stream
+from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)
-IMPATIENT = Options(SMALL, deadline_s=1.5, drain_s=0.5)
+OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
+IMPATIENT = UpdateOptions(SMALL, deadline_s=1.5, drain_s=0.5)
 
 
 def layouts() -> tuple[Holding, Holding]:
@@ -40,13 +40,13 @@ def layouts() -> tuple[Holding, Holding]:
 Do = Callable[[Updater, int, Holding], Any]
 
 
-def run(workers: Workers, do: Do, options: Options = OPTIONS, timeout_s: float = 60) -> list[Any]:
+def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS, timeout_s: float = 60) -> list[Any]:
     """`do` on both ranks."""
     have, _ = layouts()
     return check(run_ranks(2, _run, (workers.sockets, workers.ledger), have, do, options, timeout_s=timeout_s))
 
 
-def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: Options) -> Any:
+def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: UpdateOptions) -> Any:
     with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
@@ -131,14 +131,14 @@ def test_two_versions_are_never_served_when_a_decision_comes_late() -> None:
 
 
 def stopped_in_a_bucket(updater: Updater, rank: int, have: Holding) -> str:
-    broadcast = Stream._broadcast
+    broadcast = BucketLoop._broadcast
 
-    def stopping(self: Stream, buffer: Any, number: int) -> None:
+    def stopping(self: BucketLoop, buffer: Any, number: int) -> None:
         if rank == 1 and number == 2:
             stop_for(6)
         broadcast(self, buffer, number)
 
-    Stream._broadcast = stopping  # type: ignore[method-assign]
+    BucketLoop._broadcast = stopping  # type: ignore[method-assign]
     return tried(updater, rank, have, 1)
 
 
@@ -155,15 +155,15 @@ def test_a_rank_that_is_stopped_is_named_not_the_one_that_waits() -> None:
 def hears_late(updater: Updater, rank: int, have: Holding) -> UpdateError:
     """Rank 1 looks at why it failed only when the coordinator has told it, and left."""
     arm(updater, None, Flip(0, 1), Path("no mark"))
-    explain = Attempting._explain
+    explain = AttemptRun._explain
 
-    def late(self: Attempting, error: BaseException) -> UpdateError:
+    def late(self: AttemptRun, error: BaseException) -> UpdateError:
         until = time.monotonic() + 10
         while rank == 1 and not self.member.lost and time.monotonic() < until:
             time.sleep(0.01)
         return explain(self, error)
 
-    Attempting._explain = late  # type: ignore[method-assign]
+    AttemptRun._explain = late  # type: ignore[method-assign]
     try:
         updater.update(source_of(have, rank, 1), 1)
     except UpdateError as error:
@@ -355,20 +355,20 @@ def test_the_same_ranks_update_two_sets_of_workers() -> None:
 
 
 def breaks_off(updater: Updater, rank: int, have: Holding) -> tuple[str, str]:
-    broadcast = Stream._broadcast
+    broadcast = BucketLoop._broadcast
 
-    def interrupted(self: Stream, buffer: Any, number: int) -> None:
+    def interrupted(self: BucketLoop, buffer: Any, number: int) -> None:
         if rank == 1 and number == 2:
-            Stream._broadcast = broadcast  # type: ignore[method-assign]
+            BucketLoop._broadcast = broadcast  # type: ignore[method-assign]
             raise KeyboardInterrupt
         broadcast(self, buffer, number)
 
-    Stream._broadcast = interrupted  # type: ignore[method-assign]
+    BucketLoop._broadcast = interrupted  # type: ignore[method-assign]
     try:
         told = tried(updater, rank, have, 1)
     except KeyboardInterrupt:
         told = "interrupted"
-    Stream._broadcast = broadcast  # type: ignore[method-assign]
+    BucketLoop._broadcast = broadcast  # type: ignore[method-assign]
     dist.barrier()
     return told, tried(updater, rank, have, 1)
 

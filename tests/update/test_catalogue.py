@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
-from treadle.update.coordinator.attempt import Attempt, Refusal
-from treadle.update.coordinator.commit_log import Ledger, Record
+from treadle.update.coordinator.attempt import Attempt, AttemptRefusedError
+from treadle.update.coordinator.commit_log import CommitLog, Record
 from treadle.update.coordinator.coordinator import Coordinator
 from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.protocol.control import (
@@ -38,7 +38,7 @@ from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
-from treadle.wire.listeners import LocalDoor
+from treadle.wire.listeners import UnixListener
 
 lengths = st.lists(st.integers(0, 6), max_size=2).map(tuple)
 NAMES = ("q", "k", "v", "o")
@@ -181,7 +181,7 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
 def test_a_rank_that_was_asked_and_does_not_tell_is_named() -> None:
     attempt = entered([LOW, HIGH])
     sides = {0: Sides(3, 0, 7, WHOLE, LOW), 1: Sides(3, 1, 7, None, None)}
-    with pytest.raises(Refusal, match="nobody told") as refused:
+    with pytest.raises(AttemptRefusedError, match="nobody told") as refused:
         attempt.catalogue(sides)
     assert refused.value.who == "update rank 1"
 
@@ -217,7 +217,7 @@ class Ranks:
 
 
 def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:
-    coordinator = Coordinator(LocalDoor(tmp_path / "c.sock"), Ledger(tmp_path / "ledger"), 2, 10.0)
+    coordinator = Coordinator(UnixListener(tmp_path / "c.sock"), CommitLog(tmp_path / "ledger"), 2, 10.0)
     try:
         ranks = Ranks(tmp_path / "c.sock")
         epoch, sends = ranks.enter(1)

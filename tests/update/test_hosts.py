@@ -24,13 +24,13 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, arm
 from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
 from tests.support.update.workers import Trouble, Workers
-from treadle.update import Options, UpdateError, Updater
+from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.weights.pieces import Holding
 from treadle.wire.errors import WireError
 from treadle.wire.frames import framed
 from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 
-OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 CLONE_NEWNET = 0x40000000
 
 

@@ -17,8 +17,8 @@ import torch
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
-from treadle.update import Options, Plain, Source, UpdateError, Updater
-from treadle.update.coordinator.commit_log import Ledger, peek
+from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
+from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
 from treadle.update.worker.endpoint import worker_path
 from treadle.update.worker.slot import Slot
@@ -28,7 +28,7 @@ from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 
 Do = Callable[[Updater, int, Holding], Any]
 
@@ -206,7 +206,7 @@ def test_a_worker_that_was_replaced_and_cannot_close_is_named_and_nothing_is_upd
             worker_path(workers.sockets, 1).unlink()
             workers.start(1)
             workers.await_up(1)
-            quick = Options(SMALL, deadline_s=3, drain_s=1)
+            quick = UpdateOptions(SMALL, deadline_s=3, drain_s=1)
             places = workers.sockets, workers.ledger
             for told in check(run_ranks(2, _run_with, places, whole(2), second, quick, timeout_s=90)):
                 assert f"process {pid}" in told, told
@@ -224,7 +224,7 @@ def test_a_worker_that_was_replaced_and_cannot_close_is_named_and_nothing_is_upd
         assert served(workers) == [2, 2]
 
 
-def _run_with(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: Options) -> Any:
+def _run_with(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: UpdateOptions) -> Any:
     with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
@@ -369,13 +369,13 @@ def test_a_log_of_before_there_were_ids_gets_one_with_the_next_attempt(tmp_path:
     directory = tmp_path / "l"
     directory.mkdir(mode=0o700)
     (directory / "ledger.json").write_text('{"version":3,"epochs":[5]}')
-    ledger = Ledger(directory)
+    ledger = CommitLog(directory)
     assert (ledger.record.version, ledger.record.epochs, ledger.record.members) == (3, (5,), ())
     assert peek(directory).id == ""
     ledger.begin(0)
     ledger.close()
     assert peek(directory).id == ledger.record.id != ""
-    again = Ledger(directory)
+    again = CommitLog(directory)
     assert again.record == ledger.record
     again.close()
 

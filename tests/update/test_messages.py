@@ -18,8 +18,8 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, source_of
 from tests.support.update.workers import Workers
 from treadle.host.processes import stopped
-from treadle.update import Options, Source, UpdateError, Updater
-from treadle.update.coordinator.commit_log import Ledger, peek
+from treadle.update import Source, UpdateError, UpdateOptions, Updater
+from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.record import MOST
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
@@ -27,7 +27,7 @@ from treadle.weights.pieces import Holding, Tensor
 from treadle.weights.plan import plan_update
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 
 Do = Callable[[Updater, int], Any]
 
@@ -37,11 +37,11 @@ def layouts() -> tuple[Holding, Holding]:
     return Parallel(replicas=2).holding(tensors), Parallel(tp=2, dim=lambda name: 0).holding(tensors)
 
 
-def run(workers: Workers, do: Do, options: Options = OPTIONS) -> list[Any]:
+def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS) -> list[Any]:
     return check(run_ranks(2, _run, (workers.sockets, workers.ledger), do, options))
 
 
-def _run(rank: int, places: tuple[Path, Path], do: Do, options: Options) -> Any:
+def _run(rank: int, places: tuple[Path, Path], do: Do, options: UpdateOptions) -> Any:
     with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank)
 
@@ -148,7 +148,7 @@ def test_a_log_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     directory = tmp_path / "l"
     directory.mkdir(mode=0o700)
     (directory / "ledger.json").write_bytes(content)
-    for read in (peek, Ledger):
+    for read in (peek, CommitLog):
         with pytest.raises(ValueError, match=r"l/ledger.json is not a ledger \(.*remove it to start over"):
             read(directory)
 
@@ -158,14 +158,14 @@ def test_a_torn_count_of_attempts_does_not_matter(tmp_path: Path, counted: bytes
     directory = tmp_path / "l"
     directory.mkdir(mode=0o700)
     (directory / "attempts").write_bytes(counted)
-    ledger = Ledger(directory)
+    ledger = CommitLog(directory)
     assert ledger.begin(4) == 5
     ledger.close()
 
 
 @pytest.mark.parametrize("name", ["attempts", "ledger.part"])
 def test_a_full_disk_is_told_with_its_path(tmp_path: Path, name: str) -> None:
-    ledger = Ledger(tmp_path / "l")
+    ledger = CommitLog(tmp_path / "l")
     (tmp_path / "l" / name).symlink_to("/dev/full")
     write = (lambda: ledger.begin(1)) if name == "attempts" else (lambda: ledger.commit(1, 1))
     with pytest.raises(OSError, match=rf"No space left on device; make room there.*: '.*/l/{name}'") as told:
@@ -180,7 +180,7 @@ def test_a_log_that_others_can_reach_is_not_about_sockets(tmp_path: Path) -> Non
     with pytest.raises(
         PermissionError, match=r"mode 0755; others could read or replace the decisions in it; chmod 700"
     ):
-        Ledger(tmp_path / "l")
+        CommitLog(tmp_path / "l")
 
 
 # ---- processes that say nothing --------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_stopped_worker_is_called_stopped(again: bool) -> None:
             stop_worker(workers, 1)
         else:
             threading.Thread(target=stop_worker, args=(workers, 1), daemon=True).start()
-        told = run(workers, first_or_error if again else twice, Options(SMALL, deadline_s=2, drain_s=1))
+        told = run(workers, first_or_error if again else twice, UpdateOptions(SMALL, deadline_s=2, drain_s=1))
         for text in told:
             assert text.startswith("worker 1"), text
             assert (
@@ -245,7 +245,7 @@ def test_a_stopped_rank_is_called_stopped() -> None:
     """It joins, and is stopped before it enters."""
     _, want = layouts()
     with Workers(want) as workers:
-        args = (workers.sockets, workers.ledger), rank_that_stops, Options(SMALL, deadline_s=2, drain_s=1)
+        args = (workers.sockets, workers.ledger), rank_that_stops, UpdateOptions(SMALL, deadline_s=2, drain_s=1)
         outcomes = run_ranks(2, _run, *args, timeout_s=20)
         assert outcomes[0].value is not None, outcomes
         told, _ = outcomes[0].value

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
-from treadle.update import Options, Source, UpdateError, Updater
+from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.memory.copying import opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.options import CompareSources
-from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, Comparison, comparison, same
+from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, SourceComparison, comparison, same
 from treadle.update.rank.shares import Shares
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
 
-OPTIONS = Options(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 LARGE = Tensor("large", (512, 512), "bfloat16")
 
 
@@ -52,7 +52,9 @@ class Wrong:
         return made
 
 
-def update(rank: int, places: tuple[Path, Path], have: Holding, options: Options, wrong: Wrong | None) -> list[Any]:
+def update(
+    rank: int, places: tuple[Path, Path], have: Holding, options: UpdateOptions, wrong: Wrong | None
+) -> list[Any]:
     """The first version is the same on all ranks, the second may not be, the third is again."""
     told: list[Any] = []
     with Updater(places[0], ledger=places[1], options=options) as updater:
@@ -67,7 +69,7 @@ def update(rank: int, places: tuple[Path, Path], have: Holding, options: Options
     return told
 
 
-def updates(workers: Workers, have: Holding, options: Options, wrong: Wrong | None) -> list[list[Any]]:
+def updates(workers: Workers, have: Holding, options: UpdateOptions, wrong: Wrong | None) -> list[list[Any]]:
     places = workers.sockets, workers.ledger
     return check(run_ranks(len(have.pieces), update, places, have, options, wrong, timeout_s=120))
 
@@ -160,7 +162,7 @@ def test_a_sample_sees_one_element_in_some_updates_and_the_same_sixteen_later() 
 def test_where_nobody_has_the_same_nothing_is_looked_at() -> None:
     tensors = model(2, 32)
     have = Parallel(tp=2, dim=lambda name: 0).holding(tensors)
-    found: Comparison = arrived(have, have, [source_of(have, rank, 1) for rank in range(2)], 0, "all", 0)
+    found: SourceComparison = arrived(have, have, [source_of(have, rank, 1) for rank in range(2)], 0, "all", 0)
     assert not found.equal
     assert not found.different
 
@@ -184,7 +186,7 @@ def test_there_is_nothing_to_compare_without_a_source_or_when_it_is_off() -> Non
     assert comparison(plan, None, 0, "all", 0) is None
     assert comparison(plan, source_of(have, 0, 1), 0, "off", 0) is None
     with pytest.raises(ValueError, match="compare_sources is sample, all or off, got 'some'"):
-        Options(compare_sources="some")  # type: ignore[arg-type]
+        UpdateOptions(compare_sources="some")  # type: ignore[arg-type]
 
 
 SHAPES = st.sampled_from([(), (1,), (5000,), (100_000,), (3, 70_000), (64, 64), (40, 5000), (2, 3, 9000), (0, 4)])

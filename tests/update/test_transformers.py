@@ -15,7 +15,7 @@ import torch
 
 from tests.support.ranks import check, run_ranks
 from tests.support.update.workers import Asker, Spawned
-from treadle.update import Closed, Endpoint, Options, Source, Updater
+from treadle.update import ClosedError, Endpoint, Source, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -34,7 +34,7 @@ SMALL = {
     "head_dim": 16,
 }
 PROMPT = torch.arange(3, 19)[None]
-OPTIONS = Options(Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14), deadline_s=30)
+OPTIONS = UpdateOptions(Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14), deadline_s=30)
 
 
 def make(name: str, seed: int) -> Any:
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_read_once_by_all_ranks(tmp_path: Path) -> None:
 
 def test_generation_waits_or_breaks_off() -> None:
     engine = Transformers(make("qwen3", 1))
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         engine.generate(PROMPT, max_new_tokens=2)
     engine.open(7)
     version, tokens = engine.generate(PROMPT, max_new_tokens=4, do_sample=False)

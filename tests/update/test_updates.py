@@ -18,7 +18,7 @@ from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
 from tests.support.update.workers import Workers, ask_once, resident_bytes
 from treadle.ir.program import NEVER, OpKind
-from treadle.update import Options, Source, Updated, Updater
+from treadle.update import Source, Updated, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer, Rollback
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
@@ -29,7 +29,7 @@ MiB = 1 << 20
 
 
 def update_ranks(
-    rank: int, sockets: Path, ledger: Path, have: Holding, versions: list[int], options: Options
+    rank: int, sockets: Path, ledger: Path, have: Holding, versions: list[int], options: UpdateOptions
 ) -> list[Updated]:
     done = []
     with Updater(sockets, ledger=ledger, options=options) as updater:
@@ -48,7 +48,7 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
     tensors = model(4, 64)
     have, want = trained(tensors, 4), served(tensors)
     with Workers(want) as workers:
-        args = workers.sockets, workers.ledger, have, [1, 2], Options(SMALL, rollback=rollback, deadline_s=20)
+        args = workers.sockets, workers.ledger, have, [1, 2], UpdateOptions(SMALL, rollback=rollback, deadline_s=20)
         for done in check(run_ranks(4, update_ranks, *args)):
             assert [updated.version for updated in done] == [1, 2]
             assert (done[1].rollback_bytes > 0) == (rollback != "none")
@@ -62,7 +62,7 @@ def test_a_gibibyte_of_pp_ep_into_tp() -> None:
     tensors = model(8, 1024, experts=28)
     have, want = trained(tensors, 8), served(tensors)
     assert sum(tensor.size_bytes for tensor in tensors) >= 1 << 30
-    options = Options(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
+    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
     with Workers(want) as workers:
         args = workers.sockets, workers.ledger, have, [1], options
         done = check(run_ranks(4, update_ranks, *args, timeout_s=200))
@@ -86,7 +86,9 @@ def net_tensors(width: int, rows: int, layers: int) -> list[Tensor]:
     return [Tensor(name, tuple(value.shape), "bfloat16") for name, value in named.state_dict().items()]
 
 
-def fsdp_ranks(rank: int, sockets: Path, ledger: Path, sizes: tuple[int, int, int], options: Options) -> list[str]:
+def fsdp_ranks(
+    rank: int, sockets: Path, ledger: Path, sizes: tuple[int, int, int], options: UpdateOptions
+) -> list[str]:
     mesh = init_device_mesh("cpu", (4,))
     with torch.device("meta"):
         net = Net(*sizes).to(torch.bfloat16)
@@ -113,7 +115,7 @@ def fsdp_ranks(rank: int, sockets: Path, ledger: Path, sizes: tuple[int, int, in
 def test_from_an_fsdp_source(sizes: tuple[int, int, int]) -> None:
     tensors = net_tensors(*sizes)
     want = Parallel(tp=4, dim=lambda name: 1 if "weight" in name else None).holding(tensors)
-    options = Options(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
+    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
     with Workers(want) as workers:
         check(run_ranks(4, fsdp_ranks, workers.sockets, workers.ledger, sizes, options, timeout_s=200))
         for worker in range(4):
@@ -126,7 +128,7 @@ def held_now() -> tuple[int, int]:
 
 
 def many_updates(
-    rank: int, sockets: Path, ledger: Path, have: Holding, versions: range, options: Options
+    rank: int, sockets: Path, ledger: Path, have: Holding, versions: range, options: UpdateOptions
 ) -> list[tuple[int, int]]:
     held = []
     source = source_of(have, rank, 0)
@@ -148,7 +150,7 @@ def worker_holds(adapter: Any) -> tuple[int, int]:
 def test_memory_is_flat_over_fifty_updates() -> None:
     tensors = model(4, 384)
     have, want, before = trained(tensors, 4), served(tensors), shared_memory()
-    options = Options(Memory(8 * MiB, target_bytes=2 * MiB), deadline_s=30)
+    options = UpdateOptions(Memory(8 * MiB, target_bytes=2 * MiB), deadline_s=30)
     with Workers(want) as workers:
         places = workers.sockets, workers.ledger, have
         check(run_ranks(4, many_updates, *places, range(1, 4), options))
@@ -167,7 +169,7 @@ def as_bfloat16(array: Any) -> torch.Tensor:
     return torch.from_numpy(array).view(torch.bfloat16)
 
 
-def traced(rank: int, sockets: Path, ledger: Path, have: Holding, options: Options) -> Any:
+def traced(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> Any:
     with Updater(sockets, ledger=ledger, options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         done = updater.update(source_of(have, rank, 2), 2)
@@ -180,7 +182,7 @@ def test_the_trace_is_of_the_planned_program(num_h2d: int) -> None:
     tensors = model(2, 256)
     have, want = trained(tensors, 2), served(tensors)
     share = {0: 2, 1: 3, 2: 6}[num_h2d]  # of the memory: as many buffers as fit
-    options = Options(
+    options = UpdateOptions(
         Memory(share * MiB // 4 * 10 // 9 + 64, target_bytes=MiB // 4, least_bytes=MiB // 4), deadline_s=20
     )
     with Workers(want) as workers:

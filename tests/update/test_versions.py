@@ -17,8 +17,8 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import Watcher, mixtures
 from tests.support.update.models import SMALL, Compare, expected, model, source_of
 from tests.support.update.workers import Asker, Trouble, Troubled, Workers, ask_once
-from treadle.update import Options, Plain, Source, UpdateError, Updater
-from treadle.update.coordinator.commit_log import Ledger
+from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
+from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.protocol.messages import (
     Abort,
     Answer,
@@ -35,7 +35,7 @@ from treadle.update.worker.worker import Worker
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 
-OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
 
 
 def layouts() -> tuple[Holding, Holding]:
@@ -47,13 +47,13 @@ def layouts() -> tuple[Holding, Holding]:
 
 
 def run(
-    workers: Workers, have: Holding, do: Callable[[Updater, int, Holding], Any], *, options: Options = OPTIONS
+    workers: Workers, have: Holding, do: Callable[[Updater, int, Holding], Any], *, options: UpdateOptions = OPTIONS
 ) -> list[Any]:
     """`do` on all ranks."""
     return check(run_ranks(4, _run, (workers.sockets, workers.ledger), have, do, options))
 
 
-def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Any, options: Options) -> Any:
+def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Any, options: UpdateOptions) -> Any:
     with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
@@ -242,7 +242,7 @@ def stopped_rank(updater: Updater, rank: int, have: Holding) -> tuple[str, float
 
 def test_a_rank_that_hangs_is_named_by_the_deadline() -> None:
     have, want = layouts()
-    options = Options(SMALL, deadline_s=1.0, drain_s=0.2)
+    options = UpdateOptions(SMALL, deadline_s=1.0, drain_s=0.2)
     with Workers(want) as workers:
         places = workers.sockets, workers.ledger
         outcomes = run_ranks(4, _run, places, have, stopped_rank, options, timeout_s=8)
@@ -345,11 +345,11 @@ def test_steps_may_come_again() -> None:
 
 
 def test_a_decision_is_there_for_the_next_process(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "l")
+    ledger = CommitLog(tmp_path / "l")
     epoch = ledger.begin(7)
     ledger.commit(3, epoch)
     ledger.close()
-    again = Ledger(tmp_path / "l")
+    again = CommitLog(tmp_path / "l")
     assert (again.record.version, again.record.epochs, again.begin(0)) == (3, (8,), 9)
     again.commit(3, 9)
     assert again.record.epochs == (8, 9)
@@ -358,14 +358,14 @@ def test_a_decision_is_there_for_the_next_process(tmp_path: Path) -> None:
 
 def hold_ledger(rank: int, directory: Path) -> str:
     if rank == 0:
-        ledger = Ledger(directory)
+        ledger = CommitLog(directory)
         torch.distributed.barrier()
         torch.distributed.barrier()
         ledger.close()
         return ""
     torch.distributed.barrier()
     try:
-        Ledger(directory)
+        CommitLog(directory)
         told = ""
     except OSError as error:
         told = str(error)
@@ -381,4 +381,4 @@ def test_a_torn_ledger_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / "l").mkdir(mode=0o700)
     (tmp_path / "l" / "ledger.json").write_text('{"version": 3, "epo')
     with pytest.raises(ValueError, match="is not a ledger"):
-        Ledger(tmp_path / "l")
+        CommitLog(tmp_path / "l")

@@ -31,13 +31,13 @@ import treadle.wire.link as link_module
 from tests.support.ranks import check, run_ranks
 from tests.support.update.workers import Asker, Troubled, Workers
 from treadle.host.sockets import close_server, connect, listen
-from treadle.update import Endpoint, Options, Plain, Source, UpdateError, Updater
+from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.transformers import named_weights
 from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
 from treadle.update.adapters.vllm.line import Line, replica_path
 from treadle.update.adapters.vllm.messages import Serve, Shut
 from treadle.update.adapters.vllm.replica import Replica
-from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.memory.copying import copy_hashed, digest
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.messages import (
@@ -55,22 +55,22 @@ from treadle.update.protocol.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.rank.inbox import Post
+from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import Beside
+from treadle.update.rank.worker_client import WorkerClient
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.update.worker.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
-from treadle.update.worker.rollback_store import Store, left_in_group
+from treadle.update.worker.rollback_store import RollbackStore, left_in_group
 from treadle.update.worker.staging import assembled, shortfall
 from treadle.update.worker.worker import Worker
 from treadle.weights.buffers import Memory
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
-from treadle.wire.errors import Gone
+from treadle.wire.errors import PeerGoneError
 from treadle.wire.link import Link, accept
 
 SMALL = Memory(1 << 20, least_bytes=4096)
-OPTIONS = Options(SMALL, deadline_s=10, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
 
 
 def whole(shapes: dict[str, tuple[int, ...]], ranks: int, dtype: str = "float32") -> Holding:
@@ -90,11 +90,13 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-def run(workers: Workers, do: Callable[..., Any], *args: Any, options: Options = OPTIONS) -> list[Any]:
+def run(workers: Workers, do: Callable[..., Any], *args: Any, options: UpdateOptions = OPTIONS) -> list[Any]:
     return check(run_ranks(2, _run, (workers.sockets, workers.ledger), do, options, args, timeout_s=60))
 
 
-def _run(rank: int, places: tuple[Path, Path], do: Callable[..., Any], options: Options, args: tuple[Any, ...]) -> Any:
+def _run(
+    rank: int, places: tuple[Path, Path], do: Callable[..., Any], options: UpdateOptions, args: tuple[Any, ...]
+) -> Any:
     with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, *args)
 
@@ -386,7 +388,7 @@ def restart(workers: Workers) -> None:
 
 def test_a_number_moves_too_and_one_plan_is_from_a_source_or_from_peers() -> None:
     """The plans are the same but for who fills buckets: there is no room for an H2D buffer in either."""
-    lone = Options(Memory(free_bytes=8192, least_bytes=4096), deadline_s=10, drain_s=1)
+    lone = UpdateOptions(Memory(free_bytes=8192, least_bytes=4096), deadline_s=10, drain_s=1)
     with Workers(whole(CHANGED, 2)) as workers:
         thread = threading.Thread(target=restart, args=(workers,), daemon=True)
         thread.start()
@@ -425,7 +427,7 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
         blocks.append(os.fstat(fd).st_blocks)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    store = Store(tmp_path)
+    store = RollbackStore(tmp_path)
     assert store.reserve(BOXES) is None
     assert blocks[0] * 512 >= 1 << 18  # no holes
     store.array("w", BOXES[0][1])[:] = 1
@@ -434,7 +436,7 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    told = Store(tmp_path).reserve(BOXES)
+    told = RollbackStore(tmp_path).reserve(BOXES)
     assert told is not None
     assert f"{1 << 18} bytes of disk in {tmp_path}" in told
     assert "No space left" in told
@@ -493,7 +495,7 @@ def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
     monkeypatch.setattr(link_module, "accept", out_of_descriptors(accept, [1, 2]))
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
         for _ in range(2):
-            with suppress(Gone):
+            with suppress(PeerGoneError):
                 Asker(place, 0)
         asker = Asker(place, 0)
         assert asker.status().state == "closed"
@@ -515,10 +517,10 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         askers = [Asker(place, 0) for _ in range(MOST_ASKERS)]
         with pytest.raises(AssertionError):  # it is told, rather than welcomed
             Asker(place, 0)
-        post = Post()
+        post = Inbox()
         post.start()
         for rank in range(3):  # one after the other; each takes over
-            beside = Beside(place, 0, post, lambda text: None)
+            beside = WorkerClient(place, 0, post, lambda text: None)
             beside.connect(rank, 3.0)
             assert isinstance(beside.ask(GetStatus(), Status, 3.0), Status)
             beside.drop()
@@ -562,30 +564,30 @@ Ledger(Path(sys.argv[1]))
 
 
 def test_one_coordinator_holds_the_ledger_in_one_process_too(tmp_path: Path) -> None:
-    held = Ledger(tmp_path / "l")
+    held = CommitLog(tmp_path / "l")
     (tmp_path / "a").symlink_to(tmp_path)
     for path in (tmp_path / "l", tmp_path / "a" / "l"):
         with pytest.raises(BlockingIOError, match="another coordinator holds"):
-            Ledger(path)
+            CommitLog(path)
     other = subprocess.run([sys.executable, "-c", HOLD, tmp_path / "l"], capture_output=True, text=True, check=False)
     assert "another coordinator holds" in other.stderr, "a second try released it"
     held.close()
     held.close()
-    again = Ledger(tmp_path / "l")
+    again = CommitLog(tmp_path / "l")
     held.close()
     with pytest.raises(BlockingIOError):
-        Ledger(tmp_path / "l")
+        CommitLog(tmp_path / "l")
     again.close()
 
 
 def test_a_new_ledger_has_its_directories_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
-    ledger = Ledger(tmp_path / "a" / "b")
+    ledger = CommitLog(tmp_path / "a" / "b")
     assert set(synced) == {tmp_path, tmp_path / "a"}
     ledger.close()
     synced.clear()
-    Ledger(tmp_path / "a" / "b").close()
+    CommitLog(tmp_path / "a" / "b").close()
     assert synced == []
 
 
@@ -708,9 +710,9 @@ def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(plac
     """As where it is started again: the connection was made to the process before."""
     path = worker_path(place, 0)
     dying = listen(path)
-    post = Post()
+    post = Inbox()
     post.start()
-    beside = Beside(place, 0, post, lambda text: None)
+    beside = WorkerClient(place, 0, post, lambda text: None)
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(beside.connect, 0, 20.0)
         dying.accept()[0].close()
@@ -735,11 +737,11 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
     """As the reason for which its connection ended, wherever it waits; not as an answer to what it asked."""
     told: SimpleQueue[str] = SimpleQueue()
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
-        first, second = (Beside(place, 0, Post(), told.put) for _ in range(2))
+        first, second = (WorkerClient(place, 0, Inbox(), told.put) for _ in range(2))
         first.connect(0, 5.0)
         second.connect(1, 5.0)
         who = f"update rank 1 of process {os.getpid()} has taken worker 0 over"
-        with pytest.raises(Gone, match=who):
+        with pytest.raises(PeerGoneError, match=who):
             first.expect(Status, 5.0)
         assert told.get(timeout=5.0) == who
         assert second.ask(GetStatus(), Status, 5.0).state == "closed"

@@ -36,7 +36,7 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def trace_of(name: str, costs: Costs = UNIT_COSTS, pp: int = 4, layers: int | None = None) -> Trace:
     microbatches = 2 * pp
     schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
-    options = treadle.Options(layers=layers, offload=layers is not None)
+    options = treadle.LoweringOptions(layers=layers, offload=layers is not None)
     return treadle.simulate(treadle.lower(schedule, costs, options), costs)
 
 
@@ -72,7 +72,7 @@ def test_another_process_gives_the_same_svg(tmp_path: Path) -> None:
     code = (
         "import sys, treadle; from treadle.costs import UNIT_COSTS as costs; from treadle.view.figure import draw\n"
         "schedule = treadle.generate('zb-v', pp=2, microbatches=4)\n"
-        "draw(treadle.simulate(treadle.lower(schedule, costs, treadle.Options()), costs), sys.argv[1])"
+        "draw(treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions()), costs), sys.argv[1])"
     )
     for name in ("one.svg", "two.svg"):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True)

@@ -90,12 +90,12 @@ def _name(kind: OpKind) -> str:
 
 def layers() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.Options(layers=2, offload=True)), COSTS)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=2, offload=True)), COSTS)
 
 
 def cells(name: str, pp: int, microbatches: int) -> Trace:
     schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
-    return treadle.simulate(treadle.lower(schedule, UNIT, treadle.Options()), UNIT)
+    return treadle.simulate(treadle.lower(schedule, UNIT, treadle.LoweringOptions()), UNIT)
 
 
 def jittered(trace: Trace) -> Trace:
@@ -368,7 +368,7 @@ def test_names_are_text(window: Browser, tmp_path: Path) -> None:
 
 def large() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
-    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.Options(layers=4)), COSTS)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=4)), COSTS)
 
 
 @needs_browser

@@ -7,7 +7,7 @@ import pytest
 import treadle
 from treadle.costs import UNIT_COSTS, load_costs
 from treadle.ir.trace import Trace
-from treadle.plan import Options, lower
+from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
 from treadle.view.terminal import terminal_rows
 
@@ -15,7 +15,7 @@ from treadle.view.terminal import terminal_rows
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
     costs = UNIT_COSTS if layers is None else load_costs("deepseek-v3-h800")
     schedule = treadle.generate(name, pp=pp, microbatches=num_mb)
-    return simulate(lower(schedule, costs, Options(layers=layers)), costs)
+    return simulate(lower(schedule, costs, LoweringOptions(layers=layers)), costs)
 
 
 def rows(drawn: Trace, width: int, *, lanes: bool = False) -> list[str]:

@@ -18,7 +18,7 @@ from treadle.cli.app import app
 from treadle.export import npz
 from treadle.ir.execute import Times, execute
 from treadle.ir.program import NEVER, Bools, LaneKind, OpKind, Program
-from treadle.verify import Report
+from treadle.verify import VerifyReport
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel, sharded, tensor_parallel
 from treadle.weights.lower import lower_update
@@ -298,7 +298,7 @@ def test_a_device_outside_of_the_group_is_found() -> None:
     program = lower_update(PUBLISHED)
     group = program.lane_group.copy()
     group[lane(program, 3, LaneKind.BROADCAST)] = NEVER
-    report: Report = verify_update(replace(program, lane_group=group))
+    report: VerifyReport = verify_update(replace(program, lane_group=group))
     assert "T202" in {finding.code for finding in report.findings}
 
 

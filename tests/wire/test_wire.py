@@ -41,7 +41,7 @@ from treadle.update.protocol.messages import (
 )
 from treadle.weights.pieces import Box, Piece, Tensor
 from treadle.weights.plan import Item, Take
-from treadle.wire.errors import Gone, WireError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, Frames, framed
 from treadle.wire.link import MOST_FDS, Link, accept
 
@@ -168,9 +168,9 @@ def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
     there.trust()
     with pytest.raises(TimeoutError):
         here.send(Ask(b"x" * (8 << 20)), timeout_s=0.1)
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGoneError):
         here.send(GetStatus())
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGoneError):
         there.receive(5)
     for end in (here, there, server):
         end.close()
@@ -246,7 +246,7 @@ def test_a_question_cannot_update(endpoint: Endpoint) -> None:
     answer = link.receive(5)
     assert isinstance(answer, Refused)
     assert answer.code == "malformed"
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGoneError):
         link.receive(5)
     link.close()
 
@@ -256,7 +256,7 @@ def test_only_the_last_update_rank_has_the_say(endpoint: Endpoint) -> None:
     told = first.receive(5)
     assert isinstance(told, Refused)
     assert f"of process {os.getpid()} has taken worker 0 over" in told.text
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGoneError):
         first.receive(5)
     second.send(GetStatus())
     assert isinstance(second.receive(5), Status)
@@ -271,7 +271,7 @@ def test_more_who_ask_than_fit_are_refused(endpoint: Endpoint) -> None:
     refused = one_more.receive(5)
     assert isinstance(refused, Refused)
     assert refused.code == "busy"
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGoneError):
         one_more.receive(5)
     for link in (*links, one_more):
         link.close()

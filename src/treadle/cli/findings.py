@@ -7,14 +7,14 @@ from rich.markup import escape
 from treadle.cli.terminal import out
 from treadle.ir import Schedule
 from treadle.ir.program import Program
-from treadle.verify import Finding, Report
+from treadle.verify import Finding, VerifyReport
 from treadle.verify.finding import more_of
 
 SHOWN = 5
 """Findings shown in full unless asked for all: the first ones are usually the cause of the rest."""
 
 
-def print_report(report: Report, schedule: Schedule | None, program: Program | None, *, everything: bool) -> None:
+def print_report(report: VerifyReport, schedule: Schedule | None, program: Program | None, *, everything: bool) -> None:
     """The findings, or the one line that says it is clean."""
     if report.clean:
         out.print(f"[green]{report}[/]", soft_wrap=True)

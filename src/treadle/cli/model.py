@@ -15,7 +15,7 @@ from treadle.costs import Costs, load_costs
 from treadle.ir import Schedule
 from treadle.ir.program import OpKind, Program
 from treadle.ir.trace import Trace
-from treadle.plan import Options, lower
+from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
 from treadle.verify import verify_schedule
 from treadle.weights.rates import simulate_update
@@ -60,9 +60,9 @@ class Model:
         """The costs named."""
         return load_costs(self.costs_name)
 
-    def options(self) -> Options:
+    def options(self) -> LoweringOptions:
         """As the library takes them."""
-        return Options(
+        return LoweringOptions(
             layers=parse_layers(self.layers),
             moe=self.moe,
             padded=self.padded,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treadle.dist.boundary import Boundary
 from treadle.dist.device import Wait
-from treadle.dist.groups import CLOSED, Group, close_group
+from treadle.dist.groups import CLOSED, Communicator, close_communicator
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 
@@ -41,7 +41,7 @@ class Channel:
     Its messages are made on `device`.
     """
 
-    def __init__(self, group: Group, place: int, device: torch.device, wait: Wait) -> None:
+    def __init__(self, group: Communicator, place: int, device: torch.device, wait: Wait) -> None:
         self.group, self.place, self.device, self.wait = group, place, device, wait
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving = 0
@@ -95,7 +95,7 @@ class Channel:
         """Gives the communicator back, and forgets what did not leave."""
         group, self.group = self.group, CLOSED
         self._leaving.clear()
-        close_group(group)
+        close_communicator(group)
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import torch
 
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 
 _PINGS = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -20,7 +20,7 @@ def host_number() -> int:
     return int.from_bytes(hashlib.sha256(boot).digest()[:7], "big") if boot else 0
 
 
-def clock_offset(circle: Circle, device: torch.device) -> int:
+def clock_offset(circle: Group, device: torch.device) -> int:
     """What to add to this rank's times to have them on the clock of the circle's first rank. All of it ask."""
     hosts = circle.all_gather(torch.tensor([host_number()], dtype=torch.int64, device=device))
     offset = 0
@@ -34,7 +34,7 @@ def clock_offset(circle: Circle, device: torch.device) -> int:
     return offset
 
 
-def _ask(circle: Circle, other: int, device: torch.device) -> None:
+def _ask(circle: Group, other: int, device: torch.device) -> None:
     """Asks for the other's time again and again, and tells it what the quickest answer says about its clock."""
     message = torch.zeros(1, dtype=torch.int64, device=device)
     answers = []
@@ -47,7 +47,7 @@ def _ask(circle: Circle, other: int, device: torch.device) -> None:
     circle.send(torch.tensor([min(answers)[1]], dtype=torch.int64, device=device), other)
 
 
-def _answer(circle: Circle, device: torch.device) -> int:
+def _answer(circle: Group, device: torch.device) -> int:
     message = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(_PINGS):
         circle.recv(message, 0)

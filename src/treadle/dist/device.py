@@ -7,6 +7,8 @@ step.
 
 from __future__ import annotations
 
+from treadle.host.errors import TreadleError
+
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +22,7 @@ import torch.distributed as dist
 Wait = Callable[[dist.Work], Any]
 
 
-class LateError(TimeoutError):
+class LateError(TreadleError, TimeoutError):
     """A wait for this rank's own lanes has reached the deadline. A TimeoutError of its model's is something else."""
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.device import Wait
-from treadle.dist.mesh_position import Place
+from treadle.dist.mesh_position import MeshPosition
 
 
-class Group(Protocol):
+class Communicator(Protocol):
     """What is used of a communicator: torch's process groups and their backends both have it."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
@@ -52,52 +52,52 @@ class Group(Protocol):
         ...
 
 
-def make_group(name: str, ranks: list[int], rank: int, deadline: timedelta) -> Group:
+def make_communicator(name: str, ranks: list[int], rank: int, deadline: timedelta) -> Communicator:
     """A communicator of these ranks, who all make it under this name, with the backend of the world."""
     store, at = PrefixStore(f"treadle/{name}", _get_default_store()), ranks.index(rank)
     backend = dist.get_backend()
     if backend == "gloo":
-        gloo: Group = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
+        gloo: Communicator = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
         return gloo
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = deadline
-        nccl: Group = dist.ProcessGroupNCCL(store, at, len(ranks), options)  # type: ignore[assignment]
+        nccl: Communicator = dist.ProcessGroupNCCL(store, at, len(ranks), options)  # type: ignore[assignment]
         return nccl
     if backend == "fake":
-        fake: Group = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
+        fake: Communicator = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
         return fake
     raise ValueError(f"pipelines run on gloo or nccl, the process group's backend is {backend!r}")
 
 
-def next_name(place: Place) -> str:
+def next_name(place: MeshPosition) -> str:
     """A name for the next thing that the ranks of a mesh make together; they make such things in the same order."""
     mesh = hashlib.sha1(repr(place.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
     return f"{mesh}/{_get_default_store().add(f'treadle/{mesh}/made by {place.rank}', 1)}"
 
 
-class ClosedGroup:
+class ClosedCommunicator:
     """Stands where a communicator was, so that nothing keeps the communicator itself alive."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"{name} on a communicator that is closed; make a new Pipeline")
 
 
-CLOSED: Group = ClosedGroup()
+CLOSED: Communicator = ClosedCommunicator()
 
 
-def close_group(group: Group) -> None:
+def close_communicator(group: Communicator) -> None:
     """Ends what a backend keeps beside its sockets. gloo's ends with the last reference."""
     if group is not CLOSED and dist.is_initialized() and dist.get_backend() == "nccl":
         group.shutdown()
 
 
-class Circle:
+class Group:
     """Ranks that gather, reduce and exchange together."""
 
     def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta, wait: Wait) -> None:
         self.ranks, self.at, self.wait = ranks, ranks.index(rank), wait
-        self.group = make_group(name, ranks, rank, deadline)
+        self.group = make_communicator(name, ranks, rank, deadline)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everyone's tensor, in the order of `ranks`."""
@@ -132,4 +132,4 @@ class Circle:
     def close(self) -> None:
         """Gives the communicator back, whoever still holds the circle."""
         group, self.group = self.group, CLOSED
-        close_group(group)
+        close_communicator(group)

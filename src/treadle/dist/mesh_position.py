@@ -10,7 +10,7 @@ DIMENSIONS = ("pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """`ranks[pp][replica]` are the ranks' numbers in the world; replica `d * ep + e` is the one at (d, e)."""
 
     pp_rank: int
@@ -63,7 +63,7 @@ class Place:
         return self.ranks[pp_rank][self.dp_rank]
 
 
-def place_in(mesh: DeviceMesh) -> Place:
+def mesh_position(mesh: DeviceMesh) -> MeshPosition:
     """Where this rank is in a mesh with a dimension `pp`, and perhaps `dp` and `ep`."""
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or not set(names) <= set(DIMENSIONS):
@@ -74,7 +74,7 @@ def place_in(mesh: DeviceMesh) -> Place:
     at = {name: mesh.get_local_rank(name) if name in names else 0 for name in DIMENSIONS}
     table = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
     ranks = tuple(tuple(row) for row in table.reshape(sizes["pp"], -1).tolist())
-    return Place(at["pp"], at["dp"] * sizes["ep"] + at["ep"], ranks, sizes["ep"])
+    return MeshPosition(at["pp"], at["dp"] * sizes["ep"] + at["ep"], ranks, sizes["ep"])
 
 
 def _way_out(names: tuple[str, ...]) -> str:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from treadle.ir.program import LaneKind, Program
 from treadle.dist.channel import Channel
 from treadle.dist.device import Wait
-from treadle.dist.groups import Circle, Group, make_group
-from treadle.dist.mesh_position import Place
+from treadle.dist.groups import Group, Communicator, make_communicator
+from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.native_sockets import Sockets
 
 MOST = 8
@@ -25,7 +25,7 @@ MOST = 8
 
 
 @dataclass
-class Communicators:
+class Groups:
     """What a rank talks through. `pipe` are the ranks of its pipeline, `replicas` those of its place in others.
 
     Where micro-batches enter at both ends, `copies` take the place of `replicas`: the ranks with the same stages.
@@ -34,26 +34,26 @@ class Communicators:
     """
 
     name: str
-    place: Place
+    place: MeshPosition
     deadline: timedelta
     wait: Wait
-    pipe: Circle
-    replicas: Circle | None
-    copies: Circle | None = None
-    party: Circle | None = None
-    experts: Circle | None = None
+    pipe: Group
+    replicas: Group | None
+    copies: Group | None = None
+    party: Group | None = None
+    experts: Group | None = None
     outgoing: Mapping[int, Channel] = field(default_factory=dict)
     incoming: Mapping[int, Channel] = field(default_factory=dict)
     sockets: Sockets = field(default_factory=Sockets)
 
     @classmethod
-    def make(cls, name: str, place: Place, deadline: timedelta, wait: Wait) -> Communicators:
+    def make(cls, name: str, place: MeshPosition, deadline: timedelta, wait: Wait) -> Groups:
         """The circles in which ranks can meet."""
         sockets, replicas = Sockets(), None
         with sockets.recording():
-            pipe = Circle(f"{name}/pipe/{place.dp_rank}", place.pipe, place.rank, deadline, wait)
+            pipe = Group(f"{name}/pipe/{place.dp_rank}", place.pipe, place.rank, deadline, wait)
             if place.dp > 1:
-                replicas = Circle(f"{name}/replicas/{place.pp_rank}", place.replicas, place.rank, deadline, wait)
+                replicas = Group(f"{name}/replicas/{place.pp_rank}", place.replicas, place.rank, deadline, wait)
         return cls(name, place, deadline, wait, pipe, replicas, sockets=sockets)
 
     def connect(self, program: Program, device: torch.device) -> None:
@@ -71,13 +71,13 @@ class Communicators:
             self._make_channels(own, device)
             if two_ended:
                 name = f"{self.name}/copies/{min(place.copies)}"
-                self.copies = Circle(name, place.copies, place.rank, self.deadline, self.wait)
+                self.copies = Group(name, place.copies, place.rank, self.deadline, self.wait)
                 self.replicas = None
             if place.ep > 1:
                 name = f"{self.name}/party/{place.party[0]}"
-                self.party = Circle(name, place.party, place.rank, self.deadline, self.wait)
+                self.party = Group(name, place.party, place.rank, self.deadline, self.wait)
             if len(alike) > 1:
-                self.experts = Circle(f"{self.name}/experts/{alike[0]}", alike, place.rank, self.deadline, self.wait)
+                self.experts = Group(f"{self.name}/experts/{alike[0]}", alike, place.rank, self.deadline, self.wait)
 
     def _make_channels(self, own: list[tuple[int, int]], device: torch.device) -> None:
         place = self.place
@@ -85,17 +85,17 @@ class Communicators:
         for src, dst in own:
             side, peer = (sides[0], dst) if src == place.pp_rank else (sides[1], src)
             ranks = sorted((place.rank, place.neighbour(peer)))
-            group = make_group(f"{self.name}/{place.dp_rank}/{src}>{dst}", ranks, place.rank, self.deadline)
+            group = make_communicator(f"{self.name}/{place.dp_rank}/{src}>{dst}", ranks, place.rank, self.deadline)
             side[peer] = Channel(group, ranks.index(place.neighbour(peer)), device, self.wait)
         self.outgoing, self.incoming = sides
 
     @property
-    def reduce(self) -> Circle | None:
+    def reduce(self) -> Group | None:
         """Where gradients meet, if they have to."""
         return self.copies if self.copies is not None else self.replicas
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[Communicator]:
         """All of them."""
         channels = [channel.group for side in (self.outgoing, self.incoming) for channel in side.values()]
         circles = (self.pipe, self.replicas, self.copies, self.party, self.experts)

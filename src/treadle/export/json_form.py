@@ -67,12 +67,12 @@ def _block(brackets: str, lines: Iterable[str]) -> str:
 
 def parse(text: str, source: str = "<text>") -> Schedule:
     """Reads the JSON form, and nothing that `dump` would not write, layout aside."""
-    reader = _Reader(source)
+    reader = _JsonReader(source)
     return reader.schedule(reader.load(text))
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _JsonReader:
     """Takes the object apart; every error starts with the source."""
 
     source: str

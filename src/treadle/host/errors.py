@@ -1,11 +1,15 @@
-"""Errors that other processes get as they are: frameworks that run ranks, as Ray does, pickle what ranks raise."""
+"""The base of Treadle's errors. They can be pickled, as frameworks that run ranks (Ray) do with what ranks raise."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class PortableError(Exception):
+class TreadleError(Exception):
+    """The base of every error class of Treadle."""
+
+
+class PortableError(TreadleError):
     """An error with an `__init__` of its own. What pickle does by itself would call that with the text alone."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -79,7 +79,7 @@ def parse_cell(text: str) -> Cell | None:
 
 
 @dataclass
-class _Reader:
+class _TextReader:
     """Collects what the lines say; `finish` puts it together."""
 
     source: str
@@ -197,7 +197,7 @@ def parse(text: str, source: str = "<text>", *, placement: str | None = None) ->
         raise ValueError(
             f"{source}: {versions[-1][2:]!r} is not a form this version reads; it reads {MAGIC[2:]!r}, once"
         )
-    reader = _Reader(source, strict=bool(versions))
+    reader = _TextReader(source, strict=bool(versions))
     for number, line in enumerate(lines, start=1):
         if line != MAGIC:
             reader.read(number, line)

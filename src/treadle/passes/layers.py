@@ -93,7 +93,7 @@ class Half(IntEnum):
     CARRIED = 2
 
 
-class Part(NamedTuple):
+class TemplateOp(NamedTuple):
     """One op of a cell's template."""
 
     kind: OpKind
@@ -114,10 +114,10 @@ class CellKind(IntEnum):
 class Template(NamedTuple):
     """A cell's parts in order, and for each slot how many compute parts stand before it."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TemplateOp, ...]
     slots: tuple[int, ...]
 
-    def on(self, lane: LaneKind) -> tuple[Part, ...]:
+    def on(self, lane: LaneKind) -> tuple[TemplateOp, ...]:
         """The parts that run on a lane."""
         return tuple(part for part in self.parts if LANE_OF[part.kind] is lane)
 
@@ -133,7 +133,7 @@ class Span(NamedTuple):
 _FIRST = (OpKind.HEAD_B, OpKind.EMBED_F)
 """What a weight half that was held back does not go before: the exchange that it is to hide waits for them."""
 
-_CARRIED_OUT = Part(OpKind.ATTN_W, 0, Half.BACKWARD)
+_CARRIED_OUT = TemplateOp(OpKind.ATTN_W, 0, Half.BACKWARD)
 """The weight half that a cell leaves to the next one: of its backward's last layer, which is the stage's first."""
 
 
@@ -147,9 +147,9 @@ def template(
     held back here goes out.
     """
     present = {*shape.forward, *shape.backward, *shape.weights, *EMBEDDING, OpKind.HEAD_F, OpKind.HEAD_B}
-    parts: list[Part] = []
+    parts: list[TemplateOp] = []
     slots: list[int] = []
-    held = Part(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
+    held = TemplateOp(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
     for slot in _slots(cell, forward, backward, shape):
         slots.append(sum(LANE_OF[part.kind] is LaneKind.COMPUTE for part in parts))
         for part in slot:
@@ -178,7 +178,7 @@ class ShapeKey(NamedTuple):
     early: bool
 
 
-def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> list[list[Part]]:
+def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> list[list[TemplateOp]]:
     """The layers of a cell, one or a pair at a time, with the ends of the model in the first and in the last."""
     slots = list(_layers(cell, forward.layers, backward.layers, shape))
     first, last = _ends(cell, forward, backward, OpKind.COMBINE_B in shape.backward)
@@ -187,10 +187,10 @@ def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> li
     return slots
 
 
-def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tuple[list[Part], list[Part]]:
+def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tuple[list[TemplateOp], list[TemplateOp]]:
     """What a cell runs of the embedding and the head, before its layers and behind them."""
-    first: list[Part] = []
-    last: list[Part] = []
+    first: list[TemplateOp] = []
+    last: list[TemplateOp] = []
     if cell is not CellKind.W and cell is not CellKind.F and backward.head:
         first.append(_b(OpKind.HEAD_B, 0))
     if backward.head and (cell is CellKind.W or (cell is CellKind.B and exchanges)):
@@ -205,7 +205,7 @@ def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tup
     return first, last
 
 
-def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Iterator[list[Part]]:
+def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Iterator[list[TemplateOp]]:
     if cell is CellKind.F:
         yield from (_forward(layer) for layer in range(forward))
     elif cell is CellKind.W:
@@ -220,19 +220,19 @@ def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Ite
         yield from (_backward(layer, shape, halves=whole) for layer in reversed(range(backward)))
 
 
-def _f(kind: OpKind, layer: int) -> Part:
-    return Part(kind, layer, Half.FORWARD)
+def _f(kind: OpKind, layer: int) -> TemplateOp:
+    return TemplateOp(kind, layer, Half.FORWARD)
 
 
-def _b(kind: OpKind, layer: int) -> Part:
-    return Part(kind, layer, Half.BACKWARD)
+def _b(kind: OpKind, layer: int) -> TemplateOp:
+    return TemplateOp(kind, layer, Half.BACKWARD)
 
 
-def _forward(layer: int) -> list[Part]:
+def _forward(layer: int) -> list[TemplateOp]:
     return [_f(kind, layer) for kind in FORWARD]
 
 
-def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[Part]:
+def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[TemplateOp]:
     comb, mlp, disp, attn = (_b(kind, layer) for kind in BACKWARD)
     mlp_w, attn_w = ([_b(kind, layer)] if halves else [] for kind in (OpKind.MLP_W, OpKind.ATTN_W))
     if shape.early:
@@ -240,7 +240,7 @@ def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[Part]:
     return [comb, mlp, disp, attn, *mlp_w, *attn_w]
 
 
-def _pair(fwd: int, bwd: int) -> list[Part]:
+def _pair(fwd: int, bwd: int) -> list[TemplateOp]:
     """Each all-to-all of one micro-batch under the compute of the other."""
     attn, counts, host, disp, mlp, comb = (_f(kind, fwd) for kind in FORWARD)
     comb_b, mlp_b, disp_b, attn_b = (_b(kind, bwd) for kind in BACKWARD)

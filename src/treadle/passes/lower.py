@@ -22,7 +22,7 @@ from treadle.passes.layers import CellKind, Cells, Half, Shape
 from treadle.passes.reduce import with_reduce
 
 
-class Lanes(NamedTuple):
+class LaneColumns(NamedTuple):
     """Some lanes with their ops: columns over ops, then columns over lanes. `gate` is an op waited for besides."""
 
     kind: Ints
@@ -61,7 +61,7 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
     return program
 
 
-def _cell_lanes(schedule: Schedule, cells: Cells, lane: LaneKind) -> Lanes:
+def _cell_lanes(schedule: Schedule, cells: Cells, lane: LaneKind) -> LaneColumns:
     """A lane that cells lay their parts on: template after template."""
     parts = [template.on(lane) for template in cells.templates]
     size = np.array([len(p) for p in parts], np.int64)[cells.template]
@@ -82,14 +82,14 @@ def _cell_lanes(schedule: Schedule, cells: Cells, lane: LaneKind) -> Lanes:
     return _on_own_lanes(columns, np.full(total, NEVER, np.int32), per_rank.astype(np.int32), lane)
 
 
-def _on_own_lanes(columns: dict[str, Ints], gate: Ints, per_rank: Ints, lane: LaneKind) -> Lanes:
+def _on_own_lanes(columns: dict[str, Ints], gate: Ints, per_rank: Ints, lane: LaneKind) -> LaneColumns:
     """Lanes that each rank has for itself."""
     ranks = np.arange(len(per_rank), dtype=np.int32)
     alone = np.full(len(per_rank), NEVER, np.int32)
-    return Lanes(**columns, gate=gate, size=per_rank, rank=ranks, lane=lane, peer=alone, group=alone)
+    return LaneColumns(**columns, gate=gate, size=per_rank, rank=ranks, lane=lane, peer=alone, group=alone)
 
 
-def _copy_lanes(schedule: Schedule, cells: Cells, layout: Layout) -> list[Lanes]:
+def _copy_lanes(schedule: Schedule, cells: Cells, layout: Layout) -> list[LaneColumns]:
     """Out after each forward, in before each backward, layer by layer.
 
     An onload starts one cell before its backward, slot by slot: what comes in takes the room of what that cell's
@@ -134,7 +134,7 @@ def _slot_gate(cells: Cells, cell: npt.NDArray[np.intp], slot: npt.NDArray[np.in
     return gate
 
 
-def _channel_lanes(schedule: Schedule) -> list[Lanes]:
+def _channel_lanes(schedule: Schedule) -> list[LaneColumns]:
     """Sends in the order they are made, receives posted in the sender's order: as at the grain of cells."""
     coarse = lower_cells(schedule)
     lanes = []
@@ -144,7 +144,7 @@ def _channel_lanes(schedule: Schedule) -> list[Lanes]:
         ops = slice(int(start), int(stop))
         fill = np.full(int(stop - start), NEVER, np.int32)
         lanes.append(
-            Lanes(
+            LaneColumns(
                 coarse.kind[ops].astype(np.int32),
                 coarse.mb[ops],
                 coarse.chunk[ops].astype(np.int32),
@@ -161,7 +161,7 @@ def _channel_lanes(schedule: Schedule) -> list[Lanes]:
     return lanes
 
 
-def _assemble(lanes: list[Lanes], layout: Layout, shape: Shape) -> Program:
+def _assemble(lanes: list[LaneColumns], layout: Layout, shape: Shape) -> Program:
     """One behind the other. The first group numbers are the channels', then those of other lanes."""
 
     def column(name: str) -> npt.NDArray[np.int32]:
@@ -194,7 +194,7 @@ def _assemble(lanes: list[Lanes], layout: Layout, shape: Shape) -> Program:
     )
 
 
-def _number_groups(lanes: list[Lanes]) -> Ints:
+def _number_groups(lanes: list[LaneColumns]) -> Ints:
     """Channels keep their numbers, which the two ends share; other groups get numbers of their own."""
     base = 1 + max((int(part.group.max(initial=-1)) for part in lanes if part.lane is LaneKind.SEND), default=-1)
     parts = []

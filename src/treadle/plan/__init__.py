@@ -1,5 +1,5 @@
 """Planning: from a schedule, a model's shape and costs to the Program that is verified, simulated and run."""
 
-from treadle.plan.lowering import Options, lower
+from treadle.plan.lowering import LoweringOptions, lower
 
-__all__ = ["Options", "lower"]
+__all__ = ["LoweringOptions", "lower"]

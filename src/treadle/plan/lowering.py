@@ -36,7 +36,7 @@ _SAMPLE_MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class LoweringOptions:
     """How a schedule is lowered. Without `layers` the grain is the cell, and nothing else applies but the mesh.
 
     `hold`: attention's weight half waits for the next slot; `early`: a lone backward runs the experts' weight half
@@ -71,7 +71,7 @@ class Options:
             raise ValueError("expert parallelism needs MoE layers; add --layers N --moe")
 
 
-def lower(schedule: Schedule, costs: Costs, options: Options) -> Program:
+def lower(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Program:
     """The Program of a schedule, verified or not; every pipeline of the mesh is alike, so one is made and spread."""
     if options.layers is None:
         program = lower_cells(schedule)
@@ -82,7 +82,7 @@ def lower(schedule: Schedule, costs: Costs, options: Options) -> Program:
     return spread(program, ep=options.ep, dp=options.dp) if options.every_gpu else program
 
 
-def choose(schedule: Schedule, costs: Costs, options: Options) -> Shape:
+def choose(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
     """The shape with the weight halves where the step is shortest.
 
     Whether holding one back pays depends on what it has to hide: it gains where a backward's first all-to-all leaves
@@ -99,7 +99,7 @@ def choose(schedule: Schedule, costs: Costs, options: Options) -> Shape:
     return min(shapes, key=lambda candidate: simulate(lower_layers(sample, candidate), costs).makespan)
 
 
-def _shape(costs: Costs, options: Options) -> Shape:
+def _shape(costs: Costs, options: LoweringOptions) -> Shape:
     assert options.layers is not None
     embedding, head = _has(options.embedding, "embed", costs), _has(options.head, "head", costs)
     saved = {OpKind.ATTN_F: costs.saved_bytes.get("attn", 0), OpKind.MLP_F: costs.saved_bytes.get("mlp", 0)}

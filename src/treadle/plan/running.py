@@ -20,7 +20,7 @@ from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.lower import lower_layers
 from treadle.passes.reduce import with_reduce
-from treadle.plan.lowering import Options, choose
+from treadle.plan.lowering import LoweringOptions, choose
 from treadle.verify.graph import launch_edges, with_ring
 
 _TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8}
@@ -40,7 +40,7 @@ def lower_running(schedule: Schedule, *, reduce: bool) -> Program:
     return _bounded(program, expected(program), schedule)
 
 
-def lower_weaving(schedule: Schedule, costs: Costs, options: Options, *, reduce: bool) -> Program:
+def lower_weaving(schedule: Schedule, costs: Costs, options: LoweringOptions, *, reduce: bool) -> Program:
     """The Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it."""
     program = lower_layers(schedule, choose(schedule, costs, options), reduce=reduce)
     return _bounded(program, durations(program, costs), schedule)

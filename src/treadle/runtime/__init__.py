@@ -1,9 +1,11 @@
 """Running schedules on torch.distributed: `Pipeline`, and what a stage may return."""
 
 from treadle.dist.boundary import Boundary, Spec
-from treadle.runtime.faults.watch import RankLost
-from treadle.runtime.model.stage import Output
+from treadle.runtime.faults.watch import RankLostError
+from treadle.runtime.model.stage import StageOutput
 from treadle.runtime.pipeline import Pipeline
 from treadle.runtime.report import StepReport
 
-__all__ = ["Boundary", "Output", "Pipeline", "RankLost", "Spec", "StepReport"]
+__all__ = ["Boundary", "Pipeline", "RankLostError", "Spec", "StageOutput", "StepReport"]
+
+RankLost = RankLostError  # its name until 0.1; removed in 0.3

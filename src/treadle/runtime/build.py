@@ -16,23 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from treadle.costs import Costs, durations
 from treadle.dist.boundary import Boundary, all_flags
 from treadle.dist.device import Cuda, Device
-from treadle.dist.mesh_position import Place
-from treadle.dist.rank_groups import Communicators
+from treadle.dist.mesh_position import MeshPosition
+from treadle.dist.rank_groups import Groups
 from treadle.ir import Kind, Schedule
 from treadle.ir.dependency import WEIGHT_OF
 from treadle.ir.program import Longs, Op, OpKind, Program
-from treadle.plan.lowering import Options
+from treadle.plan.lowering import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
-from treadle.runtime.handshake import Met
+from treadle.runtime.handshake import Handshake
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import CheckedLoss, Chunk, LossFn
-from treadle.runtime.model.exchange import InParty
+from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.layered import LayeredStage, is_layered, parts_of
-from treadle.runtime.model.saved import Store, pool_for
+from treadle.runtime.model.saved import SavedTensors, pool_for
 from treadle.runtime.model.seeding import Seeds, layers_of
 from treadle.runtime.model.segments import Plan, is_segmented
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.model.weight_grad import Halves, Split
+from treadle.runtime.model.weight_grad import WeightGradQueue, WeightGradSplit
 from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.layers import PACE
 from treadle.verify import verify_program, verify_schedule
@@ -44,7 +44,7 @@ SavedName: TypeAlias = Literal["leave", "count", "offload"]
 _SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
 
-def check_modules(modules: Modules, schedule: Schedule, place: Place) -> None:
+def check_modules(modules: Modules, schedule: Schedule, place: MeshPosition) -> None:
     """Refuses modules that are not this rank's part of the schedule."""
     chunks = list(range(schedule.vpp))
     if schedule.pp != len(place.ranks):
@@ -103,7 +103,7 @@ def _check_checkpoints(module: nn.Module, chunk: int) -> None:
     for name, part in module.named_modules() if wrapper is not None else ():
         if not isinstance(part, wrapper.CheckpointWrapper):  # type: ignore[union-attr]
             continue
-        within = [type(p).__name__ for p in part.modules() if isinstance(p, InParty) or is_segmented(p)]
+        within = [type(p).__name__ for p in part.modules() if isinstance(p, EpGroupModule) or is_segmented(p)]
         if within:
             raise ValueError(
                 f"chunk {chunk}: {name} is a checkpoint around {within[-1]}, and checkpoints must not span an exchange "
@@ -131,7 +131,7 @@ def device_in(modules: Modules, mesh: DeviceMesh) -> torch.device:
     return params[0].device if params else torch.device(mesh.device_type)
 
 
-def examine(modules: Modules, schedule: Schedule) -> dict[int, Split]:
+def examine(modules: Modules, schedule: Schedule) -> dict[int, WeightGradSplit]:
     """How far the backward of each chunk can be split, for those where it matters."""
     halved = {action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W}
     return {c: split.examine(module) for c, module in modules.items() if c in halved or is_layered(module)}
@@ -152,13 +152,13 @@ def segments_in(modules: Modules) -> list[str]:
     return []
 
 
-def depths(met: Met, schedule: Schedule) -> tuple[int, ...]:
+def depths(met: Handshake, schedule: Schedule) -> tuple[int, ...]:
     """Layers of each stage of the model."""
     placement = schedule.placement
     return tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
 
 
-def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -> Options | None:
+def shape_of(modules: Modules, met: Handshake, schedule: Schedule, saved: SavedName) -> LoweringOptions | None:
     """How the schedule is lowered to layers, if these name their segments; else None."""
     if saved not in ("leave", "count", "offload"):
         raise ValueError(f"saved is leave, count or offload, got {saved!r}")
@@ -167,7 +167,7 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -
             raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
         return None
     first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
-    return Options(
+    return LoweringOptions(
         layers=depths(met, schedule),
         moe="dispatch" in first.segments,
         padded="counts" not in first.segments,
@@ -178,7 +178,7 @@ def shape_of(modules: Modules, met: Met, schedule: Schedule, saved: SavedName) -
     )
 
 
-def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
+def plan(schedule: Schedule, shape: LoweringOptions | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
     """The Program that is run, verified, and the ticks under which it is ordered."""
     report = verify_schedule(schedule)
     if not report.clean:
@@ -195,7 +195,9 @@ def plan(schedule: Schedule, shape: Options | None, costs: Costs, *, reduce: boo
     return program, ticks
 
 
-def plan_forward(schedule: Schedule, shape: Options | None, costs: Costs, trained: Program) -> tuple[Program, Longs]:
+def plan_forward(
+    schedule: Schedule, shape: LoweringOptions | None, costs: Costs, trained: Program
+) -> tuple[Program, Longs]:
     """The Program of an evaluation, and its ticks: the forwards of `trained`, in the order of the schedule's rows.
 
     The verifier asks for every backward, and says so (T101); nothing else may be wrong with it, and no forward missing.
@@ -223,11 +225,11 @@ def _forwards(program: Program) -> list[tuple[int, ...]]:
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def make_store(modules: Modules, saved: SavedName, device: torch.device, directory: Path | None) -> Store | None:
+def make_store(modules: Modules, saved: SavedName, device: torch.device, directory: Path | None) -> SavedTensors | None:
     """What saved tensors go through, if they do."""
     if saved == "leave":
         return None
-    return Store(modules.values(), pool_for(device, directory) if saved == "offload" else None)
+    return SavedTensors(modules.values(), pool_for(device, directory) if saved == "offload" else None)
 
 
 def reduce_order(program: Program, pp_rank: int) -> list[int]:
@@ -236,30 +238,30 @@ def reduce_order(program: Program, pp_rank: int) -> list[int]:
     return [int(chunk) for chunk in program.chunk[mine]]
 
 
-def bind(modules: Modules, talk: Communicators) -> None:
+def bind(modules: Modules, talk: Groups) -> None:
     """Gives the exchanges of the modules their expert group."""
     if talk.party is None:
         return
     shared: dict[Any, Any] = {}
     for part in (part for module in modules.values() for part in module.modules()):
-        if isinstance(part, InParty):
+        if isinstance(part, EpGroupModule):
             part.join(talk.party, shared)
 
 
 @dataclass(frozen=True)
-class Maker:
+class StageBuilder:
     """Makes the chunks of a rank. `boundaries` are what stages send on, where that is known beforehand."""
 
     schedule: Schedule
-    place: Place
-    shape: Options | None
-    splits: Mapping[int, Split]
+    place: MeshPosition
+    shape: LoweringOptions | None
+    splits: Mapping[int, WeightGradSplit]
     depths: tuple[int, ...]
     device: torch.device
     seed: int | None
     loss_fn: LossFn
     boundaries: Mapping[int, Boundary]
-    store: Store | None
+    store: SavedTensors | None
 
     def chunks(self, modules: Modules) -> dict[int, Chunk]:
         """All of them."""
@@ -284,7 +286,7 @@ class Maker:
         if self.shape is None:
             made = Stage(number, module, self._halves(chunk), seeds, offset)
         else:
-            made = LayeredStage(number, module, self._halves(chunk) or Halves(), seeds, offset)
+            made = LayeredStage(number, module, self._halves(chunk) or WeightGradQueue(), seeds, offset)
             made.deferred = tuple(WEIGHT_OF[half] for half in self.shape.split)
             made.store = self.store
         made.loss_fn = CheckedLoss(self.loss_fn, module) if number == placement.num_stages - 1 else None
@@ -295,11 +297,11 @@ class Maker:
             made.input_flags = all_flags(self.boundaries[number - 1])
         return made
 
-    def _halves(self, chunk: int) -> Halves | None:
+    def _halves(self, chunk: int) -> WeightGradQueue | None:
         """Where the chunk's linears put their weight halves, if those run apart."""
         if chunk not in self.splits or not self.splits[chunk].possible or (self.shape and not self.shape.split):
             return None
-        halves = Halves()
+        halves = WeightGradQueue()
         split.apply(self.splits[chunk].linears, halves)
         return halves
 

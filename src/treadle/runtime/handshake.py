@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from treadle.dist.rank_groups import Communicators
+from treadle.dist.rank_groups import Groups
 from treadle.ir import Schedule
 from treadle.runtime.model.gradients import Gradients
 
@@ -19,7 +19,7 @@ _WEIGHTS = 8191  # of elements in a sum that tells their order
 
 
 @dataclass(frozen=True)
-class Met:
+class Handshake:
     """Of each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
 
     `layered`: do the layers name their segments, all of them or none. `embedding`: does the first stage have plain
@@ -33,7 +33,7 @@ class Met:
 
 
 def meet(
-    talk: Communicators,
+    talk: Groups,
     schedule: Schedule,
     terms: str,
     splits: list[bool],
@@ -43,7 +43,7 @@ def meet(
     segments: list[str],
     problem: ValueError | None,
     device: torch.device,
-) -> Met:
+) -> Handshake:
     """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so.
 
     `terms` are what else the plan is made from; ranks with others would make another one.
@@ -74,7 +74,7 @@ def meet(
             f"rank {strangers[0]} has layers of other segments than rank {talk.pipe.ranks[0]}; "
             "all layers of a model have the same"
         )
-    return Met(
+    return Handshake(
         {(r, c): bool(rows[r][c]) for r, c in places},
         {(r, c): rows[r][vpp + c] for r, c in places},
         layered=named == {True},
@@ -83,7 +83,7 @@ def meet(
 
 
 def _agree_to_start(
-    talk: Communicators, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
+    talk: Groups, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
 ) -> None:
     """What is exchanged is of one size, whatever the schedules: they may differ."""
     number = _number(repr((schedule.placement, schedule.rows, sorted(schedule.receives.items()))))
@@ -112,7 +112,7 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def raise_for_all(talk: Communicators, culprit: int, device: torch.device, what: str) -> None:
+def raise_for_all(talk: Groups, culprit: int, device: torch.device, what: str) -> None:
     """Raises on every rank if there is a culprit on one; the others point to it."""
     told = torch.tensor([culprit], dtype=torch.int64, device=device)
     for circle in (talk.replicas, talk.copies, talk.pipe):
@@ -123,9 +123,7 @@ def raise_for_all(talk: Communicators, culprit: int, device: torch.device, what:
         raise ValueError(f"rank {named}: {what}" if culprit != _NOBODY else f"rank {named} refuses; its error says why")
 
 
-def check_copies(
-    talk: Communicators, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device
-) -> None:
+def check_copies(talk: Groups, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device) -> None:
     """Refuses copies of a stage that do not start from the same parameters, on all ranks."""
     circle, culprit, what = gradients.circle, _NOBODY, ""
     if circle is None or any(p.is_meta for module in modules.values() for p in module.parameters()):

@@ -18,8 +18,8 @@ from treadle.dist.boundary import Boundary
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import device_of
 from treadle.dist.groups import next_name
-from treadle.dist.mesh_position import place_in
-from treadle.dist.rank_groups import Communicators
+from treadle.dist.mesh_position import mesh_position
+from treadle.dist.rank_groups import Groups
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
@@ -27,8 +27,8 @@ from treadle.passes.mesh import spread
 from treadle.plan.running import join_halves
 from treadle.runtime.build import (
     LanesName,
-    Maker,
     SavedName,
+    StageBuilder,
     bind,
     check_modules,
     depth_of,
@@ -45,7 +45,7 @@ from treadle.runtime.build import (
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Met, check_copies, meet
+from treadle.runtime.handshake import Handshake, check_copies, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
@@ -53,11 +53,11 @@ from treadle.runtime.model.layered import has_embedding, is_layered
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
-from treadle.runtime.model.weight_grad import Split
+from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
-from treadle.runtime.run.cells import Walk
-from treadle.runtime.run.layers import Weave
-from treadle.runtime.run.ops import Part
+from treadle.runtime.run.cells import CellExecutor
+from treadle.runtime.run.layers import LayerExecutor
+from treadle.runtime.run.ops import RankProgram
 from treadle.runtime.run.recorder import merge
 
 
@@ -93,10 +93,10 @@ class Pipeline:
         saved: SavedName = "leave",
         pool_directory: Path | None = None,
     ) -> None:
-        self.place = place_in(mesh)
+        self.place = mesh_position(mesh)
         self.device = device_in(stages, mesh)
         self._control = torch.device("cpu") if self.device.type == "meta" else self.device
-        self.splits: dict[int, Split] = {}
+        self.splits: dict[int, WeightGradSplit] = {}
         self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
         self._modules = dict(stages)
         self._lanes, self._costs = lanes, costs
@@ -104,7 +104,7 @@ class Pipeline:
         self._guard = Guard()
         name = next_name(self.place)
         with Arrivals(name, self.place, self._deadline).making():
-            self.talk = Communicators.make(name, self.place, self._deadline, self._device.wait)
+            self.talk = Groups.make(name, self.place, self._deadline, self._device.wait)
             met = self._meet(schedule, f"{costs!r} {saved}")
             self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
             self._shape = shape_of(self._modules, met, self.schedule, saved)
@@ -121,7 +121,7 @@ class Pipeline:
             check_copies(self.talk, self._modules, self.gradients, self._control)
         with self._guard.making():
             self._store = make_store(self._modules, saved, self.device, pool_directory)
-            maker = self._maker = Maker(
+            maker = self._maker = StageBuilder(
                 schedule=self.schedule,
                 place=self.place,
                 shape=self._shape,
@@ -138,13 +138,13 @@ class Pipeline:
         self._parameters = Parameters(self._modules)
         self._evaluating: dict[int, Chunk] = {}
         self._evaluated: dict[int, Boundary] = {}
-        self._last: Walk | Weave | None = None
+        self._last: CellExecutor | LayerExecutor | None = None
         self._closed = False
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, schedule: Schedule, terms: str) -> Met:
+    def _meet(self, schedule: Schedule, terms: str) -> Handshake:
         """Holds this rank's modules against the schedule, and what the other ranks have."""
         problem: ValueError | None = None
         modules, chunks = self._modules, range(schedule.vpp)
@@ -161,16 +161,16 @@ class Pipeline:
         return meet(self.talk, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
 
     @cached_property
-    def _with_reduce(self) -> Walk | Weave:
+    def _with_reduce(self) -> CellExecutor | LayerExecutor:
         return self._make_walk(self.program, self._ticks, self.stages, self._boundaries)
 
     @cached_property
-    def _without_reduce(self) -> Walk | Weave:
+    def _without_reduce(self) -> CellExecutor | LayerExecutor:
         planned = plan(self.schedule, self._shape, self._costs, reduce=False)
         return self._make_walk(*planned, self.stages, self._boundaries)
 
     @cached_property
-    def _forward(self) -> Walk | Weave:
+    def _forward(self) -> CellExecutor | LayerExecutor:
         """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
         planned = plan_forward(self.schedule, self._shape, self._costs, self.program)
         self._evaluating = self._maker.evaluating(self._modules)
@@ -178,8 +178,8 @@ class Pipeline:
 
     def _make_walk(
         self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
-    ) -> Walk | Weave:
-        part = Part(
+    ) -> CellExecutor | LayerExecutor:
+        part = RankProgram(
             program,
             self.place.pp_rank,
             stages,
@@ -190,9 +190,9 @@ class Pipeline:
             boundaries,
         )
         if self._shape is None:
-            return Walk(part, self._device)
+            return CellExecutor(part, self._device)
         deadline_s = self._deadline.total_seconds()
-        return Weave(part, ticks, partial(make_lanes, self._lanes, self._device, ticks, deadline_s))
+        return LayerExecutor(part, ticks, partial(make_lanes, self._lanes, self._device, ticks, deadline_s))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Pipeline:
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return loss
 
-    def _begin(self, chosen: Walk | Weave, stages: dict[int, Chunk], scale: float) -> None:
+    def _begin(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
         factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
@@ -295,7 +295,7 @@ class Pipeline:
                     refuse_graph(targets, "targets")
                 stage.targets.update(enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]))
 
-    def _run(self, chosen: Walk | Weave, stages: dict[int, Chunk]) -> None:
+    def _run(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
         generator = generator_of(self.device)
         state = generator.get_state() if self._seed is not None or stages is self._evaluating else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.dist.rank_groups import Communicators
+from treadle.dist.rank_groups import Groups
 from treadle.runtime.model.chunk import tensors_within
 from treadle.runtime.model.saved import SavedReport
 
@@ -65,7 +65,7 @@ class StepReport:
     saved: SavedReport | None = None
 
 
-def agree(talk: Communicators, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
+def agree(talk: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
     """(loss of the global batch, this pipeline's losses, gradients that are not finite, do all ranks scale alike).
 
     Sums of float64 in the order of micro-batches, so the loss does not depend on the schedule.

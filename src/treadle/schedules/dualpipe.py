@@ -17,7 +17,7 @@ from treadle.ir import Action, B, Cell, F, I, Placement, W
 from treadle.schedules.family import Family, Size
 
 
-class _Rank:
+class _DualPipeRank:
     """The two directions seen from a rank: `near` enters the pipe nearer to it than `far` does."""
 
     def __init__(self, near: int, far: int) -> None:
@@ -47,7 +47,7 @@ class _Rank:
 
 def phases(ahead: int, behind: int, num_steady: int, *, near: int, far: int) -> Iterator[Cell]:
     """DualPipe's eight phases on a rank with `ahead` ranks between it and its near end, `behind` to the middle."""
-    rank = _Rank(near, far)
+    rank = _DualPipeRank(near, far)
     for _ in range(2 * behind):
         yield rank.forward(near)
     for _ in range(ahead + 1):

@@ -23,7 +23,7 @@ def refuse(size: Size) -> str | None:
     return None
 
 
-class _Rank:
+class _ZbvRank:
     """Counts what each chunk has done; each step yields the next of its kind."""
 
     def __init__(self, num_mb: int) -> None:
@@ -53,7 +53,7 @@ class _Rank:
 def row(size: Size, rank: int) -> Iterator[Cell]:
     """Six phases: down the V, along both arms, turn, steady, back along both arms, weight halves."""
     after = size.pp - rank
-    state = _Rank(size.microbatches)
+    state = _ZbvRank(size.microbatches)
     for _ in range(2 * after - 1):
         yield from state.forward(0)
     for _ in range(rank):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from treadle.simulate.compare import Comparison, Row, Versus, compare
-from treadle.simulate.difference import Delta, Difference, Group, Outlier
+from treadle.simulate.compare import Comparison, ComparisonRow, Versus, compare
+from treadle.simulate.difference import Delta, Difference, OpGroup, Outlier
 from treadle.simulate.fitting import fit
 from treadle.simulate.metrics import Cover, Metrics, RankMetrics, measure
 from treadle.simulate.path import PathSummary, critical_path, summarize_path
@@ -13,15 +13,15 @@ from treadle.simulate.waiting import without_waiting
 
 __all__ = [
     "Comparison",
+    "ComparisonRow",
     "Cover",
     "Delta",
     "Difference",
-    "Group",
     "Metrics",
+    "OpGroup",
     "Outlier",
     "PathSummary",
     "RankMetrics",
-    "Row",
     "Versus",
     "compare",
     "critical_path",

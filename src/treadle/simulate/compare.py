@@ -31,7 +31,7 @@ class Versus:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One trace of a comparison; times are in ticks."""
 
     name: str
@@ -46,7 +46,7 @@ class Comparison:
     """A row for each trace and, for two traces of one program, the difference op by op; else `why_not` says why not."""
 
     clock: Clock
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     ops: Difference | None
     why_not: str = ""
 
@@ -59,7 +59,7 @@ class Comparison:
             "why_not": self.why_not,
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def _row(self, row: ComparisonRow) -> dict[str, Any]:
         shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble)}
         for name in ("makespan", "exposed"):
             number: Versus = getattr(row, name)
@@ -87,10 +87,10 @@ def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
     return Comparison(first.clock, rows, ops, why_not)
 
 
-def _rows(measured: list[tuple[str, Metrics]]) -> tuple[Row, ...]:
+def _rows(measured: list[tuple[str, Metrics]]) -> tuple[ComparisonRow, ...]:
     base = measured[0][1]
     return tuple(
-        Row(
+        ComparisonRow(
             name,
             metrics,
             Versus.of(metrics.makespan, base.makespan),

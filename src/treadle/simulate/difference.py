@@ -35,7 +35,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Group:
+class OpGroup:
     """Ops that are alike: how their durations and starts differ. `ratio` is second to first, of total durations.
 
     Starts count from each trace's own first one. The ratio to nothing is None. `kind` and `rank` are None for groups
@@ -55,7 +55,7 @@ class Group:
 class Cause:
     """A group by kind and rank, and its share of all differences between groups, however signed."""
 
-    group: Group
+    group: OpGroup
     share: float
 
 
@@ -81,17 +81,17 @@ class Difference:
     most of it. `outliers` have the farthest first.
     """
 
-    by_kind: tuple[Group, ...]
-    by_lane: tuple[Group, ...]
-    by_rank: tuple[Group, ...]
-    by_kind_and_rank: tuple[Group, ...]
+    by_kind: tuple[OpGroup, ...]
+    by_lane: tuple[OpGroup, ...]
+    by_rank: tuple[OpGroup, ...]
+    by_kind_and_rank: tuple[OpGroup, ...]
     causes: tuple[Cause, ...]
     outliers: tuple[Outlier, ...]
 
     def as_dict(self, clock: Clock) -> dict[str, Any]:
         """For JSON; times in the clock's unit. Without the groups by kind and rank that are no causes."""
 
-        def group(g: Group) -> dict[str, Any]:
+        def group(g: OpGroup) -> dict[str, Any]:
             deltas = {n: {k: clock.show(v) for k, v in asdict(getattr(g, n)).items()} for n in ("duration", "start")}
             return {**asdict(g), **deltas}
 
@@ -191,23 +191,23 @@ def _kind_and_rank(code: int) -> tuple[str, str | None, int | None]:
 _BY_KIND_AND_RANK = _Grouping(lambda ops: ops.rank * np.int32(len(WORK)) + ops.work, _kind_and_rank)
 
 
-def _groups(ops: _Ops, grouping: _Grouping) -> tuple[Group, ...]:
+def _groups(ops: _Ops, grouping: _Grouping) -> tuple[OpGroup, ...]:
     code = grouping.code(ops)
     num = int(code.max(initial=-1)) + 1
     before, longer, later = (tally(code, num, v) for v in (ops.first, ops.second - ops.first, ops.later))
 
-    def group(c: int) -> Group:
+    def group(c: int) -> OpGroup:
         num_ops, total = int(before.num[c]), int(before.total[c])
         duration, start = (
             Delta(float(t.median[c]), float(t.total[c] / num_ops), int(t.total[c])) for t in (longer, later)
         )
         ratio = (total + duration.total) / total if total else None
-        return Group(*grouping.call(c), num_ops, duration, start, ratio)
+        return OpGroup(*grouping.call(c), num_ops, duration, start, ratio)
 
     return tuple(group(int(c)) for c in np.flatnonzero(before.num))
 
 
-def _causes(groups: list[Group]) -> tuple[Cause, ...]:
+def _causes(groups: list[OpGroup]) -> tuple[Cause, ...]:
     """The largest groups, until they make most of the difference."""
     whole = sum(abs(group.duration.total) for group in groups)
     causes: list[Cause] = []

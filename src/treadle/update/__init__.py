@@ -4,15 +4,26 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.update.adapters import Adapter, Plain
 from treadle.update.errors import UpdateError
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.worker.endpoint import Endpoint
-from treadle.update.worker.gate import Closed, Gate
+from treadle.update.worker.gate import ClosedError, Gate
 
 if TYPE_CHECKING:
     from treadle.update.rank.source import Source
     from treadle.update.updater import Updated, Updater
 
-__all__ = ["Adapter", "Closed", "Endpoint", "Gate", "Options", "Plain", "Source", "UpdateError", "Updated", "Updater"]
+__all__ = [
+    "Adapter",
+    "ClosedError",
+    "Endpoint",
+    "Gate",
+    "Plain",
+    "Source",
+    "UpdateError",
+    "UpdateOptions",
+    "Updated",
+    "Updater",
+]
 
 _OF_RANKS = {"Source": "rank.source", "Updated": "updater", "Updater": "updater"}
 

@@ -12,7 +12,7 @@ CompareSources: TypeAlias = Literal["sample", "all", "off"]
 
 
 @dataclass(frozen=True)
-class Options:
+class UpdateOptions:
     """`memory` is for buffers, a device; None: what a GPU has free, 1 GiB on a host.
 
     `rollback` is where the old version waits until commit: `host` memory, `disk`, or `none`, with which a failed

@@ -20,24 +20,24 @@ import torch.distributed as dist
 
 from treadle.dist.clock import clock_offset
 from treadle.ir.trace import Trace
-from treadle.update.coordinator.commit_log import Ledger
+from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator import Coordinator
 from treadle.update.errors import UpdateError, failure
 from treadle.update.memory.host import Buffer, HostBuffer
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import Kind
 from treadle.update.protocol.record import MOST
-from treadle.update.rank.attempt_run import Attempting
+from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Broadcasts, Buckets
-from treadle.update.rank.bucket_loop import Times
-from treadle.update.rank.coordinator_client import Member
-from treadle.update.rank.inbox import Post
+from treadle.update.rank.bucket_loop import BucketTimes
+from treadle.update.rank.coordinator_client import CoordinatorClient
+from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.measured import noted, trace_of
 from treadle.update.rank.plans import Plans
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.source import Source
-from treadle.update.rank.worker_client import Beside
+from treadle.update.rank.worker_client import WorkerClient
 from treadle.wire.seal import read_key
 
 HOST_BYTES = 1 << 30
@@ -55,7 +55,7 @@ class Updated:
     seconds: dict[str, float]
     notes: tuple[str, ...]
     shares: Shares | None = field(repr=False, default=None)
-    times: Times | None = field(repr=False, default=None)
+    times: BucketTimes | None = field(repr=False, default=None)
 
 
 class Updater:
@@ -76,36 +76,36 @@ class Updater:
         ledger: Path,
         key: Path | None = None,
         address: str | None = None,
-        options: Options | None = None,
+        options: UpdateOptions | None = None,
         device: torch.device | None = None,
         takeover: bool = False,
         new_set: bool = False,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.options = options if options is not None else Options()
+        self.options = options if options is not None else UpdateOptions()
         self.device = device if device is not None else torch.device("cpu")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.directory, self.takeover, self.new_set = directory, takeover, new_set
         self.say, self.progress = say, progress
-        self.post = Post()
+        self.post = Inbox()
         self.plans = Plans(self.options.memory)
         rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
         self.broadcasts = Broadcasts(rendezvous.name, self.rank, self.world, self.options.deadline_s, self.device)
         self.post.on_bad = self._break_off
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
-        self.attempt: Attempting | None = None
+        self.attempt: AttemptRun | None = None
         self.turn: int | None = None
         """Which blocks were compared last; from the first attempt's number on, so that the next process goes on."""
         self._talk: Buckets | None = None
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             self._coordinator = rendezvous.host(
-                lambda door: Coordinator(door, Ledger(ledger), self.world, self.options.phase_s)
+                lambda door: Coordinator(door, CommitLog(ledger), self.world, self.options.phase_s)
             )
-        self.member = Member(rendezvous, self.rank, self.world, self.post, self.options)
-        self.beside = Beside(directory, self.rank, self.post, self._worker_lost)
+        self.member = CoordinatorClient(rendezvous, self.rank, self.world, self.post, self.options)
+        self.beside = WorkerClient(directory, self.rank, self.post, self._worker_lost)
 
     def __enter__(self) -> Updater:
         return self
@@ -142,7 +142,7 @@ class Updater:
             text = f"lost before this attempt: {self.member.why_lost}; start the update ranks again"
             raise failure(0, self.member.name, "enter", text)
         self.post.start()
-        self.attempt = attempt = Attempting(self, kind, version, source, changed, base)
+        self.attempt = attempt = AttemptRun(self, kind, version, source, changed, base)
         began = time.perf_counter()
         try:
             done = attempt.run()

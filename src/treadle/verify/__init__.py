@@ -6,7 +6,7 @@ from treadle.ir.program import Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import ReceiveOrder
 from treadle.verify.codes import CODES, Explanation, explain
-from treadle.verify.finding import Finding, Report
+from treadle.verify.finding import Finding, VerifyReport
 from treadle.verify.program import verify_program
 from treadle.verify.schedule import verify_schedule
 
@@ -16,8 +16,8 @@ __all__ = [
     "Finding",
     "Program",
     "ReceiveOrder",
-    "Report",
     "Schedule",
+    "VerifyReport",
     "explain",
     "verify_program",
     "verify_schedule",

@@ -63,7 +63,7 @@ def more_of(code: str) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What verifying found; `findings` is empty where all is well.
 
     Peaks are counted a rank: for a schedule in activations of (mb, chunk), for a program in bytes.

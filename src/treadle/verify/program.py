@@ -12,14 +12,16 @@ from treadle.ir.kernel import kernel
 from treadle.ir.memory import peaks
 from treadle.ir.needs import Index
 from treadle.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
-from treadle.verify.finding import Finding, Report, worst_first
+from treadle.verify.finding import Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock, with_ring
 from treadle.verify.groups import check_groups
 from treadle.verify.labels import check_labels
 from treadle.verify.waits import check_never, check_waits
 
 
-def verify_program(program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None) -> Report:
+def verify_program(
+    program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None
+) -> VerifyReport:
     """Everything there is to object to. `dur` is the ticks of each op, which memory depends on and nothing else does.
 
     `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
@@ -44,7 +46,7 @@ def verify_program(program: Program, dur: Longs, *, ring: int | None = None, mem
     if times.finished:
         sizes = tuple(int(size) for size in peaks(program, times).size)
         findings += _over(sizes, memory_limit)
-    return Report(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
+    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
 
 
 def _deadlocks(program: Program, num_never: int) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from treadle.ir.execute import execute
 from treadle.ir.program import NEVER, LaneKind, Op, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import ReceiveOrder, lower_cells
-from treadle.verify.finding import MOST, Finding, Report, worst_first
+from treadle.verify.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock, with_ring
 from treadle.verify.groups import check_groups
 from treadle.verify.structure import check_actions, check_limit, peak_activations
@@ -25,7 +25,7 @@ def verify_schedule(
     receives: ReceiveOrder = "sender",
     ring: int | None = None,
     max_activations: int | None = None,
-) -> Report:
+) -> VerifyReport:
     """Everything there is to object to, worst first: what is wrong in the rows, then what goes wrong when run.
 
     `eager`: sends do not wait for their receives. `receives`: the order they are posted in where the schedule
@@ -38,7 +38,7 @@ def verify_schedule(
     if max_activations is not None:
         findings += check_limit(schedule, actions, max_activations)
     peaks = peak_activations(schedule, actions)
-    return Report(schedule.pp, schedule.num_cells, program.num_ops, worst_first(findings), peak_activations=peaks)
+    return VerifyReport(schedule.pp, schedule.num_cells, program.num_ops, worst_first(findings), peak_activations=peaks)
 
 
 def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: int | None) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle.weights.buffers import aligned
 from treadle.weights.geometry import cut, split
-from treadle.weights.match import Part
+from treadle.weights.match import MatchedBox
 from treadle.weights.pieces import Box, Tensor
 
 Ranks = tuple[int, ...]
@@ -21,7 +21,7 @@ class Unit:
     """A part of a tensor that moves, and the ranks that have it."""
 
     tensor: Tensor
-    part: Part
+    part: MatchedBox
     ranks: Ranks
 
 

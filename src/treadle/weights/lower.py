@@ -17,7 +17,7 @@ import numpy as np
 
 from treadle.ir.placement import Placement
 from treadle.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Program
-from treadle.weights.rule import Labels, inputs, reuses
+from treadle.weights.rule import OpIndex, inputs, reuses
 from treadle.weights.stream import Stream
 
 MOST_DEVICES = int(np.iinfo(np.int16).max)
@@ -29,7 +29,7 @@ def lower_update(stream: Stream) -> Program:
     if stream.num_devices > MOST_DEVICES:
         raise ValueError(f"an update has at most {MOST_DEVICES} devices, got {stream.num_devices}")
     program = _without_waits(stream)
-    labels = Labels.of(program)
+    labels = OpIndex.of(program)
     waits = (inputs(program, labels), reuses(program, labels), _turns(stream, program))
     op, wanted = (np.concatenate([pair[side] for pair in waits]) for side in (0, 1))
     order = np.argsort(op, kind="stable")

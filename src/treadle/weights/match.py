@@ -14,7 +14,7 @@ from treadle.weights.pieces import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatchedBox:
     """A box that moves as one, which of the boxes that ranks have contain it, and what of it each wanted box takes."""
 
     box: Box
@@ -26,7 +26,7 @@ class Part:
 class Match:
     """Parts apart from each other; `absent` is the first wanted box that is not wholly there, and what is missing."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MatchedBox, ...]
     absent: tuple[Box, Box] | None
 
 
@@ -87,7 +87,7 @@ def _fragments(have: Sequence[Box]) -> list[tuple[Box, tuple[int, ...]]]:
     return [(box, tuple(held)) for box, held in zip(found, holders, strict=True)]
 
 
-def _wanted(box: Box, had_in: tuple[int, ...], want: Sequence[Box]) -> list[Part]:
+def _wanted(box: Box, had_in: tuple[int, ...], want: Sequence[Box]) -> list[MatchedBox]:
     """The box as it is if all of it is wanted by somebody, else the boxes of it that are."""
     _, which = meeting([box], want)
     asked = [(index, common) for index in which if (common := box.meet(want[index])) is not None]
@@ -95,9 +95,9 @@ def _wanted(box: Box, had_in: tuple[int, ...], want: Sequence[Box]) -> list[Part
         return []
     apart = disjoint([common for _, common in asked])
     if sum(common.num_elements for common in apart) == box.num_elements:
-        return [Part(box, had_in, tuple(asked))]
+        return [MatchedBox(box, had_in, tuple(asked))]
     parts = []
     for moved in joined(apart):
         takes = ((index, part) for index, common in asked if (part := moved.meet(common)) is not None)
-        parts.append(Part(moved, had_in, tuple(takes)))
+        parts.append(MatchedBox(moved, had_in, tuple(takes)))
     return parts

@@ -20,7 +20,7 @@ UPDATE_KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
 
 
 @dataclass(frozen=True, eq=False)
-class Labels:
+class OpIndex:
     """Where each op of an update is: `first[kind - H2D, rank, round, source]`, or NEVER; `count` says how often."""
 
     known: Bools
@@ -28,7 +28,7 @@ class Labels:
     count: Ints
 
     @classmethod
-    def of(cls, program: Program) -> Labels:
+    def of(cls, program: Program) -> OpIndex:
         """Ops on a lane that is not theirs, or of a round or a source that does not exist, are not known."""
         num_ranks, num_rounds = program.layout.num_ranks, program.layout.num_mb
         lane = program.lane_of
@@ -52,7 +52,7 @@ class Labels:
         return found
 
 
-def inputs(program: Program, labels: Labels) -> tuple[Ints, Ints]:
+def inputs(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     """Pairs (op, what makes the bytes that it reads); NEVER where nothing does."""
     reload = _of(program, labels, OpKind.RELOAD)
     broadcast = _of(program, labels, OpKind.BROADCAST)
@@ -61,14 +61,14 @@ def inputs(program: Program, labels: Labels) -> tuple[Ints, Ints]:
     return np.concatenate([reload, sent]), np.concatenate(read)
 
 
-def reuses(program: Program, labels: Labels) -> tuple[Ints, Ints]:
+def reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     """Pairs (op, what last reads the bytes that it overwrites), where something does."""
     pairs = [*_ipc_reuses(program, labels), _h2d_reuses(program, labels)]
     op, reader = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
     return op[reader != NEVER], reader[reader != NEVER]
 
 
-def _of(program: Program, labels: Labels, kind: OpKind) -> Ints:
+def _of(program: Program, labels: OpIndex, kind: OpKind) -> Ints:
     return np.flatnonzero(labels.known & (program.kind == kind)).astype(np.int32)
 
 
@@ -77,7 +77,7 @@ def _rank(program: Program, ops: Ints) -> Ints:
     return rank
 
 
-def _mate(program: Program, labels: Labels, ops: Ints, kind: OpKind) -> Ints:
+def _mate(program: Program, labels: OpIndex, ops: Ints, kind: OpKind) -> Ints:
     """The op of another kind with the same round and source on the same device."""
     return labels.at(kind, _rank(program, ops), program.mb[ops], program.layer[ops].astype(np.int32))
 
@@ -90,7 +90,7 @@ def _before(program: Program, ops: Ints, buffer: Ints) -> tuple[Ints, Ints]:
     return ops[1:][same], ops[:-1][same]
 
 
-def _ipc_reuses(program: Program, labels: Labels) -> list[tuple[Ints, Ints]]:
+def _ipc_reuses(program: Program, labels: OpIndex) -> list[tuple[Ints, Ints]]:
     """Broadcasts into an IPC buffer, and copies straight into it."""
     broadcast = _of(program, labels, OpKind.BROADCAST)
     later, earlier = _before(program, broadcast, program.chunk[broadcast].astype(np.int32))
@@ -100,7 +100,7 @@ def _ipc_reuses(program: Program, labels: Labels) -> list[tuple[Ints, Ints]]:
     return [(later, freed), (copy[straight], freed[straight])]
 
 
-def _h2d_reuses(program: Program, labels: Labels) -> tuple[Ints, Ints]:
+def _h2d_reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     """Copies into an H2D buffer."""
     copy = _of(program, labels, OpKind.H2D)
     copy = copy[program.chunk[copy] != NEVER]
@@ -108,7 +108,7 @@ def _h2d_reuses(program: Program, labels: Labels) -> tuple[Ints, Ints]:
     return later, _mate(program, labels, earlier, OpKind.BROADCAST)
 
 
-def missing(program: Program, labels: Labels) -> tuple[Longs, ...]:
+def missing(program: Program, labels: OpIndex) -> tuple[Longs, ...]:
     """(kind - H2D, rank, round, source) of ops that are not there though their bucket is: it has one op on any lane."""
     there = labels.count.any(axis=(0, 1))
     wanted = np.zeros(labels.count.shape, bool)

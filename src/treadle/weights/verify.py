@@ -13,18 +13,18 @@ import numpy as np
 
 from treadle.ir.execute import Times, execute
 from treadle.ir.program import LANE_OF, NEVER, Ints, Op, OpKind, Program
-from treadle.verify.finding import MOST, Finding, Report, worst_first
+from treadle.verify.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock
 from treadle.verify.groups import check_groups
 from treadle.verify.waits import check_never, check_waits
-from treadle.weights.rule import Labels, inputs, missing, reuses
+from treadle.weights.rule import OpIndex, inputs, missing, reuses
 
 
-def verify_update(program: Program, *, memory_limit: int | None = None) -> Report:
+def verify_update(program: Program, *, memory_limit: int | None = None) -> VerifyReport:
     """Everything there is to object to, however long ops take. `memory_limit`: bytes of a device's buffers."""
     if not program.layout.is_update:
         raise ValueError("this is the program of a training step; treadle.verify.verify_program judges those")
-    labels = Labels.of(program)
+    labels = OpIndex.of(program)
     times = execute(program, np.ones(program.num_ops, np.int64))
     findings = [*_check_labels(program, labels), *check_never(program), *check_groups(program), *_check_lanes(program)]
     read = inputs(program, labels)
@@ -41,10 +41,10 @@ def verify_update(program: Program, *, memory_limit: int | None = None) -> Repor
             findings.append(
                 Finding("T302", rank, None, f"has {size} bytes of buffers, over the limit of {memory_limit}")
             )
-    return Report(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
+    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
 
 
-def _check_labels(program: Program, labels: Labels) -> Iterator[Finding]:
+def _check_labels(program: Program, labels: OpIndex) -> Iterator[Finding]:
     """T101, T102, T105: a bucket is copied once, and broadcast and reloaded once on every device."""
     for index in np.flatnonzero(~labels.known)[:MOST]:
         yield _unknown(program.op(int(index)))

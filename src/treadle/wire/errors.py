@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from treadle.host.errors import TreadleError
 
-class WireError(Exception):
+
+class WireError(TreadleError):
     """What came is not a message that this end takes: too large, malformed or out of place."""
 
 
-class WrongKey(WireError):  # noqa: N818 - a state, not a mistake
+class WrongKeyError(WireError):
     """The first message was not made with this end's key: the other end has another one, or none."""
 
 
-class Gone(ConnectionError):  # noqa: N818 - a state, not a mistake
+class PeerGoneError(TreadleError, ConnectionError):
     """The other end closed the connection, or its process ended."""

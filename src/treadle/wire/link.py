@@ -21,7 +21,7 @@ import msgspec
 
 from treadle.host.processes import stopped
 from treadle.host.sockets import peer_of, refuse_strangers
-from treadle.wire.errors import Gone, WireError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
 from treadle.wire.seal import Seal
 
@@ -93,7 +93,7 @@ class Link(Generic[M]):
                         raise
                     continue
                 except OSError as error:
-                    raise Gone(f"{self.peer} {_end(error)}") from error
+                    raise PeerGoneError(f"{self.peer} {_end(error)}") from error
                 fds, data = (), data[sent:]
         finally:
             self._sending.release()
@@ -129,10 +129,10 @@ class Link(Generic[M]):
             data, ancillary, flags, _ = self.connection.recvmsg(_CHUNK, socket.CMSG_LEN(MOST_FDS * 4))
         except BlockingIOError:
             if self._ended:
-                raise Gone(f"{self.peer} ended") from None
+                raise PeerGoneError(f"{self.peer} ended") from None
             return
         except OSError as error:
-            raise Gone(f"{self.peer} {_end(error)}") from error
+            raise PeerGoneError(f"{self.peer} {_end(error)}") from error
         for level, kind, rights in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = array.array("i")
@@ -142,7 +142,7 @@ class Link(Generic[M]):
             self.drop_fds()
             raise WireError(f"more than {MOST_FDS} descriptors came")
         if not data:
-            raise Gone(f"{self.peer} closed the connection")
+            raise PeerGoneError(f"{self.peer} closed the connection")
         self._frames.feed(data)
 
     def _await(self, event: int, until: float | None, what: str) -> None:
@@ -158,7 +158,7 @@ class Link(Generic[M]):
         if any(fd == self._pidfd for fd, _ in ready):
             self._ended = True  # what it sent before its end is read first
             if event == select.POLLOUT:
-                raise Gone(f"{self.peer} ended")
+                raise PeerGoneError(f"{self.peer} ended")
 
     def drop_fds(self) -> None:
         """Closes descriptors that nobody asked for."""

@@ -15,7 +15,7 @@ _ALIVE_S = 1
 _PROBES = 3
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """Listens until it is closed."""
 
     server: socket.socket
@@ -29,7 +29,7 @@ class Door(Protocol):
         ...
 
 
-class LocalDoor:
+class UnixListener:
     """For processes of the same user on this host."""
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class LocalDoor:
         close_server(self.server, self.path)
 
 
-class KeyedDoor:
+class KeyedListener:
     """For whoever has the key, at a port of `address`."""
 
     def __init__(self, address: str, key: bytes) -> None:

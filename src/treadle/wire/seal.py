@@ -12,7 +12,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from treadle.wire.errors import WireError, WrongKey
+from treadle.wire.errors import WireError, WrongKeyError
 
 NONCE_BYTES = 32
 TAG_BYTES = 32
@@ -56,7 +56,7 @@ class Seal:
         body, code = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(code, self._code(body, self._came, from_listener=not self._listens)):
             if self._came == 1:
-                raise WrongKey(KEYS_DIFFER)
+                raise WrongKeyError(KEYS_DIFFER)
             raise WireError("a message came that was not made with this key")
         return body
 

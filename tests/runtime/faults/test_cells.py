@@ -35,8 +35,8 @@ from treadle.runtime import build as assembly
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.run.cells import Walk
-from treadle.runtime.run.ops import Instruction, Part, instructions
+from treadle.runtime.run.cells import CellExecutor
+from treadle.runtime.run.ops import Instruction, RankProgram, instructions
 from treadle.schedules import SCHEDULES, Size
 
 SEED = 20250711
@@ -126,7 +126,7 @@ def places(name: str, pp: int, dp: int, rank: int) -> list[Place]:
     program, anything = program_of(name, pp, dp), mock.MagicMock()
     stages = dict.fromkeys(range(schedule_of(name, pp).vpp), Stage(0, nn.Identity(), None, None, 0))
     listed = instructions(
-        Part(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
+        RankProgram(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
     )
     found, seen = [], set()
     for index, instruction in enumerate(listed):
@@ -224,7 +224,7 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
 
         return wrapped
 
-    assert isinstance(pipe._with_reduce, Walk)
+    assert isinstance(pipe._with_reduce, CellExecutor)
     listed = pipe._with_reduce.listed
     if case.place.at == len(listed):
         pipeline_module.agree = faulty(pipeline_module.agree)  # type: ignore[attr-defined, assignment]
@@ -257,7 +257,7 @@ def look_at_survivor(
 ) -> tuple[float, str]:
     """Holds what a survivor raised against what happened: when it did, and its words."""
     error = failure_of(outcome)
-    assert error.type == "RankLost", error.traceback
+    assert error.type == "RankLostError", error.traceback
     seen = error.attributes
     assert (seen["rank"], seen["kind"], seen["op"]) == lost, error.message
     found = re.search(r"This rank \((\d+)\) was (between steps|at (.+?))(?:, waiting for (.+))?\.$", error.message)
@@ -433,7 +433,7 @@ def staying(rank: int, kind: str, directory: Path) -> None:
         inject(pipe, Case("zb-v", 4, 1, rank, 1, places("zb-v", 4, 1, rank)[10], kind, False), directory)
     try:
         run_steps(pipe, 3)
-    except treadle.RankLost:
+    except treadle.RankLostError:
         time.sleep(SOON_S + 1)
         raise
 

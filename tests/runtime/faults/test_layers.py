@@ -44,11 +44,11 @@ from tests.support.ranks import Outcome, run_ranks
 from treadle.dist.channel import Posted
 from treadle.ir.program import Op, OpKind
 from treadle.moe import MoELayer
-from treadle.runtime.faults.progress.rank_progress import NotedWait, Rows, UnderWay
+from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.run import layers as weave_module
-from treadle.runtime.run.ops import Part
+from treadle.runtime.run.ops import RankProgram
 
 __all__ = ["side_by_side"]
 
@@ -138,7 +138,7 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
         if case.fault in OWN_ERRORS:
             raise OWN_ERRORS[case.fault]
 
-    def with_fault(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+    def with_fault(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
         run = run_of(part, op, posted)
 
         def faulty() -> None:
@@ -161,7 +161,7 @@ def take_part(rank: int, case: Case, deadline_s: float, directory: Path) -> None
 def look_at(outcome: Outcome[None], case: Case, directory: Path) -> float:
     """Holds what a survivor raised against what happened; when it did. What cannot speak is told by what it showed."""
     error = failure_of(outcome)
-    assert error.type == "RankLost", error.traceback
+    assert error.type == "RankLostError", error.traceback
     seen, cannot_speak = error.attributes, case.fault in ("kill", "stop")
     told = (directory / f"{'shown' if cannot_speak else 'op'}{VICTIM}").read_text()
     kind = "raised" if case.fault in OWN_ERRORS else KINDS[case.fault]
@@ -176,7 +176,7 @@ def look_at_sleeper(outcome: Outcome[None], case: Case) -> None:
         look_at_victim(outcome, "sleep")
         return
     error = failure_of(outcome)
-    assert (error.type, error.attributes["rank"]) == ("RankLost", VICTIM), error.traceback
+    assert (error.type, error.attributes["rank"]) == ("RankLostError", VICTIM), error.traceback
 
 
 def run_case(case: Case, directory: Path) -> float:
@@ -252,9 +252,9 @@ ATTN, COUNTS, DISPATCH, MLP, SEND = range(5)
 PEER = 7
 
 
-def step_of() -> tuple[UnderWay, memoryview]:
+def step_of() -> tuple[RankProgress, memoryview]:
     """A forward: attn; counts and dispatch on a lane; mlp; a send of what attn made on another."""
-    rows = Rows(
+    rows = OpTable(
         index=[10, 11, 12, 13, 14],
         lane=[0, 1, 1, 0, 2],
         after=[[], [ATTN], [COUNTS], [DISPATCH], [ATTN]],
@@ -262,7 +262,7 @@ def step_of() -> tuple[UnderWay, memoryview]:
         of_lane=[[ATTN, MLP], [COUNTS, DISPATCH], [SEND]],
     )
     slots = memoryview(array("q", [0, 0]))
-    return UnderWay(rows, slots), slots
+    return RankProgress(rows, slots), slots
 
 
 class OtherLane:
@@ -289,7 +289,7 @@ def test_a_rank_whose_wait_has_failed_is_still_shown_as_waiting() -> None:
     step.begin(ATTN)
     step.end(ATTN)
     step.want(MLP)
-    wait = NotedWait(InVain())
+    wait = ObservedWait(InVain())
     wait.step = step
 
     def fails() -> None:

@@ -14,29 +14,29 @@ from hypothesis import strategies as st
 
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
-from treadle.runtime.faults.progress.page import Onlooker, Progress, Slots
-from treadle.runtime.faults.watch import RankLost
-from treadle.runtime.faults.watch.contacts import Card, beside
+from treadle.runtime.faults.progress.page import PageReader, ProgressPage, Snapshot
+from treadle.runtime.faults.watch import RankLostError
+from treadle.runtime.faults.watch.contacts import Contact, beside
 from treadle.runtime.faults.watch.links import Neighbour, open_door
 from treadle.runtime.faults.watch.loss import from_network, rank_lost, timed_out
 from treadle.runtime.faults.watch.messages import (
     UNKNOWN,
-    Ask,
-    Beat,
-    Bye,
-    Cause,
     Condition,
     Frames,
-    Hello,
-    Kind,
+    Goodbye,
+    Greeting,
+    Heartbeat,
+    LossKind,
     Lost,
     MalformedError,
     Message,
-    Sight,
-    State,
+    Observation,
+    StateReply,
+    StateRequest,
+    WaitFailure,
     encode,
 )
-from treadle.runtime.faults.watch.transport import Post
+from treadle.runtime.faults.watch.transport import Transport
 
 TOKEN = bytes(range(16))
 
@@ -45,22 +45,22 @@ TOKEN = bytes(range(16))
 
 ints = st.integers(-(2**63), 2**63 - 1)
 naturals = st.integers(0, 2**32 - 1)
-slots = st.builds(Slots, ints, ints, ints)
+slots = st.builds(Snapshot, ints, ints, ints)
 messages = st.one_of(
-    st.builds(Hello, st.binary(min_size=16, max_size=16), naturals),
-    st.builds(Beat, slots),
-    st.builds(Bye, slots),
+    st.builds(Greeting, st.binary(min_size=16, max_size=16), naturals),
+    st.builds(Heartbeat, slots),
+    st.builds(Goodbye, slots),
     st.builds(
         Lost,
-        *(naturals, naturals, naturals, st.sampled_from(Kind), ints, ints, ints, naturals),
+        *(naturals, naturals, naturals, st.sampled_from(LossKind), ints, ints, ints, naturals),
         *(st.booleans(), st.booleans(), st.booleans(), st.text(st.characters(categories=["L", "N"]), max_size=100)),
     ),
-    st.builds(Ask, naturals, naturals, st.sampled_from(Cause)),
+    st.builds(StateRequest, naturals, naturals, st.sampled_from(WaitFailure)),
     st.builds(
-        State,
+        StateReply,
         *(naturals, naturals, st.tuples(naturals, naturals)),
         st.builds(
-            Sight,
+            Observation,
             *(naturals, st.sampled_from(Condition), ints, ints, naturals, st.booleans()),
             st.lists(naturals, max_size=20).map(tuple),
         ),
@@ -85,7 +85,7 @@ def test_any_bytes_are_messages_or_malformed(data: bytes) -> None:
 
 
 def test_text_of_others_is_cut_and_printable() -> None:
-    lost = Lost(1, 1, 1, Kind.RAISED, 0, 0, 0, 0, text="ValueError: \x1b[2J" + "x" * 5000)
+    lost = Lost(1, 1, 1, LossKind.RAISED, 0, 0, 0, 0, text="ValueError: \x1b[2J" + "x" * 5000)
     (heard,) = Frames().feed(encode(lost))
     assert isinstance(heard, Lost)
     assert len(heard.text) <= 600
@@ -95,15 +95,15 @@ def test_text_of_others_is_cut_and_printable() -> None:
 # What a person reads.
 
 
-def told(lost: Lost, waiting_for: str | None = None) -> RankLost:
-    here = Slots(1, 1, 7)
+def told(lost: Lost, waiting_for: str | None = None) -> RankLostError:
+    here = Snapshot(1, 1, 7)
     return rank_lost(
         lost, rank=0, here=here, name=lambda rank, op: f"F{op}.{rank}", deadline_s=60, waiting_for=waiting_for
     )
 
 
 def test_the_words_of_a_loss() -> None:
-    killed = Lost(1, 1, 2, Kind.KILLED, 3, 7, 0, 0)
+    killed = Lost(1, 1, 2, LossKind.KILLED, 3, 7, 0, 0)
     error = told(killed, "B1.0 from rank 1")
     assert str(error) == (
         "rank 2 was lost first: killed at F3.2 (step 7). This rank (0) was at F1.0, waiting for B1.0 from rank 1."
@@ -114,12 +114,12 @@ def test_the_words_of_a_loss() -> None:
     assert "killed before its first step." in str(told(replace(killed, op=-1, step=-1)))
     assert told(replace(killed, op=UNKNOWN)).op is None
     assert "raised KeyError at F3.2 (step 7): 'a: b'. This" in str(
-        told(replace(killed, kind=Kind.RAISED, text="KeyError: 'a: b'"))
+        told(replace(killed, kind=LossKind.RAISED, text="KeyError: 'a: b'"))
     )
     assert "for 61.0 s. If it was only slow, give more than 60 s." in str(
-        told(replace(killed, kind=Kind.HUNG, still_ms=61000))
+        told(replace(killed, kind=LossKind.HUNG, still_ms=61000))
     )
-    assert "ranks 0, 2 wait for each other" in str(told(replace(killed, kind=Kind.HUNG, text="0, 2")))
+    assert "ranks 0, 2 wait for each other" in str(told(replace(killed, kind=LossKind.HUNG, text="0, 2")))
 
 
 def test_errors_of_the_network_are_known_by_their_text() -> None:
@@ -145,20 +145,20 @@ class Ears:
         self.missed.append((neighbour.rank, died))
 
 
-def card(rank: int) -> Card:
-    return Card(rank, "127.0.0.1", 1, os.getpid(), 0, TOKEN, b"h" * 16, b"n" * 16)
+def card(rank: int) -> Contact:
+    return Contact(rank, "127.0.0.1", 1, os.getpid(), 0, TOKEN, b"h" * 16, b"n" * 16)
 
 
 @pytest.fixture
-def open_post() -> Iterator[tuple[Post, Ears, tuple[str, int]]]:
+def open_post() -> Iterator[tuple[Transport, Ears, tuple[str, int]]]:
     ears, door = Ears(), open_door("127.0.0.1")
-    post = Post(ears, [Neighbour(card(3), None)], door, TOKEN)
+    post = Transport(ears, [Neighbour(card(3), None)], door, TOKEN)
     post.open({})
     yield post, ears, door.getsockname()
     post.close()
 
 
-def is_hung_up(post: Post, caller: socket.socket) -> bool:
+def is_hung_up(post: Transport, caller: socket.socket) -> bool:
     caller.settimeout(0.01)
     for _ in range(100):
         post.turn(0.01)
@@ -176,32 +176,32 @@ def is_hung_up(post: Post, caller: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 5000,
-        encode(Hello(bytes(16), 3)),
-        encode(Hello(TOKEN, 4)),
-        encode(Beat(Slots(0, 0, 0))),
-        encode(Hello(TOKEN, 3))[:3] + b"\0" * 28,
+        encode(Greeting(bytes(16), 3)),
+        encode(Greeting(TOKEN, 4)),
+        encode(Heartbeat(Snapshot(0, 0, 0))),
+        encode(Greeting(TOKEN, 3))[:3] + b"\0" * 28,
     ],
     ids=["http", "noise", "wrong token", "not a neighbour", "no hello", "wrong magic"],
 )
-def test_strangers_are_refused(open_post: tuple[Post, Ears, tuple[str, int]], said: bytes) -> None:
+def test_strangers_are_refused(open_post: tuple[Transport, Ears, tuple[str, int]], said: bytes) -> None:
     post, ears, address = open_post
     with socket.create_connection(address) as caller, socket.create_connection(address) as friend:
         caller.sendall(said)
         assert is_hung_up(post, caller)
         assert not post.met.is_set()
-        friend.sendall(encode(Hello(TOKEN, 3)) + encode(Beat(Slots(1, 2, 3))))
+        friend.sendall(encode(Greeting(TOKEN, 3)) + encode(Heartbeat(Snapshot(1, 2, 3))))
         for _ in range(10):
             post.turn(0.01)
         assert post.met.is_set()
-        assert ears.heard == [Beat(Slots(1, 2, 3))]
+        assert ears.heard == [Heartbeat(Snapshot(1, 2, 3))]
         with pytest.raises(ConnectionError):
             socket.create_connection(address)  # the door is shut
 
 
-def test_a_neighbour_that_sends_no_message_is_dropped(open_post: tuple[Post, Ears, tuple[str, int]]) -> None:
+def test_a_neighbour_that_sends_no_message_is_dropped(open_post: tuple[Transport, Ears, tuple[str, int]]) -> None:
     post, ears, address = open_post
     with socket.create_connection(address) as friend:
-        friend.sendall(encode(Hello(TOKEN, 3)))
+        friend.sendall(encode(Greeting(TOKEN, 3)))
         post.turn(0.1)  # the call
         post.turn(0.1)  # the hello
         friend.sendall(b"\xff" * 10)
@@ -210,18 +210,18 @@ def test_a_neighbour_that_sends_no_message_is_dropped(open_post: tuple[Post, Ear
 
 
 def test_a_neighbour_that_hangs_up_is_missed_after_its_last_words(
-    open_post: tuple[Post, Ears, tuple[str, int]],
+    open_post: tuple[Transport, Ears, tuple[str, int]],
 ) -> None:
     post, ears, address = open_post
     with socket.create_connection(address) as friend:
-        friend.sendall(encode(Hello(TOKEN, 3)))
+        friend.sendall(encode(Greeting(TOKEN, 3)))
         post.turn(0.1)  # the call
         post.turn(0.1)  # the hello
-        post.spread(Beat(Slots(0, 0, 0)))  # unread by the friend, so that its close resets the connection
-        friend.sendall(encode(Ask(3, 1, Cause.CLOSED)))
+        post.spread(Heartbeat(Snapshot(0, 0, 0)))  # unread by the friend, so that its close resets the connection
+        friend.sendall(encode(StateRequest(3, 1, WaitFailure.CLOSED)))
     for _ in range(3):
         post.turn(0.1)
-    assert ears.heard == [Ask(3, 1, Cause.CLOSED)]
+    assert ears.heard == [StateRequest(3, 1, WaitFailure.CLOSED)]
     assert ears.missed == [(3, True)]
 
 
@@ -236,7 +236,7 @@ def test_neighbours_in_a_ring() -> None:
 
 def test_cards_come_back_whole() -> None:
     one = replace(card(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
-    assert Card.unpack(one.pack()) == one
+    assert Contact.unpack(one.pack()) == one
 
 
 def test_own_address_can_be_listened_at() -> None:
@@ -249,13 +249,13 @@ def test_an_address_that_is_not_ours() -> None:
 
 
 def test_a_page_can_be_read_by_its_mark_only() -> None:
-    with closing(Progress(mark=42)) as progress:
+    with closing(ProgressPage(mark=42)) as progress:
         progress.slots[0], progress.slots[1], progress.slots[2] = 3, 1, 7
-        assert Onlooker.open(os.getpid(), progress.fd, mark=43) is None
-        onlooker = Onlooker.open(os.getpid(), progress.fd, mark=42)
+        assert PageReader.open(os.getpid(), progress.fd, mark=43) is None
+        onlooker = PageReader.open(os.getpid(), progress.fd, mark=42)
         assert onlooker is not None
         with closing(onlooker):
-            assert onlooker.look() == Slots(3, 1, 7)
+            assert onlooker.look() == Snapshot(3, 1, 7)
 
 
 def test_what_another_thread_opened_meanwhile_is_not_kept() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
-from treadle.runtime.faults.watch import EXIT_LOST, RankLost, Watch, waits_for_group
+from treadle.runtime.faults.watch import EXIT_LOST, RankLostError, Watch, waits_for_group
 from treadle.runtime.faults.watch import watch as watch_module
 
 WAIT_S = 1.0
@@ -164,7 +164,7 @@ def member(rank: int, scene: Scene) -> Told | None:
     try:
         for step in range(1_000_000):
             here.step(step)
-    except RankLost as error:
+    except RankLostError as error:
         if scene.apart and scene.fault == "stop" and rank == 0:
             os.kill(int((scene.directory / "pid").read_text()), signal.SIGCONT)
         return Told(error.rank, error.kind, error.op, error.waiting_for, str(error), time.monotonic())

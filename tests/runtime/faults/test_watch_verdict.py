@@ -11,15 +11,26 @@ from hypothesis import strategies as st
 
 from treadle.runtime.faults.watch.contacts import beside
 from treadle.runtime.faults.watch.diagnosis import culprit, first
-from treadle.runtime.faults.watch.incident import Case
-from treadle.runtime.faults.watch.messages import UNKNOWN, Cause, Condition, Flooded, Kind, Lost, Sight, Wait
+from treadle.runtime.faults.watch.incident import Incident
+from treadle.runtime.faults.watch.messages import (
+    UNKNOWN,
+    Condition,
+    Flooded,
+    LossKind,
+    Lost,
+    Observation,
+    WaitFailure,
+    WaitState,
+)
 
 
-def sight(rank: int, *waits: int, condition: Condition = Condition.ANSWERS, op: int = 5, still_ms: int = 9000) -> Sight:
-    return Sight(rank, condition, op, 7, still_ms, exact=True, waits=waits)
+def sight(
+    rank: int, *waits: int, condition: Condition = Condition.ANSWERS, op: int = 5, still_ms: int = 9000
+) -> Observation:
+    return Observation(rank, condition, op, 7, still_ms, exact=True, waits=waits)
 
 
-def seen(*sights: Sight) -> dict[int, Sight]:
+def seen(*sights: Observation) -> dict[int, Observation]:
     return {each.rank: each for each in sights}
 
 
@@ -29,56 +40,56 @@ def seen(*sights: Sight) -> dict[int, Sight]:
 def test_waits_are_followed_to_the_rank_that_computes() -> None:
     states = seen(sight(0, 1), sight(1, 2), sight(2), sight(3, 2))
     for asker in (0, 1, 3):
-        assert culprit(asker, Cause.TIMED_OUT, states) == (Kind.HUNG, states[2], "")
+        assert culprit(asker, WaitFailure.TIMED_OUT, states) == (LossKind.HUNG, states[2], "")
 
 
 def test_a_rank_that_does_not_answer_is_hung_where_its_neighbour_saw_it() -> None:
     states = seen(sight(0, 1), sight(1, 2), sight(2, condition=Condition.SILENT, op=4))
-    assert culprit(0, Cause.TIMED_OUT, states) == (Kind.HUNG, states[2], "")
+    assert culprit(0, WaitFailure.TIMED_OUT, states) == (LossKind.HUNG, states[2], "")
     del states[2]
-    found = culprit(0, Cause.TIMED_OUT, states)
+    found = culprit(0, WaitFailure.TIMED_OUT, states)
     assert found is not None
     assert (found.sight.rank, found.sight.op) == (2, UNKNOWN)
 
 
 def test_a_rank_that_left_is_named_though_its_peer_closed() -> None:
     states = seen(sight(0, 1), sight(1, 2), sight(2, condition=Condition.LEFT))
-    assert culprit(0, Cause.CLOSED, states) == (Kind.LEFT, states[2], "")
+    assert culprit(0, WaitFailure.CLOSED, states) == (LossKind.LEFT, states[2], "")
 
 
 def test_a_connection_that_broke_between_living_ranks() -> None:
     states = seen(sight(0, 1), sight(1, 2), sight(2))
-    assert culprit(0, Cause.CLOSED, states) == (Kind.CUT, states[1], "")
+    assert culprit(0, WaitFailure.CLOSED, states) == (LossKind.CUT, states[1], "")
 
 
 def test_a_circle_of_waits_is_named_as_such() -> None:
     states = seen(sight(0, 3), sight(1, 2), sight(2, 3), sight(3, 1))
-    found = culprit(0, Cause.TIMED_OUT, states)
-    assert found == (Kind.HUNG, states[1], "1, 2, 3")
+    found = culprit(0, WaitFailure.TIMED_OUT, states)
+    assert found == (LossKind.HUNG, states[1], "1, 2, 3")
 
 
 def test_in_a_collective_the_one_that_is_not_there_longest_is_named() -> None:
     """Ranks 0 and 1 are in an all-reduce of 0..3; 2 is about to join; 3 waits for 4, which hangs."""
     states = seen(sight(0, 1, 2, 3), sight(1, 0, 2, 3), sight(2, still_ms=20), sight(3, 4), sight(4, still_ms=5000))
-    assert culprit(0, Cause.TIMED_OUT, states) == (Kind.HUNG, states[4], "")
+    assert culprit(0, WaitFailure.TIMED_OUT, states) == (LossKind.HUNG, states[4], "")
 
 
 def test_an_asker_that_waits_for_nobody_blames_only_who_is_gone() -> None:
     states = seen(sight(0), sight(1), sight(2, 1))
-    assert culprit(0, Cause.TIMED_OUT, states) is None
+    assert culprit(0, WaitFailure.TIMED_OUT, states) is None
     states[2] = sight(2, condition=Condition.SILENT)
-    assert culprit(0, Cause.TIMED_OUT, states) == (Kind.HUNG, states[2], "")
+    assert culprit(0, WaitFailure.TIMED_OUT, states) == (LossKind.HUNG, states[2], "")
 
 
 def test_an_asker_that_is_stuck_names_itself_or_who_stood_still_before_it() -> None:
     states = seen(sight(0, still_ms=4000), sight(1, still_ms=30), sight(2, 0))
-    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[0], "")
+    assert culprit(0, WaitFailure.STUCK, states) == (LossKind.HUNG, states[0], "")
     states[1] = sight(1, still_ms=9000)  # it computes, and may do so for long
-    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[0], "")
-    states[1] = replace(states[1], wait=Wait.OVERDUE)
-    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[1], "")
+    assert culprit(0, WaitFailure.STUCK, states) == (LossKind.HUNG, states[0], "")
+    states[1] = replace(states[1], wait=WaitState.OVERDUE)
+    assert culprit(0, WaitFailure.STUCK, states) == (LossKind.HUNG, states[1], "")
     states[2] = sight(2, condition=Condition.SILENT)
-    assert culprit(0, Cause.STUCK, states) == (Kind.HUNG, states[2], "")
+    assert culprit(0, WaitFailure.STUCK, states) == (LossKind.HUNG, states[2], "")
 
 
 @given(st.data(), st.integers(2, 12))
@@ -90,16 +101,16 @@ def test_every_asker_names_the_same_rank(data: st.DataObject, world: int) -> Non
         upstream = data.draw(st.lists(st.sampled_from(order[:at]), min_size=1, max_size=3, unique=True))
         states[order[at]] = sight(order[at], *upstream)
     for asker in order[1:]:
-        found = culprit(asker, Cause.TIMED_OUT, states)
+        found = culprit(asker, WaitFailure.TIMED_OUT, states)
         assert found is not None
         assert found.sight.rank == order[0]
 
 
 def test_the_first_of_several_losses() -> None:
-    killed = Lost(1, 1, 2, Kind.KILLED, 5, 7, at_ns=1000, still_ms=0)
-    echo = Lost(3, 1, 3, Kind.RAISED, 5, 7, at_ns=900, still_ms=0, secondhand=True)
-    hung = Lost(0, 1, 1, Kind.HUNG, 5, 7, at_ns=800, still_ms=0)
-    error = Lost(4, 1, 4, Kind.RAISED, 5, 7, at_ns=990, still_ms=0)
+    killed = Lost(1, 1, 2, LossKind.KILLED, 5, 7, at_ns=1000, still_ms=0)
+    echo = Lost(3, 1, 3, LossKind.RAISED, 5, 7, at_ns=900, still_ms=0, secondhand=True)
+    hung = Lost(0, 1, 1, LossKind.HUNG, 5, 7, at_ns=800, still_ms=0)
+    error = Lost(4, 1, 4, LossKind.RAISED, 5, 7, at_ns=990, still_ms=0)
     assert first([killed, echo, hung]) == killed
     assert first([hung, killed, error, echo]) == error
     assert first([echo, hung]) == echo
@@ -112,16 +123,16 @@ def test_the_first_of_several_losses() -> None:
 
 @dataclass
 class Rank:
-    sight: Sight
+    sight: Observation
     beside: list[int]
-    case: Case = field(init=False)
+    case: Incident = field(init=False)
     silent: bool = False
 
 
 class World:
     """Ranks with simulated links: each message takes as long as `delays` says. Those that are silent do nothing."""
 
-    def __init__(self, sights: list[Sight], rings: list[list[int]], delays: Iterator[float]) -> None:
+    def __init__(self, sights: list[Observation], rings: list[list[int]], delays: Iterator[float]) -> None:
         self.now, self._delays = 0.0, delays
         self._mail: list[tuple[float, int, int, Flooded]] = []
         self.ranks = {
@@ -129,7 +140,7 @@ class World:
             for each in sights
         }
         for number, rank in self.ranks.items():
-            rank.case = Case(number, View(self, number), partial(self.spread, number))
+            rank.case = Incident(number, View(self, number), partial(self.spread, number))
 
     def spread(self, source: int, message: Flooded, but: int | None = None) -> None:
         for target in self.ranks[source].beside:
@@ -155,10 +166,10 @@ class View:
     world: World
     rank: int
 
-    def own(self) -> Sight:
+    def own(self) -> Observation:
         return self.world.ranks[self.rank].sight
 
-    def neighbours(self) -> list[Sight]:
+    def neighbours(self) -> list[Observation]:
         ranks = self.world.ranks
         return [replace(ranks[n].sight, condition=Condition.SILENT, waits=()) for n in ranks[self.rank].beside]
 
@@ -177,11 +188,11 @@ def test_all_ranks_reach_the_verdict(data: st.DataObject, dp: int, pp: int, is_s
     world = World(sights, rings, iter(lambda: data.draw(delays), None))
     world.ranks[lost].silent = is_silent
     for asker in data.draw(st.lists(st.sampled_from(sorted(toward)), min_size=1, max_size=2, unique=True)):
-        world.ranks[asker].case.ask(Cause.TIMED_OUT, world.now)
+        world.ranks[asker].case.ask(WaitFailure.TIMED_OUT, world.now)
     world.run(until=1.6)
     for rank in world.ranks.values():
         if not rank.silent:
             verdict = rank.case.verdict
             assert verdict is not None
-            assert (verdict.rank, verdict.kind, verdict.op) == (lost, Kind.HUNG, 100 + lost)
+            assert (verdict.rank, verdict.kind, verdict.op) == (lost, LossKind.HUNG, 100 + lost)
             assert verdict.silent == is_silent

@@ -92,7 +92,7 @@ def refused(rank: int, kind: str) -> str:
     try:
         pipe, x = make(rank, kind)
         pipe.step(x, x)
-    except (ValueError, treadle.RankLost) as error:
+    except (ValueError, treadle.RankLostError) as error:
         return str(error)
     return "not refused"
 

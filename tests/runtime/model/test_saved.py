@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import treadle
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
-from treadle.runtime.model.saved import FilePool, Ledger, PinnedPool, SavedReport, Store
+from treadle.runtime.model.saved import FilePool, LiveBytes, PinnedPool, SavedReport, SavedTensors
 from treadle.runtime.model.saved.pool import size_class
-from treadle.runtime.model.weight_grad import Half
+from treadle.runtime.model.weight_grad import WeightGrad
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB = 16, 24, 4, 32, 8
 KEY = (0, 0, 0)
@@ -28,7 +28,7 @@ KEY = (0, 0, 0)
 # ---- one process: the store ------------------------------------------------------------------------------------------
 
 
-def saved_in(store: Store, module: nn.Module, x: Tensor) -> Tensor:
+def saved_in(store: SavedTensors, module: nn.Module, x: Tensor) -> Tensor:
     store.begin([x])
     with store.saving(KEY, "attn"):
         out: Tensor = module(x.detach().requires_grad_())
@@ -40,7 +40,7 @@ def test_leaves_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
     torch.autograd.backward(module(x).sum())
     wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
-    store = Store([module], FilePool(tmp_path))
+    store = SavedTensors([module], FilePool(tmp_path))
     out = saved_in(store, module, x)
     held = store.ledger.live_bytes
     store.offload(KEY)
@@ -58,7 +58,7 @@ def test_leaves_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_parameters_buffers_and_the_batch_stay_where_they_are(tmp_path: Path) -> None:
     module, x = nn.Linear(8, 8, bias=False), torch.randn(1000, 8)[:4]
-    store = Store([module], FilePool(tmp_path))
+    store = SavedTensors([module], FilePool(tmp_path))
     out = saved_in(store, module, x)
     assert store.ledger.live_bytes == 0
     store.offload(KEY)
@@ -67,7 +67,7 @@ def test_parameters_buffers_and_the_batch_stay_where_they_are(tmp_path: Path) ->
 
 
 def test_views_of_one_storage_count_once() -> None:
-    store = Store([], None)
+    store = SavedTensors([], None)
     store.begin()
     x = torch.randn(4, 8).requires_grad_()
     with store.saving(KEY, "attn"):
@@ -79,9 +79,9 @@ def test_views_of_one_storage_count_once() -> None:
 
 
 def test_what_weight_halves_hold_counts() -> None:
-    store, x = Store([], None), torch.randn(4, 8)
+    store, x = SavedTensors([], None), torch.randn(4, 8)
     store.begin()
-    half = Half(nn.Linear(8, 8), x, torch.randn(4, 8))
+    half = WeightGrad(nn.Linear(8, 8), x, torch.randn(4, 8))
     store.hold_halves(KEY, "attn", [half, replace(half, grad=torch.randn(4, 8))])
     assert store.ledger.live_bytes == 3 * x.nbytes
     store.drop_halves(KEY, "attn")
@@ -89,7 +89,7 @@ def test_what_weight_halves_hold_counts() -> None:
 
 
 def test_a_change_in_place_is_refused() -> None:
-    store = Store([], None)
+    store = SavedTensors([], None)
     store.begin()
     x = torch.randn(4).requires_grad_()
     with store.saving(KEY, "attn"):
@@ -103,7 +103,7 @@ def test_a_change_in_place_is_refused() -> None:
 
 def test_a_step_that_failed_gives_its_pieces_back(tmp_path: Path) -> None:
     module, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 8)
-    store = Store([module], FilePool(tmp_path))
+    store = SavedTensors([module], FilePool(tmp_path))
     sizes = []
     for _ in range(50):
         out = saved_in(store, module, x)
@@ -266,7 +266,7 @@ def anonymous_kb() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
 
-class Watchful(Ledger):
+class Watchful(LiveBytes):
     """Sees to it that what is released is still alive: its address is nobody else's."""
 
     def release(self, address: int, size_bytes: int) -> None:

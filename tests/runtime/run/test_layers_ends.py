@@ -207,7 +207,7 @@ def refused(rank: int, stages: list[nn.Sequential]) -> str:
         pipe = treadle.Pipeline({0: stages[rank]}, schedule, mesh=make_mesh(2), loss_fn=mse, deadline_s=30)
         x = torch.randn(2, TOKENS, WIDTH)
         pipe.step(list(x), list(x))
-    except (ValueError, treadle.RankLost) as error:
+    except (ValueError, treadle.RankLostError) as error:
         return str(error)
     finally:
         if pipe is not None:

@@ -194,7 +194,7 @@ def odd_shape_rank(rank: int) -> str:
     pipe.step(whole, whole)
     try:
         pipe.step(odd, odd)
-    except (ValueError, treadle.RankLost) as error:
+    except (ValueError, treadle.RankLostError) as error:
         return str(error)
     return "not refused"
 

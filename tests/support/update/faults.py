@@ -18,10 +18,10 @@ from tests.support.ranks import Outcome, run_ranks
 from tests.support.update.crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
 from tests.support.update.workers import Asker, Trouble, Workers
 from tests.support.watching import Watching
-from treadle.update import Options, Source, UpdateError, Updater
-from treadle.update.coordinator.commit_log import Ledger
+from treadle.update import Source, UpdateError, UpdateOptions, Updater
+from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.protocol.messages import Answer
-from treadle.wire.errors import Gone
+from treadle.wire.errors import PeerGoneError
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def fresh(
     return report
 
 
-def _options(case: Case) -> Options:
+def _options(case: Case) -> UpdateOptions:
     from tests.support.update.models import SMALL
 
     rollback = random.Random(-case.number).choice(("host", "host", "disk", "none"))
-    return Options(memory=SMALL, rollback=rollback, deadline_s=case.deadline_s, drain_s=0.2)  # type: ignore[arg-type]
+    return UpdateOptions(memory=SMALL, rollback=rollback, deadline_s=case.deadline_s, drain_s=0.2)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Watcher(Watching):
                         askers[worker] = Asker(self.workers.sockets, worker)
                     asked = time.monotonic()
                     answer = askers[worker].ask()
-                except (Gone, TimeoutError, OSError):
+                except (PeerGoneError, TimeoutError, OSError):
                     askers.pop(worker, None)
                     continue
                 if isinstance(answer, Answer):
@@ -245,13 +245,13 @@ def statuses(workers: Workers) -> list[Any]:
             asker = Asker(workers.sockets, worker)
             found.append(asker.status())
             asker.close()
-        except (OSError, Gone):
+        except (OSError, PeerGoneError):
             continue
     return found
 
 
 def _committed(directory: Path) -> int | None:
-    ledger = Ledger(directory)
+    ledger = CommitLog(directory)
     ledger.close()
     return ledger.record.version
 

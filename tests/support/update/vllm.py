@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
 from tests.support.watching import Watching
-from treadle.update import Options, UpdateError, Updater
+from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -197,7 +197,7 @@ def update(
     close: Close = "drain",
 ) -> list[int]:
     """Brings these versions, one after the other."""
-    with Updater(places[0], ledger=places[1], options=Options(SMALL, close=close)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, close=close)) as updater:
         made = []
         for version in versions:
             source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
@@ -207,13 +207,13 @@ def update(
 
 def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> int:
     """Brings the committed version to workers that have lost it."""
-    with Updater(places[0], ledger=places[1], options=Options(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         return updater.recover(read_checkpoint(checkpoints[seed_of(version)], rank, world), version).version
 
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
     """Says that one tensor changed, and returns what came of that."""
-    with Updater(places[0], ledger=places[1], options=Options(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
         changed = ["model.layers.0.self_attn.q_proj.weight"]
         return "\n".join(updater.update(source, version, changed=changed, base=version - 1).notes)
@@ -226,7 +226,7 @@ def attempt(
     hangs = case.trouble is not None and case.trouble.act == "hang"
     report = Report()
     with Updater(
-        places[0], ledger=places[1], options=Options(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30)
+        places[0], ledger=places[1], options=UpdateOptions(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30)
     ) as updater:
         arm(updater, case.crash, case.flip, mark)
         try:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from treadle.update import Closed
+from treadle.update import ClosedError
 from treadle.update.adapters.vllm import Canary, Offline, Online, Replica
 
 First = tuple[list[int], int]
@@ -64,7 +64,7 @@ class Server:
                     answer |= {"version": version, "tokens": self.generate(order["prompt"], order["num"])}
             else:
                 answer |= {"answers": self.replica.engine.rpc(order["do"], *order["args"])}
-        except Closed as closed:
+        except ClosedError as closed:
             answer |= {"closed": str(closed)}
         except Exception as error:
             answer |= {"error": f"{type(error).__name__}: {error}"}

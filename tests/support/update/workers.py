@@ -40,7 +40,7 @@ from treadle.update.protocol.messages import (
 from treadle.update.worker.arrivals import Arrival
 from treadle.update.worker.endpoint import worker_path
 from treadle.weights.pieces import Holding
-from treadle.wire.errors import Gone
+from treadle.wire.errors import PeerGoneError
 from treadle.wire.link import Link
 
 
@@ -283,7 +283,7 @@ def ask_once(directory: Path, worker: int) -> Answer | Refused | None:
         return None
     try:
         return asker.ask()
-    except (Gone, TimeoutError):
+    except (PeerGoneError, TimeoutError):
         return None
     finally:
         asker.close()

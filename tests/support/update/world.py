@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treadle.update.coordinator.attempt import Attempt
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.protocol import coordinator, rank, worker
 from treadle.update.protocol.control import Enter, Fault, Kind, Stop
 from treadle.update.protocol.coordinator import Decide, Deciding, Open, Tell
 from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
-from treadle.update.protocol.rank import Ask, Done, RankState, Say
+from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed
 from treadle.update.protocol.worker import Content, WorkerState
 
-OPTIONS = Options()
+OPTIONS = UpdateOptions()
 LAYOUT = "has", "wants"
 RULES = frozenset({"log ids", "members", "slots"})
 
@@ -381,12 +381,12 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
     while True:
         me = world.runs[link[0]].ranks[link[1]]
         assert me is not None
-        if isinstance(action, Done):
+        if isinstance(action, AttemptDone):
             return _done(with_rank(world, link, replace(me, state=state, waits="done")), link[0])
-        if isinstance(action, Say):
+        if isinstance(action, TellCoordinator):
             world = with_rank(world, link, replace(me, state=state, waits="coordinator"))
             return _hear(world, link, action.message, crash)
-        if isinstance(action, Ask):
+        if isinstance(action, AskWorker):
             world = with_rank(world, link, replace(me, state=state, waits="worker"))
             return _asked(world, link, action.message)
         if action.what == "load" and state.loads:
@@ -434,7 +434,7 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
     process = replace(process, queue=tuple(rest))
     try:
         moves, state = _decide(process, message)
-    except worker.RefusalError:
+    except worker.MessageRefusedError:
         return _answer(with_process(world, process), link, message, None, sizes, crash)
     for move in moves:
         process = engine(process, move.act, link, message, world)

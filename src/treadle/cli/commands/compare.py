@@ -18,7 +18,7 @@ from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import out, plain, suggest, working
 from treadle.costs import dump as dump_costs
 from treadle.ir.trace import Clock, Trace
-from treadle.simulate import Comparison, Difference, Group, fit
+from treadle.simulate import Comparison, Difference, OpGroup, fit
 from treadle.simulate import compare as compare_traces
 
 
@@ -116,7 +116,7 @@ def _print_difference(ops: Difference, clock: Clock) -> None:
         )
 
 
-def _cells(group: Group, clock: Clock) -> tuple[str, ...]:
+def _cells(group: OpGroup, clock: Clock) -> tuple[str, ...]:
     def signed(ticks: float) -> str:
         return ("-" if ticks < 0 else "+" if ticks > 0 else "") + show_time(clock, abs(ticks))
 

@@ -22,7 +22,7 @@ from treadle.view.lanes import lanes_text
 from treadle.view.update import update_object, update_text
 
 
-class Format(StrEnum):
+class FormatName(StrEnum):
     """The forms a schedule is written in."""
 
     TEXT = "text"
@@ -30,7 +30,7 @@ class Format(StrEnum):
     JSON = "json"
 
 
-assert {f.value for f in Format} == set(FORMATS)
+assert {f.value for f in FormatName} == set(FORMATS)
 
 
 @spread_options
@@ -39,7 +39,7 @@ def show(
     model: Model,
     update: Update,
     rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
-    format: Annotated[Format, typer.Option(help="The form to write.")] = Format.TEXT,
+    format: Annotated[FormatName, typer.Option(help="The form to write.")] = FormatName.TEXT,
     as_json: Json = False,
     lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
@@ -51,13 +51,13 @@ def show(
 
     Of a weight update: a row a buffer, with when its ops start and end.
     """
-    form = Format.JSON if as_json else format
+    form = FormatName.JSON if as_json else format
     loaded = update.load(target)
     if isinstance(loaded, Trace) and loaded.program.layout.is_update:
         _show_update(loaded, form, rows, output)
         suggest(f"treadle draw {target} {update} -o figure.svg".replace("  ", " "))
         return
-    if rows and form is not Format.TEXT:
+    if rows and form is not FormatName.TEXT:
         raise ValueError(f"--rows is for the text form, got --format {form.value}")
     schedule = target.checked_schedule(loaded)
     if output is not None and not lower:
@@ -76,14 +76,14 @@ def show(
     suggest(f"treadle simulate {target} {model}".rstrip())
 
 
-def _show_update(trace: Trace, form: Format, rows: bool, output: Path | None) -> None:
-    if form is Format.TORCH_CSV:
+def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None) -> None:
+    if form is FormatName.TORCH_CSV:
         raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
     if output is not None:
         npz.save_program(trace.program, output)
         return
     ranks = range(trace.program.num_ranks)
-    if form is Format.JSON:
+    if form is FormatName.JSON:
         plain(json.dumps(update_object(trace, ranks), indent=1) + "\n")
         return
     text = update_text(trace, ranks)

@@ -21,7 +21,7 @@ from treadle.cli.options import Json, parse_bytes
 from treadle.cli.terminal import err, out, plain
 
 if TYPE_CHECKING:
-    from treadle.update import Options, Source, Updated, Updater
+    from treadle.update import Source, Updated, UpdateOptions, Updater
 
 _RANK = "RANK"
 _WORLD = "WORLD_SIZE"
@@ -86,9 +86,9 @@ def update(
         raise ValueError("an update runs on torch; install it with: pip install 'treadle[update]'") from None
     if _RANK not in os.environ:
         raise typer.Exit(_start_ranks(target))
-    from treadle.update import Options
+    from treadle.update import UpdateOptions
 
-    options = Options(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
+    options = UpdateOptions(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
     place = ledger if ledger is not None else target / "ledger"
     vouched = takeover, new_set
     raise typer.Exit(_be_rank(target, place, key, options, source, version, vouched, as_json=as_json))
@@ -128,7 +128,7 @@ def _be_rank(
     target: Path,
     ledger: Path,
     key: Path | None,
-    options: Options,
+    options: UpdateOptions,
     source: str | None,
     version: int | None,
     vouched: tuple[bool, bool],

@@ -18,7 +18,7 @@ from treadle.costs import durations
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.verify import Report, verify_program, verify_schedule
+from treadle.verify import VerifyReport, verify_program, verify_schedule
 from treadle.weights.verify import verify_update
 
 
@@ -50,7 +50,7 @@ def verify(
     schedule, program = (loaded, None) if isinstance(loaded, Schedule) else (None, loaded)
     if isinstance(program, Trace):
         program = program.program
-    report: Report | None = None
+    report: VerifyReport | None = None
     if schedule is not None:
         with working("verifying"):
             report = verify_schedule(
@@ -76,7 +76,7 @@ def verify(
     raise typer.Exit(0 if report.clean else 1)
 
 
-def _verify_update(program: Program, ring: int | None, limit: int | None) -> Report:
+def _verify_update(program: Program, ring: int | None, limit: int | None) -> VerifyReport:
     """The limit is on what a device's buffers take; channels with rings are a pipeline's."""
     if ring is not None:
         raise ValueError("--ring is for the channels of a pipeline, which an update has none of; leave it out")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from treadle.export.chrome.read import Part, read_part
+from treadle.export.chrome.read import TracePart, read_part
 from treadle.export.columns import DTYPES, TIME_COLUMNS, Column, fingerprint, make_program, make_trace, reordered
 from treadle.export.header import Timing
 from treadle.ir.program import Longs, Program
@@ -39,7 +39,7 @@ def merge(paths: Iterable[str | Path]) -> Trace:
     return _assemble(parts)
 
 
-def _check_alike(first: Part, part: Part) -> None:
+def _check_alike(first: TracePart, part: TracePart) -> None:
     if part.program != first.program or part.layout != first.layout:
         raise ValueError(
             f"{first.source} and {part.source} are of different programs ({_size(first)}, and {_size(part)}); "
@@ -53,12 +53,12 @@ def _check_alike(first: Part, part: Part) -> None:
             )
 
 
-def _size(part: Part) -> str:
+def _size(part: TracePart) -> str:
     layout = part.layout
     return f"{part.num_ops} ops on {layout.num_ranks} ranks, {layout.num_mb} micro-batches, {layout.placement.name}"
 
 
-def _check_ranks(parts: Sequence[Part]) -> None:
+def _check_ranks(parts: Sequence[TracePart]) -> None:
     """Every rank once."""
     ordered = sorted(parts, key=lambda part: part.ranks.start)
     for part, after in pairwise(ordered):
@@ -77,7 +77,7 @@ def _named(ranks: range) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _assemble(parts: Sequence[Part]) -> Trace:
+def _assemble(parts: Sequence[TracePart]) -> Trace:
     first = parts[0]
     source = first.source if len(parts) == 1 else f"{first.source} and {len(parts) - 1} more"
     lanes = {key: np.concatenate([part.lanes[key] for part in parts]) for key in first.lanes}
@@ -119,7 +119,7 @@ def _check_program(program: Program, wanted: str, num_ops: Longs, source: str) -
         )
 
 
-def _timing(parts: Sequence[Part]) -> Timing:
+def _timing(parts: Sequence[TracePart]) -> Timing:
     """What the files say, each with its ranks if they say different things."""
     timing = parts[0].timing
     if len({part.timing.about for part in parts}) == 1:

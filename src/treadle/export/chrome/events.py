@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from treadle.export.chrome.scale import Scale
+from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import reordered
 from treadle.ir.program import NEVER, Lane, LaneKind, Longs, Op, OpKind, Program
 from treadle.ir.trace import Trace
@@ -30,7 +30,7 @@ class Events:
     """The events of some lanes of a Trace; `tids` are those lanes, and their threads."""
 
     trace: Trace
-    scale: Scale
+    scale: TickScale
     tids: dict[int, int]
 
     def lines(self, ops: Longs) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.export.chrome.scale import Scale
+from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import DTYPES, Column
 from treadle.export.fields import shown
 from treadle.ir.program import NEVER, Longs, OpKind
@@ -80,7 +80,7 @@ class Ops:
             where = f"pid {pid[number]} and tid {tid[number]}"
             raise self._error(number, f"op {self.index[number]} is of no lane with {where} in treadle.lanes")
 
-    def columns(self, scale: Scale) -> dict[str, Column]:
+    def columns(self, scale: TickScale) -> dict[str, Column]:
         """All columns of the ops but `dep`, and how many entries of that each has."""
         columns = {name: self._argument(key, DTYPES[name]) for key, name in _COLUMNS.items()}
         start, dur = self._ticks("ts", scale), self._ticks("dur", scale)
@@ -142,7 +142,7 @@ class Ops:
             raise self._error(number, f"args.joined is true or false, got {shown(joined[number])}")
         return np.array(joined, DTYPES["joined"])
 
-    def _ticks(self, key: str, scale: Scale) -> Longs:
+    def _ticks(self, key: str, scale: TickScale) -> Longs:
         values = list(map(itemgetter(key), self.events))
         ticks, wrong = scale.ticks(values)
         if wrong is not None:

@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 
 from treadle.export.chrome.ops import Ops
-from treadle.export.chrome.scale import Scale
+from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import LATEST, Column
 from treadle.export.fields import Fields, parse_json
 from treadle.export.header import TIMING_KEYS, Timing, check_version, read_layout, read_timing
@@ -31,7 +31,7 @@ _PIECE_BYTES = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TracePart:
     """What a file holds of a Trace.
 
     `ops` and `lanes` have a column for each field; `ops["index"]` and `lanes["lane"]` say which of the Program's each
@@ -55,7 +55,7 @@ class Part:
         return len(self.ranks) == self.layout.num_ranks
 
 
-def read_part(path: str | Path) -> Part:
+def read_part(path: str | Path) -> TracePart:
     """Reads a file that `dump` wrote, whatever the order of its events; a ValueError says what is wrong with it."""
     with _uncollected():
         return _part(_parsed(Path(path), str(path)), str(path))
@@ -73,7 +73,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _part(value: object, source: str) -> Part:
+def _part(value: object, source: str) -> TracePart:
     content = Fields.of(renamed_key(value, "treadle") if isinstance(value, dict) else value, source, "the trace")
     if "treadle" not in content.content:
         raise ValueError(f"{source}: a JSON file, but no trace of treadle: it has no 'treadle' beside 'traceEvents'")
@@ -84,10 +84,10 @@ def _part(value: object, source: str) -> Part:
     layout = read_layout(treadle.inner("layout"))
     ranks = _ranks(treadle, layout)
     lanes = _lanes(treadle, ranks)
-    scale = Scale(treadle.whole("origin", -LATEST, LATEST), treadle.whole("ticks_per_us", 1, 2**53))
+    scale = TickScale(treadle.whole("origin", -LATEST, LATEST), treadle.whole("ticks_per_us", 1, 2**53))
     ops = Ops.of(content.listed("traceEvents"), source)
     ops.check_places(lanes)
-    return Part(
+    return TracePart(
         source=source,
         layout=layout,
         timing=read_timing(treadle),

@@ -19,7 +19,7 @@ _LONGEST_DECIMAL = 2**42  # 50 days; past it the double that is read from a deci
 
 
 @dataclass(frozen=True)
-class Scale:
+class TickScale:
     """What a file's 0 is, and how many ticks its microsecond.
 
     Where a tick is a nanosecond, times have three decimals. Other clocks have no microseconds: there one stands for the
@@ -30,7 +30,7 @@ class Scale:
     ticks_per_us: int
 
     @classmethod
-    def of(cls, start: Longs, end: Longs, clock: Clock) -> Scale:
+    def of(cls, start: Longs, end: Longs, clock: Clock) -> TickScale:
         """The scale that these times are exact in."""
         origin = int(start.min()) if len(start) else 0
         if clock in _NANOSECONDS:

@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 
 from treadle.export.chrome.events import Events
-from treadle.export.chrome.scale import Scale
+from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import check_program, check_times, fingerprint
 from treadle.export.fields import Object
 from treadle.export.header import VERSION, layout_object, timing_object
@@ -93,8 +93,8 @@ class _Writer:
         return np.concatenate([np.flatnonzero((here & ~late)[lane_of]), np.flatnonzero((here & late)[lane_of])])
 
     @cached_property
-    def scale(self) -> Scale:
-        return Scale.of(self.trace.start[self.ops], self.trace.end[self.ops], self.trace.clock)
+    def scale(self) -> TickScale:
+        return TickScale.of(self.trace.start[self.ops], self.trace.end[self.ops], self.trace.clock)
 
     @cached_property
     def events(self) -> Events:

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.moe.router import Routing
-from treadle.runtime.model.exchange import ExchangeError, InParty, refuse_in_backward
+from treadle.runtime.model.exchange import EpGroupModule, ExchangeError, refuse_in_backward
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Trip:
     token: Tensor | None = None
 
 
-class DeepEP(InParty):
+class DeepEP(EpGroupModule):
     """The exchange of one layer. All layers of a rank share a buffer."""
 
     counted = False
@@ -146,7 +146,7 @@ class _Combine(torch.autograd.Function):
 class Comm:
     """As much of an mpi4py communicator as a Buffer uses to meet, over the expert group: without pickle."""
 
-    def __init__(self, party: Circle, device: torch.device) -> None:
+    def __init__(self, party: Group, device: torch.device) -> None:
         self._party, self._device = party, device
 
     def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name

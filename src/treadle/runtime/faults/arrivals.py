@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.dist.mesh_position import Place
-from treadle.runtime.faults.watch import RankLost
+from treadle.dist.mesh_position import MeshPosition
+from treadle.runtime.faults.watch import RankLostError
 
 _HERE = "here"
 _MOST_TEXT = 600
@@ -24,7 +24,7 @@ _MOST_TEXT = 600
 class Arrivals:
     """The ranks that make the pipeline called `name` together. A rank waits for those it will be connected to."""
 
-    def __init__(self, name: str, place: Place, deadline: timedelta) -> None:
+    def __init__(self, name: str, place: MeshPosition, deadline: timedelta) -> None:
         self._place, self._deadline = place, deadline
         self._store = PrefixStore(f"treadle/{name}/arrivals", _get_default_store())
 
@@ -42,7 +42,7 @@ class Arrivals:
             lost = self._behind(error)
             if lost is not None:
                 raise lost from error
-            if not isinstance(error, RankLost):  # the lost rank's own word says more
+            if not isinstance(error, RankLostError):  # the lost rank's own word says more
                 with suppress(Exception):  # the store may be gone; the error itself must get through
                     self._store.set(str(self._place.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
             raise
@@ -56,9 +56,9 @@ class Arrivals:
             if lost is not None:
                 raise lost
 
-    def _behind(self, error: BaseException) -> RankLost | None:
+    def _behind(self, error: BaseException) -> RankLostError | None:
         """The loss behind an error, if it is one of a wait: a rank that did not come, or has given up."""
-        own = isinstance(error, (RankLost, torch.OutOfMemoryError))
+        own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
         if own or not isinstance(error, (RuntimeError, OSError)):
             return None
         everyone = [rank for row in self._place.ranks for rank in row if rank != self._place.rank]
@@ -67,9 +67,9 @@ class Arrivals:
             return self._absent(missing) if missing else self._given_up(everyone)
         return None
 
-    def _absent(self, missing: Sequence[int]) -> RankLost:
+    def _absent(self, missing: Sequence[int]) -> RankLostError:
         many = len(missing) > 1
-        return RankLost(
+        return RankLostError(
             f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
             f"{self._deadline.total_seconds():g} s of rank {self._place.rank}: late, ended, or raised before "
             "Pipeline(...); see what they wrote last, or give a longer deadline_s",
@@ -79,11 +79,11 @@ class Arrivals:
             waiting_for="making the pipeline",
         )
 
-    def _given_up(self, ranks: Sequence[int]) -> RankLost | None:
+    def _given_up(self, ranks: Sequence[int]) -> RankLostError | None:
         for rank in ranks:
             said = self._store.get(str(rank)).decode(errors="replace")
             if said != _HERE:
-                return RankLost(
+                return RankLostError(
                     f"rank {rank} gave up making the pipeline: {said}",
                     rank=rank,
                     kind="raised",

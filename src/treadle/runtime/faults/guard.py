@@ -14,11 +14,11 @@ from typing import NoReturn
 
 import torch
 
-from treadle.dist.mesh_position import Place
-from treadle.dist.rank_groups import Communicators
+from treadle.dist.mesh_position import MeshPosition
+from treadle.dist.rank_groups import Groups
 from treadle.ir.program import Program
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
-from treadle.runtime.faults.watch import RankLost, Watch
+from treadle.runtime.faults.watch import RankLostError, Watch
 
 
 class Guard:
@@ -31,12 +31,12 @@ class Guard:
 
     def __init__(self) -> None:
         self.program: Program | None = None
-        self.place: Place | None = None
+        self.place: MeshPosition | None = None
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
         self._agreed = False
 
-    def join(self, talk: Communicators, deadline_s: float, device: torch.device, address: str | None) -> None:
+    def join(self, talk: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
         """Meets the other ranks; from here on their loss is noticed."""
         self.place = talk.place
         circles = [circle for circle in (talk.pipe, talk.reduce) if circle is not None]
@@ -152,5 +152,5 @@ class Guard:
 
 def _of_a_wait(error: Exception) -> bool:
     """Is it what waits raise. Memory that is not there is this rank's own trouble, wherever it comes to that."""
-    own = isinstance(error, (RankLost, torch.OutOfMemoryError))
+    own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
     return isinstance(error, (RuntimeError, OSError)) and not own

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
+from treadle.host.errors import TreadleError
 
 _NOT_IN_BACKWARD = -1
 
 
-class ExchangeError(RuntimeError):
+class ExchangeError(TreadleError, RuntimeError):
     """What a wait for the other ranks of the group raised, in its words: none of this rank's own making."""
 
 
@@ -27,15 +28,15 @@ class RankOwned(nn.Module):
     """A module whose parameters no other rank of its expert group has; their gradients meet only those of the same."""
 
 
-class InParty(nn.Module):
+class EpGroupModule(nn.Module):
     """A module that talks to the ranks of an expert group. A Pipeline gives it the group, before its first step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.party: Circle | None = None
+        self.party: Group | None = None
         self.shared: dict[Any, Any] = {}
 
-    def join(self, party: Circle, shared: dict[Any, Any]) -> None:
+    def join(self, party: Group, shared: dict[Any, Any]) -> None:
         """Gets the group, and a place for what all that talk to it have in common."""
         self.party, self.shared = party, shared
 
@@ -49,7 +50,7 @@ class _Swap(torch.autograd.Function):
     """Rows to their ranks; in backward their gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, party: Circle, send: list[int], receive: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, party: Group, send: list[int], receive: list[int]) -> Tensor:
         ctx.party, ctx.send, ctx.receive = party, send, receive
         return _swap(party, rows, send, receive)
 
@@ -58,7 +59,7 @@ class _Swap(torch.autograd.Function):
         return _swap(ctx.party, grad, ctx.receive, ctx.send), None, None, None
 
 
-class Exchange(InParty):
+class Exchange(EpGroupModule):
     """Moves rows between the ranks of an expert group."""
 
     def counts(self, counts: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def refuse_in_backward(what: str) -> None:
         )
 
 
-def _swap(party: Circle, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+def _swap(party: Group, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
     if sum(send) != len(rows):  # gloo would take it for a broken connection
         raise ValueError(f"{len(rows)} rows are to be exchanged, but the splits are {send}, {sum(send)} in all")
     try:

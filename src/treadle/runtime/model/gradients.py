@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.runtime.model.exchange import RankOwned
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ class _Flight:
 
     params: list[nn.Parameter]
     flat: Tensor
-    circle: Circle
+    circle: Group
     work: dist.Work | None = None
 
 
@@ -41,8 +41,8 @@ class Gradients:
         self,
         chunks: Mapping[int, nn.Module],
         order: Sequence[int],
-        circle: Circle | None,
-        experts: Circle | None = None,
+        circle: Group | None,
+        experts: Group | None = None,
         ep: int = 1,
     ) -> None:
         self.circle, self.experts, self.order = circle, experts, list(order or chunks)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from treadle.ir import dependency
 from treadle.ir.program import EMBEDDING, HEAD, OpKind
 from treadle.runtime.model.chunk import Chunk, check_losses
-from treadle.runtime.model.saved import Store
+from treadle.runtime.model.saved import SavedTensors
 from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, is_segmented, leaves_of
-from treadle.runtime.model.weight_grad import AddGradient, Half, Halves
+from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 SEGMENT_OF = {
     OpKind.ATTN_F: "attn",
@@ -57,7 +57,7 @@ class _Passage:
         self.first: Value | None = None
         self.last: Value | None = None
         self.cuts: dict[tuple[int, str], Cut] = {}
-        self.halves: dict[tuple[int, str], list[Half]] = {}
+        self.halves: dict[tuple[int, str], list[WeightGrad]] = {}
 
 
 class LayeredStage(Chunk):
@@ -68,9 +68,11 @@ class LayeredStage(Chunk):
     """
 
     deferred: tuple[OpKind, ...] = ()
-    store: Store | None = None
+    store: SavedTensors | None = None
 
-    def __init__(self, number: int, module: nn.Module, halves: Halves, seeds: Seeds | None, mb_offset: int) -> None:
+    def __init__(
+        self, number: int, module: nn.Module, halves: WeightGradQueue, seeds: Seeds | None, mb_offset: int
+    ) -> None:
         super().__init__(number, module, seeds, mb_offset)
         self.halves = halves
         before, layers, behind = parts_of(module, number)

@@ -18,10 +18,10 @@ from treadle.dist.boundary import fits
 from treadle.runtime.model.chunk import Chunk, Grads, Tensors, check_losses
 from treadle.runtime.model.edge import edge_of
 from treadle.runtime.model.seeding import Seeds
-from treadle.runtime.model.weight_grad import AddGradient, Half, Halves
+from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 
-class Output(NamedTuple):
+class StageOutput(NamedTuple):
     """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one."""
 
     output: Tensor | Tensors
@@ -40,12 +40,12 @@ class Stage(Chunk):
     """A chunk whose module runs whole: forwards, backwards and their halves, which go to `halves`."""
 
     def __init__(
-        self, number: int, module: nn.Module, halves: Halves | None, seeds: Seeds | None, mb_offset: int
+        self, number: int, module: nn.Module, halves: WeightGradQueue | None, seeds: Seeds | None, mb_offset: int
     ) -> None:
         super().__init__(number, module, seeds, mb_offset)
         self.halves = halves
         self._kept: dict[int, _Kept] = {}
-        self._halves_of: dict[int, list[Half]] = {}
+        self._halves_of: dict[int, list[WeightGrad]] = {}
         self._autocast: str | None = None
 
     def begin_step(self, scale: Tensor) -> None:
@@ -62,7 +62,7 @@ class Stage(Chunk):
         inputs = self.take_inputs(mb)
         result = self._run(mb, inputs)
         aux: tuple[Tensor, ...] = ()
-        if isinstance(result, Output):
+        if isinstance(result, StageOutput):
             aux, result = (result.aux_loss,), result.output
         if self.loss_fn is not None:
             main = self.loss_fn(result, self.targets.pop(mb))
@@ -104,8 +104,9 @@ class Stage(Chunk):
             if not isinstance(output, Tensor):
                 raise ValueError(
                     f"stage {self.number} returned {type(output).__name__}; a stage returns a tensor, a tuple of "
-                    "tensors, which the next stage gets as its arguments, or treadle.Output(output, aux_loss); return "
-                    "tuple(...) for a list, and tuple(....values()) for a dict. The last stage may return anything"
+                    "tensors, which the next stage gets as its arguments, or treadle.StageOutput(output, aux_loss); "
+                    "return tuple(...) for a list, and tuple(....values()) for a dict. The last stage may return "
+                    "anything"
                 )
         self.keep_shape(mb, outputs)
 
@@ -136,7 +137,7 @@ class Stage(Chunk):
         self.backward(mb)
         self._halves_of[mb] = self.halves.close()
 
-    def halves_of(self, mb: int) -> list[Half]:
+    def halves_of(self, mb: int) -> list[WeightGrad]:
         """What a weight half has yet to do."""
         return self._halves_of[mb]
 

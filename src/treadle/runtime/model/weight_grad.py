@@ -23,7 +23,7 @@ AddGradient = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Half:
+class WeightGrad:
     """What the weight half of one linear needs."""
 
     linear: nn.Linear
@@ -44,17 +44,17 @@ class Half:
             add(self.linear.bias, grad.sum(0))
 
 
-class Halves:
+class WeightGradQueue:
     """Where the linears of one chunk put their weight halves; closed, they run with the rest of the backward."""
 
     def __init__(self) -> None:
-        self._open: list[Half] | None = None
+        self._open: list[WeightGrad] | None = None
 
     def open(self) -> None:
         """From here on weight halves are put aside."""
         self._open = []
 
-    def close(self) -> list[Half]:
+    def close(self) -> list[WeightGrad]:
         """What was put aside since `open`."""
         halves, self._open = self._open, None
         assert halves is not None, "closed without being opened"
@@ -64,7 +64,7 @@ class Halves:
         """Puts a weight half aside, if it is open."""
         if self._open is None:
             return False
-        self._open.append(Half(linear, x.detach(), grad))  # the graph behind x would stay alive with it
+        self._open.append(WeightGrad(linear, x.detach(), grad))  # the graph behind x would stay alive with it
         return True
 
 
@@ -75,10 +75,12 @@ def _as_it_is(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class _Linear(torch.autograd.Function):
-    """`functional.linear` in one precision, whose backward leaves the weight half to `Halves` while that is open."""
+    """`functional.linear` in one precision, whose backward puts weight gradients into an open `WeightGradQueue`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: Halves, linear: nn.Linear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: WeightGradQueue, linear: nn.Linear
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.halves, ctx.linear = halves, linear
         with _as_it_is(x):
@@ -101,7 +103,7 @@ class _Linear(torch.autograd.Function):
 class SplitForward:
     """Stands in for a linear's `forward`. Where nothing trains it is the plain one."""
 
-    def __init__(self, linear: nn.Linear, halves: Halves) -> None:
+    def __init__(self, linear: nn.Linear, halves: WeightGradQueue) -> None:
         self.linear, self.halves = linear, halves
         self._num_hooks = _num_hooks(linear)
 
@@ -123,7 +125,7 @@ class SplitForward:
 
 
 @dataclass(frozen=True)
-class Split:
+class WeightGradSplit:
     """How much of a chunk's backward can run apart. `why` says what stands against it, if all does."""
 
     num_params: int
@@ -142,16 +144,16 @@ class Split:
         return f"{self.num_deferred} of {self.num_params} parameters get their gradient in the weight half"
 
 
-def examine(module: nn.Module) -> Split:
+def examine(module: nn.Module) -> WeightGradSplit:
     """Can the weight half of this module's backward run apart, and for how many of its parameters."""
     params = {p for p in module.parameters() if p.requires_grad}
     linears = tuple(_linears(module))
     deferred = {p for linear in linears for p in linear.parameters(recurse=False) if p.requires_grad}
     why = _against(module) or (None if deferred else "it has no nn.Linear that trains")
-    return Split(len(params), len(deferred), why, linears)
+    return WeightGradSplit(len(params), len(deferred), why, linears)
 
 
-def apply(linears: Sequence[nn.Linear], halves: Halves) -> None:
+def apply(linears: Sequence[nn.Linear], halves: WeightGradQueue) -> None:
     """Lets linears put their weight halves into `halves`."""
     for linear in linears:
         linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]

@@ -7,14 +7,14 @@ from typing import Any
 from treadle.dist.device import Device
 from treadle.ir.program import Longs, Program
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.run.ops import Part, instructions, walk, where
+from treadle.runtime.run.ops import RankProgram, instructions, walk, where
 from treadle.runtime.run.recorder import Recorder
 
 
-class Walk:
+class CellExecutor:
     """The list, and what the last step noted of it."""
 
-    def __init__(self, part: Part, device: Device) -> None:
+    def __init__(self, part: RankProgram, device: Device) -> None:
         self.program: Program = part.program
         self.listed = instructions(part)
         self.device = device

@@ -16,17 +16,17 @@ import numpy as np
 
 from treadle.dist.channel import Channel, Posted
 from treadle.dist.device import GpuLateError, LateError
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.ir.program import LaneKind, Longs, Op, OpKind
 from treadle.plan.running import host_order
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.faults.progress.rank_progress import NotedWait, Rows, UnderWay
+from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
-from treadle.runtime.model.exchange import ExchangeError, InParty
+from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
-from treadle.runtime.run.ops import Part, arrive, post, send, then_backward, then_forward
+from treadle.runtime.run.ops import RankProgram, arrive, post, send, then_backward, then_forward
 
 PACE = {
     LaneKind.COMPUTE: Pace.AFTER,
@@ -44,10 +44,10 @@ _TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
 """Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
 
 
-class Weave:
+class LayerExecutor:
     """What `Walk` is to cells. `own` are the rank's ops in the order in which they are launched; lanes know them so."""
 
-    def __init__(self, part: Part, ticks: Longs, make_lanes: Callable[[int, list[Op]], Lanes]) -> None:
+    def __init__(self, part: RankProgram, ticks: Longs, make_lanes: Callable[[int, list[Op]], Lanes]) -> None:
         program = part.program
         self.program = program
         self.own = [program.op(int(index)) for index in host_order(program, ticks)[part.pp_rank]]
@@ -56,7 +56,7 @@ class Weave:
         self._lane = [lanes.index(op.lane) for op in self.own]
         place = {op.index: at for at, op in enumerate(self.own)}
         self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
-        self._rows = Rows(
+        self._rows = OpTable(
             index=[op.index for op in self.own],
             lane=self._lane,
             after=self._after,
@@ -67,18 +67,18 @@ class Weave:
         self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
         self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
         self._known = False
-        self._under_way: UnderWay | None = None
+        self._under_way: RankProgress | None = None
         self._last_sends = [
             (place[op.index], part.outgoing[op.lane.peer])
             for op in self.own
             if op.kind.is_send and op.index + 1 in program.lane_ptr
         ]
-        self._waits = NotedWait.of(_talkers(part))
+        self._waits = ObservedWait.of(_talkers(part))
         self.lanes = make_lanes(len(lanes), self.own)
 
     def run(self, guard: Guard) -> None:
         """A step."""
-        under_way = self._under_way = UnderWay(self._rows, guard.slots)
+        under_way = self._under_way = RankProgress(self._rows, guard.slots)
         for wait in self._waits:
             wait.step = under_way
         self.lanes.begin()
@@ -102,7 +102,7 @@ class Weave:
         """The next step finds out shapes again, and so launches its ops in order."""
         self._known = False
 
-    def _blame(self, guard: Guard, under_way: UnderWay, error: Exception, at: int) -> NoReturn:
+    def _blame(self, guard: Guard, under_way: RankProgress, error: Exception, at: int) -> NoReturn:
         """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
         at = self.lanes.failed if self.lanes.failed is not None else at
         op = self.own[at]
@@ -150,16 +150,16 @@ class Weave:
             wait.step = None
 
 
-def _talkers(part: Part) -> list[Circle | Channel]:
+def _talkers(part: RankProgram) -> list[Group | Channel]:
     """What the ops of a rank wait at."""
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
-    parties = {id(m.party): m.party for m in modules if isinstance(m, InParty) and m.party is not None}
+    parties = {id(m.party): m.party for m in modules if isinstance(m, EpGroupModule) and m.party is not None}
     circles = (*parties.values(), part.gradients.circle, part.gradients.experts)
     channels = (*part.outgoing.values(), *part.incoming.values())
     return [*channels, *(circle for circle in circles if circle is not None)]
 
 
-def _run(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+def _run(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     if op.kind.is_recv:
         return partial(_one_after_the_other, post(part, op, posted), arrive(part, op, posted))
     if op.kind.is_send:
@@ -177,7 +177,7 @@ def _run(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     return run
 
 
-def _reduce(part: Part, chunk: int) -> None:
+def _reduce(part: RankProgram, chunk: int) -> None:
     part.gradients.gather(chunk)
     part.gradients.reduce(chunk)
     part.gradients.arrive(chunk)

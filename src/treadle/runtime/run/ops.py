@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
 
 @dataclass
-class Part:
+class RankProgram:
     """What a rank's instructions work on."""
 
     program: Program
@@ -57,7 +57,7 @@ class Part:
     """What arrives at a chunk, once its header came."""
 
 
-def instructions(part: Part) -> list[Instruction]:
+def instructions(part: RankProgram) -> list[Instruction]:
     """The rank's ops, in the order its thread comes to them, with a wait before each reader."""
     program = part.program
     posted: dict[int, Posted] = {}
@@ -85,7 +85,7 @@ def instructions(part: Part) -> list[Instruction]:
     return made + last
 
 
-def _compute(part: Part, op: Op) -> Callable[[], None]:
+def _compute(part: RankProgram, op: Op) -> Callable[[], None]:
     stage, mb = part.stages[op.chunk], op.mb
     assert isinstance(stage, Stage)
     if op.kind is OpKind.W:
@@ -96,7 +96,7 @@ def _compute(part: Part, op: Op) -> Callable[[], None]:
     return then_backward(part, op, partial(run, mb))
 
 
-def then_forward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+def then_forward(part: RankProgram, op: Op, run: Callable[[], None]) -> Callable[[], None]:
     """Behind the last of a forward: where the stage after is on the same rank, it gets the output without a message."""
     chunk, after, mb = part.stages[op.chunk], _neighbour(part, op.chunk, +1), op.mb
     if after is None:
@@ -111,7 +111,7 @@ def then_forward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], No
     return forward_here
 
 
-def then_backward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+def then_backward(part: RankProgram, op: Op, run: Callable[[], None]) -> Callable[[], None]:
     """Behind the last of an input gradient: the same for the stage before."""
     chunk, before, mb = part.stages[op.chunk], _neighbour(part, op.chunk, -1), op.mb
     if before is None:
@@ -124,7 +124,7 @@ def then_backward(part: Part, op: Op, run: Callable[[], None]) -> Callable[[], N
     return backward_here
 
 
-def _neighbour(part: Part, chunk: int, step: int) -> Chunk | None:
+def _neighbour(part: RankProgram, chunk: int, step: int) -> Chunk | None:
     """The stage beside this one, if it is on the same rank: then nothing is sent."""
     place = part.program.layout.placement.neighbour(part.pp_rank, chunk, step)
     return part.stages[place[1]] if place is not None and place[0] == part.pp_rank else None
@@ -137,7 +137,7 @@ def _as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
     return tensors
 
 
-def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+def post(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     """Launches a receive."""
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
 
@@ -156,7 +156,7 @@ def post(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     return post_forward if op.kind is OpKind.RECV_F else post_gradient
 
 
-def arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
+def arrive(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     """Waits for a receive, and gives its reader what came."""
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
     index, chunk, mb = op.index, op.chunk, op.mb
@@ -174,7 +174,7 @@ def arrive(part: Part, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
     return forward if op.kind is OpKind.RECV_F else gradient
 
 
-def send(part: Part, op: Op) -> Callable[[], None]:
+def send(part: RankProgram, op: Op) -> Callable[[], None]:
     """A send's label is its reader's; what it sends is made by the op it waits for."""
     channel, mb = part.outgoing[op.lane.peer], op.mb
     needed = map(part.program.op, part.program.deps(op.index))

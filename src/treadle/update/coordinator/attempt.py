@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
 from treadle.update.protocol.messages import Status, Wants
@@ -24,7 +25,7 @@ from treadle.update.protocol.record import (
 )
 
 
-class Refusal(ValueError):  # noqa: N818 - told to all ranks, raised by none
+class AttemptRefusedError(TreadleError, ValueError):
     """Why an attempt cannot go on: who is to blame, and the reason."""
 
     def __init__(self, who: str, text: str) -> None:
@@ -65,32 +66,32 @@ class Attempt:
         first = self.first
         for entry in self.entered.values():
             if entry.fault is not None:
-                raise Refusal(entry.fault.who, entry.fault.text)
+                raise AttemptRefusedError(entry.fault.who, entry.fault.text)
             if entry.status is None:
-                raise Refusal(f"update rank {entry.rank}", "it does not say how its worker stands")
+                raise AttemptRefusedError(f"update rank {entry.rank}", "it does not say how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
             if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
-                raise Refusal(
+                raise AttemptRefusedError(
                     f"update rank {rank}",
                     f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
                     f"{first.kind} of version {first.version}; all ranks must ask for the same",
                 )
             if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
-                raise Refusal(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+                raise AttemptRefusedError(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
         self._refuse_logs(record, where)
         self._refuse_set(record)
         record = self.start_from(record)
         if first.kind == "update" and record.version is not None and first.version <= record.version:
-            raise Refusal(
+            raise AttemptRefusedError(
                 "the caller", f"version {first.version} is not newer than {record.version}, which is committed"
             )
         if first.kind == "recover" and record.version is None:
             text = "no version was ever committed, so there is none to recover; update first"
             other = "the workers do not all serve one version of one log, so there is none to go on with; update first"
-            raise Refusal("the caller", other if first.takeover else text)
+            raise AttemptRefusedError("the caller", other if first.takeover else text)
         if first.kind == "recover" and first.version not in (0, record.version):
-            raise Refusal(
+            raise AttemptRefusedError(
                 "the caller", f"the source has version {first.version}, version {record.version} is committed"
             )
 
@@ -111,7 +112,7 @@ class Attempt:
         """The workers must be those of the log, or the caller must say that they are a new set."""
         for rank, status in self.statuses.items():
             if not status.holds_slot:
-                raise Refusal(
+                raise AttemptRefusedError(
                     f"worker {rank} (process {status.pid})",
                     f"process {status.before} was worker {rank} before, and has neither ended nor closed; end it",
                 )
@@ -119,7 +120,7 @@ class Attempt:
             return
         missing = missing_members(record, self.entered)
         if missing:
-            raise Refusal(
+            raise AttemptRefusedError(
                 ", ".join(member.name for member in missing),
                 f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
                 f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
@@ -127,7 +128,7 @@ class Attempt:
             )
         replaced = replaced_members(record, self.statuses)
         if replaced:
-            raise Refusal(
+            raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),
                 "another worker is in its place, at another path or host, and whether this one has ended cannot be "
                 f"told from there; it may still serve version {record.version}; end it and say that the set is a new "
@@ -138,7 +139,7 @@ class Attempt:
         foreign = {r: status for r, status in self.statuses.items() if is_foreign(record, status.log)}
         if foreign and not self.first.takeover:
             rank, status = next(iter(sorted(foreign.items())))
-            raise Refusal(
+            raise AttemptRefusedError(
                 f"workers {_listed(sorted(foreign))}",
                 f"worker {rank} belongs to another log: {status.log} committed its version {status.version}, and this "
                 f"one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take the "
@@ -154,7 +155,9 @@ class Attempt:
         for rank, status in self.statuses.items():
             now = self.settled[rank].status
             if now.incarnation != status.incarnation:
-                raise Refusal(f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}")
+                raise AttemptRefusedError(
+                    f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}"
+                )
 
     def next_epoch(self) -> int:
         """The largest that any worker knows of."""
@@ -189,7 +192,7 @@ class Attempt:
                 told[entry.wants] = side.wants
         for rank, entry in enumerate(entries):
             if entry.has not in told or entry.wants not in told:
-                raise Refusal(f"update rank {rank}", "nobody told the layout that it entered with")
+                raise AttemptRefusedError(f"update rank {rank}", "nobody told the layout that it entered with")
         free = [sides[rank].free_bytes for rank in range(self.world)]
         return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
 
@@ -207,7 +210,7 @@ class Attempt:
             if first.version == 0 and not givers:
                 lost = f"every copy of version {version} is lost; all"
                 mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
-                raise Refusal(
+                raise AttemptRefusedError(
                     f"workers {_listed(loads)}",
                     f"{mute if holds else lost} stay closed until the next update, or until "
                     f"recover(source, version={version}) is called with a source that still has it",

@@ -27,7 +27,7 @@ def peek(directory: Path) -> Record:
     return _read(directory / "ledger.json")
 
 
-class Ledger:
+class CommitLog:
     """Held until it is closed or its process ends. A log gets its random id when it is new, or was written without."""
 
     def __init__(self, directory: Path) -> None:
@@ -157,4 +157,4 @@ def _read(path: Path) -> Record:
         ) from error
 
 
-__all__ = ["Ledger", "Member", "Record", "peek"]
+__all__ = ["CommitLog", "Member", "Record", "peek"]

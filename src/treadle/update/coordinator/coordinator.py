@@ -16,13 +16,13 @@ import msgspec
 
 from treadle.host.lateness import why_late
 from treadle.update.coordinator.attempt import Attempt
-from treadle.update.coordinator.commit_log import Ledger, peek
+from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol import coordinator as protocol
 from treadle.update.protocol.control import Fault, Join, Stop, ToCoordinator
 from treadle.update.protocol.messages import PROTOCOL
-from treadle.wire.errors import WireError, WrongKey
+from treadle.wire.errors import WireError, WrongKeyError
 from treadle.wire.link import HELLO_S, PAUSE_S, Link, encode
-from treadle.wire.listeners import Door
+from treadle.wire.listeners import Listener
 
 HEAR_S = 1.0
 """How long ranks that waited in vain are heard, before those that say nothing are blamed."""
@@ -31,7 +31,7 @@ HEAR_S = 1.0
 class Coordinator:
     """Serves until it is closed. `deadline_s` is how long ranks may be apart in a phase."""
 
-    def __init__(self, door: Door, ledger: Ledger, world: int, deadline_s: float) -> None:
+    def __init__(self, door: Listener, ledger: CommitLog, world: int, deadline_s: float) -> None:
         self.door, self.ledger, self.world, self.deadline_s = door, ledger, world, deadline_s
         self._ranks: dict[int, Link[ToCoordinator]] = {}
         self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
@@ -99,7 +99,7 @@ class Coordinator:
             except TimeoutError:
                 return
             except (OSError, WireError) as error:
-                if isinstance(error, WrongKey):
+                if isinstance(error, WrongKeyError):
                     self._turn_away(link, error)
                 self._lose(link, str(error))
                 return
@@ -118,7 +118,7 @@ class Coordinator:
             self._foreign = ""
         self._state = protocol.joined(self._state, join.rank)
 
-    def _turn_away(self, link: Link[ToCoordinator], error: WrongKey) -> None:
+    def _turn_away(self, link: Link[ToCoordinator], error: WrongKeyError) -> None:
         """Any message shows the other end, too, that the keys differ; ranks that are missed hear of it later."""
         self._foreign = f"; {link.peer} was turned away: {error}"
         with suppress(OSError):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from treadle.update.coordinator.attempt import Attempt, Refusal
+from treadle.update.coordinator.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.control import (
     Agreed,
     Enter,
@@ -113,7 +113,7 @@ def hear(state: Deciding, rank: int, message: ToCoordinator, record: Record) -> 
         return state, before
     try:
         state, actions = _advance(state, record)
-    except Refusal as refusal:
+    except AttemptRefusedError as refusal:
         state, actions = stop(state, attempt.fault(refusal.who, str(refusal)))
     except WireError as error:
         state, actions = stop(state, fault_of_log(state, error))
@@ -191,7 +191,7 @@ def _agree(state: Deciding, record: Record) -> Step:
     attempt = state.attempt
     different = attempt.disagreement()
     if different is not None:
-        raise Refusal("the update ranks", different)
+        raise AttemptRefusedError("the update ranks", different)
     if attempt.phase == "plan":
         state = replace(state, known=attempt.digests)
     if attempt.phase == "finish":

@@ -1,7 +1,8 @@
 """An update rank's decisions: what it does next, and what its worker is told when an attempt ends early.
 
-A rank does one thing at a time. `Say` goes to the coordinator and is answered through `heard`; `Ask` to its worker and
-is answered through `answered`; `Work` is its own and is answered through `worked`. Then `Done`.
+A rank does one thing at a time. `TellCoordinator` goes to the coordinator and is answered through `heard`; `AskWorker`
+goes to its worker and is answered through `answered`; `Work` is its own and is answered through `worked`. Then
+`AttemptDone`.
 
     Go ── Settle ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
        ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Commit ── Agreed ─> Proceed
@@ -12,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import Agreed, FromCoordinator, Go, Layouts, Phase, Proceed, Send, Settled
 from treadle.update.protocol.messages import Begin, Commit, Finish, Settle, Status
 
 
 @dataclass(frozen=True)
-class Say:
+class TellCoordinator:
     """To the coordinator, which answers with one of these."""
 
     message: Any
@@ -26,7 +27,7 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Ask:
+class AskWorker:
     """Of the worker."""
 
     message: Settle | Begin | Finish | Commit
@@ -41,11 +42,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Done:
+class AttemptDone:
     """All is served as it should be."""
 
 
-Action: TypeAlias = Say | Ask | Work | Done
+Action: TypeAlias = TellCoordinator | AskWorker | Work | AttemptDone
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RankState:
     """
 
     rank: int
-    options: Options
+    options: UpdateOptions
     phase: Phase = "enter"
     epoch: int = 0
     log: str = ""
@@ -88,14 +89,14 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
         loads = state.rank in message.loads
         return replace(state, phase="plan", layouts=message, version=message.version, loads=loads), Work("plan")
     if not isinstance(message, Proceed) or message.phase == "open":
-        return state, Done()
+        return state, AttemptDone()
     if message.phase == "plan":
         state = replace(state, phase="begin")
-        return state, Ask(_begin(state)) if state.loads else _agreed(state)
+        return state, AskWorker(_begin(state)) if state.loads else _agreed(state)
     if message.phase == "begin":
         return replace(state, phase="load"), Work("load")
     state = replace(state, phase="open", decided=True)
-    return state, Ask(Commit(state.epoch, state.version)) if state.loads else _agreed(state)
+    return state, AskWorker(Commit(state.epoch, state.version)) if state.loads else _agreed(state)
 
 
 def worked(state: RankState, value: Any = None) -> Step:
@@ -104,12 +105,12 @@ def worked(state: RankState, value: Any = None) -> Step:
         state = replace(state, closed=value)
         return state, _settle(state)
     if state.phase == "layout":
-        return state, Say(value, (Layouts, Proceed))
+        return state, TellCoordinator(value, (Layouts, Proceed))
     if state.phase == "plan":
         state = replace(state, plan=value)
         return state, _agreed(state)
     state = replace(state, phase="finish")
-    return (state, Ask(Finish(state.epoch))) if state.loads else _vote(state)
+    return (state, AskWorker(Finish(state.epoch))) if state.loads else _vote(state)
 
 
 def answered(state: RankState, answer: Any) -> Step:
@@ -117,7 +118,7 @@ def answered(state: RankState, answer: Any) -> Step:
     if state.phase == "settle":
         assert isinstance(answer, Status)
         settled = Settled(state.epoch, state.rank, answer, state.closed)
-        return replace(state, began=True), Say(settled, (Send, Layouts, Proceed))
+        return replace(state, began=True), TellCoordinator(settled, (Send, Layouts, Proceed))
     return _vote(state) if state.phase == "finish" else (state, _agreed(state))
 
 
@@ -134,11 +135,11 @@ def farewell(state: RankState, *, told: bool, committed: bool) -> Farewell:
     return "abort" if state.began and not state.in_doubt(told=told) else "nothing"
 
 
-def _settle(state: RankState) -> Ask:
+def _settle(state: RankState) -> AskWorker:
     go, options = state.go, state.options
     assert go is not None
     told = go.epoch, go.committed, go.epochs, options.close, options.drain_s
-    return Ask(Settle(*told, go.log, go.took, go.takeover))
+    return AskWorker(Settle(*told, go.log, go.took, go.takeover))
 
 
 def _begin(state: RankState) -> Begin:
@@ -148,8 +149,8 @@ def _begin(state: RankState) -> Begin:
     return Begin(state.epoch, layouts.version, state.plan, *how, state.log)
 
 
-def _agreed(state: RankState) -> Say:
-    return Say(Agreed(state.epoch, state.rank, state.phase, state.plan if state.phase == "plan" else ""))
+def _agreed(state: RankState) -> TellCoordinator:
+    return TellCoordinator(Agreed(state.epoch, state.rank, state.phase, state.plan if state.phase == "plan" else ""))
 
 
 def _vote(state: RankState) -> Step:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from treadle.host.errors import TreadleError
 from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Reason, Settle, State
 
 Act: TypeAlias = Literal["close", "begin", "load", "finish", "invalidate", "open", "reopen", "abort", "restore"]
@@ -24,7 +25,7 @@ Act: TypeAlias = Literal["close", "begin", "load", "finish", "invalidate", "open
 loads the version before."""
 
 
-class RefusalError(Exception):
+class MessageRefusedError(TreadleError):
     """Why a message is not obeyed. `code` is for programs."""
 
     def __init__(self, code: Reason, text: str) -> None:
@@ -93,7 +94,7 @@ def settle(state: WorkerState, message: Settle, *, can_restore: bool) -> Moves:
     _placed(state)
     foreign = state.bound and state.bound not in (message.log, *message.took)
     if foreign and not message.takeover:
-        raise RefusalError(
+        raise MessageRefusedError(
             "foreign",
             f"worker {state.worker} belongs to another log, {state.bound}, this one is {message.log}; use the log that "
             "its version was committed by, or take it over (takeover=True, --takeover) if that log is lost",
@@ -123,11 +124,15 @@ def begin(state: WorkerState, message: Begin) -> Moves:
     if state.state == "loading" and message == state.begun and not state.touched:
         return [], state
     if state.state not in ("serving", "closed"):
-        raise RefusalError("order", f"worker {state.worker} is {state.state} at attempt {state.epoch}; settle first")
+        raise MessageRefusedError(
+            "order", f"worker {state.worker} is {state.state} at attempt {state.epoch}; settle first"
+        )
     if message.log != state.attempt:
-        raise RefusalError("foreign", f"worker {state.worker} was settled by log {state.attempt}, not {message.log}")
+        raise MessageRefusedError(
+            "foreign", f"worker {state.worker} was settled by log {state.attempt}, not {message.log}"
+        )
     if message.partial and state.state != "serving":
-        raise RefusalError("order", f"worker {state.worker} serves no version that a part could be added to")
+        raise MessageRefusedError("order", f"worker {state.worker} serves no version that a part could be added to")
     served = state.state == "serving"
     loading = replace(state, state="loading", epoch=message.epoch, begun=message, served=served, touched=False)
     return [Move("close", loading, state), Move("begin", loading, loading)], loading
@@ -157,7 +162,7 @@ def commit(state: WorkerState, message: Commit) -> Moves:
         return [], state
     begun = _during(state, message.epoch, "prepared")
     if begun.version != message.version:
-        raise RefusalError("order", f"version {begun.version} is prepared, not {message.version}")
+        raise MessageRefusedError("order", f"version {begun.version} is prepared, not {message.version}")
     return _open_new(state, begun)
 
 
@@ -216,18 +221,22 @@ def _then(moves: list[Move], more: list[Move], state: WorkerState) -> Moves:
 
 def _fresh(state: WorkerState, epoch: int) -> None:
     if state.retired:
-        raise RefusalError("taken", f"another process has taken the place of worker {state.worker}")
+        raise MessageRefusedError("taken", f"another process has taken the place of worker {state.worker}")
     if epoch < state.epoch:
-        raise RefusalError("stale", f"attempt {epoch} is over, worker {state.worker} is at {state.epoch}")
+        raise MessageRefusedError("stale", f"attempt {epoch} is over, worker {state.worker} is at {state.epoch}")
 
 
 def _placed(state: WorkerState) -> None:
     if not state.holds_slot:
-        raise RefusalError("order", f"worker {state.worker} waits for an earlier process in its place to close or end")
+        raise MessageRefusedError(
+            "order", f"worker {state.worker} waits for an earlier process in its place to close or end"
+        )
 
 
 def _during(state: WorkerState, epoch: int, *states: State) -> Begin:
     _fresh(state, epoch)
     if epoch != state.epoch or state.state not in states or state.begun is None:
-        raise RefusalError("order", f"worker {state.worker} is {state.state} at attempt {state.epoch}, not in {epoch}")
+        raise MessageRefusedError(
+            "order", f"worker {state.worker} is {state.state} at attempt {state.epoch}, not in {epoch}"
+        )
     return state.begun

@@ -23,16 +23,16 @@ from treadle.update.protocol.messages import (
     Status,
     Wants,
 )
-from treadle.update.protocol.rank import Action, Ask, Done, RankState, Say, Work
-from treadle.update.rank.broadcast import Broken
-from treadle.update.rank.bucket_loop import Stream, giving
-from treadle.update.rank.comparing import Comparison, comparison
+from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, RankState, TellCoordinator, Work
+from treadle.update.rank.broadcast import BroadcastError
+from treadle.update.rank.bucket_loop import BucketLoop, giving
+from treadle.update.rank.comparing import SourceComparison, comparison
 from treadle.update.rank.packing import Packer
-from treadle.update.rank.plans import Unplannable
+from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.source import Source
-from treadle.update.rank.worker_client import RefusedError, blame, dismiss
-from treadle.wire.errors import Gone, WireError
+from treadle.update.rank.worker_client import WorkerRefusedError, blame, dismiss
+from treadle.wire.errors import PeerGoneError, WireError
 
 if TYPE_CHECKING:
     from treadle.update.updater import Updated, Updater
@@ -46,7 +46,7 @@ EXPLAIN_S = 1.5
 _NOTHING = Wants((), ())
 
 
-class Attempting:
+class AttemptRun:
     """Runs once, as `protocol/rank.py` decides. `timed_out`: a wait for the worker did."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Attempting:
         self.timed_out = False
         self.seconds: dict[str, float] = {}
         self.status: Status | None = None
-        self.stream: Stream | None = None
+        self.stream: BucketLoop | None = None
         self._has = source.has if source is not None else _NOTHING
         self._wants = _NOTHING
         self._shares: Shares | None = None
@@ -93,12 +93,12 @@ class Attempting:
 
         with self._in("enter"):
             action: Action
-            self.state, action = self._say(Say(self._enter(), (Go,)))
-        while not isinstance(action, Done):
+            self.state, action = self._say(TellCoordinator(self._enter(), (Go,)))
+        while not isinstance(action, AttemptDone):
             with self._in(self.phase):
-                if isinstance(action, Say):
+                if isinstance(action, TellCoordinator):
                     self.state, action = self._say(action)
-                elif isinstance(action, Ask):
+                elif isinstance(action, AskWorker):
                     self.state, action = rank.answered(self.state, self._ask(action.message))
                 else:
                     self.state, action = rank.worked(self.state, self._work(action))
@@ -130,7 +130,7 @@ class Attempting:
             self.beside.connect(self.u.rank, deadline_s)
             self.status = self.beside.settled_in(deadline_s)
             self._wants = self.beside.wants(deadline_s)
-        except (UpdateError, RefusedError, WireError, OSError) as error:
+        except (UpdateError, WorkerRefusedError, WireError, OSError) as error:
             if self.u.post.bad is not None:
                 raise
             if isinstance(error, TimeoutError):
@@ -142,7 +142,7 @@ class Attempting:
         vouched = self.u.takeover, self.u.new_set
         return Enter(self.u.rank, *names, *layouts, self.status, *mine, fault, *vouched)
 
-    def _say(self, say: Say) -> rank.Step:
+    def _say(self, say: TellCoordinator) -> rank.Step:
         self.member.send(say.message, self.phase)
         return rank.heard(self.state, self.member.hear(say.answers, self.phase))
 
@@ -185,7 +185,7 @@ class Attempting:
             shares = self.u.plans.of(layouts)
         except WireError as error:
             raise failure(self.epoch, self.member.name, "plan", str(error)) from error
-        except Unplannable as error:
+        except UnplannableError as error:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
         self.u.buffers(shares)
         gives = self.u.rank in layouts.holds
@@ -198,7 +198,7 @@ class Attempting:
         group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
         assert self.u.broadcasts.waiter is not None
         compared = self._comparison(layouts, shares)
-        self.stream = Stream(
+        self.stream = BucketLoop(
             shares,
             self.u.rank,
             self.epoch,
@@ -229,7 +229,7 @@ class Attempting:
         if different is not None:
             raise failure(self.epoch, different[0], "load", different[1])
 
-    def _comparison(self, layouts: Layouts, shares: Shares) -> Comparison | None:
+    def _comparison(self, layouts: Layouts, shares: Shares) -> SourceComparison | None:
         """With the weights of this rank; workers that give hold one committed version."""
         self.u.turn = self.u.turn + 1 if self.u.turn is not None else self.epoch
         source = self.source if not layouts.holds else None
@@ -241,7 +241,7 @@ class Attempting:
         began = time.perf_counter()
         try:
             yield
-        except (Gone, TimeoutError, RefusedError, WireError) as error:
+        except (PeerGoneError, TimeoutError, WorkerRefusedError, WireError) as error:
             self.timed_out = self.timed_out or isinstance(error, TimeoutError)
             raise self._blame(error) from error
         finally:
@@ -289,7 +289,7 @@ class Attempting:
                 answer = self.u.post.wait("worker", left, heed=False)
                 if isinstance(answer, Status):
                     return
-        except (Gone, TimeoutError):
+        except (PeerGoneError, TimeoutError):
             self.beside.drop()
 
     def _explain(self, error: BaseException) -> UpdateError:
@@ -301,7 +301,7 @@ class Attempting:
             if isinstance(error, UpdateError):
                 fault = error.fault
             else:
-                text, waited = f"{type(error).__name__}: {error}", isinstance(error, Broken)
+                text, waited = f"{type(error).__name__}: {error}", isinstance(error, BroadcastError)
                 who = f"update rank {self.u.rank}"
                 fault = Fault(self.epoch, who, self.phase, self.bucket, text, waited=waited)
             if self.epoch:

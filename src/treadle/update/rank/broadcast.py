@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.device import device_of
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.dist.native_sockets import Sockets
-from treadle.update.rank.inbox import Post
+from treadle.host.errors import TreadleError
+from treadle.update.rank.inbox import Inbox
 
 MOST_PORTS = 8
 """At most so many does a rank's gloo listen at: one for each of its interfaces."""
 
 
-class Broken(RuntimeError):  # noqa: N818 - a state, not a mistake
+class BroadcastError(TreadleError, RuntimeError):
     """What was done together with the other ranks did not end, or not well; who is to blame, this rank cannot tell."""
 
 
-class Buckets(Circle):
+class Buckets(Group):
     """All update ranks, over the backend of their devices, whatever the world's groups are made of."""
 
     def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
@@ -48,7 +49,7 @@ class Waiter:
     A connection that is shut ends a wait in gloo, but not always one that is just being begun.
     """
 
-    def __init__(self, post: Post, deadline: timedelta) -> None:
+    def __init__(self, post: Inbox, deadline: timedelta) -> None:
         self._post, self._deadline = post, deadline
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended: list[Exception | None] = []
@@ -74,10 +75,10 @@ class Waiter:
         self._post.until(lambda: bool(self._ended), self._deadline.total_seconds() + 1)
         self.stuck = not self._ended
         if self.stuck:
-            raise Broken("a broadcast neither ended nor failed within its deadline")
+            raise BroadcastError("a broadcast neither ended nor failed within its deadline")
         ended = self._ended[0]
         if ended is not None:
-            raise Broken(f"a broadcast broke off: {ended}") from ended
+            raise BroadcastError(f"a broadcast broke off: {ended}") from ended
 
     def end(self) -> None:
         """Nothing more is to be waited for."""
@@ -95,10 +96,10 @@ class Broadcasts:
         self.device = device
         self.made = 0
         self.waiter: Waiter | None = None
-        self._group: Circle | None = None
+        self._group: Group | None = None
         self._sockets = Sockets()
 
-    def circle(self, epoch: int, post: Post) -> Circle:
+    def circle(self, epoch: int, post: Inbox) -> Group:
         """The communicator of that attempt; all ranks ask alike. Meeting can be broken off by bad news, too."""
         if self._group is None or self.made != epoch:
             self.drop()
@@ -111,9 +112,9 @@ class Broadcasts:
             if post.bad is not None:
                 raise post.bad
             if not made:
-                raise Broken(f"the update ranks have not met within {self.deadline.total_seconds():g} s")
+                raise BroadcastError(f"the update ranks have not met within {self.deadline.total_seconds():g} s")
             if isinstance(made[0], Exception):
-                raise Broken(f"the update ranks did not meet: {made[0]}") from made[0]
+                raise BroadcastError(f"the update ranks did not meet: {made[0]}") from made[0]
             self._group, self._sockets = made[0]
             self.made = epoch
             self.waiter = Waiter(post, self.deadline)

@@ -20,7 +20,7 @@ from treadle.host.pressure import short_of_cores
 from treadle.update.memory.host import Buffer
 from treadle.update.protocol.messages import Give, Given, Load, Loaded
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import Beside
+from treadle.update.rank.worker_client import WorkerClient
 
 
 class Fill(Protocol):
@@ -32,7 +32,7 @@ class Fill(Protocol):
 
 
 @dataclass
-class Times:
+class BucketTimes:
     """When this rank's ops of each bucket ran, in nanoseconds of the host's clock."""
 
     h2d: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Where:
     on_worker: bool = False
 
 
-class Stream:
+class BucketLoop:
     """One attempt's buckets on one rank. `ipc` are the buffers the worker has mapped, `h2d` this rank's own."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Stream:
         *,
         ipc: Sequence[Buffer],
         h2d: Sequence[Buffer],
-        beside: Beside,
+        beside: WorkerClient,
         group: Any,
         wait: Callable[[Any], None],
         deadline_s: float,
@@ -69,7 +69,7 @@ class Stream:
         self.shares, self.rank, self.epoch = shares, rank, epoch
         self.ipc, self.h2d, self.beside, self.group, self.wait = ipc, h2d, beside, group, wait
         self.deadline_s, self.checked = deadline_s, checked
-        self.times, self.where = Times(), Where()
+        self.times, self.where = BucketTimes(), Where()
         self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
         self._waiting: deque[int] = deque()
         self._packed: _Packed | None = None
@@ -159,7 +159,7 @@ class _Packed:
     of two is filled again as soon as its bucket was broadcast and loaded.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, times: Times) -> None:
+    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, times: BucketTimes) -> None:
         self._buffers, self._alone, self._round = buffers, len(buffers) == 1, 0
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
@@ -169,7 +169,7 @@ class _Packed:
         self._thread = threading.Thread(target=self._run, args=(own, fill, times), name="treadle h2d", daemon=True)
         self._thread.start()
 
-    def _run(self, own: Sequence[int], fill: Fill, times: Times) -> None:
+    def _run(self, own: Sequence[int], fill: Fill, times: BucketTimes) -> None:
         for number in own:
             at = self._free.get()
             if at is None:
@@ -221,7 +221,9 @@ class _Packed:
         self._thread.join()
 
 
-def giving(beside: Beside, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool) -> Fill:
+def giving(
+    beside: WorkerClient, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool
+) -> Fill:
     """Buckets that the worker fills itself, from what it serves."""
 
     def fill(buffer: Buffer, number: int) -> None:

@@ -30,7 +30,7 @@ _MOST_NAMED = 4
 
 
 @dataclass
-class Comparison:
+class SourceComparison:
     """One rank's, for one update. `turn` says which blocks are looked at: after `EVERY` turns all of them were."""
 
     plan: UpdatePlan
@@ -82,11 +82,11 @@ class Comparison:
 
 def comparison(
     plan: UpdatePlan, source: Source | None, rank: int, compare: CompareSources, turn: int
-) -> Comparison | None:
+) -> SourceComparison | None:
     """None where there is nothing to compare."""
     if compare == "off" or source is None:
         return None
-    return Comparison(plan, source, rank, EVERY if compare == "sample" else 1, turn)
+    return SourceComparison(plan, source, rank, EVERY if compare == "sample" else 1, turn)
 
 
 def same(one: Array, other: Array, every: int, turn: int) -> bool:

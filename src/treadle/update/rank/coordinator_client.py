@@ -8,20 +8,20 @@ from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import Fault, FromCoordinator, Go, Join, Phase, Stop
 from treadle.update.protocol.messages import PROTOCOL
-from treadle.update.rank.inbox import Post, read_into
+from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
-from treadle.wire.errors import Gone
+from treadle.wire.errors import PeerGoneError
 
 WHY_S = 1.0
 
 
-class Member:
+class CoordinatorClient:
     """Speaks to the coordinator; it is never found again once it is lost."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Post, options: Options) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Inbox, options: UpdateOptions) -> None:
         self.post, self.options = post, options
         self.epoch = 0
         self.stop: Stop | None = None
@@ -68,7 +68,7 @@ class Member:
         """The next message, of one of these kinds."""
         try:
             message = self.post.wait("coordinator", self.options.phase_s + 3)
-        except (TimeoutError, Gone) as error:
+        except (TimeoutError, PeerGoneError) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
         if not isinstance(message, kinds):
             named = " or ".join(kind.__name__ for kind in kinds)

@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from treadle.host.lateness import why_late
 from treadle.update.errors import UpdateError
-from treadle.wire.errors import Gone, WireError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link
 
 M = TypeVar("M")
 Side: TypeAlias = Literal["worker", "coordinator"]
 
 
-class Post:
+class Inbox:
     """One rank's inbox."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Post:
                 if self._boxes[side]:
                     return self._boxes[side].popleft()
                 if side in self._gone:
-                    raise Gone(self._gone[side])
+                    raise PeerGoneError(self._gone[side])
                 left = until - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no answer within {deadline_s:g} s{why_late(self._pid[side])}")
@@ -111,7 +111,7 @@ class Post:
 
 
 def read_into(
-    post: Post, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
+    post: Inbox, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
 ) -> None:
     """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for, or raises Gone."""
     connection = post.find(side, link.pid)
@@ -122,7 +122,7 @@ def read_into(
                 message = link.receive(None)
                 if not take(message):
                     post.put(side, connection, message)
-        except (Gone, WireError, OSError) as error:
+        except (PeerGoneError, WireError, OSError) as error:
             text = str(error)
         link.close()
         post.lose(side, connection, text)

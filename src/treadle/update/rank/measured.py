@@ -8,7 +8,7 @@ import numpy as np
 
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
-from treadle.update.rank.bucket_loop import Times
+from treadle.update.rank.bucket_loop import BucketTimes
 from treadle.weights.lower import lower_update
 from treadle.weights.plan import UpdatePlan
 from treadle.weights.stream import stream_of
@@ -16,7 +16,7 @@ from treadle.weights.stream import stream_of
 _KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
 
 
-def noted(times: Times, num_buckets: int) -> Longs:
+def noted(times: BucketTimes, num_buckets: int) -> Longs:
     """`[kind, bucket, start or end]` of one rank, -1 for what it did not do."""
     both = np.full((len(_KINDS), num_buckets, 2), -1, np.int64)
     for kind, by_bucket in enumerate((times.h2d, times.broadcast, times.reload)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import Known, read_layouts
 from treadle.update.protocol.control import Layouts
 from treadle.update.protocol.messages import Wants
@@ -17,7 +18,7 @@ from treadle.weights.plan import plan_update
 MOST_PLANS = 4
 
 
-class Unplannable(ValueError):  # noqa: N818 - told to all ranks
+class UnplannableError(TreadleError, ValueError):
     """Why there is no plan, and who is to blame: all ranks make it of the same layouts, so none of them alone."""
 
     def __init__(self, who: str, text: str) -> None:
@@ -55,7 +56,7 @@ class Plans:
         try:
             plan = plan_update(have, want, memory, layouts.only)
         except ValueError as error:
-            raise Unplannable("the update ranks", f"{error}{_instead(layouts)}") from error
+            raise UnplannableError("the update ranks", f"{error}{_instead(layouts)}") from error
         return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker gives into the IPC buffer
 
 
@@ -65,7 +66,7 @@ def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding
             text = "which no worker wants; name the tensor it is tied to, or leave it out"
         else:
             text = f"a tensor that no rank has and no worker wants{near(name, want.tensors.keys())}; leave it out"
-        raise Unplannable("the caller", f"changed= names {name!r}, {text}")
+        raise UnplannableError("the caller", f"changed= names {name!r}, {text}")
 
 
 def _instead(layouts: Layouts) -> str:
@@ -85,7 +86,7 @@ def _holding(sides: Sequence[Wants], of: Collection[int]) -> Holding:
     for rank, side in enumerate(sides):
         for tensor in side.tensors if id(side) not in seen else ():
             if tensors.setdefault(tensor.name, tensor) != tensor:
-                raise Unplannable(
+                raise UnplannableError(
                     f"update rank {rank}",
                     f"{tensor.name} is {_words(tensor)} there and {_words(tensors[tensor.name])} on a rank before it; "
                     "all must say the same of a tensor",

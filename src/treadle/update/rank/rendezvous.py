@@ -21,13 +21,13 @@ from treadle.dist.clock import host_number
 from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator
 from treadle.wire.link import Link
-from treadle.wire.listeners import Door, KeyedDoor, LocalDoor, call_path, call_port
+from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
 
 _NUMBERS = itertools.count()
 """All ranks make updaters in the same order, so they count alike."""
 
 
-class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the coordinator is: `number` is its host's, `port` 0 for a Unix socket. Or why there is none."""
 
     number: int = 0
@@ -46,20 +46,20 @@ class Rendezvous:
         self._store = PrefixStore("treadle/update/coordinator", _get_default_store())
         self.name = str(next(_NUMBERS))
 
-    def host(self, make: Callable[[Door], Any]) -> Any:
+    def host(self, make: Callable[[Listener], Any]) -> Any:
         """On rank 0: opens the door, has the coordinator made, and leaves word, of a failure too."""
         try:
-            door: Door = self._door()
+            door: Listener = self._door()
             try:
                 made = make(door)
             except BaseException:
                 door.close()
                 raise
         except Exception as error:
-            self._leave(Word(error=f"{type(error).__name__}: {error}"))
+            self._leave(CoordinatorContact(error=f"{type(error).__name__}: {error}"))
             raise
-        where = (door.address, door.port) if isinstance(door, KeyedDoor) else ("", 0)
-        self._leave(Word(host_number(), socket.gethostname(), os.getpid(), *where))
+        where = (door.address, door.port) if isinstance(door, KeyedListener) else ("", 0)
+        self._leave(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), *where))
         return made
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
@@ -81,15 +81,15 @@ class Rendezvous:
             )
         return call_path(self.path, FromCoordinator, deadline_s), f"{name})"
 
-    def _door(self) -> Door:
+    def _door(self) -> Listener:
         if self.key is None:
-            return LocalDoor(self.path)
-        return KeyedDoor(self.address if self.address is not None else own_address(), self.key)
+            return UnixListener(self.path)
+        return KeyedListener(self.address if self.address is not None else own_address(), self.key)
 
-    def _leave(self, word: Word) -> None:
+    def _leave(self, word: CoordinatorContact) -> None:
         self._store.set(self.name, msgspec.json.encode(word).decode())
 
-    def _word(self, deadline_s: float) -> Word:
+    def _word(self, deadline_s: float) -> CoordinatorContact:
         try:
             self._store.wait([self.name], timedelta(seconds=deadline_s))
         except Exception as error:  # a store raises what it likes
@@ -97,4 +97,4 @@ class Rendezvous:
                 f"update rank 0 has not said within {deadline_s:g} s where its coordinator is; do all ranks make "
                 f"their updaters in the same order?{short_of_cores()}"
             ) from error
-        return msgspec.json.decode(self._store.get(self.name), type=Word)
+        return msgspec.json.decode(self._store.get(self.name), type=CoordinatorContact)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from treadle.host.errors import TreadleError
 from treadle.host.sockets import connect, place_of
 from treadle.update.errors import UpdateError, failure
 from treadle.update.memory.host import Buffer
-from treadle.update.options import Options
+from treadle.update.options import UpdateOptions
 from treadle.update.protocol.catalogue import check_layout
 from treadle.update.protocol.control import Fault, Go, Phase
 from treadle.update.protocol.messages import (
@@ -31,19 +32,19 @@ from treadle.update.protocol.messages import (
     Wants,
     Welcome,
 )
-from treadle.update.rank.inbox import Post, read_into
+from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.worker.endpoint import worker_path
-from treadle.wire.errors import Gone, WireError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import PAUSE_S, Link
 from treadle.wire.listeners import call_path
 
 M = TypeVar("M", bound=FromWorker)
 
 
-class Beside:
+class WorkerClient:
     """Speaks to one worker; connects again where the connection was lost."""
 
-    def __init__(self, directory: Path, worker: int, post: Post, lost: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, worker: int, post: Inbox, lost: Callable[[str], None]) -> None:
         self.path, self.worker, self.post = worker_path(directory, worker), worker, post
         self.gives = False
         self._lost = lost
@@ -70,7 +71,7 @@ class Beside:
                 self._place = place_of(self.path)  # before: a socket that comes after it is another
                 link, welcome = self._call(rank, until)
                 break
-            except Gone as error:  # it may be started again just now, or have had too many visitors
+            except PeerGoneError as error:  # it may be started again just now, or have had too many visitors
                 turned_away += 1
                 if time.monotonic() + PAUSE_S > until:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
@@ -91,14 +92,14 @@ class Beside:
             welcome = link.receive(max(0.1, until - time.monotonic()))
         except (OSError, WireError) as error:
             link.close()
-            if isinstance(error, Gone):
+            if isinstance(error, PeerGoneError):
                 raise
             raise self._missed(f"no welcome at {self.path}: {error}") from error
         if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
             return link, welcome
         link.close()
         if isinstance(welcome, Refused) and welcome.code in ("busy", "late"):
-            raise Gone(welcome.text)
+            raise PeerGoneError(welcome.text)
         raise self._missed(f"speaks another protocol at {self.path}: {welcome}")
 
     def _missed(self, text: str) -> UpdateError:
@@ -117,7 +118,7 @@ class Beside:
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Raises Gone."""
         if self._link is None:
-            raise Gone(f"worker {self.worker} is not connected")
+            raise PeerGoneError(f"worker {self.worker} is not connected")
         self._link.send(message, fds=fds, timeout_s=5.0)
 
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
@@ -129,7 +130,7 @@ class Beside:
         """The next answer, of this kind."""
         answer = self.post.wait("worker", deadline_s, heed=heed)
         if isinstance(answer, Refused):
-            raise RefusedError(answer)
+            raise WorkerRefusedError(answer)
         if not isinstance(answer, kind):
             raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
         return answer
@@ -172,11 +173,11 @@ class Beside:
 def _heed_end(message: FromWorker) -> bool:
     """A worker that goes over to another rank says so last; that is why the connection ends."""
     if isinstance(message, Refused) and message.code == "taken":
-        raise Gone(message.text)
+        raise PeerGoneError(message.text)
     return False
 
 
-class RefusedError(Exception):
+class WorkerRefusedError(TreadleError):
     """A worker said no."""
 
     def __init__(self, refused: Refused) -> None:
@@ -184,7 +185,7 @@ class RefusedError(Exception):
         self.refused = refused
 
 
-def dismiss(directory: Path, workers: Sequence[int], go: Go, options: Options) -> tuple[int, ...]:
+def dismiss(directory: Path, workers: Sequence[int], go: Go, options: UpdateOptions) -> tuple[int, ...]:
     """Closes workers that are out of the set, as far as they are in this directory: those that are closed now."""
     settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
     return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
@@ -213,6 +214,6 @@ def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> 
     """What a wait for a worker ended with, as all ranks will hear it."""
     if isinstance(error, UpdateError):
         return error
-    corrupt = isinstance(error, RefusedError) and error.refused.code == "corrupt"
-    text = f"lost: {error}" if isinstance(error, Gone) else str(error)
+    corrupt = isinstance(error, WorkerRefusedError) and error.refused.code == "corrupt"
+    text = f"lost: {error}" if isinstance(error, PeerGoneError) else str(error)
     return UpdateError(Fault(epoch, who, phase, bucket, text, corrupt))

@@ -7,7 +7,7 @@ from pathlib import Path
 from treadle.host.sockets import connect
 from treadle.update.protocol.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
 from treadle.update.worker.endpoint import worker_path
-from treadle.update.worker.gate import Closed
+from treadle.update.worker.gate import ClosedError
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
 
@@ -29,5 +29,5 @@ def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> 
     if not isinstance(answer, Refused):
         raise WireError(f"{type(answer).__name__} came where an answer was expected")
     if answer.code == "closed":
-        raise Closed(answer.text)
+        raise ClosedError(answer.text)
     raise RuntimeError(f"worker {worker}: {answer.text}")

@@ -24,10 +24,10 @@ from treadle.update.protocol.messages import (
     ToWorker,
     Welcome,
 )
-from treadle.update.worker.gate import Closed
+from treadle.update.worker.gate import ClosedError
 from treadle.update.worker.slot import Slot
 from treadle.update.worker.worker import Worker
-from treadle.wire.errors import Gone, WireError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import HELLO_S, Link, accepting
 
 MOST_ASKERS = 32
@@ -202,7 +202,7 @@ class Endpoint:
         if hello.role != "update":
             raise WireError(f"{type(message).__name__} comes from update ranks only")
         if self._master is not link:
-            raise Gone("another update rank has taken over")
+            raise PeerGoneError("another update rank has taken over")
         if isinstance(message, Map):
             return self.worker.map(message, link.fds)
         return self.worker.handle(message)
@@ -212,7 +212,7 @@ class Endpoint:
             return Refused("order", "this worker answers no questions here")
         try:
             version, body = self.answer(message.body)
-        except Closed as closed:
+        except ClosedError as closed:
             return Refused("closed", str(closed))
         except Exception as error:  # an engine's code: whatever it raises is its answer
             return Refused("failed", f"{type(error).__name__}: {error}")

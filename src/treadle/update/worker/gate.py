@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from treadle.host.errors import TreadleError
 
-class Closed(RuntimeError):  # noqa: N818 - a state, not a mistake
+
+class ClosedError(TreadleError, RuntimeError):
     """Nothing is served now."""
 
 
@@ -36,7 +38,7 @@ class Gate:
         """Around a request; gives the version that answers it. Raises Closed."""
         with self._changed:
             if self._version is None:
-                raise Closed("closed for an update, or waiting for its first; try again")
+                raise ClosedError("closed for an update, or waiting for its first; try again")
             version = self._version
             self._inside += 1
         try:

@@ -13,17 +13,17 @@ from pathlib import Path
 from treadle.update.adapters.interface import Adapter
 from treadle.update.protocol.messages import Begin, TakePlan
 from treadle.update.worker.arrivals import Arrival
-from treadle.update.worker.rollback_store import Store
+from treadle.update.worker.rollback_store import RollbackStore
 from treadle.weights.pieces import Box, Piece
 
 
-class Keeping:
+class RollbackCopy:
     """What one worker keeps."""
 
     def __init__(self, adapter: Adapter, spill: Path | None) -> None:
         self.adapter, self.spill = adapter, spill
-        self._old: Store | None = None
-        self._new: Store | None = None
+        self._old: RollbackStore | None = None
+        self._new: RollbackStore | None = None
         self._has_old = False
 
     @property
@@ -58,7 +58,7 @@ class Keeping:
             return None
         return _reserve(self._old, boxes) or self._read(self._old)
 
-    def _read(self, store: Store) -> str | None:
+    def _read(self, store: RollbackStore) -> str | None:
         for name, box, _, array in store.items():
             error = self.adapter.give(Piece(name, box), array)
             if error is not None:
@@ -93,9 +93,9 @@ def _boxes(plan: TakePlan) -> list[tuple[str, Box, str]]:
     return [(name, box, dtypes[name]) for name, box in named]
 
 
-def _room(store: Store | None, where: Path | None) -> Store:
-    return store if store is not None and store.where == where else Store(where)
+def _room(store: RollbackStore | None, where: Path | None) -> RollbackStore:
+    return store if store is not None and store.where == where else RollbackStore(where)
 
 
-def _reserve(store: Store, boxes: list[tuple[str, Box, str]]) -> str | None:
+def _reserve(store: RollbackStore, boxes: list[tuple[str, Box, str]]) -> str | None:
     return store.refusal(store.needs(boxes)) or store.reserve(boxes)

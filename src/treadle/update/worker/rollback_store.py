@@ -21,7 +21,7 @@ from treadle.weights.pieces import ITEMSIZE, Box
 _ALIGN = 64
 
 
-class Store:
+class RollbackStore:
     """Boxes of tensors by name, in one stretch of memory. `where` is None for the host, else a directory."""
 
     def __init__(self, where: Path | None) -> None:

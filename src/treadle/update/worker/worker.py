@@ -44,9 +44,9 @@ from treadle.update.protocol.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.protocol.worker import Act, Moves, RefusalError, WorkerState
+from treadle.update.protocol.worker import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.arrivals import Arrival, Assembly
-from treadle.update.worker.rollback import Keeping
+from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, check_plan, give, shortfall
 from treadle.wire.errors import WireError
 
@@ -68,7 +68,7 @@ class Worker:
         self._held = ""
         self._loaded: set[int] = set()
         self._assembly = Assembly()
-        self._keeping = Keeping(adapter, spill)
+        self._keeping = RollbackCopy(adapter, spill)
         self._buffers: list[Buffer] = []
         self._one = threading.Lock()
         self._doing = ""
@@ -162,7 +162,7 @@ class Worker:
         try:
             self._doing = doing
             return step()
-        except RefusalError as refusal:
+        except MessageRefusedError as refusal:
             return Refused(refusal.code, str(refusal))
         except Exception as error:  # an engine's code: whatever it raises is its answer
             return Refused("failed", f"{type(error).__name__}: {error}")
@@ -209,12 +209,12 @@ class Worker:
             plan = self._plan(message.plan)
             wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
             if wrong:
-                raise RefusalError(
+                raise MessageRefusedError(
                     "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
                 )
             refusal = self._keeping.prepare(plan, message, has_version=loading.served)
             if refusal is not None:
-                raise RefusalError("memory", refusal)
+                raise MessageRefusedError("memory", refusal)
             self._loaded, self._assembly = set(), Assembly()
             # Closing comes last: until here requests are served.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
@@ -232,7 +232,9 @@ class Worker:
             self._make(moves, load=lambda: self._take_in(arrivals))
             for arrival in arrivals:
                 if arrival.wrong:
-                    raise RefusalError("corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's")
+                    raise MessageRefusedError(
+                        "corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's"
+                    )
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
@@ -247,9 +249,11 @@ class Worker:
 
     def _give(self, message: Give) -> FromWorker:
         if message.epoch < self.now.epoch:
-            raise RefusalError("stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}")
+            raise MessageRefusedError(
+                "stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}"
+            )
         if self.state != "serving":
-            raise RefusalError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
+            raise MessageRefusedError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
         plan = self._plan(message.plan)
         share, raw = self._share(plan.gives, message.bucket), self._raw(message.buffer)
         self._do(give(self.adapter, plan, share, raw, checked=message.checked))
@@ -262,7 +266,7 @@ class Worker:
         if moves:
             missing = {share.bucket for share in self.plans[begun.plan].shares} - self._loaded
             if missing or self._assembly.missing:
-                raise RefusalError(
+                raise MessageRefusedError(
                     "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
                 )
             self._do(self.adapter.finish())
@@ -318,21 +322,21 @@ class Worker:
 
     def _do(self, error: str | None) -> None:
         if error is not None:
-            raise RefusalError("failed", error)
+            raise MessageRefusedError("failed", error)
 
     def _plan(self, digest: str) -> TakePlan:
         plan = self.plans.get(digest)
         if plan is None:
-            raise RefusalError("order", f"worker {self.worker} does not have plan {digest}")
+            raise MessageRefusedError("order", f"worker {self.worker} does not have plan {digest}")
         return plan
 
     def _share(self, shares: tuple[Share, ...], bucket: int) -> Share:
         for share in shares:
             if share.bucket == bucket:
                 return share
-        raise RefusalError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
+        raise MessageRefusedError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
 
     def _raw(self, buffer: int) -> Any:
         if not 0 <= buffer < len(self._buffers):
-            raise RefusalError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
+            raise MessageRefusedError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
         return self._buffers[buffer].raw

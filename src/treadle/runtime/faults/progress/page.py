@@ -29,7 +29,7 @@ _NUM_SLOTS = 4  # the last holds the mark
 _SIZE_BYTES = 8 * _NUM_SLOTS
 
 
-class Slots(NamedTuple):
+class Snapshot(NamedTuple):
     """A copy of the slots at one moment."""
 
     op: int
@@ -37,7 +37,7 @@ class Slots(NamedTuple):
     step: int
 
 
-class Progress:
+class ProgressPage:
     """The page of this rank. `mark` lets a neighbour tell it from another file that came to have its number."""
 
     def __init__(self, mark: int) -> None:
@@ -47,9 +47,9 @@ class Progress:
         page[OP], page[WAITS_FOR], page[STEP], page[3] = OUTSIDE, COMPUTING, -1, mark
         self.slots = page[:3]
 
-    def look(self) -> Slots:
+    def look(self) -> Snapshot:
         """A copy of the slots now."""
-        return Slots(*self.slots)
+        return Snapshot(*self.slots)
 
     def close(self) -> None:
         """Closes the file. The page itself lives as long as someone has its slots, so a late write does no harm."""
@@ -59,14 +59,14 @@ class Progress:
             self.slots = memoryview(array("q", self.slots))
 
 
-class Onlooker:
+class PageReader:
     """What can be seen and done about a rank in the same pid namespace without its help."""
 
     def __init__(self, pidfd: int, page: mmap.mmap) -> None:
         self.pidfd, self._page = pidfd, page
 
     @classmethod
-    def open(cls, pid: int, fd: int, mark: int) -> Onlooker | None:
+    def open(cls, pid: int, fd: int, mark: int) -> PageReader | None:
         """Opens the page of a living process, or None where that is not allowed or not what it was said to be."""
         try:
             pidfd = os.pidfd_open(pid)
@@ -86,10 +86,10 @@ class Onlooker:
         os.close(pidfd)
         return None
 
-    def look(self) -> Slots:
+    def look(self) -> Snapshot:
         """The slots as the other rank wrote them last, whether it lives or not."""
         with memoryview(self._page) as page, page.cast("q") as slots:
-            return Slots(slots[OP], slots[WAITS_FOR], slots[STEP])
+            return Snapshot(slots[OP], slots[WAITS_FOR], slots[STEP])
 
     def kill(self) -> None:
         """SIGKILL, to that very process: a pidfd does not pass to a later one with the same number."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from treadle.dist.channel import Channel
 from treadle.dist.device import Wait
-from treadle.dist.groups import Circle
+from treadle.dist.groups import Group
 from treadle.runtime.faults.progress.wait_target import NOBODY
 
 OWN_LANE = 0
@@ -32,7 +32,7 @@ _NOTHING = -1
 
 
 @dataclass(frozen=True)
-class Rows:
+class OpTable:
     """A rank's ops, by their place in the order of launches: numbers in the Program, lanes, needs, whom each waits for.
 
     `of_lane[lane]`: the places of a lane's ops, in order.
@@ -45,10 +45,10 @@ class Rows:
     of_lane: Sequence[Sequence[int]]
 
 
-class UnderWay:
+class RankProgress:
     """One step: which ops have started and ended, and which wait. `slots` are what others see."""
 
-    def __init__(self, rows: Rows, slots: memoryview) -> None:
+    def __init__(self, rows: OpTable, slots: memoryview) -> None:
         self._rows, self._slots, size = rows, slots, len(rows.index)
         self._started, self._waits, self._ended = bytearray(size), bytearray(size), bytearray(size)
         self._turn = [0] * len(rows.of_lane)
@@ -148,20 +148,20 @@ class UnderWay:
         return next((other for other in rows.after[at] if not self._ended[other]), None)
 
 
-class NotedWait:
+class ObservedWait:
     """A communicator's wait, of which the step that is under way gets to know."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
-        self.step: UnderWay | None = None
+        self.step: RankProgress | None = None
 
     @classmethod
-    def of(cls, talkers: Iterable[Circle | Channel]) -> list[NotedWait]:
+    def of(cls, talkers: Iterable[Group | Channel]) -> list[ObservedWait]:
         """Has the waits of some communicators noted."""
         noted = []
         for talker in talkers:
-            if not isinstance(talker.wait, NotedWait):
-                talker.wait = NotedWait(talker.wait)
+            if not isinstance(talker.wait, ObservedWait):
+                talker.wait = ObservedWait(talker.wait)
             noted.append(talker.wait)
         return noted
 

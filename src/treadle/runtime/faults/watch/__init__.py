@@ -10,7 +10,7 @@ sentry     the thread that listens, tells, and ends what does not react
 watch      what the main thread calls
 """
 
-from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLost
+from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
 from treadle.runtime.faults.watch.watch import Watch, waits_for_group
 
-__all__ = ["EXIT_LOST", "RankLost", "Watch", "waits_for_group"]
+__all__ = ["EXIT_LOST", "RankLostError", "Watch", "waits_for_group"]

@@ -18,7 +18,7 @@ _CARD = struct.Struct("!I46sHIi16s16s16s")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Contact:
     """Where a rank is called and how it is known: `host` is its host and pid namespace, `network` its network's."""
 
     rank: int
@@ -42,13 +42,13 @@ class Card:
         return _CARD.pack(*head, self.token, self.host, self.network)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Card:
+    def unpack(cls, data: bytes) -> Contact:
         """The card that was packed."""
         rank, address, *rest = _CARD.unpack(data)
         return cls(rank, address.rstrip(b"\0").decode(), *rest)
 
 
-class Ring(Protocol):
+class GatherGroup(Protocol):
     """Ranks that can gather: their numbers in the world, in the order of the ring."""
 
     @property
@@ -67,22 +67,22 @@ def beside(ranks: Sequence[int], rank: int) -> set[int]:
     return {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}
 
 
-def exchange(groups: Sequence[Ring], card: Card, device: torch.device) -> dict[int, Card]:
+def exchange(groups: Sequence[GatherGroup], card: Contact, device: torch.device) -> dict[int, Contact]:
     """The cards of this rank's neighbours in all rings."""
-    neighbours: dict[int, Card] = {}
+    neighbours: dict[int, Contact] = {}
     own = torch.tensor(list(card.pack()), dtype=torch.uint8, device=device)
     for group in groups:
         if len(group.ranks) == 1:
             continue
         gathered = group.all_gather(own)
         for rank in beside(group.ranks, card.rank):
-            other = Card.unpack(bytes(gathered[group.ranks.index(rank)].tolist()))
+            other = Contact.unpack(bytes(gathered[group.ranks.index(rank)].tolist()))
             _refuse_loopback(card, other)
             neighbours[rank] = other
     return neighbours
 
 
-def _refuse_loopback(one: Card, other: Card) -> None:
+def _refuse_loopback(one: Contact, other: Contact) -> None:
     for card in (one, other):
         if one.network != other.network and ipaddress.ip_address(card.address).is_loopback:
             raise ValueError(

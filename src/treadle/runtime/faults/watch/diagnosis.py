@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from treadle.runtime.faults.watch.messages import UNKNOWN, Cause, Condition, Kind, Lost, Sight, Wait
+from treadle.runtime.faults.watch.messages import (
+    UNKNOWN,
+    Condition,
+    LossKind,
+    Lost,
+    Observation,
+    WaitFailure,
+    WaitState,
+)
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """What became of the rank that is seen here; `text` names a circle of waits."""
 
-    kind: Kind
-    sight: Sight
+    kind: LossKind
+    sight: Observation
     text: str = ""
 
 
-def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | None:
+def culprit(asker: int, cause: WaitFailure, states: Mapping[int, Observation]) -> Diagnosis | None:
     """Who is behind the failed wait of `asker`, or None if what is known points to nobody.
 
     A rank that nothing is known of counts as silent: its neighbours would have spoken for it, had they been there.
@@ -34,26 +42,28 @@ def culprit(asker: int, cause: Cause, states: Mapping[int, Sight]) -> Finding | 
     gone = [sight for sight in ends if sight.condition is not Condition.ANSWERS]
     if gone:
         sight = min(gone, key=lambda sight: (sight.op == UNKNOWN, sight.condition, sight.rank))
-        return Finding(Kind.LEFT if sight.condition is Condition.LEFT else Kind.HUNG, sight)
-    if cause is Cause.STUCK and asker in states:
-        before = [sight for sight in ends if sight.wait is Wait.OVERDUE]
-        return Finding(Kind.HUNG, min(before or [states[asker]], key=_longest))
+        return Diagnosis(LossKind.LEFT if sight.condition is Condition.LEFT else LossKind.HUNG, sight)
+    if cause is WaitFailure.STUCK and asker in states:
+        before = [sight for sight in ends if sight.wait is WaitState.OVERDUE]
+        return Diagnosis(LossKind.HUNG, min(before or [states[asker]], key=_longest))
     if not waits:
         return None
-    if cause is Cause.CLOSED and not any(sight.wait in (Wait.TIMED_OUT, Wait.OVERDUE) for sight in states.values()):
+    if cause is WaitFailure.CLOSED and not any(
+        sight.wait in (WaitState.TIMED_OUT, WaitState.OVERDUE) for sight in states.values()
+    ):
         # Nobody is gone, and nobody has closed it by giving up, so it is the connection itself that broke.
-        return Finding(Kind.CUT, states[waits[0]])
+        return Diagnosis(LossKind.CUT, states[waits[0]])
     if ends:
-        return Finding(Kind.HUNG, min(ends, key=_longest))
-    overdue = [sight for sight in seen if sight.wait is Wait.OVERDUE]
+        return Diagnosis(LossKind.HUNG, min(ends, key=_longest))
+    overdue = [sight for sight in seen if sight.wait is WaitState.OVERDUE]
     if overdue:
-        return Finding(Kind.HUNG, min(overdue, key=_longest))
-    if any(sight.wait is Wait.RUNS for sight in seen):
+        return Diagnosis(LossKind.HUNG, min(overdue, key=_longest))
+    if any(sight.wait is WaitState.RUNS for sight in seen):
         return None
     circle = _circle(asker, states)
     if not circle:
         return None
-    return Finding(Kind.HUNG, states[min(circle)], text=", ".join(map(str, sorted(circle))))
+    return Diagnosis(LossKind.HUNG, states[min(circle)], text=", ".join(map(str, sorted(circle))))
 
 
 def first(reports: Iterable[Lost]) -> Lost:
@@ -65,31 +75,33 @@ def first(reports: Iterable[Lost]) -> Lost:
     reports = list(reports)
 
     def order(lost: Lost) -> tuple[bool, bool, int, int]:
-        return lost.kind not in (Kind.KILLED, Kind.RAISED), lost.secondhand, lost.at_ns, lost.rank
+        return lost.kind not in (LossKind.KILLED, LossKind.RAISED), lost.secondhand, lost.at_ns, lost.rank
 
     rank, kind = (named := min(reports, key=order)).rank, named.kind
     same = [lost for lost in reports if (lost.rank, lost.kind) == (rank, kind)]
     return min(same, key=lambda lost: (not lost.exact, order(lost)))
 
 
-def _longest(sight: Sight) -> tuple[int, int]:
+def _longest(sight: Observation) -> tuple[int, int]:
     return -sight.still_ms, sight.rank
 
 
-def _follow(asker: int, states: Mapping[int, Sight]) -> tuple[list[Sight], list[Sight]]:
+def _follow(asker: int, states: Mapping[int, Observation]) -> tuple[list[Observation], list[Observation]]:
     """The ranks to which who-waits-for-whom leads, and those at which it ends: they compute, or are gone.
 
     An asker that did not say whom it waits for may wait for anyone who is gone.
     """
     start = states[asker].waits if asker in states else ()
     to_see = list(start) if start else [rank for rank in states if rank != asker]
-    seen: dict[int, Sight] = {}
+    seen: dict[int, Observation] = {}
     ends = []
     while to_see:
         rank = to_see.pop()
         if rank in seen or rank == asker:
             continue
-        seen[rank] = sight = states.get(rank) or Sight(rank, Condition.SILENT, UNKNOWN, 0, 0, exact=False, waits=())
+        seen[rank] = sight = states.get(rank) or Observation(
+            rank, Condition.SILENT, UNKNOWN, 0, 0, exact=False, waits=()
+        )
         if sight.condition is Condition.ANSWERS and sight.waits:
             to_see += sight.waits
         else:
@@ -97,7 +109,7 @@ def _follow(asker: int, states: Mapping[int, Sight]) -> tuple[list[Sight], list[
     return list(seen.values()), ends
 
 
-def _circle(asker: int, states: Mapping[int, Sight]) -> list[int]:
+def _circle(asker: int, states: Mapping[int, Observation]) -> list[int]:
     """The ranks that wait for each other, where every wait leads to another: the first of each is followed."""
     path: list[int] = []
     rank = asker

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.runtime.faults.watch.diagnosis import culprit, first
-from treadle.runtime.faults.watch.messages import Ask, Cause, Condition, Flooded, Kind, Lost, Sight, State
+from treadle.runtime.faults.watch.messages import (
+    Condition,
+    Flooded,
+    LossKind,
+    Lost,
+    Observation,
+    StateReply,
+    StateRequest,
+    WaitFailure,
+)
 
 SETTLE_S = 0.25
 """How long other reports are waited for after the first."""
@@ -35,23 +44,23 @@ STALE_S = 1.0
 class Surroundings(Protocol):
     """What a rank sees by itself."""
 
-    def own(self) -> Sight:
+    def own(self) -> Observation:
         """What this rank is doing."""
 
-    def neighbours(self) -> Iterable[Sight]:
+    def neighbours(self) -> Iterable[Observation]:
         """What its neighbours were last seen doing; SILENT unless they left."""
 
 
 @dataclass
 class _Inquiry:
-    ask: Ask
+    ask: StateRequest
     began: float
-    states: dict[int, Sight] = field(default_factory=dict)
+    states: dict[int, Observation] = field(default_factory=dict)
     spoke: bool = False
     decided: bool = False
 
 
-class Case:
+class Incident:
     """What rank `rank` knows. `spread` sends a message to all neighbours."""
 
     def __init__(self, rank: int, surroundings: Surroundings, spread: Callable[[Flooded], None]) -> None:
@@ -64,17 +73,24 @@ class Case:
         self._seq = 0
 
     def lose(
-        self, kind: Kind, sight: Sight, now: float, *, text: str = "", silent: bool = False, secondhand: bool = False
+        self,
+        kind: LossKind,
+        sight: Observation,
+        now: float,
+        *,
+        text: str = "",
+        silent: bool = False,
+        secondhand: bool = False,
     ) -> None:
         """Tells everyone that the rank seen here is lost."""
         told = (sight.op, sight.step, time.time_ns(), sight.still_ms, sight.exact)
         self._tell(Lost(self.rank, self._next(), sight.rank, kind, *told, silent, secondhand, text), now)
 
-    def ask(self, cause: Cause, now: float) -> None:
+    def ask(self, cause: WaitFailure, now: float) -> None:
         """Asks everyone what they are doing, unless it is known, or another has just asked."""
         under_way = any(now - inquiry.began < STALE_S for inquiry in self._inquiries.values())
         if not self.reports and not under_way:
-            self._tell(Ask(self.rank, self._next(), cause), now)
+            self._tell(StateRequest(self.rank, self._next(), cause), now)
 
     def hear(self, message: Flooded, now: float) -> bool:
         """Takes note of a message; False if it is known already, so that it goes no further."""
@@ -86,10 +102,10 @@ class Case:
             case Lost():
                 self.reports.append(message)
                 self._settle_at = min(self._settle_at, now + SETTLE_S)
-            case Ask(origin, seq):
+            case StateRequest(origin, seq):
                 self._inquiries.setdefault((origin, seq), _Inquiry(message, now))
-                self._tell(State(self.rank, self._next(), (origin, seq), self._surroundings.own()), now)
-            case State(ask=ask, sight=sight) if ask in self._inquiries:
+                self._tell(StateReply(self.rank, self._next(), (origin, seq), self._surroundings.own()), now)
+            case StateReply(ask=ask, sight=sight) if ask in self._inquiries:
                 states = self._inquiries[ask].states
                 if sight.rank not in states or _better(sight, states[sight.rank]):
                     states[sight.rank] = sight
@@ -127,7 +143,7 @@ class Case:
         for sight in self._surroundings.neighbours():
             if sight.rank not in inquiry.states or _better(sight, inquiry.states[sight.rank]):
                 ask = (inquiry.ask.origin, inquiry.ask.seq)
-                self._tell(State(self.rank, self._next(), ask, sight), now)
+                self._tell(StateReply(self.rank, self._next(), ask, sight), now)
 
     def _decide(self, inquiry: _Inquiry, now: float) -> None:
         if inquiry.ask.origin != self.rank or self.reports:
@@ -138,7 +154,7 @@ class Case:
             self.lose(finding.kind, finding.sight, now, text=finding.text, silent=silent)
 
 
-def _better(new: Sight, old: Sight) -> bool:
+def _better(new: Observation, old: Observation) -> bool:
     """An answer of its own is better than a neighbour's word, and the page better than the last heartbeat."""
     return (new.condition is not Condition.ANSWERS, not new.exact) < (
         old.condition is not Condition.ANSWERS,

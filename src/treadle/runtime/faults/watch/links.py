@@ -10,9 +10,17 @@ import hmac
 import socket
 from contextlib import suppress
 
-from treadle.runtime.faults.progress.page import COMPUTING, OUTSIDE, Onlooker, Slots
-from treadle.runtime.faults.watch.contacts import Card
-from treadle.runtime.faults.watch.messages import Condition, Frames, Hello, MalformedError, Message, Sight, encode
+from treadle.runtime.faults.progress.page import COMPUTING, OUTSIDE, PageReader, Snapshot
+from treadle.runtime.faults.watch.contacts import Contact
+from treadle.runtime.faults.watch.messages import (
+    Condition,
+    Frames,
+    Greeting,
+    MalformedError,
+    Message,
+    Observation,
+    encode,
+)
 
 MOST_PENDING_BYTES = 4 << 20
 """What is kept for a neighbour that does not read; what comes on top is dropped."""
@@ -23,7 +31,7 @@ MOST_STRANGERS = 64
 CONNECT_S = 10.0
 
 
-class Link:
+class NeighbourLink:
     """The connection to one neighbour."""
 
     def __init__(self, connection: socket.socket, frames: Frames) -> None:
@@ -65,33 +73,33 @@ class Link:
 class Neighbour:
     """A rank next to this one in a ring: how it is reached, and what was last seen of it."""
 
-    def __init__(self, card: Card, onlooker: Onlooker | None) -> None:
+    def __init__(self, card: Contact, onlooker: PageReader | None) -> None:
         self.rank, self.card, self.onlooker = card.rank, card, onlooker
-        self.link: Link | None = None
+        self.link: NeighbourLink | None = None
         self.heard = 0.0
         self.left = False
-        self._last = Slots(OUTSIDE, COMPUTING, -1)
+        self._last = Snapshot(OUTSIDE, COMPUTING, -1)
 
-    def hear(self, slots: Slots, now: float) -> None:
+    def hear(self, slots: Snapshot, now: float) -> None:
         """Takes note of a sign of life."""
         self._last, self.heard = slots, now
 
-    def sight(self, now: float) -> Sight:
+    def sight(self, now: float) -> Observation:
         """What it was last seen doing. Its page is exact; its last heartbeat is not, unless that was its goodbye."""
         slots = self._last if self.left or self.onlooker is None else self.onlooker.look()
         condition = Condition.LEFT if self.left else Condition.SILENT
         exact = self.left or self.onlooker is not None
         still_ms = max(0, int((now - self.heard) * 1000))
-        return Sight(self.rank, condition, slots.op, slots.step, still_ms, exact, waits=())
+        return Observation(self.rank, condition, slots.op, slots.step, still_ms, exact, waits=())
 
 
-class Stranger:
+class PendingConnection:
     """A connection whose caller has not said who it is."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.frames = connection, Frames()
 
-    def identify(self, token: bytes) -> tuple[Hello | None, list[Message], bool]:
+    def identify(self, token: bytes) -> tuple[Greeting | None, list[Message], bool]:
         """The caller's hello once it is there, what it said after it, and whether the connection may stay."""
         try:
             data = self.socket.recv(1 << 12)
@@ -103,7 +111,7 @@ class Stranger:
         if not messages:
             return None, [], bool(data)
         hello, *rest = messages
-        if isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+        if isinstance(hello, Greeting) and hmac.compare_digest(hello.token, token):
             return hello, rest, True
         return None, [], False
 
@@ -119,11 +127,11 @@ def open_door(address: str) -> socket.socket:
     return door
 
 
-def call(card: Card, rank: int) -> socket.socket:
+def call(card: Contact, rank: int) -> socket.socket:
     """A connection to the rank with this card, which has been told who calls."""
     try:
         connection = socket.create_connection((card.address, card.port), timeout=CONNECT_S)
-        connection.sendall(encode(Hello(card.token, rank)))
+        connection.sendall(encode(Greeting(card.token, rank)))
     except OSError as error:
         where = f"{card.address}:{card.port}"
         raise ConnectionError(

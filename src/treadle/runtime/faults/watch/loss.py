@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from treadle.host.errors import PortableError
 from treadle.host.pressure import short_of_cores
-from treadle.runtime.faults.progress.page import OUTSIDE, Slots
-from treadle.runtime.faults.watch.messages import UNKNOWN, Kind, Lost
+from treadle.runtime.faults.progress.page import OUTSIDE, Snapshot
+from treadle.runtime.faults.watch.messages import UNKNOWN, LossKind, Lost
 
 EXIT_LOST = 75
 """The exit code of a process that was ended because a rank was lost and its main thread did not react."""
@@ -22,7 +22,7 @@ _NETWORK = (*_TIMED_OUT, "connection closed", "connection reset", "connection re
 _INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
 
 
-class RankLost(PortableError, RuntimeError):  # noqa: N818
+class RankLostError(PortableError, RuntimeError):
     """A rank of the pipeline was lost; every other rank raises this, and all name the same one.
 
     `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it said goodbye while others still needed
@@ -36,8 +36,8 @@ class RankLost(PortableError, RuntimeError):  # noqa: N818
 
 
 def rank_lost(
-    lost: Lost, *, rank: int, here: Slots, name: Naming, deadline_s: float, waiting_for: str | None = None
-) -> RankLost:
+    lost: Lost, *, rank: int, here: Snapshot, name: Naming, deadline_s: float, waiting_for: str | None = None
+) -> RankLostError:
     """The error that this rank, which is at `here`, raises about `lost`."""
     first = f"rank {lost.rank} was lost first: {_what(lost, name)}{_place(lost, name)}{_details(lost, deadline_s)}"
     if waiting_for is None and here.waits_for >= 0:
@@ -46,7 +46,7 @@ def rank_lost(
     this = f"This rank ({rank}) was {f'at {own}' if own is not None else 'between steps'}"
     this += f", waiting for {waiting_for}." if waiting_for is not None else "."
     op = _op(lost.rank, lost.op, name)
-    return RankLost(f"{first} {this}", rank=lost.rank, kind=lost.kind.word, op=op, waiting_for=waiting_for)
+    return RankLostError(f"{first} {this}", rank=lost.rank, kind=lost.kind.word, op=op, waiting_for=waiting_for)
 
 
 def timed_out(error: BaseException) -> bool:
@@ -70,11 +70,11 @@ def _op(rank: int, op: int, name: Naming) -> str | None:
 
 def _what(lost: Lost, name: Naming) -> str:
     match lost.kind:
-        case Kind.LEFT:
+        case LossKind.LEFT:
             return "it said goodbye"
-        case Kind.CUT:
+        case LossKind.CUT:
             return "its connection broke, though it lives,"
-        case Kind.RAISED:
+        case LossKind.RAISED:
             error = lost.text.partition(":")[0]
             return f"interrupted by {error}" if error in _INTERRUPTS else f"raised {error}"
         case _:
@@ -94,17 +94,17 @@ def _place(lost: Lost, name: Naming) -> str:
 def _details(lost: Lost, deadline_s: float) -> str:
     still_s = lost.still_ms / 1000
     match lost.kind:
-        case Kind.RAISED:
+        case LossKind.RAISED:
             text = lost.text.partition(":")[2].strip()
             return f": {text}{'' if text.endswith('.') else '.'}" if text else "."
-        case Kind.LEFT:
+        case LossKind.LEFT:
             return ". Do all ranks run the same number of steps?"
-        case Kind.HUNG if lost.text:
+        case LossKind.HUNG if lost.text:
             return f": ranks {lost.text} wait for each other; does `treadle verify` pass?"
-        case Kind.HUNG if lost.silent:
+        case LossKind.HUNG if lost.silent:
             what = "stopped, or its interpreter blocked"
             return f", without a sign of life for {still_s:.1f} s: {what}.{short_of_cores()}"
-        case Kind.HUNG:
+        case LossKind.HUNG:
             way_out = f"If it was only slow, give more than {deadline_s:g} s."
             return f", where it had been for {still_s:.1f} s. {way_out}{short_of_cores()}"
         case _:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
-from treadle.runtime.faults.progress.page import Slots
+from treadle.host.errors import TreadleError
+from treadle.runtime.faults.progress.page import Snapshot
 
 UNKNOWN = -2
 """As an op: nobody could tell."""
@@ -27,11 +28,11 @@ _HEADER = struct.Struct("!BH")
 _MAGIC = b"treadle2"
 
 
-class MalformedError(Exception):
+class MalformedError(TreadleError):
     """Bytes that are no message."""
 
 
-class Kind(IntEnum):
+class LossKind(IntEnum):
     """What became of a rank."""
 
     KILLED = 1
@@ -42,11 +43,11 @@ class Kind(IntEnum):
 
     @property
     def word(self) -> str:
-        """As `RankLost.kind` has it."""
+        """As `RankLostError.kind` has it."""
         return self.name.lower()
 
 
-class Cause(IntEnum):
+class WaitFailure(IntEnum):
     """Why a rank asks what the others are doing. STUCK: what it waited for in vain is an op of its own."""
 
     TIMED_OUT = 1
@@ -62,7 +63,7 @@ class Condition(IntEnum):
     LEFT = 3
 
 
-class Wait(IntEnum):
+class WaitState(IntEnum):
     """How a rank's wait stands. OVERDUE: it ought to have timed out, so its thread hangs there, whatever it waits for.
 
     UNSAID is what a neighbour says, who cannot know.
@@ -76,7 +77,7 @@ class Wait(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Greeting:
     """The first message of a connection: the token of the rank that is called, the rank that calls."""
 
     token: bytes
@@ -84,17 +85,17 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """I live, and this is where I am."""
 
-    slots: Slots
+    slots: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Goodbye:
     """I leave in good order."""
 
-    slots: Slots
+    slots: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Lost:
     origin: int
     seq: int
     rank: int
-    kind: Kind
+    kind: LossKind
     op: int
     step: int
     at_ns: int
@@ -121,16 +122,16 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class StateRequest:
     """A wait of the origin failed and nobody has told why: what is everyone doing?"""
 
     origin: int
     seq: int
-    cause: Cause
+    cause: WaitFailure
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Observation:
     """What a rank is doing: the ranks it waits for (none: it computes, or is outside a step), and for how long."""
 
     rank: int
@@ -140,21 +141,21 @@ class Sight:
     still_ms: int
     exact: bool
     waits: tuple[int, ...]
-    wait: Wait = Wait.UNSAID
+    wait: WaitState = WaitState.UNSAID
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateReply:
     """An answer to the ask with this origin and seq, for oneself or for a neighbour that cannot."""
 
     origin: int
     seq: int
     ask: tuple[int, int]
-    sight: Sight
+    sight: Observation
 
 
-Flooded: TypeAlias = Lost | Ask | State
-Message: TypeAlias = Hello | Beat | Bye | Flooded
+Flooded: TypeAlias = Lost | StateRequest | StateReply
+Message: TypeAlias = Greeting | Heartbeat | Goodbye | Flooded
 
 _HELLO = struct.Struct("!8s16sI")
 _SLOTS = struct.Struct("!qqq")
@@ -166,19 +167,19 @@ _STATE = struct.Struct("!IIIIIBqqQB")
 def encode(message: Message) -> bytes:
     """The message as a frame."""
     match message:
-        case Hello(token, rank):
+        case Greeting(token, rank):
             number, body = 1, _HELLO.pack(_MAGIC, token, rank)
-        case Beat(slots):
+        case Heartbeat(slots):
             number, body = 2, _SLOTS.pack(*slots)
-        case Bye(slots):
+        case Goodbye(slots):
             number, body = 3, _SLOTS.pack(*slots)
         case Lost(origin, seq, rank, kind, op, step, at_ns, still_ms, exact, silent, secondhand, text):
             flags = exact | silent << 1 | secondhand << 2
             number, body = 4, _LOST.pack(origin, seq, rank, kind, op, step, at_ns, still_ms, flags)
             body += text.encode(errors="replace")[:MOST_TEXT_BYTES]
-        case Ask(origin, seq, cause):
+        case StateRequest(origin, seq, cause):
             number, body = 5, _ASK.pack(origin, seq, cause)
-        case State(origin, seq, ask, sight):
+        case StateReply(origin, seq, ask, sight):
             waits = sight.waits[:MOST_WAITED_FOR]
             flags = sight.exact | sight.wait << 1
             head = (origin, seq, *ask, sight.rank, sight.condition, sight.op, sight.step, sight.still_ms, flags)
@@ -186,11 +187,11 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(number, len(body)) + body
 
 
-def _hello(body: bytes) -> Hello:
+def _hello(body: bytes) -> Greeting:
     magic, token, rank = _HELLO.unpack(body)
     if magic != _MAGIC:
         raise MalformedError("no hello of this version")
-    return Hello(token, rank)
+    return Greeting(token, rank)
 
 
 def _lost(body: bytes) -> Lost:
@@ -198,26 +199,26 @@ def _lost(body: bytes) -> Lost:
     text = body[_LOST.size :].decode(errors="replace")
     printable = "".join(char if char.isprintable() else " " for char in text)  # it will be shown in a terminal
     exact, silent, secondhand = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-    return Lost(origin, seq, rank, Kind(kind), op, step, at_ns, still_ms, exact, silent, secondhand, printable)
+    return Lost(origin, seq, rank, LossKind(kind), op, step, at_ns, still_ms, exact, silent, secondhand, printable)
 
 
-def _ask(body: bytes) -> Ask:
+def _ask(body: bytes) -> StateRequest:
     origin, seq, cause = _ASK.unpack(body)
-    return Ask(origin, seq, Cause(cause))
+    return StateRequest(origin, seq, WaitFailure(cause))
 
 
-def _state(body: bytes) -> State:
+def _state(body: bytes) -> StateReply:
     origin, seq, asker, asked, rank, condition, op, step, still_ms, flags = _STATE.unpack_from(body)
     tail = body[_STATE.size :]
     waits = struct.unpack(f"!{len(tail) // 4}I", tail)
-    sight = Sight(rank, Condition(condition), op, step, still_ms, bool(flags & 1), waits, Wait(flags >> 1))
-    return State(origin, seq, (asker, asked), sight)
+    sight = Observation(rank, Condition(condition), op, step, still_ms, bool(flags & 1), waits, WaitState(flags >> 1))
+    return StateReply(origin, seq, (asker, asked), sight)
 
 
 _DECODERS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     1: (_HELLO.size, _hello),
-    2: (_SLOTS.size, lambda body: Beat(Slots(*_SLOTS.unpack(body)))),
-    3: (_SLOTS.size, lambda body: Bye(Slots(*_SLOTS.unpack(body)))),
+    2: (_SLOTS.size, lambda body: Heartbeat(Snapshot(*_SLOTS.unpack(body)))),
+    3: (_SLOTS.size, lambda body: Goodbye(Snapshot(*_SLOTS.unpack(body)))),
     4: (_LOST.size + MOST_TEXT_BYTES, _lost),
     5: (_ASK.size, _ask),
     6: (_STATE.size + 4 * MOST_WAITED_FOR, _state),

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from treadle.runtime.faults.progress.page import Slots
-from treadle.runtime.faults.watch.links import MOST_STRANGERS, Link, Neighbour, Stranger, make_ready
-from treadle.runtime.faults.watch.messages import Bye, Frames, MalformedError, Message, encode
+from treadle.runtime.faults.progress.page import Snapshot
+from treadle.runtime.faults.watch.links import MOST_STRANGERS, Neighbour, NeighbourLink, PendingConnection, make_ready
+from treadle.runtime.faults.watch.messages import Frames, Goodbye, MalformedError, Message, encode
 
 PARTING_S = 0.5
 """How long a goodbye may take."""
 
 
-class Owner(Protocol):
+class MessageHandler(Protocol):
     """Who is told."""
 
     def hear(self, neighbour: Neighbour, message: Message) -> None:
@@ -32,15 +32,17 @@ class Owner(Protocol):
         """A neighbour's process ended or its connection did; or else it sent what is no message."""
 
 
-class Post:
+class Transport:
     """The connections of one rank. All but `wake` and `forget` is for the watch's thread."""
 
-    def __init__(self, owner: Owner, neighbours: Sequence[Neighbour], door: socket.socket, token: bytes) -> None:
+    def __init__(
+        self, owner: MessageHandler, neighbours: Sequence[Neighbour], door: socket.socket, token: bytes
+    ) -> None:
         self._owner, self._token = owner, token
         self.neighbours = {neighbour.rank: neighbour for neighbour in neighbours}
         self.met = threading.Event()
         self._door: socket.socket | None = door
-        self._strangers: dict[socket.socket, Stranger] = {}
+        self._strangers: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._parting = False
@@ -54,7 +56,7 @@ class Post:
             if neighbour.onlooker is not None:
                 self._selector.register(neighbour.onlooker.pidfd, selectors.EVENT_READ, self._ended_of(neighbour))
         for rank, connection in called.items():
-            self._take(self.neighbours[rank], Link(connection, Frames()))
+            self._take(self.neighbours[rank], NeighbourLink(connection, Frames()))
         self._shut_door_if_met()
 
     def missing(self) -> list[int]:
@@ -80,10 +82,10 @@ class Post:
             if neighbour.link is not None and neighbour is not source:
                 neighbour.link.send(frame)
 
-    def part(self, slots: Slots) -> None:
+    def part(self, slots: Snapshot) -> None:
         """Says goodbye, and waits a moment for the neighbours to hang up, lest the close overtake the goodbye."""
         self._parting = True
-        self.spread(Bye(slots))
+        self.spread(Goodbye(slots))
         until = time.monotonic() + PARTING_S
         shut: set[int] = set()
         while (linked := self._linked()) and time.monotonic() < until:
@@ -117,7 +119,7 @@ class Post:
         if self._door is not None:
             self._door.close()
 
-    def _linked(self) -> list[tuple[Neighbour, Link]]:
+    def _linked(self) -> list[tuple[Neighbour, NeighbourLink]]:
         return [(each, each.link) for each in self.neighbours.values() if each.link is not None]
 
     def _answer_door(self) -> None:
@@ -127,10 +129,10 @@ class Post:
             make_ready(connection)
             if len(self._strangers) >= MOST_STRANGERS:
                 self._refuse(next(iter(self._strangers.values())))
-            stranger = self._strangers[connection] = Stranger(connection)
+            stranger = self._strangers[connection] = PendingConnection(connection)
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(stranger))
 
-    def _greet(self, stranger: Stranger) -> None:
+    def _greet(self, stranger: PendingConnection) -> None:
         hello, rest, stays = stranger.identify(self._token)
         neighbour = self.neighbours.get(hello.rank) if hello is not None else None
         if not stays or (hello is not None and (neighbour is None or neighbour.link is not None)):
@@ -138,17 +140,17 @@ class Post:
         elif neighbour is not None:
             self._selector.unregister(stranger.socket)
             del self._strangers[stranger.socket]
-            self._take(neighbour, Link(stranger.socket, stranger.frames))
+            self._take(neighbour, NeighbourLink(stranger.socket, stranger.frames))
             for message in rest:
                 self._owner.hear(neighbour, message)
             self._shut_door_if_met()
 
-    def _refuse(self, stranger: Stranger) -> None:
+    def _refuse(self, stranger: PendingConnection) -> None:
         self._unregister(stranger.socket)
         self._strangers.pop(stranger.socket, None)
         stranger.socket.close()
 
-    def _take(self, neighbour: Neighbour, link: Link) -> None:
+    def _take(self, neighbour: Neighbour, link: NeighbourLink) -> None:
         neighbour.link, neighbour.heard = link, time.monotonic()
         self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._read(neighbour))
 

@@ -26,13 +26,13 @@ from multiprocessing.util import Finalize
 import torch
 
 from treadle.dist.addresses import own_address
-from treadle.runtime.faults.progress.page import COMPUTING, Onlooker, Progress, namespace_id
-from treadle.runtime.faults.watch.contacts import Card, Ring, exchange
+from treadle.runtime.faults.progress.page import COMPUTING, PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_door
-from treadle.runtime.faults.watch.loss import Naming, RankLost, from_network, rank_lost, timed_out
-from treadle.runtime.faults.watch.messages import MOST_TEXT_BYTES, UNKNOWN, Cause, Kind, Lost, Wait
-from treadle.runtime.faults.watch.transport import Post
-from treadle.runtime.faults.watch.watchdog import Sentry
+from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, rank_lost, timed_out
+from treadle.runtime.faults.watch.messages import MOST_TEXT_BYTES, UNKNOWN, LossKind, Lost, WaitFailure, WaitState
+from treadle.runtime.faults.watch.transport import Transport
+from treadle.runtime.faults.watch.watchdog import Watchdog
 
 MEET_S = 30.0
 """How long neighbours may take to connect, once all have exchanged their cards."""
@@ -56,7 +56,7 @@ def waits_for_group(index: int) -> int:
 class Watch:
     """One rank's eye on the others."""
 
-    def __init__(self, sentry: Sentry, post: Post, progress: Progress, describe: _Describe) -> None:
+    def __init__(self, sentry: Watchdog, post: Transport, progress: ProgressPage, describe: _Describe) -> None:
         self._sentry, self._post, self._progress, self._describe = sentry, post, progress, describe
         self.slots = progress.slots
         # Also at exit, of a multiprocessing child too, so that a normal end is not taken for a death.
@@ -66,7 +66,7 @@ class Watch:
     @classmethod
     def join(
         cls,
-        groups: Sequence[Ring],
+        groups: Sequence[GatherGroup],
         *,
         rank: int,
         name: Naming,
@@ -83,13 +83,13 @@ class Watch:
         collective may wait for, those of each group if not given.
         """
         token = secrets.token_bytes(16)
-        progress = Progress(int.from_bytes(token[:8], "little", signed=True))
+        progress = ProgressPage(int.from_bytes(token[:8], "little", signed=True))
         door = open_door(address if address is not None else own_address())
         called: dict[int, socket.socket] = {}
         try:
             host, port = door.getsockname()[:2]
             ids = namespace_id("pid"), namespace_id("net")
-            card = Card(rank, host, port, os.getpid(), progress.fd, token, *ids)
+            card = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
             cards = exchange(groups, card, device)
             called |= {other: call(cards[other], rank) for other in cards if other < rank}
         except BaseException:
@@ -100,13 +100,13 @@ class Watch:
         neighbours = [Neighbour(other, _onlooker(card, other)) for other in cards.values()]
         describe = _Describe(rank, progress, name, deadline_s)
         waited = waited if waited is not None else [group.ranks for group in groups]
-        sentry = Sentry(rank, progress, waited, deadline_s, describe)
+        sentry = Watchdog(rank, progress, waited, deadline_s, describe)
         watch = cls(sentry, sentry.start(neighbours, door, token, called), progress, describe)
         watch._wait_until_met()
         return watch
 
     @property
-    def alarm(self) -> RankLost | None:
+    def alarm(self) -> RankLostError | None:
         """The loss of a rank, once it is known; None while all is well. To raise it, take it from `noticed`."""
         return self._sentry.alarm
 
@@ -114,21 +114,21 @@ class Watch:
         """Has `unblock` called in the watch's thread on alarm, to get a blocked main thread out of a native wait."""
         self._sentry.on_alarm(unblock)
 
-    def noticed(self) -> RankLost:
+    def noticed(self) -> RankLostError:
         """The alarm, to be raised by the main thread, which from now on is left alone to unwind."""
         self._sentry.acknowledged = True
         assert self.alarm is not None
         lost = self._sentry.case.verdict
         return self._describe(lost) if lost is not None else self.alarm
 
-    def failed(self, error: BaseException, waiting_for: str) -> RankLost:
+    def failed(self, error: BaseException, waiting_for: str) -> RankLostError:
         """A wait raised: finds out which rank is behind it, and returns the error to raise `from error`.
 
         A rank that is at an op which waits for nobody has waited for itself, and says so before it leaves.
         """
-        cause = Cause.TIMED_OUT if timed_out(error) else Cause.CLOSED
-        if cause is Cause.TIMED_OUT and self._progress.look().waits_for == COMPUTING:
-            cause = Cause.STUCK
+        cause = WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED
+        if cause is WaitFailure.TIMED_OUT and self._progress.look().waits_for == COMPUTING:
+            cause = WaitFailure.STUCK
         self._find_out(cause)
         self._sentry.acknowledged = True
         lost = self._sentry.case.verdict if self._sentry.alarm is not None else None
@@ -140,42 +140,42 @@ class Watch:
         An error that the network made is not taken for the first: first everyone is asked who is behind it.
         """
         secondhand = from_network(error)
-        if secondhand and not isinstance(error, RankLost):
-            self._find_out(Cause.TIMED_OUT if timed_out(error) else Cause.CLOSED)
+        if secondhand and not isinstance(error, RankLostError):
+            self._find_out(WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED)
         self._sentry.acknowledged = True
-        if isinstance(error, RankLost) or self.alarm is not None or not self._sentry.is_alive:
+        if isinstance(error, RankLostError) or self.alarm is not None or not self._sentry.is_alive:
             return
         text = f"{type(error).__name__}: {error}"[:MOST_TEXT_BYTES]
         case, own = self._sentry.case, self._sentry.own
-        tell = self._sentry.do(lambda now: case.lose(Kind.RAISED, own(), now, text=text, secondhand=secondhand))
+        tell = self._sentry.do(lambda now: case.lose(LossKind.RAISED, own(), now, text=text, secondhand=secondhand))
         tell.wait(TELL_S)
 
     def close(self) -> None:
         """Says goodbye and closes everything. May be called again."""
         self._close()
 
-    def _find_out(self, cause: Cause) -> None:
+    def _find_out(self, cause: WaitFailure) -> None:
         """Waits until the alarm is known: told by others, or found by asking.
 
         A rank that waits asks on until all others' waits have had their time, as one of them may be no wait.
         """
         sentry = self._sentry
-        sentry.failed = Wait.CLOSED if cause is Cause.CLOSED else Wait.TIMED_OUT
+        sentry.failed = WaitState.CLOSED if cause is WaitFailure.CLOSED else WaitState.TIMED_OUT
         waits = self._progress.look().waits_for != COMPUTING
         until = time.monotonic() + (3 * ANSWER_S + (sentry.deadline_s if waits else 0.0))
-        if cause is Cause.CLOSED and sentry.is_alive:
+        if cause is WaitFailure.CLOSED and sentry.is_alive:
             sentry.alarmed.wait(NEWS_S)
         while not sentry.alarmed.is_set() and sentry.is_alive and time.monotonic() < until:
             sentry.do(lambda now: sentry.case.ask(cause, now))
             sentry.alarmed.wait(ANSWER_S)
 
-    def _nobody_told(self, cause: Cause) -> Lost:
+    def _nobody_told(self, cause: WaitFailure) -> Lost:
         """What is left to say without a verdict: the rank that was waited for, or else this one, cut off or stuck."""
         here, rank = self._progress.look(), self._sentry.rank
         named = here.waits_for if here.waits_for >= 0 else rank
-        hung = cause is Cause.STUCK or (cause is Cause.TIMED_OUT and named != rank)
-        op = here.op if cause is Cause.STUCK else UNKNOWN
-        return Lost(rank, 0, named, Kind.HUNG if hung else Kind.CUT, op, here.step, time.time_ns(), 0)
+        hung = cause is WaitFailure.STUCK or (cause is WaitFailure.TIMED_OUT and named != rank)
+        op = here.op if cause is WaitFailure.STUCK else UNKNOWN
+        return Lost(rank, 0, named, LossKind.HUNG if hung else LossKind.CUT, op, here.step, time.time_ns(), 0)
 
     def _wait_until_met(self) -> None:
         until = time.monotonic() + MEET_S
@@ -196,10 +196,10 @@ class Watch:
 class _Describe:
     """The error of this rank about a loss, with where it is now."""
 
-    def __init__(self, rank: int, progress: Progress, name: Naming, deadline_s: float) -> None:
+    def __init__(self, rank: int, progress: ProgressPage, name: Naming, deadline_s: float) -> None:
         self._rank, self._progress, self._name, self._deadline_s = rank, progress, name, deadline_s
 
-    def __call__(self, lost: Lost, waiting_for: str | None = None) -> RankLost:
+    def __call__(self, lost: Lost, waiting_for: str | None = None) -> RankLostError:
         return rank_lost(
             lost,
             rank=self._rank,
@@ -210,17 +210,17 @@ class _Describe:
         )
 
 
-def _onlooker(card: Card, other: Card) -> Onlooker | None:
-    return Onlooker.open(other.pid, other.progress_fd, other.mark) if other.host == card.host else None
+def _onlooker(card: Contact, other: Contact) -> PageReader | None:
+    return PageReader.open(other.pid, other.progress_fd, other.mark) if other.host == card.host else None
 
 
-def _close(sentry: Sentry, progress: Progress) -> None:
+def _close(sentry: Watchdog, progress: ProgressPage) -> None:
     sentry.acknowledged = True
     sentry.leave()
     progress.close()
 
 
-def _close_copies_in_children(post: Post) -> None:
+def _close_copies_in_children(post: Transport) -> None:
     known = weakref.ref(post)
 
     def forget() -> None:

@@ -16,12 +16,23 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from treadle.runtime.faults.progress.page import OUTSIDE, Progress
-from treadle.runtime.faults.watch.incident import Case
+from treadle.runtime.faults.progress.page import OUTSIDE, ProgressPage
+from treadle.runtime.faults.watch.incident import Incident
 from treadle.runtime.faults.watch.links import Neighbour
-from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLost
-from treadle.runtime.faults.watch.messages import Beat, Bye, Condition, Flooded, Hello, Kind, Lost, Message, Sight, Wait
-from treadle.runtime.faults.watch.transport import PARTING_S, Post
+from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
+from treadle.runtime.faults.watch.messages import (
+    Condition,
+    Flooded,
+    Goodbye,
+    Greeting,
+    Heartbeat,
+    LossKind,
+    Lost,
+    Message,
+    Observation,
+    WaitState,
+)
+from treadle.runtime.faults.watch.transport import PARTING_S, Transport
 
 BEAT_S = 0.2
 
@@ -38,24 +49,24 @@ GRACE_S = 3.0
 """How long a main thread in a step may go on after the alarm without taking notice."""
 
 
-class Sentry:
+class Watchdog:
     """One rank's thread. `describe` makes the error of a verdict; `groups` are the ranks of each group."""
 
     def __init__(
         self,
         rank: int,
-        progress: Progress,
+        progress: ProgressPage,
         groups: Sequence[Sequence[int]],
         deadline_s: float,
-        describe: Callable[[Lost], RankLost],
+        describe: Callable[[Lost], RankLostError],
     ) -> None:
         self.rank, self._progress, self._groups, self._describe = rank, progress, groups, describe
         self.deadline_s, self._silence_s = deadline_s, max(deadline_s, LEAST_SILENCE_S)
-        self.case = Case(rank, self, self._spread)  # the thread's: others reach it by errands
-        self.alarm: RankLost | None = None
+        self.case = Incident(rank, self, self._spread)  # the thread's: others reach it by errands
+        self.alarm: RankLostError | None = None
         self.alarmed = threading.Event()
         self.acknowledged = False
-        self.failed: Wait | None = None  # how the main thread's wait ended, once it has failed
+        self.failed: WaitState | None = None  # how the main thread's wait ended, once it has failed
         self._errands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unblocks: list[Callable[[], None]] = []
         self._last_turn = self._next_beat = self._still_since = time.monotonic()
@@ -72,9 +83,9 @@ class Sentry:
         door: socket.socket,
         token: bytes,
         called: Mapping[int, socket.socket],
-    ) -> Post:
+    ) -> Transport:
         """Begins to watch."""
-        self._post = Post(self, neighbours, door, token)
+        self._post = Transport(self, neighbours, door, token)
         self._post.open(called)
         self._thread.start()
         return self._post
@@ -111,7 +122,7 @@ class Sentry:
 
     # For the case.
 
-    def own(self) -> Sight:
+    def own(self) -> Observation:
         """What this rank is doing."""
         op, waits_for, step = self._progress.look()
         waits: tuple[int, ...] = (waits_for,) if waits_for >= 0 else ()
@@ -120,10 +131,12 @@ class Sentry:
         still_s = time.monotonic() - self._still_since
         wait = self.failed
         if wait is None:
-            wait = Wait.OVERDUE if still_s > self.deadline_s + OVERDUE_S else Wait.RUNS
-        return Sight(self.rank, Condition.ANSWERS, op, step, int(still_s * 1000), exact=True, waits=waits, wait=wait)
+            wait = WaitState.OVERDUE if still_s > self.deadline_s + OVERDUE_S else WaitState.RUNS
+        return Observation(
+            self.rank, Condition.ANSWERS, op, step, int(still_s * 1000), exact=True, waits=waits, wait=wait
+        )
 
-    def neighbours(self) -> Iterable[Sight]:
+    def neighbours(self) -> Iterable[Observation]:
         """What its neighbours were last seen doing."""
         return [neighbour.sight(time.monotonic()) for neighbour in self._post.neighbours.values()]
 
@@ -136,12 +149,12 @@ class Sentry:
         """Takes note, and passes on what is for everyone."""
         now = time.monotonic()
         match message:
-            case Beat(slots):
+            case Heartbeat(slots):
                 neighbour.hear(slots, now)
-            case Bye(slots):
+            case Goodbye(slots):
                 neighbour.hear(slots, now)
                 neighbour.left = True
-            case Hello():
+            case Greeting():
                 pass  # said once already
             case _:
                 neighbour.heard = now
@@ -155,7 +168,7 @@ class Sentry:
         known = any(lost.rank == neighbour.rank for lost in self.case.reports)
         if not known and self.case.verdict is None:
             now = time.monotonic()
-            self.case.lose(Kind.KILLED if died else Kind.CUT, neighbour.sight(now), now)
+            self.case.lose(LossKind.KILLED if died else LossKind.CUT, neighbour.sight(now), now)
 
     # The thread.
 
@@ -197,11 +210,11 @@ class Sentry:
                 self._errands.get_nowait()()
 
     def _beat(self, now: float) -> None:
-        self._post.spread(Beat(self._slots))
+        self._post.spread(Heartbeat(self._slots))
         for neighbour in self._post.neighbours.values():
             is_silent = neighbour.link is not None and now - neighbour.heard > self._silence_s
             if is_silent and not self.case.reports:
-                self.case.lose(Kind.HUNG, neighbour.sight(now), now, silent=True)
+                self.case.lose(LossKind.HUNG, neighbour.sight(now), now, silent=True)
 
     def _raise_alarm(self, lost: Lost) -> None:
         """Tells the main thread, and kills a neighbour that cannot: a lost rank must not come back and write."""
@@ -227,7 +240,7 @@ class Sentry:
             assert self.alarm is not None
             self._exit(self.alarm)
 
-    def _exit(self, alarm: RankLost) -> NoReturn:
+    def _exit(self, alarm: RankLostError) -> NoReturn:
         text = f"treadle: rank {self.rank} did not react and was ended (exit code {EXIT_LOST}). {alarm}\n"
         with suppress(OSError):
             os.write(2, text.encode(errors="replace"))

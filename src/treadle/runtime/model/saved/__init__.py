@@ -1,10 +1,10 @@
 """What autograd saves between forward and backward: counted, and moved to the host and back where the Program says.
 
-`Store` is what saved tensors go through, `pool` where they wait on the host, `Ledger` how many bytes are alive.
+`SavedTensors` is what saved tensors go through, `pool` where they wait on the host, `LiveBytes` counts bytes alive.
 """
 
-from treadle.runtime.model.saved.ledger import Ledger
+from treadle.runtime.model.saved.ledger import LiveBytes
 from treadle.runtime.model.saved.pool import FilePool, PinnedPool, Pool, pool_for
-from treadle.runtime.model.saved.store import SavedReport, Store
+from treadle.runtime.model.saved.store import SavedReport, SavedTensors
 
-__all__ = ["FilePool", "Ledger", "PinnedPool", "Pool", "SavedReport", "Store", "pool_for"]
+__all__ = ["FilePool", "LiveBytes", "PinnedPool", "Pool", "SavedReport", "SavedTensors", "pool_for"]

@@ -8,7 +8,7 @@ from collections import deque
 from torch import Tensor
 
 
-class Ledger:
+class LiveBytes:
     """Counts storages, each once however many hold it.
 
     A storage is known by its address, so whoever holds one keeps it alive until it has been released: an address that

@@ -19,7 +19,7 @@ _SMALLEST = 4096
 _EXTENT = 64 << 20
 
 
-class Piece(NamedTuple):
+class HostBlock(NamedTuple):
     """`room` is a flat uint8 tensor of at least the size asked for; `free` an event behind its last reader on a GPU."""
 
     room: Tensor
@@ -87,7 +87,7 @@ class PinnedPool:
     """Pinned host memory, which a GPU copies to and from beside its computation."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Piece]] = defaultdict(list)
+        self._free: dict[int, list[HostBlock]] = defaultdict(list)
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> Tensor:
@@ -106,7 +106,7 @@ class PinnedPool:
         """Whoever takes it next waits for what the current stream is still reading."""
         read: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record(torch.cuda.current_stream())
-        self._free[len(room)].append(Piece(room, read))
+        self._free[len(room)].append(HostBlock(room, read))
 
 
 def pool_for(device: torch.device, directory: Path | None) -> Pool:

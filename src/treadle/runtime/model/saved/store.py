@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from treadle.ir.program import OpKind
-from treadle.runtime.model.saved.ledger import Ledger
+from treadle.runtime.model.saved.ledger import LiveBytes
 from treadle.runtime.model.saved.pool import Pool
-from treadle.runtime.model.weight_grad import Half
+from treadle.runtime.model.weight_grad import WeightGrad
 
 _ENDS = {"embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
 
@@ -61,7 +61,7 @@ class Saved:
 
     __slots__ = ("__weakref__", "_address", "_ledger", "_pool", "_version", "device", "room", "size_bytes", "tensor")
 
-    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+    def __init__(self, tensor: Tensor, ledger: LiveBytes) -> None:
         self.size_bytes, self.device = tensor.untyped_storage().nbytes(), tensor.device
         self.tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
@@ -130,7 +130,7 @@ class Shelf:
         self._by_address: dict[int, weakref.ref[Saved]] = {}
         self._all: list[weakref.ref[Saved]] = []
 
-    def place(self, tensor: Tensor, ledger: Ledger) -> tuple[Saved, bool]:
+    def place(self, tensor: Tensor, ledger: LiveBytes) -> tuple[Saved, bool]:
         """Where a tensor's storage is kept, and whether it is new there."""
         address = tensor.untyped_storage().data_ptr()
         known = self._by_address.get(address)
@@ -147,11 +147,11 @@ class Shelf:
         return [saved for saved in (known() for known in self._all) if saved is not None]
 
 
-class Store:
+class SavedTensors:
     """All that a rank's layers save. With a pool it can be offloaded; without, it is only counted."""
 
     def __init__(self, modules: Iterable[nn.Module], pool: Pool | None) -> None:
-        self.pool, self.ledger = pool, Ledger()
+        self.pool, self.ledger = pool, LiveBytes()
         self._modules = tuple(modules)
         self._own: frozenset[int] = frozenset()
         self._shelves: dict[Key, Shelf] = {}
@@ -208,7 +208,7 @@ class Store:
 
     # -- weight halves -----------------------------------------------------------------------------------------------
 
-    def hold_halves(self, key: Key, part: str, halves: list[Half]) -> None:
+    def hold_halves(self, key: Key, part: str, halves: list[WeightGrad]) -> None:
         """Counts what weight halves keep until they run."""
         held = [(self.ledger.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
         self._halves[key, part] = held

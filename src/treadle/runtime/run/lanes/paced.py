@@ -17,7 +17,7 @@ from enum import IntEnum
 from time import perf_counter_ns
 
 from treadle.runtime.run.lanes.interface import Run
-from treadle.runtime.run.lanes.thread import NEVER, Item, Step, ThreadLanes
+from treadle.runtime.run.lanes.thread import NEVER, LaneStep, QueuedOp, ThreadLanes
 
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""
@@ -48,7 +48,7 @@ class PacedLanes(ThreadLanes):
         super().finish()
         _sleep_until(max(self._step.end, default=0))
 
-    def _run(self, lane: int, item: Item) -> int:
+    def _run(self, lane: int, item: QueuedOp) -> int:
         op, run, step = item.op, item.run, item.step
         pace, kind, dur_ns = self._pace[op], self._kind[op], self._dur_ns[op]
         could = max([self._free[lane], item.launched_ns, *(step.end[other] for other in item.after)])
@@ -83,7 +83,7 @@ class PacedLanes(ThreadLanes):
         return ended
 
 
-def _stands_at(until_ns: int, step: Step) -> bool:
+def _stands_at(until_ns: int, step: LaneStep) -> bool:
     """Sleeps, and says whether the step still stands: after an error nothing runs that has not."""
     _sleep_until(until_ns)
     return step.error is None

@@ -16,7 +16,7 @@ NEVER = -1
 """When something started or ended that did not."""
 
 
-class Step:
+class LaneStep:
     """What has run of one step. A lane that is late, after an error, writes to its own step and no later one."""
 
     def __init__(self, num_ops: int) -> None:
@@ -27,14 +27,14 @@ class Step:
         self.error: BaseException | None = None
 
 
-class Item(NamedTuple):
+class QueuedOp(NamedTuple):
     """What was launched, and when."""
 
     op: int
     run: Run
     after: Sequence[int]
     launched_ns: int
-    step: Step
+    step: LaneStep
 
 
 class ThreadLanes:
@@ -44,8 +44,8 @@ class ThreadLanes:
 
     def __init__(self, num_lanes: int, num_ops: int, deadline_s: float) -> None:
         self.deadline_s, self._num_ops = deadline_s, num_ops
-        self._step = Step(num_ops)
-        self._queues: list[SimpleQueue[Item | None]] = [SimpleQueue() for _ in range(num_lanes)]
+        self._step = LaneStep(num_ops)
+        self._queues: list[SimpleQueue[QueuedOp | None]] = [SimpleQueue() for _ in range(num_lanes)]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"treadle lane {lane}", daemon=True)
             for lane in range(1, num_lanes)
@@ -60,11 +60,11 @@ class ThreadLanes:
 
     def begin(self) -> None:
         """Starts a step: nothing has run."""
-        self._step = Step(self._num_ops)
+        self._step = LaneStep(self._num_ops)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
         """Runs here, or leaves it to the lane's thread."""
-        item = Item(op, run, after, perf_counter_ns(), self._step)
+        item = QueuedOp(op, run, after, perf_counter_ns(), self._step)
         if lane != OWN_LANE:
             self._step.last[lane] = op
             self._queues[lane].put(item)
@@ -95,7 +95,7 @@ class ThreadLanes:
             if item.step is self._step:
                 self._do(lane, item)
 
-    def _do(self, lane: int, item: Item) -> None:
+    def _do(self, lane: int, item: QueuedOp) -> None:
         """Waits, runs, tells; after an error nothing runs, but all are told, so that nobody waits for ever."""
         op, step = item.op, item.step
         try:
@@ -109,16 +109,16 @@ class ThreadLanes:
         finally:
             step.done[op].set()
 
-    def _run(self, lane: int, item: Item) -> int:
+    def _run(self, lane: int, item: QueuedOp) -> int:
         """When it ends, which is not before it has run; NEVER if it did not, as another has failed meanwhile."""
         item.run()
         return perf_counter_ns()
 
-    def _await(self, step: Step, op: int, deadline_s: float | None) -> None:
+    def _await(self, step: LaneStep, op: int, deadline_s: float | None) -> None:
         if not step.done[op].wait(deadline_s):
             raise LateError(f"Timed out: op {op} has not ended within {self.deadline_s:g} s")
 
-    def _fail(self, step: Step, op: int, error: BaseException) -> None:
+    def _fail(self, step: LaneStep, op: int, error: BaseException) -> None:
         if step.error is None:
             step.failed, step.error = op, error
         for done in step.done:  # nothing runs any more, and nobody is to wait for it

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect
-from treadle.update.adapters.vllm.messages import Done, Join
-from treadle.wire.errors import Gone, WireError
+from treadle.update.adapters.vllm.messages import Attach, Reply
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link
 
 
@@ -21,8 +21,8 @@ class Line:
     """Asks, one thread at a time; what goes wrong is returned."""
 
     def __init__(self, path: Path, worker: int, deadline_s: float = 30.0) -> None:
-        self._link: Link[Done] = Link(connect(path), Done)
-        error = self.ask(Join(worker, os.getppid()), deadline_s)
+        self._link: Link[Reply] = Link(connect(path), Reply)
+        error = self.ask(Attach(worker, os.getppid()), deadline_s)
         if error is not None:
             raise ConnectionRefusedError(error)
 
@@ -34,7 +34,7 @@ class Line:
         except TimeoutError:
             self._link.shut()  # a late answer would be taken for that to the next question
             return f"the engine's process did not answer {type(message).__name__} within {deadline_s:g} s"
-        except (Gone, WireError, OSError) as error:
+        except (PeerGoneError, WireError, OSError) as error:
             return f"the line to the engine's process is lost: {error}; start the engine again"
 
     def close(self) -> None:

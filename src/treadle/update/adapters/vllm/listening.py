@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treadle.host.sockets import close_server, listen
-from treadle.update.adapters.vllm.messages import Done, FromVllm, Join
+from treadle.update.adapters.vllm.messages import Attach, FromVllm, Reply
 from treadle.wire.errors import WireError
 from treadle.wire.link import HELLO_S, Link, accepting
 
@@ -40,11 +40,11 @@ class Listening:
         worker, why = -1, ""
         try:
             message = link.receive(HELLO_S)
-            if not isinstance(message, Join):
+            if not isinstance(message, Attach):
                 raise WireError(f"a line begins with Join, got {message}")
             worker = message.worker
             while True:
-                link.send(Done(self._answer(worker, link.pid, message)))
+                link.send(Reply(self._answer(worker, link.pid, message)))
                 message = link.receive(None)
         except (WireError, OSError) as error:
             why = str(error)

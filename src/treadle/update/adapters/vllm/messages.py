@@ -11,7 +11,7 @@ from typing import TypeAlias
 from treadle.update.protocol.messages import Close, Message
 
 
-class Join(Message, frozen=True):
+class Attach(Message, frozen=True):
     """The first message: which worker this is, and the process that its own was started by."""
 
     worker: int
@@ -35,10 +35,10 @@ class Serve(Message, frozen=True):
     version: int
 
 
-class Done(Message, frozen=True):
+class Reply(Message, frozen=True):
     """Nothing, or what went wrong."""
 
     error: str | None = None
 
 
-FromVllm: TypeAlias = Join | Shut | Forget | Serve
+FromVllm: TypeAlias = Attach | Shut | Forget | Serve

@@ -20,8 +20,8 @@ from treadle.update.adapters.vllm.engines import Engine, within
 from treadle.update.adapters.vllm.leftovers import Leftovers
 from treadle.update.adapters.vllm.line import replica_path
 from treadle.update.adapters.vllm.listening import Listening
-from treadle.update.adapters.vllm.messages import Forget, FromVllm, Join, Serve, Shut
-from treadle.update.worker.gate import Closed, Gate
+from treadle.update.adapters.vllm.messages import Attach, Forget, FromVllm, Serve, Shut
+from treadle.update.worker.gate import ClosedError, Gate
 
 ENGINE_S = 20.0
 """For a call to vLLM; a deadline of the update that is shorter ends it earlier, for its ranks."""
@@ -105,11 +105,11 @@ class Replica:
             while True:
                 with self._changed:
                     if self._failed is not None:
-                        raise Closed(self._failed)
+                        raise ClosedError(self._failed)
                     try:
                         version = stack.enter_context(self._gate.serving())
                         break
-                    except Closed:
+                    except ClosedError:
                         if not self._changed.wait(max(0.0, until - time.monotonic())):
                             raise
             yield version
@@ -126,7 +126,7 @@ class Replica:
 
     def _answer(self, worker: int, pid: int, message: FromVllm) -> str | None:
         try:
-            if isinstance(message, Join):
+            if isinstance(message, Attach):
                 self._leftovers.add(pid, message.parent_pid)
             elif isinstance(message, Shut):
                 return self._shut(worker, message)
@@ -233,9 +233,9 @@ class Replica:
 
     def _want(self, wanted: object) -> None:
         if self._failed is not None:
-            raise Closed(self._failed)
+            raise ClosedError(self._failed)
         if self._starting is not wanted:
-            raise Closed("the engine started too late: the gate stays closed until the next update")
+            raise ClosedError("the engine started too late: the gate stays closed until the next update")
 
     def _ask_canary(self, version: int) -> None:
         if self.canary is not None and (expected := self.canary.tokens(version)) is not None:
