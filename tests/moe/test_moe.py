@@ -113,7 +113,7 @@ def by_segments(layer: MoELayer, *batches: Tensor) -> list[tuple[Tensor, Tensor]
     return [(out.thing, cast(Tensor, first.grad)) for out, first in zip(outs, firsts, strict=True)]
 
 
-def circle(rank: int) -> Group:
+def ep_group(rank: int) -> Group:
     wait = timedelta(seconds=30)
     return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
 
@@ -125,7 +125,7 @@ def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.d
     layer = part(whole(route, backend.dtype), dist.get_world_size(), rank, backend.exchange)
     device = torch.device("cuda", rank) if backend.device == "cuda" else torch.device("cpu")
     assert isinstance(layer.exchange, EpGroupModule)
-    layer.exchange.join(circle(rank), {})
+    layer.exchange.join(ep_group(rank), {})
     return layer.to(device), device
 
 
@@ -202,7 +202,7 @@ def test_deepep_is_refused_where_it_is_not_installed() -> None:
 
 
 def gathered(rank: int) -> list[list[Any]]:
-    comm = Comm(circle(rank), torch.device("cpu"))
+    comm = Comm(ep_group(rank), torch.device("cpu"))
     things = [rank, None, bytearray(rank * b"\x00\xff'") if rank else None, ("host", rank, [True, -1.5])]
     return [[comm.Get_rank(), comm.Get_size()], *(comm.allgather(thing) for thing in things)]
 

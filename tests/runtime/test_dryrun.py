@@ -31,7 +31,7 @@ def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
         assert (done.pp_rank, done.dp_rank) == (place, (7 * place) % (WORLD // PP))
         assert differences(done) == []
         assert done.num_communicators <= 8
-        assert done.circles == {"pipe": PP, **({"copies": 64} if name == "dualpipe" else {"replicas": 32})}
+        assert done.groups == {"pipe": PP, **({"copies": 64} if name == "dualpipe" else {"replicas": 32})}
         assert time.process_time() - started_s < 10
     assert disagreements(spread(done.program, ep=1, dp=WORLD // PP)) == []
 

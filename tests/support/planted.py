@@ -77,8 +77,8 @@ PLANTS = {
         "treadle.dist.groups",
         (
             (
-                "self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))",
-                "self.under_way = self.group.alltoall_base(arrived, rows.contiguous(), receive, send)",
+                "self.wait(self.communicator.alltoall_base(arrived, rows.contiguous(), receive, send))",
+                "self.under_way = self.communicator.alltoall_base(arrived, rows.contiguous(), receive, send)",
             ),
         ),
         "kind=layers,ep=2,schedule=1f1b|zb-v,num_layers=1",
@@ -88,8 +88,8 @@ PLANTS = {
         "treadle.runtime.model.gradients",
         (
             (
-                "flight.circle.wait(flight.work)\n            self._land(flight)",
-                "self._land(flight)\n            flight.circle.wait(flight.work)",
+                "flight.group.wait(flight.work)\n            self._land(flight)",
+                "self._land(flight)\n            flight.group.wait(flight.work)",
             ),
         ),
         "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",  # others' .grad are views of what is reduced
@@ -134,10 +134,10 @@ PLANTS = {
         "treadle.runtime.model.exchange",
         (
             (
-                "ctx.party, ctx.send, ctx.receive = party, send, receive",
-                "ctx.party = party\n        party.__dict__['splits'] = (receive, send)",
+                "ctx.ep_group, ctx.send, ctx.receive = ep_group, send, receive",
+                "ctx.ep_group = ep_group\n        ep_group.__dict__['splits'] = (receive, send)",
             ),
-            ("_swap(ctx.party, grad, ctx.receive, ctx.send)", "_swap(ctx.party, grad, *ctx.party.splits)"),
+            ("_swap(ctx.ep_group, grad, ctx.receive, ctx.send)", "_swap(ctx.ep_group, grad, *ctx.ep_group.splits)"),
         ),
         "kind=layers,ep=2,schedule=1f1b|interleaved-overlap,num_layers=1",
     ),

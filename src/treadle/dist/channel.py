@@ -36,13 +36,13 @@ class _Leaving(NamedTuple):
 
 
 class Channel:
-    """The communicator of one direction between this rank and a peer, who has `place` in it.
+    """The communicator of one direction between this rank and a peer, whose number in it is `peer`.
 
     Its messages are made on `device`.
     """
 
-    def __init__(self, group: Communicator, place: int, device: torch.device, wait: Wait) -> None:
-        self.group, self.place, self.device, self.wait = group, place, device, wait
+    def __init__(self, communicator: Communicator, peer: int, device: torch.device, wait: Wait) -> None:
+        self.communicator, self.peer, self.device, self.wait = communicator, peer, device, wait
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving = 0
 
@@ -51,7 +51,7 @@ class Channel:
         if not tensors:
             return
         sent = [tensor.contiguous() for tensor in tensors]
-        works = [self.group.send([tensor], self.place, 0) for tensor in sent]
+        works = [self.communicator.send([tensor], self.peer, 0) for tensor in sent]
         self._leaving.append(_Leaving(told, sent, versions(sent), works))
         self._num_leaving += len(works)
         while self._num_leaving > _LEAVING and len(self._leaving) > 1:
@@ -72,7 +72,7 @@ class Channel:
     def post(self, boundary: Boundary) -> Posted:
         """Launches the receive of a message."""
         tensors = tuple([spec.empty(self.device) for spec in boundary])
-        return tensors, [self.group.recv([tensor], self.place, 0) for tensor in tensors]
+        return tensors, [self.communicator.recv([tensor], self.peer, 0) for tensor in tensors]
 
     def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
         """The message, once it is there."""
@@ -88,14 +88,14 @@ class Channel:
     def receive_header(self, size: int) -> Tensor:
         """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
         header = torch.empty(size, dtype=torch.int64, device=self.device)
-        self.wait(self.group.recv([header], self.place, 0))
+        self.wait(self.communicator.recv([header], self.peer, 0))
         return header
 
     def close(self) -> None:
         """Gives the communicator back, and forgets what did not leave."""
-        group, self.group = self.group, CLOSED
+        communicator, self.communicator = self.communicator, CLOSED
         self._leaving.clear()
-        close_communicator(group)
+        close_communicator(communicator)
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -20,38 +20,38 @@ def host_number() -> int:
     return int.from_bytes(hashlib.sha256(boot).digest()[:7], "big") if boot else 0
 
 
-def clock_offset(circle: Group, device: torch.device) -> int:
-    """What to add to this rank's times to have them on the clock of the circle's first rank. All of it ask."""
-    hosts = circle.all_gather(torch.tensor([host_number()], dtype=torch.int64, device=device))
+def clock_offset(group: Group, device: torch.device) -> int:
+    """What to add to this rank's times to have them on the clock of the group's first rank. All of it ask."""
+    hosts = group.all_gather(torch.tensor([host_number()], dtype=torch.int64, device=device))
     offset = 0
     for other in range(1, len(hosts)):
         if bool(hosts[other] == hosts[0]) and int(hosts[0]) != 0:
             continue
-        if circle.at == 0:
-            _ask(circle, other, device)
-        elif circle.at == other:
-            offset = _answer(circle, device)
+        if group.group_rank == 0:
+            _ask(group, other, device)
+        elif group.group_rank == other:
+            offset = _answer(group, device)
     return offset
 
 
-def _ask(circle: Group, other: int, device: torch.device) -> None:
+def _ask(group: Group, other: int, device: torch.device) -> None:
     """Asks for the other's time again and again, and tells it what the quickest answer says about its clock."""
     message = torch.zeros(1, dtype=torch.int64, device=device)
     answers = []
     for _ in range(_PINGS):
         asked = perf_counter_ns()
-        circle.send(message, other)
-        circle.recv(message, other)
+        group.send(message, other)
+        group.recv(message, other)
         took = perf_counter_ns() - asked
         answers.append((took, asked + took // 2 - int(message)))
-    circle.send(torch.tensor([min(answers)[1]], dtype=torch.int64, device=device), other)
+    group.send(torch.tensor([min(answers)[1]], dtype=torch.int64, device=device), other)
 
 
-def _answer(circle: Group, device: torch.device) -> int:
+def _answer(group: Group, device: torch.device) -> int:
     message = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(_PINGS):
-        circle.recv(message, 0)
+        group.recv(message, 0)
         message.fill_(perf_counter_ns())
-        circle.send(message, 0)
-    circle.recv(message, 0)
+        group.send(message, 0)
+    group.recv(message, 0)
     return int(message)

@@ -70,10 +70,10 @@ def make_communicator(name: str, ranks: list[int], rank: int, deadline: timedelt
     raise ValueError(f"pipelines run on gloo or nccl, the process group's backend is {backend!r}")
 
 
-def next_name(place: MeshPosition) -> str:
+def next_name(position: MeshPosition) -> str:
     """A name for the next thing that the ranks of a mesh make together; they make such things in the same order."""
-    mesh = hashlib.sha1(repr(place.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
-    return f"{mesh}/{_get_default_store().add(f'treadle/{mesh}/made by {place.rank}', 1)}"
+    mesh = hashlib.sha1(repr(position.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
+    return f"{mesh}/{_get_default_store().add(f'treadle/{mesh}/made by {position.rank}', 1)}"
 
 
 class ClosedCommunicator:
@@ -86,23 +86,23 @@ class ClosedCommunicator:
 CLOSED: Communicator = ClosedCommunicator()
 
 
-def close_communicator(group: Communicator) -> None:
+def close_communicator(communicator: Communicator) -> None:
     """Ends what a backend keeps beside its sockets. gloo's ends with the last reference."""
-    if group is not CLOSED and dist.is_initialized() and dist.get_backend() == "nccl":
-        group.shutdown()
+    if communicator is not CLOSED and dist.is_initialized() and dist.get_backend() == "nccl":
+        communicator.shutdown()
 
 
 class Group:
     """Ranks that gather, reduce and exchange together."""
 
     def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta, wait: Wait) -> None:
-        self.ranks, self.at, self.wait = ranks, ranks.index(rank), wait
-        self.group = make_communicator(name, ranks, rank, deadline)
+        self.ranks, self.group_rank, self.wait = ranks, ranks.index(rank), wait
+        self.communicator = make_communicator(name, ranks, rank, deadline)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everyone's tensor, in the order of `ranks`."""
         gathered = [tensor.clone() for _ in self.ranks]  # on torch's fake backend everyone looks like this rank
-        self.wait(self.group.allgather([gathered], [tensor]))
+        self.wait(self.communicator.allgather([gathered], [tensor]))
         return gathered
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
@@ -113,23 +113,23 @@ class Group:
         """As `all_reduce`, to be waited for by the caller."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return self.group.allreduce([tensor], options)
+        return self.communicator.allreduce([tensor], options)
 
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Sends `send[r]` rows to each rank r and takes `receive[r]` from it; either may be nothing."""
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self.wait(self.group.alltoall_base(arrived, rows.contiguous(), receive, send))
+        self.wait(self.communicator.alltoall_base(arrived, rows.contiguous(), receive, send))
         return arrived
 
-    def send(self, tensor: Tensor, at: int) -> None:
-        """To the one at this place of the circle."""
-        self.wait(self.group.send([tensor], at, 0))
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Sends to the rank with this number in the group."""
+        self.wait(self.communicator.send([tensor], peer, 0))
 
-    def recv(self, tensor: Tensor, at: int) -> None:
-        """From the one at this place of the circle."""
-        self.wait(self.group.recv([tensor], at, 0))
+    def recv(self, tensor: Tensor, peer: int) -> None:
+        """Receives from the rank with this number in the group."""
+        self.wait(self.communicator.recv([tensor], peer, 0))
 
     def close(self) -> None:
-        """Gives the communicator back, whoever still holds the circle."""
-        group, self.group = self.group, CLOSED
-        close_communicator(group)
+        """Gives the communicator back, whoever still holds the group."""
+        communicator, self.communicator = self.communicator, CLOSED
+        close_communicator(communicator)

@@ -29,30 +29,30 @@ class MeshPosition:
         return len(self.ranks[0])
 
     @property
-    def pipe(self) -> list[int]:
+    def pp_ranks(self) -> list[int]:
         """The ranks of this pipeline."""
         return [row[self.dp_rank] for row in self.ranks]
 
     @property
-    def replicas(self) -> list[int]:
+    def dp_ranks(self) -> list[int]:
         """The ranks that have this one's place in all pipelines."""
         return list(self.ranks[self.pp_rank])
 
     @property
-    def copies(self) -> list[int]:
+    def copies_ranks(self) -> list[int]:
         """The ranks that have this one's stages where micro-batches enter at both ends, in all pipelines."""
-        return [rank for place in self._both_ends for rank in self.ranks[place]]
+        return [rank for pp_rank in self._both_ends for rank in self.ranks[pp_rank]]
 
     @property
-    def party(self) -> list[int]:
+    def ep_ranks(self) -> list[int]:
         """The ranks of this one's expert group: together they have all experts."""
         first = self.dp_rank - self.dp_rank % self.ep
         return list(self.ranks[self.pp_rank][first : first + self.ep])
 
     def with_same_experts(self, *, two_ended: bool) -> list[int]:
         """The ranks that have this one's experts, in other expert groups or at the pipe's other end."""
-        places = self._both_ends if two_ended else [self.pp_rank]
-        return [rank for place in places for rank in self.ranks[place][self.dp_rank % self.ep :: self.ep]]
+        pp_ranks = self._both_ends if two_ended else [self.pp_rank]
+        return [rank for pp_rank in pp_ranks for rank in self.ranks[pp_rank][self.dp_rank % self.ep :: self.ep]]
 
     @property
     def _both_ends(self) -> list[int]:

@@ -44,18 +44,18 @@ SavedName: TypeAlias = Literal["leave", "count", "offload"]
 _SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
 
-def check_modules(modules: Modules, schedule: Schedule, place: MeshPosition) -> None:
+def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) -> None:
     """Refuses modules that are not this rank's part of the schedule."""
     chunks = list(range(schedule.vpp))
-    if schedule.pp != len(place.ranks):
-        raise ValueError(f"the schedule is for {schedule.pp} ranks, the mesh has {len(place.ranks)} along pp")
+    if schedule.pp != len(position.ranks):
+        raise ValueError(f"the schedule is for {schedule.pp} ranks, the mesh has {len(position.ranks)} along pp")
     devices = {str(p.device) for module in modules.values() for p in module.parameters()}
     if len(devices) > 1:
         raise ValueError(f"a rank's stages are on one device, got {', '.join(sorted(devices))}; move them to one")
     if sorted(modules) != chunks:
         raise ValueError(
             f"stages are a module for each chunk of this rank, {chunks}, got {sorted(modules)}; "
-            f"by the schedule they are stages {schedule.placement.stages[place.pp_rank]} of the model"
+            f"by the schedule they are stages {schedule.placement.stages[position.pp_rank]} of the model"
         )
     for chunk, module in modules.items():
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -63,7 +63,7 @@ def check_modules(modules: Modules, schedule: Schedule, place: MeshPosition) -> 
         _check_plain(module, chunk)
         _check_checkpoints(module, chunk)
         _check_alike(module, chunk)
-        _check_ends(module, chunk, schedule.placement.stage(place.pp_rank, chunk), schedule.placement.num_stages)
+        _check_ends(module, chunk, schedule.placement.stage(position.pp_rank, chunk), schedule.placement.num_stages)
 
 
 def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
@@ -238,14 +238,14 @@ def reduce_order(program: Program, pp_rank: int) -> list[int]:
     return [int(chunk) for chunk in program.chunk[mine]]
 
 
-def bind(modules: Modules, talk: Groups) -> None:
+def bind(modules: Modules, groups: Groups) -> None:
     """Gives the exchanges of the modules their expert group."""
-    if talk.party is None:
+    if groups.ep_group is None:
         return
     shared: dict[Any, Any] = {}
     for part in (part for module in modules.values() for part in module.modules()):
         if isinstance(part, EpGroupModule):
-            part.join(talk.party, shared)
+            part.join(groups.ep_group, shared)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class StageBuilder:
     """Makes the chunks of a rank. `boundaries` are what stages send on, where that is known beforehand."""
 
     schedule: Schedule
-    place: MeshPosition
+    position: MeshPosition
     shape: LoweringOptions | None
     splits: Mapping[int, WeightGradSplit]
     depths: tuple[int, ...]
@@ -277,11 +277,11 @@ class StageBuilder:
 
     def _chunk(self, chunk: int, module: nn.Module) -> Chunk:
         placement, schedule = self.schedule.placement, self.schedule
-        number = placement.stage(self.place.pp_rank, chunk)
+        number = placement.stage(self.position.pp_rank, chunk)
         first, num_layers = sum(self.depths[:number]), sum(self.depths)
         seeds = Seeds(module, self.device, first, num_layers) if self.seed is not None else None
         in_pipe = placement.pipes[chunk] * schedule.microbatches_per_pipe
-        offset = self.place.dp_rank * schedule.num_microbatches + in_pipe
+        offset = self.position.dp_rank * schedule.num_microbatches + in_pipe
         made: Chunk
         if self.shape is None:
             made = Stage(number, module, self._halves(chunk), seeds, offset)

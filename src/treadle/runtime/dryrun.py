@@ -80,7 +80,7 @@ class Rehearsal:
     dp_rank: int
     program: Program
     channels: dict[tuple[int, int], Sent]
-    circles: dict[str, int]
+    groups: dict[str, int]
     num_communicators: int
     parameter_bytes: int
     gradient_bytes: int
@@ -133,22 +133,22 @@ def _run(pipe: Pipeline, toy: Toy) -> Rehearsal:
         assert isinstance(stage, Stage)
         _meter_stage(stage, chunk, saved)
     traffic: dict[tuple[int, int], list[int]] = {}
-    here = pipe.place.pp_rank
-    for peer, channel in pipe.talk.outgoing.items():
+    here = pipe.position.pp_rank
+    for peer, channel in pipe.groups.outgoing.items():
         _meter_sends(channel, traffic.setdefault((here, peer), []))
-    for peer, channel in pipe.talk.incoming.items():
+    for peer, channel in pipe.groups.incoming.items():
         _meter_receives(channel, traffic.setdefault((peer, here), []), buffers)
     batch = [toy.microbatch() for _ in range(pipe.schedule.num_microbatches)]
     pipe.step(batch, batch)
-    circles = {"pipe": pipe.talk.pipe, "replicas": pipe.talk.replicas, "copies": pipe.talk.copies}
+    groups = {"pipe": pipe.groups.pp_group, "replicas": pipe.groups.dp_group, "copies": pipe.groups.copies_group}
     params = [p for module in pipe.stages.values() for p in module.module.parameters()]
     return Rehearsal(
         pp_rank=here,
-        dp_rank=pipe.place.dp_rank,
+        dp_rank=pipe.position.dp_rank,
         program=pipe.program,
         channels={key: Sent(len(sizes), sum(sizes)) for key, sizes in traffic.items()},
-        circles={name: len(circle.ranks) for name, circle in circles.items() if circle is not None},
-        num_communicators=len(pipe.talk),
+        groups={name: len(group.ranks) for name, group in groups.items() if group is not None},
+        num_communicators=len(pipe.groups),
         parameter_bytes=sum(p.nbytes for p in params),
         gradient_bytes=sum(p.numel() * max(4, p.itemsize) for p in params if p.grad is not None),
         peak_saved_bytes=saved.peak,

@@ -33,7 +33,7 @@ class Handshake:
 
 
 def meet(
-    talk: Groups,
+    groups: Groups,
     schedule: Schedule,
     terms: str,
     splits: list[bool],
@@ -48,30 +48,30 @@ def meet(
 
     `terms` are what else the plan is made from; ranks with others would make another one.
     """
-    _agree_to_start(talk, schedule, terms, problem, device)
+    _agree_to_start(groups, schedule, terms, problem, device)
     vpp = schedule.vpp
     told = [*splits, *layers, *layered, *embeds, _number(repr(segments))]
     mine = torch.tensor(told, dtype=torch.int64, device=device)
     culprit = _NOBODY
-    if talk.replicas is not None:  # what one replica cannot split, none does
-        everyone = torch.stack(talk.replicas.all_gather(mine))
+    if groups.dp_group is not None:  # what one replica cannot split, none does
+        everyone = torch.stack(groups.dp_group.all_gather(mine))
         mine[:vpp] = everyone[:, :vpp].min(0).values
-        culprit = talk.place.rank if bool((everyone[:, vpp:] != everyone[0, vpp:]).any()) else _NOBODY
+        culprit = groups.position.rank if bool((everyone[:, vpp:] != everyone[0, vpp:]).any()) else _NOBODY
     raise_for_all(
-        talk,
+        groups,
         culprit,
         device,
         "its replicas have stages of other depths or segments; a stage is the same in all of them",
     )
-    rows = [row.tolist() for row in talk.pipe.all_gather(mine)]
+    rows = [row.tolist() for row in groups.pp_group.all_gather(mine)]
     places = [(rank, chunk) for rank in range(len(rows)) for chunk in range(vpp)]
     named = {bool(flag) for row in rows for flag in row[2 * vpp : 3 * vpp]}
     if len(named) > 1:
         raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
-    strangers = [rank for rank, row in zip(talk.pipe.ranks, rows, strict=True) if row[-1] != rows[0][-1]]
+    strangers = [rank for rank, row in zip(groups.pp_group.ranks, rows, strict=True) if row[-1] != rows[0][-1]]
     if strangers:
         raise ValueError(
-            f"rank {strangers[0]} has layers of other segments than rank {talk.pipe.ranks[0]}; "
+            f"rank {strangers[0]} has layers of other segments than rank {groups.pp_group.ranks[0]}; "
             "all layers of a model have the same"
         )
     return Handshake(
@@ -83,19 +83,19 @@ def meet(
 
 
 def _agree_to_start(
-    talk: Groups, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
+    groups: Groups, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
 ) -> None:
     """What is exchanged is of one size, whatever the schedules: they may differ."""
     number = _number(repr((schedule.placement, schedule.rows, sorted(schedule.receives.items()))))
-    rank, own = talk.place.rank, _number(terms)
+    rank, own = groups.position.rank, _number(terms)
     told = [_NOBODY if problem is None else rank, _NOBODY, _NOBODY, number, own]
     mine = torch.tensor(told, dtype=torch.int64, device=device)
-    for circle in (talk.replicas, talk.pipe):  # what one circle heard, the next one hears
-        if circle is not None:
-            rows = [row.tolist() for row in circle.all_gather(mine)]
+    for group in (groups.dp_group, groups.pp_group):  # what one group heard, the next one hears
+        if group is not None:
+            rows = [row.tolist() for row in group.all_gather(mine)]
             mine[0] = max(row[0] for row in rows)
             for at, what in ((1, number), (2, own)):
-                strangers = [r for r, row in zip(circle.ranks, rows, strict=True) if row[at + 2] != what]
+                strangers = [r for r, row in zip(group.ranks, rows, strict=True) if row[at + 2] != what]
                 mine[at] = max([*strangers, *(row[at] for row in rows)])
     broken, stranger, other = mine.tolist()[:3]
     if problem is not None:
@@ -112,21 +112,21 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def raise_for_all(talk: Groups, culprit: int, device: torch.device, what: str) -> None:
+def raise_for_all(groups: Groups, culprit: int, device: torch.device, what: str) -> None:
     """Raises on every rank if there is a culprit on one; the others point to it."""
     told = torch.tensor([culprit], dtype=torch.int64, device=device)
-    for circle in (talk.replicas, talk.copies, talk.pipe):
-        if circle is not None:
-            circle.all_reduce(told, largest=True)
+    for group in (groups.dp_group, groups.copies_group, groups.pp_group):
+        if group is not None:
+            group.all_reduce(told, largest=True)
     named = int(told)
     if named != _NOBODY:
         raise ValueError(f"rank {named}: {what}" if culprit != _NOBODY else f"rank {named} refuses; its error says why")
 
 
-def check_copies(talk: Groups, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device) -> None:
+def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device) -> None:
     """Refuses copies of a stage that do not start from the same parameters, on all ranks."""
-    circle, culprit, what = gradients.circle, _NOBODY, ""
-    if circle is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
+    group, culprit, what = gradients.group, _NOBODY, ""
+    if group is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
     named = [
         (chunk, name, p)
@@ -136,16 +136,16 @@ def check_copies(talk: Groups, modules: Mapping[int, nn.Module], gradients: Grad
     ]
     sums = torch.stack([_digest(p) for _, _, p in named]) if named else torch.zeros(1, 2, device=device)
     both = torch.stack([sums, -sums])
-    circle.all_reduce(both, largest=True)
+    group.all_reduce(both, largest=True)
     apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()
     if apart:
         chunk, name, param = named[apart[0]]
-        culprit = talk.place.rank
+        culprit = groups.position.rank
         what = (
             f"copies of a stage start from different parameters, the first {name} of chunk {chunk}, of shape "
             f"{tuple(param.shape)}; make them from one seed, or broadcast them before making the Pipeline"
         )
-    raise_for_all(talk, culprit, device, what)
+    raise_for_all(groups, culprit, device, what)
 
 
 def _digest(param: nn.Parameter) -> Tensor:

@@ -93,7 +93,7 @@ class Pipeline:
         saved: SavedName = "leave",
         pool_directory: Path | None = None,
     ) -> None:
-        self.place = mesh_position(mesh)
+        self.position = mesh_position(mesh)
         self.device = device_in(stages, mesh)
         self._control = torch.device("cpu") if self.device.type == "meta" else self.device
         self.splits: dict[int, WeightGradSplit] = {}
@@ -102,28 +102,30 @@ class Pipeline:
         self._lanes, self._costs = lanes, costs
         self._device = device_of(self.device, self._deadline)
         self._guard = Guard()
-        name = next_name(self.place)
-        with Arrivals(name, self.place, self._deadline).making():
-            self.talk = Groups.make(name, self.place, self._deadline, self._device.wait)
+        name = next_name(self.position)
+        with Arrivals(name, self.position, self._deadline).making():
+            self.groups = Groups.make(name, self.position, self._deadline, self._device.wait)
             met = self._meet(schedule, f"{costs!r} {saved}")
             self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
             self._shape = shape_of(self._modules, met, self.schedule, saved)
-            reduce = schedule.placement.num_pipes > 1 or self.place.dp > 1
+            reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
             self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
-            self.talk.connect(self.program, self.device)
-            bind(self._modules, self.talk)
+            self.groups.connect(self.program, self.device)
+            bind(self._modules, self.groups)
             self._guard.program = self.program
             if dist.get_backend() != "fake":
-                self._guard.join(self.talk, deadline_s, self._control, address)
+                self._guard.join(self.groups, deadline_s, self._control, address)
         with self._guard.making(all_refuse=True):
-            order = [c for c in reduce_order(self.program, self.place.pp_rank) if c in self._modules]
-            self.gradients = Gradients(self._modules, order, self.talk.reduce, self.talk.experts, self.place.ep)
-            check_copies(self.talk, self._modules, self.gradients, self._control)
+            order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
+            self.gradients = Gradients(
+                self._modules, order, self.groups.reduce_group, self.groups.expert_dp_group, self.position.ep
+            )
+            check_copies(self.groups, self._modules, self.gradients, self._control)
         with self._guard.making():
             self._store = make_store(self._modules, saved, self.device, pool_directory)
             maker = self._maker = StageBuilder(
                 schedule=self.schedule,
-                place=self.place,
+                position=self.position,
                 shape=self._shape,
                 splits=self.splits,
                 depths=depths(met, schedule),
@@ -149,7 +151,7 @@ class Pipeline:
         problem: ValueError | None = None
         modules, chunks = self._modules, range(schedule.vpp)
         try:
-            check_modules(modules, schedule, self.place)
+            check_modules(modules, schedule, self.position)
             self.splits = examine(modules, schedule)
         except ValueError as error:
             problem = error
@@ -158,7 +160,7 @@ class Pipeline:
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
         embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
         segments = segments_in(modules)
-        return meet(self.talk, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
+        return meet(self.groups, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
 
     @cached_property
     def _with_reduce(self) -> CellExecutor | LayerExecutor:
@@ -181,12 +183,12 @@ class Pipeline:
     ) -> CellExecutor | LayerExecutor:
         part = RankProgram(
             program,
-            self.place.pp_rank,
+            self.position.pp_rank,
             stages,
-            self.talk.outgoing,
-            self.talk.incoming,
+            self.groups.outgoing,
+            self.groups.incoming,
             self.gradients,
-            self.place.neighbour,
+            self.position.neighbour,
             boundaries,
         )
         if self._shape is None:
@@ -214,7 +216,7 @@ class Pipeline:
         says more.
         """
         self._refuse_closed()
-        chosen = self._with_reduce if reduce or self.gradients.circle is None else self._without_reduce
+        chosen = self._with_reduce if reduce or self.gradients.group is None else self._without_reduce
         scale = self._scale(num_tokens)
         self._begin(chosen, self.stages, scale)
         self._last = chosen
@@ -267,7 +269,7 @@ class Pipeline:
 
     def _scale(self, num_tokens: float | None) -> float:
         if num_tokens is None:
-            return 1.0 / (self.schedule.num_microbatches * self.place.dp)
+            return 1.0 / (self.schedule.num_microbatches * self.position.dp)
         if not num_tokens > 0:
             raise ValueError(f"num_tokens is what the sum of the losses is divided by, more than 0, got {num_tokens}")
         return 1.0 / float(num_tokens)
@@ -318,7 +320,7 @@ class Pipeline:
                 for part in parts:
                     losses[placement.pipes[chunk] * per_pipe + mb] += part
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.talk, losses, scale, num_bad)
+            loss, losses, num_bad, alike = agree(self.groups, losses, scale, num_bad)
         if not alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
@@ -335,26 +337,28 @@ class Pipeline:
         self._refuse_closed()
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
-        program = spread(self._last.program, ep=self.place.ep, dp=self.place.dp // self.place.ep)
+        program = spread(self._last.program, ep=self.position.ep, dp=self.position.dp // self.position.ep)
         times = torch.from_numpy(self._last.times()).to(self._control)
         mine = times >= 0
         with self._guard.step(self._step), self._guard.together("the trace"):
             times = torch.where(mine, times + self._clock_offset, 0)
-            self.talk.pipe.all_reduce(times)
+            self.groups.pp_group.all_reduce(times)
             replicas = [times]
-            if self.talk.reduce is not None:
-                gathered = dict(zip(self.talk.reduce.ranks, self.talk.reduce.all_gather(times), strict=True))
-                replicas = [gathered[rank] for rank in self.place.replicas]
+            if self.groups.reduce_group is not None:
+                gathered = dict(
+                    zip(self.groups.reduce_group.ranks, self.groups.reduce_group.all_gather(times), strict=True)
+                )
+                replicas = [gathered[rank] for rank in self.position.dp_ranks]
         start, end = torch.cat(replicas, dim=1).cpu().numpy()
         return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
 
     @cached_property
     def _clock_offset(self) -> int:
-        along_pp = clock_offset(self.talk.pipe, self._control)
-        if self.talk.reduce is None:
+        along_pp = clock_offset(self.groups.pp_group, self._control)
+        if self.groups.reduce_group is None:
             return along_pp
-        along_dp = torch.tensor([clock_offset(self.talk.reduce, self._control)], device=self._control)
-        return along_pp + int(self.talk.pipe.all_gather(along_dp)[0])
+        along_dp = torch.tensor([clock_offset(self.groups.reduce_group, self._control)], device=self._control)
+        return along_pp + int(self.groups.pp_group.all_gather(along_dp)[0])
 
     def close(self) -> None:
         """Gives the modules back as they were, says goodbye, and gives back communicators, threads and memory at once.
@@ -373,8 +377,8 @@ class Pipeline:
         for stage in self.stages.values():
             split.restore(stage.module)
         if self._guard.is_lost:
-            self.talk.break_off()  # or a thread that still waits for a lost rank would be waited for
-        self.talk.close()
+            self.groups.break_off()  # or a thread that still waits for a lost rank would be waited for
+        self.groups.close()
 
 
 def _cut_off(microbatch: Any) -> tuple[Any, ...]:

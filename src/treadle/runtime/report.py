@@ -65,7 +65,7 @@ class StepReport:
     saved: SavedReport | None = None
 
 
-def agree(talk: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
+def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
     """(loss of the global batch, this pipeline's losses, gradients that are not finite, do all ranks scale alike).
 
     Sums of float64 in the order of micro-batches, so the loss does not depend on the schedule.
@@ -73,12 +73,12 @@ def agree(talk: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Ten
     remainder = float(hash(scale) % _PRIME)
     said = losses.new_tensor([num_bad, 1.0, remainder, remainder**2])
     both = torch.cat([losses, said])
-    talk.pipe.all_reduce(both)
+    groups.pp_group.all_reduce(both)
     losses = both[: len(losses)]
     total = torch.cat([losses.sum().reshape(1) * scale, both[len(losses) :]])
-    if talk.reduce is not None:
-        talk.reduce.all_reduce(total)
-    if talk.copies is not None:
+    if groups.reduce_group is not None:
+        groups.reduce_group.all_reduce(total)
+    if groups.copies_group is not None:
         total[0] /= 2  # each pipeline is there with two of its ranks
     loss, bad, num, plain, square = total
     alike = bool(num * square == plain * plain)

@@ -258,7 +258,7 @@ def step_of() -> tuple[RankProgress, memoryview]:
         index=[10, 11, 12, 13, 14],
         lane=[0, 1, 1, 0, 2],
         after=[[], [ATTN], [COUNTS], [DISPATCH], [ATTN]],
-        whom=[NOBODY, ALL, ALL, NOBODY, PEER],
+        wait_target=[NOBODY, ALL, ALL, NOBODY, PEER],
         of_lane=[[ATTN, MLP], [COUNTS, DISPATCH], [SEND]],
     )
     slots = memoryview(array("q", [0, 0]))

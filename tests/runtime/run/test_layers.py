@@ -142,7 +142,7 @@ def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor
             assert param.grad is not None
             grads[placed[chunk], full] = param.grad
     about = {
-        "communicators": len(pipe.talk),
+        "communicators": len(pipe.groups),
         "kinds": {OpKind(int(kind)).name for kind in program.kind},
         "ranks": program.num_ranks,
         "in order": bool((trace.start <= trace.end).all()),

@@ -112,7 +112,7 @@ def padded_rank(rank: int, name: str) -> tuple[dict[tuple[int, str], Tensor], se
                 pieces[3] = str(int(pieces[3]) + ep_rank * (EXPERTS // EP))
             grads[placed[chunk], ".".join(pieces)] = cast(Tensor, p.grad)
     pipe.close()
-    return grads, kinds(pipe), len(pipe.talk)
+    return grads, kinds(pipe), len(pipe.groups)
 
 
 def rows_of(ep_rank: int) -> Tensor:

@@ -68,7 +68,7 @@ def _as_dict(done: Rehearsal, world: int, rank: int, found: list[str]) -> dict[s
         "channels": {
             f"{a}>{b}": {"messages": s.num_messages, "bytes": s.num_bytes} for (a, b), s in done.channels.items()
         },
-        "circles": done.circles,
+        "circles": done.groups,
         "communicators": done.num_communicators,
         "parameter_bytes": done.parameter_bytes,
         "gradient_bytes": done.gradient_bytes,
@@ -89,8 +89,8 @@ def _print(done: Rehearsal, world: int, rank: int, found: list[str]) -> None:
         way = f"to {target}" if source == done.pp_rank else f"from {source}"
         table.add_row(way, str(sent.num_messages), show_bytes(sent.num_bytes))
     out.print(table)
-    circles = ", ".join(f"{name} of {size}" for name, size in done.circles.items())
-    out.print(f"communicators  {done.num_communicators}: {len(done.channels)} channels, {circles}")
+    groups = ", ".join(f"{name} of {size}" for name, size in done.groups.items())
+    out.print(f"communicators  {done.num_communicators}: {len(done.channels)} channels, {groups}")
     parts = (
         ("parameters", done.parameter_bytes),
         ("gradients", done.gradient_bytes),

@@ -88,7 +88,7 @@ class DeepEP(EpGroupModule):
                 f"DeepEP moves bfloat16, got {tokens.dtype}; have the layer compute in bfloat16, or use "
                 "exchange='all_to_all'"
             )
-        if self.party is None:
+        if self.ep_group is None:
             raise ValueError(
                 "DeepEP needs an expert group: a mesh with ep, more than 1; in one process use 'all_to_all'"
             )
@@ -98,7 +98,7 @@ class DeepEP(EpGroupModule):
             configs = [buffer.get_dispatch_config(size), buffer.get_combine_config(size)]
             nvl_bytes = max(config.get_nvl_buffer_size_hint(size_bytes, size) for config in configs)
             rdma_bytes = max(config.get_rdma_buffer_size_hint(size_bytes, size) for config in configs)
-            comm = Comm(self.party, tokens.device)
+            comm = Comm(self.ep_group, tokens.device)
             self.shared[size_bytes] = buffer(None, nvl_bytes, rdma_bytes, comm=comm)
         return self.shared[size_bytes]
 
@@ -146,16 +146,16 @@ class _Combine(torch.autograd.Function):
 class Comm:
     """As much of an mpi4py communicator as a Buffer uses to meet, over the expert group: without pickle."""
 
-    def __init__(self, party: Group, device: torch.device) -> None:
-        self._party, self._device = party, device
+    def __init__(self, ep_group: Group, device: torch.device) -> None:
+        self._ep_group, self._device = ep_group, device
 
     def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name
         """The place of this rank."""
-        return self._party.at
+        return self._ep_group.group_rank
 
     def Get_size(self) -> int:  # noqa: N802
         """How many there are."""
-        return len(self._party.ranks)
+        return len(self._ep_group.ranks)
 
     def allgather(self, thing: Any) -> list[Any]:
         """Everyone's: what can be written as a literal, or a bytearray."""
@@ -169,7 +169,7 @@ class Comm:
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         try:
-            return [row.cpu() for row in self._party.all_gather(mine.to(self._device))]
+            return [row.cpu() for row in self._ep_group.all_gather(mine.to(self._device))]
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
 

@@ -24,8 +24,8 @@ _MOST_TEXT = 600
 class Arrivals:
     """The ranks that make the pipeline called `name` together. A rank waits for those it will be connected to."""
 
-    def __init__(self, name: str, place: MeshPosition, deadline: timedelta) -> None:
-        self._place, self._deadline = place, deadline
+    def __init__(self, name: str, position: MeshPosition, deadline: timedelta) -> None:
+        self._position, self._deadline = position, deadline
         self._store = PrefixStore(f"treadle/{name}/arrivals", _get_default_store())
 
     @contextmanager
@@ -35,7 +35,7 @@ class Arrivals:
             yield
             return
         try:
-            self._store.set(str(self._place.rank), _HERE)
+            self._store.set(str(self._position.rank), _HERE)
             self._wait()
             yield
         except BaseException as error:
@@ -44,12 +44,12 @@ class Arrivals:
                 raise lost from error
             if not isinstance(error, RankLostError):  # the lost rank's own word says more
                 with suppress(Exception):  # the store may be gone; the error itself must get through
-                    self._store.set(str(self._place.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+                    self._store.set(str(self._position.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
             raise
 
     def _wait(self) -> None:
         """Returns when the ranks of this pipeline, and those with this rank's place in others, are there."""
-        wanted = sorted({*self._place.pipe, *self._place.replicas} - {self._place.rank})
+        wanted = sorted({*self._position.pp_ranks, *self._position.dp_ranks} - {self._position.rank})
         if wanted:
             self._store.wait([str(rank) for rank in wanted], self._deadline)
             lost = self._given_up(wanted)
@@ -61,7 +61,7 @@ class Arrivals:
         own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
         if own or not isinstance(error, (RuntimeError, OSError)):
             return None
-        everyone = [rank for row in self._place.ranks for rank in row if rank != self._place.rank]
+        everyone = [rank for row in self._position.ranks for rank in row if rank != self._position.rank]
         with suppress(RuntimeError):  # of the store
             missing = [rank for rank in everyone if not self._store.check([str(rank)])]
             return self._absent(missing) if missing else self._given_up(everyone)
@@ -71,7 +71,7 @@ class Arrivals:
         many = len(missing) > 1
         return RankLostError(
             f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
-            f"{self._deadline.total_seconds():g} s of rank {self._place.rank}: late, ended, or raised before "
+            f"{self._deadline.total_seconds():g} s of rank {self._position.rank}: late, ended, or raised before "
             "Pipeline(...); see what they wrote last, or give a longer deadline_s",
             rank=missing[0],
             kind="absent",

@@ -31,27 +31,27 @@ class Guard:
 
     def __init__(self) -> None:
         self.program: Program | None = None
-        self.place: MeshPosition | None = None
+        self.position: MeshPosition | None = None
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
         self._agreed = False
 
-    def join(self, talk: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
+    def join(self, groups: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
         """Meets the other ranks; from here on their loss is noticed."""
-        self.place = talk.place
-        circles = [circle for circle in (talk.pipe, talk.reduce) if circle is not None]
-        pipe, alike = talk.pipe.ranks, talk.reduce.ranks if talk.reduce is not None else []
-        party = talk.party.ranks if talk.party is not None else []
+        self.position = groups.position
+        rings = [group for group in (groups.pp_group, groups.reduce_group) if group is not None]
+        pp_ranks, alike = groups.pp_group.ranks, groups.reduce_group.ranks if groups.reduce_group is not None else []
+        ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
         self.watch = Watch.join(
-            circles,
-            rank=talk.place.rank,
+            rings,
+            rank=groups.position.rank,
             name=self.name,
             deadline_s=deadline_s,
             device=device,
             address=address,
-            waited=[alike, sorted({*pipe, *alike, *party})],  # in the order of ALIKE, ALL
+            waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks})],  # in the order of ALIKE, ALL
         )
-        self.watch.on_alarm(talk.break_off)
+        self.watch.on_alarm(groups.break_off)
         self.slots = self.watch.slots
 
     def name(self, rank: int, op: int) -> str:
@@ -60,9 +60,11 @@ class Guard:
         if op >= self.program.num_ops:
             return self.AFTER[op - self.program.num_ops]
         named = self.program.op(op)
-        if self.place is not None and (named.kind.is_send or named.kind.is_recv):
-            dp_rank = next(row.index(rank) for row in self.place.ranks if rank in row)
-            peer = self.place.ranks[named.lane.peer][dp_rank]  # in the world, where the program counts along the pipe
+        if self.position is not None and (named.kind.is_send or named.kind.is_recv):
+            dp_rank = next(row.index(rank) for row in self.position.ranks if rank in row)
+            peer = self.position.ranks[named.lane.peer][
+                dp_rank
+            ]  # in the world, where the program counts along the pipe
             named = replace(named, lane=replace(named.lane, peer=peer))
         return str(named)
 
@@ -132,7 +134,7 @@ class Guard:
         raise self.watch.failed(error, waiting_for) from error
 
     def _name_own(self, op: int) -> str:
-        return self.name(self.place.rank if self.place is not None else 0, op)
+        return self.name(self.position.rank if self.position is not None else 0, op)
 
     def _tell(self, error: BaseException) -> None:
         if self.watch is not None:

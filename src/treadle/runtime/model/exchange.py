@@ -33,30 +33,30 @@ class EpGroupModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.party: Group | None = None
+        self.ep_group: Group | None = None
         self.shared: dict[Any, Any] = {}
 
-    def join(self, party: Group, shared: dict[Any, Any]) -> None:
+    def join(self, ep_group: Group, shared: dict[Any, Any]) -> None:
         """Gets the group, and a place for what all that talk to it have in common."""
-        self.party, self.shared = party, shared
+        self.ep_group, self.shared = ep_group, shared
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
-        return len(self.party.ranks) if self.party is not None else 1
+        return len(self.ep_group.ranks) if self.ep_group is not None else 1
 
 
 class _Swap(torch.autograd.Function):
     """Rows to their ranks; in backward their gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, party: Group, send: list[int], receive: list[int]) -> Tensor:
-        ctx.party, ctx.send, ctx.receive = party, send, receive
-        return _swap(party, rows, send, receive)
+    def forward(ctx: Any, rows: Tensor, ep_group: Group, send: list[int], receive: list[int]) -> Tensor:
+        ctx.ep_group, ctx.send, ctx.receive = ep_group, send, receive
+        return _swap(ep_group, rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _swap(ctx.party, grad, ctx.receive, ctx.send), None, None, None
+        return _swap(ctx.ep_group, grad, ctx.receive, ctx.send), None, None, None
 
 
 class Exchange(EpGroupModule):
@@ -64,18 +64,18 @@ class Exchange(EpGroupModule):
 
     def counts(self, counts: Tensor) -> Tensor:
         """From how many rows go to each part of each rank, to how many come for each part of this one, from each."""
-        if self.party is None:
+        if self.ep_group is None:
             return counts
         refuse_in_backward("an exchange of counts")
         each = [counts.numel() // self.size] * self.size
-        return _swap(self.party, counts.reshape(-1), each, each)
+        return _swap(self.ep_group, counts.reshape(-1), each, each)
 
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Rows to their ranks, with gradients."""
-        if self.party is None:
+        if self.ep_group is None:
             return rows
         refuse_in_backward("an exchange of rows")
-        swapped: Tensor = _Swap.apply(rows, self.party, send, receive)  # type: ignore[no-untyped-call]
+        swapped: Tensor = _Swap.apply(rows, self.ep_group, send, receive)  # type: ignore[no-untyped-call]
         return swapped
 
 
@@ -88,11 +88,11 @@ def refuse_in_backward(what: str) -> None:
         )
 
 
-def _swap(party: Group, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+def _swap(ep_group: Group, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
     if sum(send) != len(rows):  # gloo would take it for a broken connection
         raise ValueError(f"{len(rows)} rows are to be exchanged, but the splits are {send}, {sum(send)} in all")
     try:
-        return party.swap(rows, send, receive)
+        return ep_group.swap(rows, send, receive)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

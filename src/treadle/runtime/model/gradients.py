@@ -27,25 +27,25 @@ class _Flight:
 
     params: list[nn.Parameter]
     flat: Tensor
-    circle: Group
+    group: Group
     work: dist.Work | None = None
 
 
 class Gradients:
-    """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `circle`.
+    """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `group`.
 
-    Those of `RankOwned` modules are reduced over `experts` instead.
+    Those of `RankOwned` modules are reduced over `expert_dp_group` instead.
     """
 
     def __init__(
         self,
         chunks: Mapping[int, nn.Module],
         order: Sequence[int],
-        circle: Group | None,
-        experts: Group | None = None,
+        group: Group | None,
+        expert_dp_group: Group | None = None,
         ep: int = 1,
     ) -> None:
-        self.circle, self.experts, self.order = circle, experts, list(order or chunks)
+        self.group, self.expert_dp_group, self.order = group, expert_dp_group, list(order or chunks)
         self.owned: set[nn.Parameter] = set()
         for module in chunks.values() if ep > 1 else ():
             for part in module.modules():
@@ -102,12 +102,12 @@ class Gradients:
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
                 hook.remove()
                 self._listen(param)
-        if not reduce and self.reduced and self.circle is not None and any(p.grad is not None for p in everything):
+        if not reduce and self.reduced and self.group is not None and any(p.grad is not None for p in everything):
             raise ValueError(
                 "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
                 "gradients to None first, or reduce only at the last of the steps that are accumulated"
             )
-        aside = self.reduced and self.circle is not None
+        aside = self.reduced and self.group is not None
         for param in everything:
             if param.grad is None:
                 self._sums.pop(param, None)  # the user threw the gradient away
@@ -132,8 +132,8 @@ class Gradients:
             dtype = torch.float32 if param.dtype in _LOW else param.dtype
             alike.setdefault((dtype, param in self.owned), []).append(param)
         for (dtype, owned), params in alike.items():
-            circle = self.experts if owned else self.circle
-            if circle is None:
+            group = self.expert_dp_group if owned else self.group
+            if group is None:
                 continue
             local = [self._sums.get(p, p.grad) for p in params]
             used = torch.tensor([g is not None for g in local], dtype=dtype, device=params[0].device)
@@ -145,23 +145,23 @@ class Gradients:
             for param in params:
                 self._sums.pop(param, None)
                 param.grad = None
-            self._flights[chunk].append(_Flight(params, flat, circle))
+            self._flights[chunk].append(_Flight(params, flat, group))
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of a chunk's gradients."""
         for flight in self._flights[chunk]:
-            flight.work = flight.circle.launch_reduce(flight.flat)
+            flight.work = flight.group.launch_reduce(flight.flat)
 
     def arrive(self, chunk: int) -> None:
         """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
         for flight in self._flights.pop(chunk):
             assert flight.work is not None
-            flight.circle.wait(flight.work)
+            flight.group.wait(flight.work)
             self._land(flight)
 
     def finish(self, *, reduce: bool) -> None:
         """After a step: what was summed elsewhere, or held back before, is put into `.grad`."""
-        self.reduced = reduce or self.circle is None
+        self.reduced = reduce or self.group is None
         for param, total in self._sums.items():
             before = self._held.pop(param, None)
             param.grad = (total if before is None else total + before).to(param.dtype)

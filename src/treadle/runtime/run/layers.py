@@ -60,7 +60,7 @@ class LayerExecutor:
             index=[op.index for op in self.own],
             lane=self._lane,
             after=self._after,
-            whom=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
+            wait_target=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
             of_lane=[[at for at, of in enumerate(self._lane) if of == lane] for lane in range(len(lanes))],
         )
         self._runs = [self._shown(at, _run(part, op, {})) for at, op in enumerate(self.own)]
@@ -114,7 +114,7 @@ class LayerExecutor:
         if isinstance(error, GpuLateError):
             under_way.show(at, ALL)
         elif not waited_here:
-            under_way.show(at, self._rows.whom[at] if talks else NOBODY)
+            under_way.show(at, self._rows.wait_target[at] if talks else NOBODY)
         if talks:
             under_way.suspect_itself()
         guard.blame(error, op.index, ALL if talks else NOBODY)
@@ -153,10 +153,10 @@ class LayerExecutor:
 def _talkers(part: RankProgram) -> list[Group | Channel]:
     """What the ops of a rank wait at."""
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
-    parties = {id(m.party): m.party for m in modules if isinstance(m, EpGroupModule) and m.party is not None}
-    circles = (*parties.values(), part.gradients.circle, part.gradients.experts)
+    ep_groups = {id(m.ep_group): m.ep_group for m in modules if isinstance(m, EpGroupModule) and m.ep_group is not None}
+    groups = (*ep_groups.values(), part.gradients.group, part.gradients.expert_dp_group)
     channels = (*part.outgoing.values(), *part.incoming.values())
-    return [*channels, *(circle for circle in circles if circle is not None)]
+    return [*channels, *(group for group in groups if group is not None)]
 
 
 def _run(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:

@@ -195,7 +195,7 @@ class AttemptRun:
         return shares
 
     def _load(self, layouts: Layouts, shares: Shares) -> None:
-        group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).group
+        group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).communicator
         assert self.u.broadcasts.waiter is not None
         compared = self._comparison(layouts, shares)
         self.stream = BucketLoop(

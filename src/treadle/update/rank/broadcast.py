@@ -31,7 +31,7 @@ class Buckets(Group):
 
     def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
         store = PrefixStore(f"treadle/update/{name}", _get_default_store())
-        self.ranks, self.at = list(range(world)), rank
+        self.ranks, self.group_rank = list(range(world)), rank
         self.wait = device_of(device, deadline).wait
         made: Any
         if device.type == "cuda":
@@ -40,7 +40,7 @@ class Buckets(Group):
             made = dist.ProcessGroupNCCL(store, rank, world, options)
         else:
             made = dist.ProcessGroupGloo(store, rank, world, deadline)
-        self.group = made
+        self.communicator = made
 
 
 class Waiter:
@@ -141,7 +141,7 @@ class Broadcasts:
         self.made = 0
         self._sockets.shut()
         if self._group is not None and self.device.type == "cuda":
-            self._group.group.abort()
+            self._group.communicator.abort()
 
     def drop(self) -> bool:
         """The next attempt makes a new one. True where a wait in the old one goes on, with the buffer it was for."""

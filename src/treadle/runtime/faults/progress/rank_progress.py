@@ -41,7 +41,7 @@ class OpTable:
     index: Sequence[int]
     lane: Sequence[int]
     after: Sequence[Sequence[int]]
-    whom: Sequence[int]
+    wait_target: Sequence[int]
     of_lane: Sequence[Sequence[int]]
 
 
@@ -74,7 +74,7 @@ class RankProgress:
             self._started[at] = 1
             if thread == self._own_thread:
                 self._wanted = _NOTHING
-                self.show(at, self._rows.whom[at])
+                self.show(at, self._rows.wait_target[at])
             else:
                 self._at[thread] = at
                 self._show()
@@ -105,9 +105,9 @@ class RankProgress:
         with self._lock:
             self._wanted = _NOTHING
 
-    def show(self, at: int, whom: int) -> None:
+    def show(self, at: int, wait_target: int) -> None:
         """Lets others see that this rank is at an op, and whom it waits for there."""
-        self._slots[0], self._slots[1] = self._rows.index[at], whom
+        self._slots[0], self._slots[1] = self._rows.index[at], wait_target
 
     def suspect_itself(self) -> None:
         """After a wait has failed: shows an op of another lane that has started, waits for nobody, and does not end."""
@@ -131,7 +131,7 @@ class RankProgress:
             at = held_up_by
         if at < len(self._rows.index):
             busy = self._started[at] and not self._waits[at]
-            self.show(at, NOBODY if busy else self._rows.whom[at])
+            self.show(at, NOBODY if busy else self._rows.wait_target[at])
 
     def _before(self, at: int) -> int | None:
         """What an op that has not started waits for next, if anything."""
