@@ -1,1 +1,5 @@
-"""Messages between processes: frames, links, listeners, seals."""
+"""Messages between processes: one framing, typed bodies, links, listeners, seals.
+
+`Link` blocks with a deadline, for any thread; the watch's `NeighbourLink` (treadle.runtime.faults.watch.links) never
+blocks, as one thread serves all its connections from a selector: both read and write the same frames.
+"""

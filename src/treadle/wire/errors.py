@@ -1,4 +1,4 @@
-"""What can go wrong with a connection."""
+"""Errors of connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from treadle.host.errors import TreadleError
 
 
 class WireError(TreadleError):
-    """What came is not a message that this end takes: too large, malformed or out of place."""
+    """Bytes came that are no message this end takes: too large, malformed or out of order."""
 
 
 class WrongKeyError(WireError):

@@ -1,4 +1,4 @@
-"""A connection over which typed messages go, with a deadline on every wait.
+"""A connection for typed messages, with a deadline on every wait.
 
 The end of the other process is noticed at once: by the end of the stream, and by its pidfd, as a child that it forked
 may hold the stream open.
@@ -17,24 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from treadle.host.processes import stopped
 from treadle.host.sockets import peer_of, refuse_strangers
+from treadle.wire.codec import MessageDecoder, encode
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
 from treadle.wire.seal import Seal
 
 M = TypeVar("M")
 
-encode = msgspec.msgpack.encode
-
 MOST_FDS = 8
 PAUSE_S = 0.05
-"""Before something is tried again that passes: no descriptors left, no place for another."""
+"""The pause before a retry where a shortage passes by itself: of descriptors, of places."""
 
 HELLO_S = 20.0
-"""How long a connection may take to say who it is: on a host that is short of processors, seconds go by unnoticed."""
+"""How long a connection may take to identify itself. On a host that is short of cores this takes seconds."""
 
 _CHUNK = 256 << 10
 
@@ -42,7 +39,7 @@ _CHUNK = 256 << 10
 class Link(Generic[M]):
     """One end of a connection; `takes` is the union of messages that may come. Any thread may send, one receives.
 
-    With a `seal`, the other end is on another host, and is called what `peer` says.
+    With a `seal` the other end is on another host; errors call it `peer`.
     """
 
     def __init__(self, connection: socket.socket, takes: Any, *, seal: Seal | None = None, peer: str = "") -> None:
@@ -51,31 +48,34 @@ class Link(Generic[M]):
         self.pid = peer_of(connection).pid if seal is None else 0
         self.peer = peer if peer else f"process {self.pid}"
         self.fds: list[int] = []
-        """Descriptors that came along and were not taken yet."""
-        self._decode = msgspec.msgpack.Decoder(takes).decode
+        """Descriptors that came with messages and were not taken yet."""
+        self._decode: MessageDecoder[M] = MessageDecoder(takes)
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._pidfd = _pidfd(self.pid)
         self._ended = False
         self._seal = seal
         if seal is not None:
-            connection.send(framed(seal.nonce))  # nothing is on its way yet: there is room
+            connection.send(framed(seal.nonce))  # the first bytes: the send buffer has room
 
     def meet(self, timeout_s: float) -> None:
-        """Waits for the other end's random number, without which nothing can be sent to it."""
+        """Waits for the other end's nonce, without which nothing can be sent to it."""
         assert self._seal is not None
         self._seal.meet(self._frame(time.monotonic() + timeout_s))
 
     def trust(self) -> None:
-        """From here on messages may be large."""
+        """Allows large messages from now on."""
         self._frames.most_bytes = MOST_BYTES
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
-        """Hands the whole message to the kernel, or raises Gone or TimeoutError; half a message ends the connection."""
+        """Hands the whole message to the kernel, or raises PeerGoneError or TimeoutError.
+
+        A message of which only a part could be sent ends the connection.
+        """
         self.send_encoded(encode(message), fds=fds, timeout_s=timeout_s)
 
     def send_encoded(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
-        """The same, for a message that goes to many."""
+        """Sends a message that is encoded already, as one that goes to many is."""
         until = time.monotonic() + timeout_s
         if not self._sending.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self.peer} did not take the message before this one in time")
@@ -89,7 +89,7 @@ class Link(Generic[M]):
                         self._await(select.POLLOUT, until, "take a message")
                     except TimeoutError:
                         if self._seal is not None or len(data) < len(whole):
-                            self.shut()  # what came next would be taken for the rest of this
+                            self.shut()  # the next message would be read as the rest of this one
                         raise
                     continue
                 except OSError as error:
@@ -105,18 +105,17 @@ class Link(Generic[M]):
         return self.connection.sendmsg([data], rights)
 
     def receive(self, timeout_s: float | None) -> M:
-        """The next message. Raises Gone, WireError, or TimeoutError; None waits as long as the other end lives."""
+        """Returns the next message, or raises PeerGoneError, WireError or TimeoutError.
+
+        A `timeout_s` of None waits as long as the other end lives.
+        """
         until = time.monotonic() + timeout_s if timeout_s is not None else None
         if self._seal is not None and not self._seal.met:
             self._seal.meet(self._frame(until))
         frame = self._frame(until)
         if self._seal is not None:
             frame = self._seal.open(frame)
-        try:
-            message: M = self._decode(frame)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError
-            raise WireError(f"a message of {len(frame)} bytes is malformed: {error}") from None
-        return message
+        return self._decode(frame)
 
     def _frame(self, until: float | None) -> bytes:
         while (frame := self._frames.next()) is None:
@@ -153,26 +152,26 @@ class Link(Generic[M]):
         left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
         ready = poll.poll(left_ms)
         if not ready:
-            why = stopped(self.pid) if left_ms else ""  # who only looks whether something came is told nothing
+            why = stopped(self.pid) if left_ms else ""  # a caller that only polls is told nothing
             raise TimeoutError(f"{self.peer} did not {what} in time{why}")
         if any(fd == self._pidfd for fd, _ in ready):
-            self._ended = True  # what it sent before its end is read first
+            self._ended = True  # messages sent before its end are read first
             if event == select.POLLOUT:
                 raise PeerGoneError(f"{self.peer} ended")
 
     def drop_fds(self) -> None:
-        """Closes descriptors that nobody asked for."""
+        """Closes descriptors that were not taken."""
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
 
     def shut(self) -> None:
-        """Ends the connection; a thread that waits in `receive` gets Gone."""
+        """Ends the connection; a thread that waits in `receive` gets PeerGoneError."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection and frees its descriptors. Not while another thread receives."""
+        """Ends the connection and closes its descriptors. No other thread may be in `receive`."""
         self.shut()
         self.drop_fds()
         self.connection.close()
@@ -182,14 +181,17 @@ class Link(Generic[M]):
 
 
 def _end(error: OSError) -> str:
-    """Whether the other end is known to have ended, or only that it is not heard of any more."""
+    """Says whether the other end has closed the connection, or is only out of reach."""
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
         return "closed the connection"
     return f"is out of reach: {error.strerror}"
 
 
 def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
-    """The next that comes to a server; None for a stranger, who is refused. OSError once the server is closed."""
+    """Returns the next connection to a Unix server, or None for one of another user, which is refused.
+
+    Raises OSError once the server is closed.
+    """
     connection, _ = server.accept()
     try:
         refuse_strangers(connection)
@@ -200,12 +202,12 @@ def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
 
 
 def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) -> Iterator[Link[Any]]:
-    """All that come, until it is over, and the server closed with it."""
+    """Yields connections until `is_over`; whoever ends it closes the server too."""
     while not is_over():
         try:
             link = accept(server, takes)
         except OSError:
-            if not is_over():  # out of descriptors, which passes
+            if not is_over():  # out of descriptors: a shortage that passes
                 time.sleep(PAUSE_S)
             continue
         if link is not None:
@@ -213,7 +215,7 @@ def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) ->
 
 
 def _pidfd(pid: int) -> int | None:
-    """None where the process is not seen from here (another pid namespace) or ended; the stream will tell then."""
+    """Returns None for a process of another pid namespace or one that ended; the stream tells its end then."""
     if pid <= 0 or pid == os.getpid():
         return None
     try:

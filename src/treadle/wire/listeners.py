@@ -1,4 +1,4 @@
-"""Where the coordinator is called: a Unix socket on one host, a keyed port where update ranks are on several."""
+"""Listeners and callers for links: a Unix socket on one host, a port with a shared key between hosts."""
 
 from __future__ import annotations
 
@@ -8,67 +8,69 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.host.sockets import close_server, connect, listen
+from treadle.host.tcp import connect_to, listen_at, send_at_once
 from treadle.wire.link import Link, accept
 from treadle.wire.seal import Seal
 
 _ALIVE_S = 1
 _PROBES = 3
+_BACKLOG = 1024
 
 
 class Listener(Protocol):
-    """Listens until it is closed."""
+    """Accepts links until it is closed."""
 
     server: socket.socket
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """Who has come; None for one that is refused."""
+        """Returns the next link, or None for a connection that was refused."""
         ...
 
     def close(self) -> None:
-        """Takes no more."""
+        """Stops listening."""
         ...
 
 
 class UnixListener:
-    """For processes of the same user on this host."""
+    """Listens at `path` for processes of the same user on this host."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.server = path, listen(path)
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """The kernel says who it is."""
+        """Returns the next link; the kernel tells the user and the process at its other end."""
         return accept(self.server, takes)
 
     def close(self) -> None:
-        """The path is gone then."""
+        """Stops listening and removes the path."""
         close_server(self.server, self.path)
 
 
 class KeyedListener:
-    """For whoever has the key, at a port of `address`."""
+    """Listens at a free port of `address` for processes that have the key."""
 
     def __init__(self, address: str, key: bytes) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.server = socket.create_server((address, 0), family=family, backlog=1024)
+        self.server = listen_at(address, _BACKLOG)
         self.address, self.port = address, int(self.server.getsockname()[1])
         self._key = key
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """Its first message will show whether it has the key."""
+        """Returns the next link; its first message will show whether the other end has the key."""
         connection, (host, *_) = self.server.accept()
         try:
+            send_at_once(connection)
             return _keyed(connection, takes, Seal(self._key, listens=True), host)
         except OSError:
             connection.close()
             return None
 
     def close(self) -> None:
-        """Takes no more."""
+        """Stops listening."""
         self.server.close()
 
 
 def call_path(path: Path, takes: Any, deadline_s: float) -> Link[Any]:
-    """A connection to who listens on this host, or is about to."""
+    """Returns a link to the listener at `path`, which may open within `deadline_s`."""
     until = time.monotonic() + deadline_s
     while True:
         try:
@@ -80,8 +82,8 @@ def call_path(path: Path, takes: Any, deadline_s: float) -> Link[Any]:
 
 
 def call_port(address: str, port: int, key: bytes, takes: Any, deadline_s: float) -> Link[Any]:
-    """A connection to who listens at a port, with random numbers exchanged."""
-    connection = socket.create_connection((address, port), timeout=deadline_s)
+    """Returns a link to the listener at a port, with nonces exchanged."""
+    connection = connect_to(address, port, deadline_s)
     try:
         link: Link[Any] = _keyed(connection, takes, Seal(key, listens=False), address)
     except OSError:
@@ -92,8 +94,7 @@ def call_port(address: str, port: int, key: bytes, takes: Any, deadline_s: float
 
 
 def _keyed(connection: socket.socket, takes: Any, seal: Seal, host: str) -> Link[Any]:
-    """A host that is gone, or a cable, is noticed within a few seconds."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Returns a sealed link. Keepalive has a dead host or cable noticed within a few seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ALIVE_S)

@@ -1,8 +1,9 @@
-"""Messages that only holders of a key can make, for connections between hosts, where no kernel vouches for the peer.
+"""Authentication of messages between hosts, where no kernel vouches for the peer.
 
-Both ends begin with a random number. From the two and the key comes a session's own key, and every message ends with a
-code (HMAC-SHA256) of it, its direction and its number: what was made without the key, changed, repeated, left out or
-recorded earlier is refused. Nothing is hidden; these messages tell of names and shapes, not of weights.
+Each end sends a nonce first. The key and both nonces give a session key, and every message ends with an HMAC-SHA256
+under it, over the body, the direction and the message's number. So messages that were made without the key, changed,
+repeated, left out or recorded earlier are refused. Nothing is encrypted: these messages hold names and shapes, not
+weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KEYS_DIFFER = (
 
 
 class Seal:
-    """One end of a connection; `listens` is the end that was called."""
+    """The seal of one end of a connection; `listens` for the end that was called."""
 
     def __init__(self, key: bytes, *, listens: bool) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
@@ -35,23 +36,23 @@ class Seal:
 
     @property
     def met(self) -> bool:
-        """Has the other end's number come."""
+        """True once the other end's nonce has come."""
         return self._session is not None
 
     def meet(self, theirs: bytes) -> None:
-        """The other end's random number."""
+        """Takes the other end's nonce and makes the session key."""
         if len(theirs) != NONCE_BYTES or theirs == self.nonce:
             raise WireError(f"a connection between hosts begins with {NONCE_BYTES} random bytes, {len(theirs)} came")
         called, caller = (self.nonce, theirs) if self._listens else (theirs, self.nonce)
         self._session = hmac.digest(self._key, b"treadle update" + called + caller, "sha256")
 
     def close(self, body: bytes) -> bytes:
-        """The body with its code behind it."""
+        """Returns the body with its code behind it."""
         self._sent += 1
         return body + self._code(body, self._sent, from_listener=self._listens)
 
     def open(self, sealed: bytes) -> bytes:
-        """The body, if its code is right."""
+        """Returns the body, or raises WireError where its code is wrong."""
         self._came += 1
         body, code = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(code, self._code(body, self._came, from_listener=not self._listens)):
@@ -61,13 +62,13 @@ class Seal:
         return body
 
     def _code(self, body: bytes, number: int, *, from_listener: bool) -> bytes:
-        assert self._session is not None, "nobody sends before it has met the other end"
+        assert self._session is not None, "a message before the nonces were exchanged"
         head = number.to_bytes(8, "big") + bytes([from_listener])
         return hmac.digest(self._session, head + body, "sha256")
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file that nobody but its owner can read."""
+    """Returns the key in a file, which only its owner may be able to read."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
         raise PermissionError(

@@ -6,37 +6,43 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import replace as replace_dataclass
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
+from msgspec.structs import replace
 
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import PageReader, ProgressPage, Snapshot
 from treadle.runtime.faults.watch import RankLostError
 from treadle.runtime.faults.watch.contacts import Contact, beside
-from treadle.runtime.faults.watch.links import Neighbour, open_door
+from treadle.runtime.faults.watch.links import Neighbour, open_listener
 from treadle.runtime.faults.watch.loss import from_network, rank_lost, timed_out
 from treadle.runtime.faults.watch.messages import (
+    MOST_MESSAGE_BYTES,
+    MOST_WAITED_FOR,
     UNKNOWN,
     Condition,
-    Frames,
     Goodbye,
     Greeting,
     Heartbeat,
     LossKind,
     Lost,
-    MalformedError,
     Message,
     Observation,
     StateReply,
     StateRequest,
     WaitFailure,
+    decode,
     encode,
 )
 from treadle.runtime.faults.watch.transport import Transport
+from treadle.wire.errors import WireError
+from treadle.wire.frames import FIRST_BYTES, Frames
 
 TOKEN = bytes(range(16))
 
@@ -68,25 +74,82 @@ messages = st.one_of(
 )
 
 
+def heard_in(frames: Frames, data: bytes) -> list[Message]:
+    frames.feed(data)
+    return [decode(body) for body in iter(frames.next, None)]
+
+
 @given(st.lists(messages, max_size=8), st.integers(1, 50))
 def test_what_is_said_is_heard(said: list[Message], piece: int) -> None:
     data = b"".join(map(encode, said))
-    frames = Frames()
-    assert [message for at in range(0, len(data), piece) for message in frames.feed(data[at : at + piece])] == said
+    frames = Frames(MOST_MESSAGE_BYTES)
+    assert [message for at in range(0, len(data), piece) for message in heard_in(frames, data[at : at + piece])] == said
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_messages_or_malformed(data: bytes) -> None:
-    frames = Frames()
+    for read in (lambda: heard_in(Frames(MOST_MESSAGE_BYTES), data), lambda: decode(data)):
+        try:
+            read()
+        except WireError:
+            continue
+
+
+@given(messages, st.data())
+def test_a_message_with_a_byte_changed_is_a_message_or_malformed(said: Message, data: st.DataObject) -> None:
+    body = bytearray(encode(said)[4:])
+    body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
-        frames.feed(data)
-    except MalformedError:
+        decode(bytes(body))
+    except WireError:
         return
+
+
+def test_the_largest_message_fits_and_what_is_longer_is_refused_by_its_length() -> None:
+    most = 2**32 - 1
+    waits = (most,) * (MOST_WAITED_FOR + 5)
+    seen = Observation(most, Condition.ANSWERS, 2**63 - 1, 2**63 - 1, 2**63 - 1, True, waits)
+    said = encode(StateReply(most, most, (most, most), seen))
+    (heard,) = heard_in(Frames(MOST_MESSAGE_BYTES), said)
+    assert isinstance(heard, StateReply)
+    assert heard.observation.waits == waits[:MOST_WAITED_FOR]
+    frames = Frames(MOST_MESSAGE_BYTES)
+    frames.feed((MOST_MESSAGE_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(WireError, match="the limit is"):
+        frames.next()
+
+
+@pytest.mark.parametrize(
+    ("told", "change"),
+    [
+        (Heartbeat(Snapshot(0, 0, 0)), {"slots": [0, 0]}),
+        (Heartbeat(Snapshot(0, 0, 0)), {"slots": [0, 0, "0"]}),
+        (Greeting(TOKEN, 3), {"token": TOKEN[:-1]}),
+        (Greeting(TOKEN, 3), {"rank": -1}),
+        (Greeting(TOKEN, 3), {"type": "treadle watch 2"}),
+        (StateRequest(0, 1, WaitFailure.CLOSED), {"cause": 9}),
+        (StateRequest(0, 1, WaitFailure.CLOSED), {"more": 1}),
+        (Lost(1, 1, 1, LossKind.RAISED, 0, 0, 0, 0), {"text": "x" * 601}),
+        (Lost(1, 1, 1, LossKind.RAISED, 0, 0, 0, 0), {"still_ms": -1}),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_fields_out_of_bounds_are_malformed(told: Message, change: dict[str, object]) -> None:
+    fields = msgpack.decode(encode(told)[4:])
+    assert decode(msgpack.encode(fields)) == told
+    with pytest.raises(WireError, match="malformed"):
+        decode(msgpack.encode(fields | change))
+
+
+def test_text_that_is_no_utf8_can_be_told() -> None:
+    (heard,) = heard_in(Frames(), encode(Lost(1, 1, 1, LossKind.RAISED, 0, 0, 0, 0, text="\udc80" + "\u00e4" * 400)))
+    assert isinstance(heard, Lost)
+    assert heard.text == "?" + "\u00e4" * 299
 
 
 def test_text_of_others_is_cut_and_printable() -> None:
     lost = Lost(1, 1, 1, LossKind.RAISED, 0, 0, 0, 0, text="ValueError: \x1b[2J" + "x" * 5000)
-    (heard,) = Frames().feed(encode(lost))
+    (heard,) = heard_in(Frames(), encode(lost))
     assert isinstance(heard, Lost)
     assert len(heard.text) <= 600
     assert heard.text.isprintable()
@@ -137,31 +200,36 @@ class Ears:
     def __init__(self) -> None:
         self.heard: list[Message] = []
         self.missed: list[tuple[int, bool]] = []
+        self.goodbye_leaves = False
 
     def hear(self, neighbour: Neighbour, message: Message) -> None:
         self.heard.append(message)
+        neighbour.left = neighbour.left or (self.goodbye_leaves and isinstance(message, Goodbye))
 
     def miss(self, neighbour: Neighbour, *, died: bool) -> None:
         self.missed.append((neighbour.rank, died))
 
 
-def card(rank: int) -> Contact:
+Opened: TypeAlias = tuple[Transport, Ears, tuple[str, int]]
+
+
+def contact(rank: int) -> Contact:
     return Contact(rank, "127.0.0.1", 1, os.getpid(), 0, TOKEN, b"h" * 16, b"n" * 16)
 
 
 @pytest.fixture
-def open_post() -> Iterator[tuple[Transport, Ears, tuple[str, int]]]:
-    ears, door = Ears(), open_door("127.0.0.1")
-    post = Transport(ears, [Neighbour(card(3), None)], door, TOKEN)
-    post.open({})
-    yield post, ears, door.getsockname()
-    post.close()
+def open_transport() -> Iterator[Opened]:
+    ears, listener = Ears(), open_listener("127.0.0.1")
+    transport = Transport(ears, [Neighbour(contact(3), None)], listener, TOKEN)
+    transport.open({})
+    yield transport, ears, listener.getsockname()
+    transport.close()
 
 
-def is_hung_up(post: Transport, caller: socket.socket) -> bool:
+def is_hung_up(transport: Transport, caller: socket.socket) -> bool:
     caller.settimeout(0.01)
     for _ in range(100):
-        post.turn(0.01)
+        transport.turn(0.01)
         try:
             return caller.recv(1) == b""
         except TimeoutError:
@@ -179,48 +247,71 @@ def is_hung_up(post: Transport, caller: socket.socket) -> bool:
         encode(Greeting(bytes(16), 3)),
         encode(Greeting(TOKEN, 4)),
         encode(Heartbeat(Snapshot(0, 0, 0))),
-        encode(Greeting(TOKEN, 3))[:3] + b"\0" * 28,
+        encode(Greeting(TOKEN, 3)).replace(b"treadle", b"TREADLE"),
+        (FIRST_BYTES + 1).to_bytes(4, "big"),
     ],
-    ids=["http", "noise", "wrong token", "not a neighbour", "no hello", "wrong magic"],
+    ids=["http", "noise", "wrong token", "not a neighbour", "no hello", "wrong magic", "long"],
 )
-def test_strangers_are_refused(open_post: tuple[Transport, Ears, tuple[str, int]], said: bytes) -> None:
-    post, ears, address = open_post
+def test_strangers_are_refused(open_transport: Opened, said: bytes) -> None:
+    transport, ears, address = open_transport
     with socket.create_connection(address) as caller, socket.create_connection(address) as friend:
         caller.sendall(said)
-        assert is_hung_up(post, caller)
-        assert not post.met.is_set()
+        assert is_hung_up(transport, caller)
+        assert not transport.met.is_set()
         friend.sendall(encode(Greeting(TOKEN, 3)) + encode(Heartbeat(Snapshot(1, 2, 3))))
         for _ in range(10):
-            post.turn(0.01)
-        assert post.met.is_set()
+            transport.turn(0.01)
+        assert transport.met.is_set()
         assert ears.heard == [Heartbeat(Snapshot(1, 2, 3))]
         with pytest.raises(ConnectionError):
-            socket.create_connection(address)  # the door is shut
+            socket.create_connection(address)  # the listener is closed
 
 
-def test_a_neighbour_that_sends_no_message_is_dropped(open_post: tuple[Transport, Ears, tuple[str, int]]) -> None:
-    post, ears, address = open_post
+def test_a_neighbour_that_sends_no_message_is_dropped(open_transport: Opened) -> None:
+    transport, ears, address = open_transport
     with socket.create_connection(address) as friend:
         friend.sendall(encode(Greeting(TOKEN, 3)))
-        post.turn(0.1)  # the call
-        post.turn(0.1)  # the hello
+        transport.turn(0.1)  # the call
+        transport.turn(0.1)  # the greeting
         friend.sendall(b"\xff" * 10)
-        assert is_hung_up(post, friend)
+        assert is_hung_up(transport, friend)
     assert ears.missed == [(3, False)]
 
 
+def test_messages_behind_a_greeting_may_be_larger_than_it(open_transport: Opened) -> None:
+    transport, ears, address = open_transport
+    seen = Observation(3, Condition.ANSWERS, 0, 0, 0, True, waits=tuple(range(FIRST_BYTES)))
+    reply = StateReply(3, 1, (3, 1), seen)
+    with socket.create_connection(address) as friend:
+        friend.sendall(encode(Greeting(TOKEN, 3)) + encode(reply))
+        for _ in range(10):
+            transport.turn(0.01)
+        assert ears.heard == [reply]
+
+
+def test_a_neighbour_that_greets_and_leaves_at_once_has_met(open_transport: Opened) -> None:
+    transport, ears, address = open_transport
+    ears.goodbye_leaves = True
+    with socket.create_connection(address) as friend:
+        friend.sendall(encode(Greeting(TOKEN, 3)) + encode(Goodbye(Snapshot(1, 2, 3))))
+        for _ in range(10):
+            transport.turn(0.01)
+    assert transport.met.is_set()
+    assert ears.missed == []
+
+
 def test_a_neighbour_that_hangs_up_is_missed_after_its_last_words(
-    open_post: tuple[Transport, Ears, tuple[str, int]],
+    open_transport: Opened,
 ) -> None:
-    post, ears, address = open_post
+    transport, ears, address = open_transport
     with socket.create_connection(address) as friend:
         friend.sendall(encode(Greeting(TOKEN, 3)))
-        post.turn(0.1)  # the call
-        post.turn(0.1)  # the hello
-        post.spread(Heartbeat(Snapshot(0, 0, 0)))  # unread by the friend, so that its close resets the connection
+        transport.turn(0.1)  # the call
+        transport.turn(0.1)  # the greeting
+        transport.spread(Heartbeat(Snapshot(0, 0, 0)))  # unread by the friend, so that its close resets the connection
         friend.sendall(encode(StateRequest(3, 1, WaitFailure.CLOSED)))
     for _ in range(3):
-        post.turn(0.1)
+        transport.turn(0.1)
     assert ears.heard == [StateRequest(3, 1, WaitFailure.CLOSED)]
     assert ears.missed == [(3, True)]
 
@@ -234,28 +325,28 @@ def test_neighbours_in_a_ring() -> None:
     assert beside([4], 4) == set()
 
 
-def test_cards_come_back_whole() -> None:
-    one = replace(card(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
+def test_contacts_come_back_whole() -> None:
+    one = replace_dataclass(contact(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
     assert Contact.unpack(one.pack()) == one
 
 
 def test_own_address_can_be_listened_at() -> None:
-    open_door(own_address()).close()
+    open_listener(own_address()).close()
 
 
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(ValueError, match=r"cannot listen at 192\.0\.2\.1"):
-        open_door("192.0.2.1")
+        open_listener("192.0.2.1")
 
 
 def test_a_page_can_be_read_by_its_mark_only() -> None:
     with closing(ProgressPage(mark=42)) as progress:
         progress.slots[0], progress.slots[1], progress.slots[2] = 3, 1, 7
         assert PageReader.open(os.getpid(), progress.fd, mark=43) is None
-        onlooker = PageReader.open(os.getpid(), progress.fd, mark=42)
-        assert onlooker is not None
-        with closing(onlooker):
-            assert onlooker.look() == Snapshot(3, 1, 7)
+        reader = PageReader.open(os.getpid(), progress.fd, mark=42)
+        assert reader is not None
+        with closing(reader):
+            assert reader.look() == Snapshot(3, 1, 7)
 
 
 def test_what_another_thread_opened_meanwhile_is_not_kept() -> None:

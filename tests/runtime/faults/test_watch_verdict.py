@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from treadle.runtime.faults.watch.contacts import beside
 from treadle.runtime.faults.watch.diagnosis import culprit, first
@@ -49,7 +50,7 @@ def test_a_rank_that_does_not_answer_is_hung_where_its_neighbour_saw_it() -> Non
     del states[2]
     found = culprit(0, WaitFailure.TIMED_OUT, states)
     assert found is not None
-    assert (found.sight.rank, found.sight.op) == (2, UNKNOWN)
+    assert (found.observation.rank, found.observation.op) == (2, UNKNOWN)
 
 
 def test_a_rank_that_left_is_named_though_its_peer_closed() -> None:
@@ -103,7 +104,7 @@ def test_every_asker_names_the_same_rank(data: st.DataObject, world: int) -> Non
     for asker in order[1:]:
         found = culprit(asker, WaitFailure.TIMED_OUT, states)
         assert found is not None
-        assert found.sight.rank == order[0]
+        assert found.observation.rank == order[0]
 
 
 def test_the_first_of_several_losses() -> None:
@@ -125,7 +126,7 @@ def test_the_first_of_several_losses() -> None:
 class Rank:
     sight: Observation
     beside: list[int]
-    case: Incident = field(init=False)
+    incident: Incident = field(init=False)
     silent: bool = False
 
 
@@ -140,7 +141,7 @@ class World:
             for each in sights
         }
         for number, rank in self.ranks.items():
-            rank.case = Incident(number, View(self, number), partial(self.spread, number))
+            rank.incident = Incident(number, View(self, number), partial(self.spread, number))
 
     def spread(self, source: int, message: Flooded, but: int | None = None) -> None:
         for target in self.ranks[source].beside:
@@ -154,11 +155,11 @@ class World:
             self._mail = [mail for mail in self._mail if mail[0] > self.now]
             for _, source, target, message in due:
                 rank = self.ranks[target]
-                if not rank.silent and rank.case.hear(message, self.now):
+                if not rank.silent and rank.incident.hear(message, self.now):
                     self.spread(target, message, but=source)
             for rank in self.ranks.values():
                 if not rank.silent:
-                    rank.case.turn(self.now)
+                    rank.incident.turn(self.now)
 
 
 @dataclass
@@ -188,11 +189,11 @@ def test_all_ranks_reach_the_verdict(data: st.DataObject, dp: int, pp: int, is_s
     world = World(sights, rings, iter(lambda: data.draw(delays), None))
     world.ranks[lost].silent = is_silent
     for asker in data.draw(st.lists(st.sampled_from(sorted(toward)), min_size=1, max_size=2, unique=True)):
-        world.ranks[asker].case.ask(WaitFailure.TIMED_OUT, world.now)
+        world.ranks[asker].incident.ask(WaitFailure.TIMED_OUT, world.now)
     world.run(until=1.6)
     for rank in world.ranks.values():
         if not rank.silent:
-            verdict = rank.case.verdict
-            assert verdict is not None
-            assert (verdict.rank, verdict.kind, verdict.op) == (lost, LossKind.HUNG, 100 + lost)
-            assert verdict.silent == is_silent
+            named = rank.incident.first_loss
+            assert named is not None
+            assert (named.rank, named.kind, named.op) == (lost, LossKind.HUNG, 100 + lost)
+            assert named.silent == is_silent

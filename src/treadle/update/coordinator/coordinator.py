@@ -20,8 +20,9 @@ from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol import coordinator as protocol
 from treadle.update.protocol.control import Fault, Join, Stop, ToCoordinator
 from treadle.update.protocol.messages import PROTOCOL
+from treadle.wire.codec import encode
 from treadle.wire.errors import WireError, WrongKeyError
-from treadle.wire.link import HELLO_S, PAUSE_S, Link, encode
+from treadle.wire.link import HELLO_S, PAUSE_S, Link
 from treadle.wire.listeners import Listener
 
 HEAR_S = 1.0

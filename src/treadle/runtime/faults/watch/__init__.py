@@ -1,13 +1,14 @@
-"""One rank's eye on the others: who was lost first, at what, told on every rank within seconds.
+"""A rank's watch over the others: every rank names the rank that was lost first, and its op, within seconds.
 
-progress   where a rank is, in memory that outlives it
-meet       how ranks find each other: cards exchanged once over the given groups
-links      the few connections of a rank, and the door through which they come
-news       what is said over them, in bytes
-verdict    which rank is to be named, as pure functions of what was said
-case       all that one rank knows of a loss, and when it has settled
-sentry     the thread that listens, tells, and ends what does not react
-watch      what the main thread calls
+contacts   how ranks find each other: contacts exchanged once over the given groups
+links      the connections to a rank's neighbours
+messages   the messages on them, as msgspec structs
+transport  the input and output of the thread: links, a listener, a selector
+diagnosis  which rank to name, as pure functions of states and reports
+incident   the knowledge of one rank about a loss, as a state machine
+watchdog   the thread: messages, alarm, and the end of a process that does not react
+watch      the interface of the main thread
+loss       RankLostError and its words
 """
 
 from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError

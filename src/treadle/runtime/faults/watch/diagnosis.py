@@ -1,8 +1,8 @@
-"""Which rank is to be named: pure functions of what was said.
+"""Which rank to name as lost: pure functions of ranks' states and reports.
 
-Two questions are answered here. When a wait failed and nobody told why, who is behind it: that is followed along who
-waits for whom, from the rank whose wait failed to one that does not wait. When several losses were told, which was the
-first: that is taken from when each was seen, less what is only an echo of another.
+`culprit` finds the rank behind a failed wait that no report explains: it follows the waits from the rank whose wait
+failed to a rank that does not wait. `first` picks the loss to name from several reports: the earliest that is not the
+echo of another.
 """
 
 from __future__ import annotations
@@ -22,55 +22,54 @@ from treadle.runtime.faults.watch.messages import (
 
 
 class Diagnosis(NamedTuple):
-    """What became of the rank that is seen here; `text` names a circle of waits."""
+    """How the observed rank was lost; `text` lists ranks that wait for each other."""
 
     kind: LossKind
-    sight: Observation
+    observation: Observation
     text: str = ""
 
 
 def culprit(asker: int, cause: WaitFailure, states: Mapping[int, Observation]) -> Diagnosis | None:
-    """Who is behind the failed wait of `asker`, or None if what is known points to nobody.
+    """Returns the loss behind the failed wait of `asker`, or None if the states point to no rank.
 
-    A rank that nothing is known of counts as silent: its neighbours would have spoken for it, had they been there.
-    Where all say that they wait, one may hang at its wait instead. It is found once all waits have had their time:
-    until then it is nobody. An asker that is stuck is behind it itself, unless another has stood still for longer than
-    a wait may take.
+    A rank without a state counts as silent: its neighbours would have replied for it if they were alive. Where all
+    ranks say that they wait, one may hang in its wait; it is found once all waits should have ended, and until then
+    the result is None. An asker that is STUCK is the culprit itself, unless the wait of another rank is overdue.
     """
     seen, ends = _follow(asker, states)
     waits = states[asker].waits if asker in states else ()
-    gone = [sight for sight in ends if sight.condition is not Condition.ANSWERS]
+    gone = [end for end in ends if end.condition is not Condition.ANSWERS]
     if gone:
-        sight = min(gone, key=lambda sight: (sight.op == UNKNOWN, sight.condition, sight.rank))
-        return Diagnosis(LossKind.LEFT if sight.condition is Condition.LEFT else LossKind.HUNG, sight)
+        named = min(gone, key=lambda end: (end.op == UNKNOWN, end.condition, end.rank))
+        return Diagnosis(LossKind.LEFT if named.condition is Condition.LEFT else LossKind.HUNG, named)
     if cause is WaitFailure.STUCK and asker in states:
-        before = [sight for sight in ends if sight.wait is WaitState.OVERDUE]
+        before = [end for end in ends if end.wait is WaitState.OVERDUE]
         return Diagnosis(LossKind.HUNG, min(before or [states[asker]], key=_longest))
     if not waits:
         return None
     if cause is WaitFailure.CLOSED and not any(
-        sight.wait in (WaitState.TIMED_OUT, WaitState.OVERDUE) for sight in states.values()
+        state.wait in (WaitState.TIMED_OUT, WaitState.OVERDUE) for state in states.values()
     ):
-        # Nobody is gone, and nobody has closed it by giving up, so it is the connection itself that broke.
+        # No rank is gone, and none has closed the connection by giving up: the connection itself broke.
         return Diagnosis(LossKind.CUT, states[waits[0]])
     if ends:
         return Diagnosis(LossKind.HUNG, min(ends, key=_longest))
-    overdue = [sight for sight in seen if sight.wait is WaitState.OVERDUE]
+    overdue = [state for state in seen if state.wait is WaitState.OVERDUE]
     if overdue:
         return Diagnosis(LossKind.HUNG, min(overdue, key=_longest))
-    if any(sight.wait is WaitState.RUNS for sight in seen):
+    if any(state.wait is WaitState.RUNS for state in seen):
         return None
-    circle = _circle(asker, states)
-    if not circle:
+    cycle = _cycle(asker, states)
+    if not cycle:
         return None
-    return Diagnosis(LossKind.HUNG, states[min(circle)], text=", ".join(map(str, sorted(circle))))
+    return Diagnosis(LossKind.HUNG, states[min(cycle)], text=", ".join(map(str, sorted(cycle))))
 
 
 def first(reports: Iterable[Lost]) -> Lost:
-    """The loss to name. Two neighbours may report the same one: then the one that read the op itself is taken.
+    """Returns the loss to name. Of two reports of one loss, the one with the exact op is taken.
 
-    Clocks of hosts differ by milliseconds, so what is only an echo goes last whenever it was seen: an error that a rank
-    raises because its peer is gone, then what was concluded rather than seen.
+    Hosts' clocks differ by milliseconds, so times alone do not tell echoes: errors that ranks raise because a peer is
+    gone come after other errors and deaths, and losses that were concluded come last.
     """
     reports = list(reports)
 
@@ -82,14 +81,14 @@ def first(reports: Iterable[Lost]) -> Lost:
     return min(same, key=lambda lost: (not lost.exact, order(lost)))
 
 
-def _longest(sight: Observation) -> tuple[int, int]:
-    return -sight.still_ms, sight.rank
+def _longest(state: Observation) -> tuple[int, int]:
+    return -state.still_ms, state.rank
 
 
 def _follow(asker: int, states: Mapping[int, Observation]) -> tuple[list[Observation], list[Observation]]:
-    """The ranks to which who-waits-for-whom leads, and those at which it ends: they compute, or are gone.
+    """Returns the ranks that the waits lead to, and those at which they end: they compute, or are gone.
 
-    An asker that did not say whom it waits for may wait for anyone who is gone.
+    An asker without a wait target may wait for any rank that is gone.
     """
     start = states[asker].waits if asker in states else ()
     to_see = list(start) if start else [rank for rank in states if rank != asker]
@@ -99,18 +98,18 @@ def _follow(asker: int, states: Mapping[int, Observation]) -> tuple[list[Observa
         rank = to_see.pop()
         if rank in seen or rank == asker:
             continue
-        seen[rank] = sight = states.get(rank) or Observation(
+        seen[rank] = state = states.get(rank) or Observation(
             rank, Condition.SILENT, UNKNOWN, 0, 0, exact=False, waits=()
         )
-        if sight.condition is Condition.ANSWERS and sight.waits:
-            to_see += sight.waits
+        if state.condition is Condition.ANSWERS and state.waits:
+            to_see += state.waits
         else:
-            ends.append(sight)
+            ends.append(state)
     return list(seen.values()), ends
 
 
-def _circle(asker: int, states: Mapping[int, Observation]) -> list[int]:
-    """The ranks that wait for each other, where every wait leads to another: the first of each is followed."""
+def _cycle(asker: int, states: Mapping[int, Observation]) -> list[int]:
+    """Returns ranks that wait for each other, following the first wait target of each; none if a wait ends."""
     path: list[int] = []
     rank = asker
     while rank not in path:

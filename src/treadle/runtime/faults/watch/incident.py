@@ -1,11 +1,11 @@
-"""All that one rank knows of a loss, and when it has settled. No sockets, no threads; the time is passed in.
+"""The knowledge of one rank about a loss, as a state machine without sockets and threads; the time is passed in.
 
-What is seen is told at once; what a rank concludes is told by it alone, the one that asked, so that no two ranks
-conclude differently from answers that came in a different order. Every rank then waits a moment for other reports that
-are under way, and takes the first.
+A loss that is seen is reported at once. A loss that is concluded is reported only by the rank that asked for states:
+other ranks may have the replies in another order and conclude differently. Every rank then waits SETTLE_S for other
+reports that are under way, and names the first loss.
 
-    a neighbour's death, an error       Lost ------------------------> settle -> verdict
-    a wait that failed    Ask -> States -> (for the silent) -> Lost --> settle -> verdict
+    a neighbour's death, an error      Lost ----------------------------------------------> settle -> first loss
+    a wait that failed                 StateRequest -> StateReply, also for silent ranks -> Lost -> settle -> first loss
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from treadle.runtime.faults.watch.messages import (
 )
 
 SETTLE_S = 0.25
-"""How long other reports are waited for after the first."""
+"""How long a rank waits for other reports after the first."""
 
 SPEAK_S = 0.4
-"""How long a rank has to answer before its neighbours speak for it."""
+"""How long a rank has to reply before its neighbours reply for it."""
 
 DECIDE_S = 0.8
-"""How long the one that asked collects answers."""
+"""How long the rank that asked collects replies."""
 
 STALE_S = 1.0
-"""After that an ask of another, that came to nothing, does not keep a rank from asking itself."""
+"""How long another rank's request that led to nothing keeps a rank from asking itself."""
 
 
 class Surroundings(Protocol):
-    """What a rank sees by itself."""
+    """What a rank can observe itself."""
 
     def own(self) -> Observation:
-        """What this rank is doing."""
+        """Returns the state of this rank."""
 
     def neighbours(self) -> Iterable[Observation]:
-        """What its neighbours were last seen doing; SILENT unless they left."""
+        """Returns the last known states of its neighbours: SILENT, unless they left."""
 
 
 @dataclass
 class _Inquiry:
-    ask: StateRequest
+    request: StateRequest
     began: float
     states: dict[int, Observation] = field(default_factory=dict)
     spoke: bool = False
@@ -61,12 +61,12 @@ class _Inquiry:
 
 
 class Incident:
-    """What rank `rank` knows. `spread` sends a message to all neighbours."""
+    """The knowledge of rank `rank`. `spread` sends a message to all neighbours."""
 
     def __init__(self, rank: int, surroundings: Surroundings, spread: Callable[[Flooded], None]) -> None:
         self.rank, self._surroundings, self._spread = rank, surroundings, spread
         self.reports: list[Lost] = []
-        self.verdict: Lost | None = None
+        self.first_loss: Lost | None = None
         self._settle_at = math.inf
         self._inquiries: dict[tuple[int, int], _Inquiry] = {}
         self._seen: set[tuple[type, int, int]] = set()
@@ -75,25 +75,25 @@ class Incident:
     def lose(
         self,
         kind: LossKind,
-        sight: Observation,
+        observation: Observation,
         now: float,
         *,
         text: str = "",
         silent: bool = False,
         secondhand: bool = False,
     ) -> None:
-        """Tells everyone that the rank seen here is lost."""
-        told = (sight.op, sight.step, time.time_ns(), sight.still_ms, sight.exact)
-        self._tell(Lost(self.rank, self._next(), sight.rank, kind, *told, silent, secondhand, text), now)
+        """Tells every rank that the observed rank is lost."""
+        told = (observation.op, observation.step, time.time_ns(), observation.still_ms, observation.exact)
+        self._tell(Lost(self.rank, self._next(), observation.rank, kind, *told, silent, secondhand, text), now)
 
     def ask(self, cause: WaitFailure, now: float) -> None:
-        """Asks everyone what they are doing, unless it is known, or another has just asked."""
+        """Asks every rank for its state, unless a loss is known or another rank has just asked."""
         under_way = any(now - inquiry.began < STALE_S for inquiry in self._inquiries.values())
         if not self.reports and not under_way:
             self._tell(StateRequest(self.rank, self._next(), cause), now)
 
     def hear(self, message: Flooded, now: float) -> bool:
-        """Takes note of a message; False if it is known already, so that it goes no further."""
+        """Handles a message. Returns False if it was known already and must not be passed on."""
         key = (type(message), message.origin, message.seq)
         if key in self._seen:
             return False
@@ -105,14 +105,14 @@ class Incident:
             case StateRequest(origin, seq):
                 self._inquiries.setdefault((origin, seq), _Inquiry(message, now))
                 self._tell(StateReply(self.rank, self._next(), (origin, seq), self._surroundings.own()), now)
-            case StateReply(ask=ask, sight=sight) if ask in self._inquiries:
-                states = self._inquiries[ask].states
-                if sight.rank not in states or _better(sight, states[sight.rank]):
-                    states[sight.rank] = sight
+            case StateReply(request=request, observation=new) if request in self._inquiries:
+                states = self._inquiries[request].states
+                if new.rank not in states or _better(new, states[new.rank]):
+                    states[new.rank] = new
         return True
 
     def turn(self, now: float) -> None:
-        """Does what is due."""
+        """Does whatever is due now."""
         for inquiry in list(self._inquiries.values()):
             if not inquiry.spoke and now >= inquiry.began + SPEAK_S:
                 inquiry.spoke = True
@@ -120,12 +120,12 @@ class Incident:
             if not inquiry.decided and now >= inquiry.began + DECIDE_S:
                 inquiry.decided = True
                 self._decide(inquiry, now)
-        if self.verdict is None and now >= self._settle_at:
-            self.verdict = first(self.reports)
+        if self.first_loss is None and now >= self._settle_at:
+            self.first_loss = first(self.reports)
 
     def due(self) -> float:
-        """When something is due next."""
-        times = [self._settle_at if self.verdict is None else math.inf]
+        """Returns the time at which something is due next."""
+        times = [self._settle_at if self.first_loss is None else math.inf]
         for inquiry in self._inquiries.values():
             times += [inquiry.began + SPEAK_S] * (not inquiry.spoke)
             times += [inquiry.began + DECIDE_S] * (not inquiry.decided)
@@ -140,22 +140,22 @@ class Incident:
         self.hear(message, now)
 
     def _speak_for_neighbours(self, inquiry: _Inquiry, now: float) -> None:
-        for sight in self._surroundings.neighbours():
-            if sight.rank not in inquiry.states or _better(sight, inquiry.states[sight.rank]):
-                ask = (inquiry.ask.origin, inquiry.ask.seq)
-                self._tell(StateReply(self.rank, self._next(), ask, sight), now)
+        request = (inquiry.request.origin, inquiry.request.seq)
+        for seen in self._surroundings.neighbours():
+            if seen.rank not in inquiry.states or _better(seen, inquiry.states[seen.rank]):
+                self._tell(StateReply(self.rank, self._next(), request, seen), now)
 
     def _decide(self, inquiry: _Inquiry, now: float) -> None:
-        if inquiry.ask.origin != self.rank or self.reports:
+        if inquiry.request.origin != self.rank or self.reports:
             return
-        finding = culprit(self.rank, inquiry.ask.cause, inquiry.states)
-        if finding is not None:
-            silent = finding.sight.condition is Condition.SILENT
-            self.lose(finding.kind, finding.sight, now, text=finding.text, silent=silent)
+        found = culprit(self.rank, inquiry.request.cause, inquiry.states)
+        if found is not None:
+            silent = found.observation.condition is Condition.SILENT
+            self.lose(found.kind, found.observation, now, text=found.text, silent=silent)
 
 
 def _better(new: Observation, old: Observation) -> bool:
-    """An answer of its own is better than a neighbour's word, and the page better than the last heartbeat."""
+    """True if `new` is more direct: a rank's own reply before a neighbour's, its page before its last heartbeat."""
     return (new.condition is not Condition.ANSWERS, not new.exact) < (
         old.condition is not Condition.ANSWERS,
         not old.exact,

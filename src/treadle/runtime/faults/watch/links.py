@@ -1,55 +1,63 @@
-"""The few connections of a rank, and the door through which they come.
+"""A rank's connections to its neighbours.
 
 All of them belong to the watch's thread and never block it. Of two neighbours the higher rank calls the lower, so that
-there is one connection between them. The door is shut once everyone expected has come.
+there is one connection between them.
 """
 
 from __future__ import annotations
 
 import hmac
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 
+from treadle.host.tcp import connect_to, listen_at
 from treadle.runtime.faults.progress.page import COMPUTING, OUTSIDE, PageReader, Snapshot
 from treadle.runtime.faults.watch.contacts import Contact
 from treadle.runtime.faults.watch.messages import (
+    MOST_MESSAGE_BYTES,
     Condition,
-    Frames,
     Greeting,
-    MalformedError,
     Message,
     Observation,
+    decode,
     encode,
 )
+from treadle.wire.errors import WireError
+from treadle.wire.frames import FIRST_BYTES, Frames
 
 MOST_PENDING_BYTES = 4 << 20
-"""What is kept for a neighbour that does not read; what comes on top is dropped."""
+"""Bytes kept for a neighbour that does not read; further messages to it are dropped."""
 
-MOST_STRANGERS = 64
-"""Callers that have not said who they are; the oldest goes when there are more."""
+MOST_UNIDENTIFIED = 64
+"""Connections without a greeting that are held at once; one more closes the oldest."""
 
 CONNECT_S = 10.0
 
+_CHUNK_BYTES = 1 << 16
+
 
 class NeighbourLink:
-    """The connection to one neighbour."""
+    """The connection to one neighbour. `frames` holds bytes that came behind its greeting."""
 
-    def __init__(self, connection: socket.socket, frames: Frames) -> None:
-        self.socket, self._frames, self._pending = connection, frames, bytearray()
+    def __init__(self, connection: socket.socket, frames: Frames | None = None) -> None:
+        self.socket, self._pending = connection, bytearray()
+        self._frames = frames if frames is not None else Frames()
+        self._frames.most_bytes = MOST_MESSAGE_BYTES
 
     @property
     def pending(self) -> bool:
-        """Is there something that could not be sent yet."""
+        """True while bytes wait to be sent."""
         return bool(self._pending)
 
     def send(self, frame: bytes) -> None:
-        """Sends now what the connection takes, and keeps the rest for `flush`."""
+        """Sends as much as the connection takes now, and keeps the rest for `flush`."""
         if len(self._pending) + len(frame) <= MOST_PENDING_BYTES:
             self._pending += frame
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is pending. A connection that broke says so when it is read, after all that came before."""
+        """Sends pending bytes. A broken connection is not reported here but by `receive`, behind its last messages."""
         with suppress(BlockingIOError):
             try:
                 while self._pending:
@@ -60,88 +68,93 @@ class NeighbourLink:
                 self._pending.clear()
 
     def receive(self) -> tuple[list[Message], bool]:
-        """The messages that have come, and whether the connection still stands."""
+        """Returns the messages that have come, and whether the connection still stands. Raises WireError."""
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return [], True
         except OSError:
             return [], False
-        return self._frames.feed(data), bool(data)
+        self._frames.feed(data)
+        return self.received(), bool(data)
+
+    def received(self) -> list[Message]:
+        """Returns the messages that are whole. Raises WireError."""
+        return list(map(decode, _bodies(self._frames)))
 
 
 class Neighbour:
-    """A rank next to this one in a ring: how it is reached, and what was last seen of it."""
+    """A rank next to this one in a ring: how it is reached, and its last known state."""
 
-    def __init__(self, card: Contact, onlooker: PageReader | None) -> None:
-        self.rank, self.card, self.onlooker = card.rank, card, onlooker
+    def __init__(self, contact: Contact, page_reader: PageReader | None) -> None:
+        self.rank, self.contact, self.page_reader = contact.rank, contact, page_reader
         self.link: NeighbourLink | None = None
         self.heard = 0.0
         self.left = False
         self._last = Snapshot(OUTSIDE, COMPUTING, -1)
 
     def hear(self, slots: Snapshot, now: float) -> None:
-        """Takes note of a sign of life."""
+        """Notes a sign of life, and the slots that came with it."""
         self._last, self.heard = slots, now
 
-    def sight(self, now: float) -> Observation:
-        """What it was last seen doing. Its page is exact; its last heartbeat is not, unless that was its goodbye."""
-        slots = self._last if self.left or self.onlooker is None else self.onlooker.look()
+    def observe(self, now: float) -> Observation:
+        """Returns its last known state. Its page and its goodbye are exact; its last heartbeat is not."""
+        slots = self._last if self.left or self.page_reader is None else self.page_reader.look()
         condition = Condition.LEFT if self.left else Condition.SILENT
-        exact = self.left or self.onlooker is not None
+        exact = self.left or self.page_reader is not None
         still_ms = max(0, int((now - self.heard) * 1000))
         return Observation(self.rank, condition, slots.op, slots.step, still_ms, exact, waits=())
 
 
 class PendingConnection:
-    """A connection whose caller has not said who it is."""
+    """An accepted connection whose greeting has not come. It can send no more than FIRST_BYTES."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.frames = connection, Frames()
+        self.socket, self.frames = connection, Frames(FIRST_BYTES)
 
-    def identify(self, token: bytes) -> tuple[Greeting | None, list[Message], bool]:
-        """The caller's hello once it is there, what it said after it, and whether the connection may stay."""
+    def identify(self, token: bytes) -> tuple[Greeting | None, bool]:
+        """Returns the caller's greeting once it is there, and whether the connection may stay."""
         try:
-            data = self.socket.recv(1 << 12)
-            messages = self.frames.feed(data)
+            data = self.socket.recv(FIRST_BYTES)
+            self.frames.feed(data)
+            body = self.frames.next()
+            greeting = decode(body) if body is not None else None
         except BlockingIOError:
-            return None, [], True
-        except (OSError, MalformedError):
-            return None, [], False
-        if not messages:
-            return None, [], bool(data)
-        hello, *rest = messages
-        if isinstance(hello, Greeting) and hmac.compare_digest(hello.token, token):
-            return hello, rest, True
-        return None, [], False
+            return None, True
+        except (OSError, WireError):
+            return None, False
+        if greeting is None:
+            return None, bool(data)
+        if isinstance(greeting, Greeting) and hmac.compare_digest(greeting.token, token):
+            return greeting, True
+        return None, False
 
 
-def open_door(address: str) -> socket.socket:
-    """A listening socket at this address only."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def open_listener(address: str) -> socket.socket:
+    """Returns a non-blocking server at this address only."""
     try:
-        door = socket.create_server((address, 0), family=family, backlog=MOST_STRANGERS)
+        listener = listen_at(address, backlog=MOST_UNIDENTIFIED)
     except OSError as error:
         raise ValueError(f"cannot listen at {address} ({error}); give an address of this host with address=") from error
-    door.setblocking(False)
-    return door
+    listener.setblocking(False)
+    return listener
 
 
-def call(card: Contact, rank: int) -> socket.socket:
-    """A connection to the rank with this card, which has been told who calls."""
+def call(contact: Contact, rank: int) -> socket.socket:
+    """Returns a non-blocking connection to a rank, which has been sent the greeting of `rank`."""
     try:
-        connection = socket.create_connection((card.address, card.port), timeout=CONNECT_S)
-        connection.sendall(encode(Greeting(card.token, rank)))
+        connection = connect_to(contact.address, contact.port, CONNECT_S)
+        connection.sendall(encode(Greeting(contact.token, rank)))
     except OSError as error:
-        where = f"{card.address}:{card.port}"
+        where = f"{contact.address}:{contact.port}"
         raise ConnectionError(
-            f"rank {rank} cannot reach rank {card.rank} at {where} ({error}); does rank {card.rank} need address=?"
+            f"rank {rank} cannot reach rank {contact.rank} at {where} ({error}); "
+            f"does rank {contact.rank} need address=?"
         ) from error
-    make_ready(connection)
+    connection.setblocking(False)
     return connection
 
 
-def make_ready(connection: socket.socket) -> None:
-    """Never blocks, and sends small messages at once."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _bodies(frames: Frames) -> Iterator[bytes]:
+    while (body := frames.next()) is not None:
+        yield body

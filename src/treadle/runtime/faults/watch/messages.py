@@ -1,39 +1,43 @@
-"""What ranks say to each other about losses, and how it looks in bytes.
+"""Messages between watchdogs about losses: msgspec structs, each the body of one frame.
 
-A frame is a type (1 byte), a length (2) and a body: fixed fields, and at most one part of varying length at its end.
-Whatever does not fit raises MalformedError, and the connection it came from is dropped. Nothing is ever evaluated.
+Texts and lists of ranks are bounded, so the largest message is known, and a longer one is refused by its length.
+Malformed bytes raise WireError, and the connection they came from is dropped.
 
-Hello, Beat and Bye go to a neighbour and no further. Lost, Ask and State are passed on by everyone, each once, which
-is what `origin` and `seq` are for.
+Greeting, Heartbeat and Goodbye go to a neighbour and no further. Lost, StateRequest and StateReply are passed on by
+every rank, each once: `origin` and `seq` identify them.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-from treadle.host.errors import TreadleError
+import msgspec
+from msgspec.structs import replace
+
 from treadle.runtime.faults.progress.page import Snapshot
+from treadle.wire.codec import MessageDecoder
+from treadle.wire.codec import encode as encode_body
+from treadle.wire.frames import framed
 
 UNKNOWN = -2
-"""As an op: nobody could tell."""
+"""As an op: no rank could read it."""
 
-MOST_TEXT_BYTES = 600
+TOKEN_BYTES = 16
+MOST_TEXT = 600
+"""Characters, and as many bytes: longer texts are cut."""
+
 MOST_WAITED_FOR = 8192
+"""Ranks that one Observation may list; further ones are left out."""
 
-_HEADER = struct.Struct("!BH")
-_MAGIC = b"treadle2"
+MOST_MESSAGE_BYTES = 48 << 10
+"""The largest message, a StateReply with MOST_WAITED_FOR ranks of 5 bytes each, takes 41 KiB."""
 
-
-class MalformedError(TreadleError):
-    """Bytes that are no message."""
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LossKind(IntEnum):
-    """What became of a rank."""
+    """How a rank was lost."""
 
     KILLED = 1
     RAISED = 2
@@ -43,12 +47,12 @@ class LossKind(IntEnum):
 
     @property
     def word(self) -> str:
-        """As `RankLostError.kind` has it."""
+        """The value of `RankLostError.kind`."""
         return self.name.lower()
 
 
 class WaitFailure(IntEnum):
-    """Why a rank asks what the others are doing. STUCK: what it waited for in vain is an op of its own."""
+    """Why a rank asks for the states of the others. STUCK: it waited in vain for an op of its own."""
 
     TIMED_OUT = 1
     CLOSED = 2
@@ -56,7 +60,7 @@ class WaitFailure(IntEnum):
 
 
 class Condition(IntEnum):
-    """How a rank's state came to be known: it answered, or a neighbour speaks for it."""
+    """How a rank's state is known: the rank answered, or a neighbour reports it as silent or as having left."""
 
     ANSWERS = 1
     SILENT = 2
@@ -64,9 +68,9 @@ class Condition(IntEnum):
 
 
 class WaitState(IntEnum):
-    """How a rank's wait stands. OVERDUE: it ought to have timed out, so its thread hangs there, whatever it waits for.
+    """The state of a rank's wait. OVERDUE: it should have timed out, so the rank's thread hangs in it.
 
-    UNSAID is what a neighbour says, who cannot know.
+    UNSAID is reported by a neighbour, which cannot know.
     """
 
     UNSAID = 0
@@ -76,179 +80,105 @@ class WaitState(IntEnum):
     OVERDUE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """The first message of a connection: the token of the rank that is called, the rank that calls."""
-
-    token: bytes
-    rank: int
+class WatchMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+    """Tagged with its class name in lower case; unknown fields are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """I live, and this is where I am."""
+class Greeting(WatchMessage, frozen=True, tag="treadle watch 3"):
+    """The first message of a connection: the token of the called rank, the number of the calling rank.
 
-    slots: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """I leave in good order."""
-
-    slots: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A rank is lost. `at_ns` is the wall clock where it was seen, `still_ms` how long it had not moved.
-
-    exact: the op was read from the rank's own page or told by it, rather than taken from its last heartbeat.
-    silent: it gave no sign of life, so it cannot be expected to end itself.
-    secondhand: it raised what a rank raises when its peer is gone, so it was hardly the first.
+    The tag is the version of these messages: other versions are refused.
     """
 
-    origin: int
-    seq: int
-    rank: int
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    rank: Natural
+
+
+class Heartbeat(WatchMessage, frozen=True):
+    """The sender is alive, and at these slots."""
+
+    slots: Snapshot
+
+
+class Goodbye(WatchMessage, frozen=True):
+    """The sender closes its watch in good order."""
+
+    slots: Snapshot
+
+
+class Lost(WatchMessage, frozen=True):
+    """A rank is lost. `at_ns` is the wall clock of the rank that saw it, `still_ms` how long it had not moved.
+
+    exact: the op was read from the rank's own page or told by it, not taken from its last heartbeat.
+    silent: the rank gave no sign of life, so it cannot be expected to end itself.
+    secondhand: the rank raised what ranks raise when a peer is gone, so another was probably lost before.
+    """
+
+    origin: Natural
+    seq: Natural
+    rank: Natural
     kind: LossKind
     op: int
     step: int
     at_ns: int
-    still_ms: int
+    still_ms: Annotated[int, msgspec.Meta(ge=0)]
     exact: bool = True
     silent: bool = False
     secondhand: bool = False
-    text: str = ""
+    text: Annotated[str, msgspec.Meta(max_length=MOST_TEXT)] = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StateRequest:
-    """A wait of the origin failed and nobody has told why: what is everyone doing?"""
+class StateRequest(WatchMessage, frozen=True):
+    """Asks every rank for its state: a wait of the origin failed for `cause`, and no loss is known."""
 
-    origin: int
-    seq: int
+    origin: Natural
+    seq: Natural
     cause: WaitFailure
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a rank is doing: the ranks it waits for (none: it computes, or is outside a step), and for how long."""
+class Observation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank is doing. `waits` are the ranks it waits for: none while it computes, or outside a step."""
 
-    rank: int
+    rank: Natural
     condition: Condition
     op: int
     step: int
-    still_ms: int
+    still_ms: Annotated[int, msgspec.Meta(ge=0)]
     exact: bool
-    waits: tuple[int, ...]
+    waits: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MOST_WAITED_FOR)]
     wait: WaitState = WaitState.UNSAID
 
 
-@dataclass(frozen=True, slots=True)
-class StateReply:
-    """An answer to the ask with this origin and seq, for oneself or for a neighbour that cannot."""
+class StateReply(WatchMessage, frozen=True):
+    """Answers the request with this (origin, seq), for the sender or for a neighbour that cannot answer."""
 
-    origin: int
-    seq: int
-    ask: tuple[int, int]
-    sight: Observation
+    origin: Natural
+    seq: Natural
+    request: tuple[Natural, Natural]
+    observation: Observation
 
 
 Flooded: TypeAlias = Lost | StateRequest | StateReply
 Message: TypeAlias = Greeting | Heartbeat | Goodbye | Flooded
 
-_HELLO = struct.Struct("!8s16sI")
-_SLOTS = struct.Struct("!qqq")
-_LOST = struct.Struct("!IIIBqqqQB")
-_ASK = struct.Struct("!IIB")
-_STATE = struct.Struct("!IIIIIBqqQB")
+_decode: MessageDecoder[Message] = MessageDecoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The message as a frame."""
+    """Returns the message as a frame, with texts and lists cut to their bounds."""
     match message:
-        case Greeting(token, rank):
-            number, body = 1, _HELLO.pack(_MAGIC, token, rank)
-        case Heartbeat(slots):
-            number, body = 2, _SLOTS.pack(*slots)
-        case Goodbye(slots):
-            number, body = 3, _SLOTS.pack(*slots)
-        case Lost(origin, seq, rank, kind, op, step, at_ns, still_ms, exact, silent, secondhand, text):
-            flags = exact | silent << 1 | secondhand << 2
-            number, body = 4, _LOST.pack(origin, seq, rank, kind, op, step, at_ns, still_ms, flags)
-            body += text.encode(errors="replace")[:MOST_TEXT_BYTES]
-        case StateRequest(origin, seq, cause):
-            number, body = 5, _ASK.pack(origin, seq, cause)
-        case StateReply(origin, seq, ask, sight):
-            waits = sight.waits[:MOST_WAITED_FOR]
-            flags = sight.exact | sight.wait << 1
-            head = (origin, seq, *ask, sight.rank, sight.condition, sight.op, sight.step, sight.still_ms, flags)
-            number, body = 6, _STATE.pack(*head) + struct.pack(f"!{len(waits)}I", *waits)
-    return _HEADER.pack(number, len(body)) + body
+        case Lost(text=text):
+            cut = text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore")
+            message = replace(message, text=cut)
+        case StateReply(observation=observation) if len(observation.waits) > MOST_WAITED_FOR:
+            message = replace(message, observation=replace(observation, waits=observation.waits[:MOST_WAITED_FOR]))
+    return framed(encode_body(message), MOST_MESSAGE_BYTES)
 
 
-def _hello(body: bytes) -> Greeting:
-    magic, token, rank = _HELLO.unpack(body)
-    if magic != _MAGIC:
-        raise MalformedError("no hello of this version")
-    return Greeting(token, rank)
-
-
-def _lost(body: bytes) -> Lost:
-    origin, seq, rank, kind, op, step, at_ns, still_ms, flags = _LOST.unpack_from(body)
-    text = body[_LOST.size :].decode(errors="replace")
-    printable = "".join(char if char.isprintable() else " " for char in text)  # it will be shown in a terminal
-    exact, silent, secondhand = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-    return Lost(origin, seq, rank, LossKind(kind), op, step, at_ns, still_ms, exact, silent, secondhand, printable)
-
-
-def _ask(body: bytes) -> StateRequest:
-    origin, seq, cause = _ASK.unpack(body)
-    return StateRequest(origin, seq, WaitFailure(cause))
-
-
-def _state(body: bytes) -> StateReply:
-    origin, seq, asker, asked, rank, condition, op, step, still_ms, flags = _STATE.unpack_from(body)
-    tail = body[_STATE.size :]
-    waits = struct.unpack(f"!{len(tail) // 4}I", tail)
-    sight = Observation(rank, Condition(condition), op, step, still_ms, bool(flags & 1), waits, WaitState(flags >> 1))
-    return StateReply(origin, seq, (asker, asked), sight)
-
-
-_DECODERS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
-    1: (_HELLO.size, _hello),
-    2: (_SLOTS.size, lambda body: Heartbeat(Snapshot(*_SLOTS.unpack(body)))),
-    3: (_SLOTS.size, lambda body: Goodbye(Snapshot(*_SLOTS.unpack(body)))),
-    4: (_LOST.size + MOST_TEXT_BYTES, _lost),
-    5: (_ASK.size, _ask),
-    6: (_STATE.size + 4 * MOST_WAITED_FOR, _state),
-}
-"""For each type the longest body it may have, and what reads it."""
-
-
-class Frames:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole now. Raises MalformedError as soon as a type or a length cannot be."""
-        self._data += data
-        messages: list[Message] = []
-        at = 0
-        while len(self._data) - at >= _HEADER.size:
-            number, length = _HEADER.unpack_from(self._data, at)
-            most, decode = _DECODERS.get(number, (-1, None))
-            if decode is None or length > most:
-                raise MalformedError(f"a frame of type {number} and {length} bytes")
-            if len(self._data) - at < _HEADER.size + length:
-                break
-            at += _HEADER.size
-            try:
-                messages.append(decode(bytes(self._data[at : at + length])))
-            except (struct.error, ValueError) as error:
-                raise MalformedError(f"a frame of type {number}: {error}") from error
-            at += length
-        del self._data[:at]
-        return messages
+def decode(body: bytes) -> Message:
+    """Returns the message in a frame. Its text is made printable, as it will be shown in a terminal."""
+    message = _decode(body)
+    if isinstance(message, Lost) and not message.text.isprintable():
+        printable = "".join(char if char.isprintable() else " " for char in message.text)
+        return replace(message, text=printable)
+    return message

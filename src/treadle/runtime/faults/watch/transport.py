@@ -1,6 +1,7 @@
-"""What goes in and out over a rank's links: a selector, a door, and who may come through it.
+"""The input and output of a rank's watch: its links, its listener, and a selector over them.
 
-It knows nothing of losses: it tells its owner what was heard from whom, and who is gone.
+The transport knows nothing of losses. It hands its owner each neighbour's messages, and tells it which neighbour is
+gone. The listener is closed once all expected neighbours have connected.
 """
 
 from __future__ import annotations
@@ -14,76 +15,78 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from treadle.host.tcp import send_at_once
 from treadle.runtime.faults.progress.page import Snapshot
-from treadle.runtime.faults.watch.links import MOST_STRANGERS, Neighbour, NeighbourLink, PendingConnection, make_ready
-from treadle.runtime.faults.watch.messages import Frames, Goodbye, MalformedError, Message, encode
+from treadle.runtime.faults.watch.links import MOST_UNIDENTIFIED, Neighbour, NeighbourLink, PendingConnection
+from treadle.runtime.faults.watch.messages import Goodbye, Message, encode
+from treadle.wire.errors import WireError
 
 PARTING_S = 0.5
-"""How long a goodbye may take."""
+"""How long a rank waits at its end for neighbours to read its goodbye."""
 
 
 class MessageHandler(Protocol):
-    """Who is told."""
+    """The owner of a transport."""
 
     def hear(self, neighbour: Neighbour, message: Message) -> None:
-        """A neighbour said something."""
+        """Takes a message of a neighbour."""
 
     def miss(self, neighbour: Neighbour, *, died: bool) -> None:
-        """A neighbour's process ended or its connection did; or else it sent what is no message."""
+        """Is told that a neighbour's process or connection ended, or else (not `died`) that it sent malformed bytes."""
 
 
 class Transport:
-    """The connections of one rank. All but `wake` and `forget` is for the watch's thread."""
+    """The connections of one rank. Only `wake` and `forget` may be called by other threads than the watch's."""
 
     def __init__(
-        self, owner: MessageHandler, neighbours: Sequence[Neighbour], door: socket.socket, token: bytes
+        self, owner: MessageHandler, neighbours: Sequence[Neighbour], listener: socket.socket, token: bytes
     ) -> None:
         self._owner, self._token = owner, token
         self.neighbours = {neighbour.rank: neighbour for neighbour in neighbours}
         self.met = threading.Event()
-        self._door: socket.socket | None = door
-        self._strangers: dict[socket.socket, PendingConnection] = {}
+        self._listener: socket.socket | None = listener
+        self._unidentified: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._parting = False
 
     def open(self, called: Mapping[int, socket.socket]) -> None:
-        """Begins, with the connections to the neighbours that this rank called; the others come through the door."""
+        """Starts with the connections to neighbours that this rank called; the other neighbours call this rank."""
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: os.eventfd_read(self._waker))
-        if self._door is not None:
-            self._selector.register(self._door, selectors.EVENT_READ, self._answer_door)
+        if self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for neighbour in self.neighbours.values():
-            if neighbour.onlooker is not None:
-                self._selector.register(neighbour.onlooker.pidfd, selectors.EVENT_READ, self._ended_of(neighbour))
+            if neighbour.page_reader is not None:
+                self._selector.register(neighbour.page_reader.pidfd, selectors.EVENT_READ, self._ended_of(neighbour))
         for rank, connection in called.items():
-            self._take(self.neighbours[rank], NeighbourLink(connection, Frames()))
-        self._shut_door_if_met()
+            self._take(self.neighbours[rank], NeighbourLink(connection))
+        self._close_listener_if_met()
 
     def missing(self) -> list[int]:
-        """The neighbours that are not connected."""
+        """Returns the neighbours that are not connected."""
         return sorted(rank for rank, neighbour in self.neighbours.items() if neighbour.link is None)
 
     def wake(self) -> None:
-        """Ends the current or next `turn` at once."""
-        with suppress(OSError):  # closed: nobody is left to wake
+        """Ends the current or the next `turn` at once."""
+        with suppress(OSError):  # the transport is closed
             os.eventfd_write(self._waker, 1)
 
     def turn(self, wait_s: float) -> None:
-        """Handles what comes within `wait_s`. Connections before pidfds: what a rank said before it died counts."""
+        """Handles what comes within `wait_s`; connections before pidfds, as messages sent before a death count."""
         events = self._selector.select(wait_s)
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int)):
-            if key.fd in self._selector.get_map():  # else dropped while another event was handled
+            if key.fd in self._selector.get_map():  # not dropped while another event was handled
                 key.data()
 
     def spread(self, message: Message, source: Neighbour | None = None) -> None:
-        """Sends a message to all neighbours but the one that it came from."""
+        """Sends a message to all neighbours but its source."""
         frame = encode(message)
         for neighbour in self.neighbours.values():
             if neighbour.link is not None and neighbour is not source:
                 neighbour.link.send(frame)
 
     def part(self, slots: Snapshot) -> None:
-        """Says goodbye, and waits a moment for the neighbours to hang up, lest the close overtake the goodbye."""
+        """Sends a goodbye, and waits up to PARTING_S for neighbours to hang up: a close could overtake the goodbye."""
         self._parting = True
         self.spread(Goodbye(slots))
         until = time.monotonic() + PARTING_S
@@ -98,82 +101,84 @@ class Transport:
             self.turn(0.02)
 
     def close(self) -> None:
-        """Closes everything."""
+        """Closes all sockets and page readers."""
         for neighbour in self.neighbours.values():
             self._drop(neighbour)
-        self._shut_door()
+        self._close_listener()
         self._selector.close()
         os.close(self._waker)
         self._waker = -1
         for neighbour in self.neighbours.values():
-            if neighbour.onlooker is not None:
-                neighbour.onlooker.close()
+            if neighbour.page_reader is not None:
+                neighbour.page_reader.close()
 
     def forget(self) -> None:
-        """In a forked child: closes its copies, which would keep connections open beyond this rank's death.
+        """Closes a forked child's copies of the sockets, which would keep connections open beyond this rank's death.
 
-        Nothing is unregistered, as the kernel's part of the selector is the parent's too.
+        Nothing is unregistered: child and parent share the selector's part in the kernel.
         """
         for _, link in self._linked():
             link.socket.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _linked(self) -> list[tuple[Neighbour, NeighbourLink]]:
         return [(each, each.link) for each in self.neighbours.values() if each.link is not None]
 
-    def _answer_door(self) -> None:
-        assert self._door is not None
+    def _accept(self) -> None:
+        assert self._listener is not None
         with suppress(OSError):  # the caller is gone already
-            connection, _ = self._door.accept()
-            make_ready(connection)
-            if len(self._strangers) >= MOST_STRANGERS:
-                self._refuse(next(iter(self._strangers.values())))
-            stranger = self._strangers[connection] = PendingConnection(connection)
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(stranger))
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            send_at_once(connection)
+            if len(self._unidentified) >= MOST_UNIDENTIFIED:
+                self._refuse(next(iter(self._unidentified.values())))
+            pending = self._unidentified[connection] = PendingConnection(connection)
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._identify(pending))
 
-    def _greet(self, stranger: PendingConnection) -> None:
-        hello, rest, stays = stranger.identify(self._token)
-        neighbour = self.neighbours.get(hello.rank) if hello is not None else None
-        if not stays or (hello is not None and (neighbour is None or neighbour.link is not None)):
-            self._refuse(stranger)
+    def _identify(self, pending: PendingConnection) -> None:
+        greeting, stays = pending.identify(self._token)
+        neighbour = self.neighbours.get(greeting.rank) if greeting is not None else None
+        if not stays or (greeting is not None and (neighbour is None or neighbour.link is not None)):
+            self._refuse(pending)
         elif neighbour is not None:
-            self._selector.unregister(stranger.socket)
-            del self._strangers[stranger.socket]
-            self._take(neighbour, NeighbourLink(stranger.socket, stranger.frames))
-            for message in rest:
-                self._owner.hear(neighbour, message)
-            self._shut_door_if_met()
+            self._selector.unregister(pending.socket)
+            del self._unidentified[pending.socket]
+            link = NeighbourLink(pending.socket, pending.frames)
+            self._take(neighbour, link)
+            self._close_listener_if_met()  # first: a goodbye behind the greeting drops the link
+            self._hand_over(neighbour, lambda: (link.received(), True))
 
-    def _refuse(self, stranger: PendingConnection) -> None:
-        self._unregister(stranger.socket)
-        self._strangers.pop(stranger.socket, None)
-        stranger.socket.close()
+    def _refuse(self, pending: PendingConnection) -> None:
+        self._unregister(pending.socket)
+        self._unidentified.pop(pending.socket, None)
+        pending.socket.close()
 
     def _take(self, neighbour: Neighbour, link: NeighbourLink) -> None:
         neighbour.link, neighbour.heard = link, time.monotonic()
         self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._read(neighbour))
 
-    def _shut_door_if_met(self) -> None:
+    def _close_listener_if_met(self) -> None:
         if not self.missing():
-            self._shut_door()
+            self._close_listener()
             self.met.set()
 
-    def _shut_door(self) -> None:
-        if self._door is not None:
-            self._unregister(self._door)
-            self._door.close()
-            self._door = None
-        for stranger in list(self._strangers.values()):
-            self._refuse(stranger)
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        for pending in list(self._unidentified.values()):
+            self._refuse(pending)
 
     def _read(self, neighbour: Neighbour) -> bool:
-        """Takes what a neighbour has sent; False once there is no more to come."""
-        if neighbour.link is None:
-            return False
+        """Handles the messages that a neighbour has sent; False once there are no more to come."""
+        return neighbour.link is not None and self._hand_over(neighbour, neighbour.link.receive)
+
+    def _hand_over(self, neighbour: Neighbour, receive: Callable[[], tuple[list[Message], bool]]) -> bool:
         try:
-            messages, stands = neighbour.link.receive()
-        except MalformedError:
+            messages, stands = receive()
+        except WireError:
             self._drop(neighbour)
             self._owner.miss(neighbour, died=False)
             return False
@@ -187,8 +192,8 @@ class Transport:
 
     def _ended_of(self, neighbour: Neighbour) -> Callable[[], None]:
         def ended() -> None:
-            assert neighbour.onlooker is not None
-            self._unregister(neighbour.onlooker.pidfd)
+            assert neighbour.page_reader is not None
+            self._unregister(neighbour.page_reader.pidfd)
             while self._read(neighbour):
                 pass
             if neighbour.link is not None or not self.met.is_set():  # a child of the dead rank holds the connection

@@ -1,6 +1,6 @@
-"""The thread that listens, tells, and ends what does not react.
+"""The watch's thread: it exchanges messages with neighbours, raises the alarm, and ends a process that does not react.
 
-It alone touches the connections. The main thread leaves it errands and wakes it; it leaves the main thread the alarm.
+Only this thread touches the connections. The main thread queues errands for it and wakes it, and reads the alarm.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from treadle.runtime.faults.watch.transport import PARTING_S, Transport
 BEAT_S = 0.2
 
 AWAY_S = 1.0
-"""A turn that comes later than this was held up here, so the silence of others says nothing."""
+"""A turn that comes later than this was held up on this host, so others' silence proves nothing."""
 
 LEAST_SILENCE_S = 2.0
-"""A rank that is silent for less is not lost, however short the deadline: a thread may have to wait for its turn."""
+"""A rank that is silent for less is not lost, however short the deadline: its thread may have to wait for a core."""
 
 OVERDUE_S = 0.75
 """How long after its deadline a wait that timed out may take to say so."""
 
 GRACE_S = 3.0
-"""How long a main thread in a step may go on after the alarm without taking notice."""
+"""How long a main thread in a step may go on after the alarm before its process is ended."""
 
 
 class Watchdog:
-    """One rank's thread. `describe` makes the error of a verdict; `groups` are the ranks of each group."""
+    """One rank's watch thread. `describe` makes the error of a loss; `groups` are the ranks of each group."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Watchdog:
     ) -> None:
         self.rank, self._progress, self._groups, self._describe = rank, progress, groups, describe
         self.deadline_s, self._silence_s = deadline_s, max(deadline_s, LEAST_SILENCE_S)
-        self.case = Incident(rank, self, self._spread)  # the thread's: others reach it by errands
+        self.incident = Incident(rank, self, self._spread)  # this thread's: others reach it by errands
         self.alarm: RankLostError | None = None
         self.alarmed = threading.Event()
         self.acknowledged = False
-        self.failed: WaitState | None = None  # how the main thread's wait ended, once it has failed
+        self.failed: WaitState | None = None  # how the main thread's wait failed
         self._errands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unblocks: list[Callable[[], None]] = []
         self._last_turn = self._next_beat = self._still_since = time.monotonic()
@@ -80,18 +80,18 @@ class Watchdog:
     def start(
         self,
         neighbours: Sequence[Neighbour],
-        door: socket.socket,
+        listener: socket.socket,
         token: bytes,
         called: Mapping[int, socket.socket],
     ) -> Transport:
-        """Begins to watch."""
-        self._post = Transport(self, neighbours, door, token)
-        self._post.open(called)
+        """Starts the thread."""
+        self._transport = Transport(self, neighbours, listener, token)
+        self._transport.open(called)
         self._thread.start()
-        return self._post
+        return self._transport
 
     def do(self, errand: Callable[[float], None]) -> threading.Event:
-        """Has `errand(now)` done in the thread. The event is set once it is done."""
+        """Queues `errand(now)` for the thread. The event is set once it is done."""
         done = threading.Event()
 
         def run() -> None:
@@ -99,31 +99,31 @@ class Watchdog:
             done.set()
 
         self._errands.put(run)
-        self._post.wake()
+        self._transport.wake()
         return done
 
     def on_alarm(self, unblock: Callable[[], None]) -> None:
-        """Has `unblock` called on alarm, which may be now."""
+        """Calls `unblock` on alarm; at once if there is one already."""
         self._unblocks.append(unblock)
         if self.alarm is not None:
             unblock()
 
     @property
     def is_alive(self) -> bool:
-        """Is there still someone to do errands."""
+        """True while the thread runs and does errands."""
         return self._thread.is_alive()
 
     def leave(self) -> None:
-        """Says goodbye and ends the thread."""
+        """Sends a goodbye and ends the thread."""
         self._leaving = True
-        self._post.wake()
+        self._transport.wake()
         if threading.current_thread() is not self._thread:  # where the watch is collected in its own thread
             self._thread.join(timeout=4 * PARTING_S)
 
-    # For the case.
+    # For the incident.
 
     def own(self) -> Observation:
-        """What this rank is doing."""
+        """Returns the state of this rank."""
         op, waits_for, step = self._progress.look()
         waits: tuple[int, ...] = (waits_for,) if waits_for >= 0 else ()
         if 0 <= -2 - waits_for < len(self._groups):
@@ -137,16 +137,16 @@ class Watchdog:
         )
 
     def neighbours(self) -> Iterable[Observation]:
-        """What its neighbours were last seen doing."""
-        return [neighbour.sight(time.monotonic()) for neighbour in self._post.neighbours.values()]
+        """Returns the last known states of the neighbours."""
+        return [neighbour.observe(time.monotonic()) for neighbour in self._transport.neighbours.values()]
 
     def _spread(self, message: Flooded) -> None:
-        self._post.spread(message)
+        self._transport.spread(message)
 
-    # For the post.
+    # For the transport.
 
     def hear(self, neighbour: Neighbour, message: Message) -> None:
-        """Takes note, and passes on what is for everyone."""
+        """Handles a message, and passes it on if it is for every rank."""
         now = time.monotonic()
         match message:
             case Heartbeat(slots):
@@ -155,20 +155,22 @@ class Watchdog:
                 neighbour.hear(slots, now)
                 neighbour.left = True
             case Greeting():
-                pass  # said once already
+                pass  # the transport has taken the first
             case _:
                 neighbour.heard = now
-                if self.case.hear(message, now):
-                    self._post.spread(message, source=neighbour)
+                if self.incident.hear(message, now):
+                    self._transport.spread(message, source=neighbour)
                 if isinstance(message, Lost) and message.silent and message.rank == self.rank:
-                    self._exit(self._describe(message))  # back from a stop, and given up since: no time to write
+                    self._exit(
+                        self._describe(message)
+                    )  # it was stopped, and given up since: it must not write any more
 
     def miss(self, neighbour: Neighbour, *, died: bool) -> None:
-        """A neighbour is gone without goodbye: news, unless it is known or follows from what is known."""
-        known = any(lost.rank == neighbour.rank for lost in self.case.reports)
-        if not known and self.case.verdict is None:
+        """Reports a neighbour that is gone without a goodbye, unless its loss is known or follows from a known one."""
+        known = any(lost.rank == neighbour.rank for lost in self.incident.reports)
+        if not known and self.incident.first_loss is None:
             now = time.monotonic()
-            self.case.lose(LossKind.KILLED if died else LossKind.CUT, neighbour.sight(now), now)
+            self.incident.lose(LossKind.KILLED if died else LossKind.CUT, neighbour.observe(now), now)
 
     # The thread.
 
@@ -177,19 +179,19 @@ class Watchdog:
             while not self._leaving:
                 self._turn()
             self._run_errands()
-        except Exception:  # a watch that fails must not fail unseen, nor be taken for the death of its rank
+        except Exception:  # must be seen, and not be taken for the death of this rank
             sys.stderr.write(f"treadle: the watch of rank {self.rank} has ended:\n{traceback.format_exc()}")
         try:
-            self._post.part(self._progress.look())
+            self._transport.part(self._progress.look())
         finally:
-            self._post.close()
+            self._transport.close()
 
     def _turn(self) -> None:
-        wait_s = min(self._next_beat, self.case.due()) - time.monotonic()
-        self._post.turn(max(0.0, wait_s))
+        wait_s = min(self._next_beat, self.incident.due()) - time.monotonic()
+        self._transport.turn(max(0.0, wait_s))
         now = time.monotonic()
         if now - self._last_turn > AWAY_S:
-            for neighbour in self._post.neighbours.values():
+            for neighbour in self._transport.neighbours.values():
                 neighbour.heard = now
         self._last_turn = now
         self._run_errands()
@@ -198,11 +200,11 @@ class Watchdog:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._beat(now)
-        self.case.turn(now)
-        if self.case.verdict is not None:
+        self.incident.turn(now)
+        if self.incident.first_loss is not None:
             if self.alarm is None:
-                self._raise_alarm(self.case.verdict)
-            self._insist(self.case.verdict, now)
+                self._raise_alarm(self.incident.first_loss)
+            self._insist(self.incident.first_loss, now)
 
     def _run_errands(self) -> None:
         with suppress(Empty):
@@ -210,28 +212,28 @@ class Watchdog:
                 self._errands.get_nowait()()
 
     def _beat(self, now: float) -> None:
-        self._post.spread(Heartbeat(self._slots))
-        for neighbour in self._post.neighbours.values():
+        self._transport.spread(Heartbeat(self._slots))
+        for neighbour in self._transport.neighbours.values():
             is_silent = neighbour.link is not None and now - neighbour.heard > self._silence_s
-            if is_silent and not self.case.reports:
-                self.case.lose(LossKind.HUNG, neighbour.sight(now), now, silent=True)
+            if is_silent and not self.incident.reports:
+                self.incident.lose(LossKind.HUNG, neighbour.observe(now), now, silent=True)
 
     def _raise_alarm(self, lost: Lost) -> None:
-        """Tells the main thread, and kills a neighbour that cannot: a lost rank must not come back and write."""
+        """Tells the main thread, and kills a silent neighbour: a lost rank must not come back and write."""
         self.alarm = self._describe(lost)
-        if lost.silent and lost.rank in self._post.neighbours:
-            onlooker = self._post.neighbours[lost.rank].onlooker
-            if onlooker is not None:
-                onlooker.kill()
+        if lost.silent and lost.rank in self._transport.neighbours:
+            page_reader = self._transport.neighbours[lost.rank].page_reader
+            if page_reader is not None:
+                page_reader.kill()
         self.alarmed.set()
         for unblock in list(self._unblocks):
             try:
                 unblock()
-            except Exception:  # another's code: the other ways out must still be tried
+            except Exception:  # the caller's code: the other callbacks must still run
                 sys.stderr.write(f"treadle: rank {self.rank}: on alarm: {traceback.format_exc()}")
 
     def _insist(self, lost: Lost, now: float) -> None:
-        """Ends a process whose main thread does not react. Between steps it is left alone, unless it is the lost."""
+        """Ends this process if its main thread does not react in a step, or if this rank is the lost one."""
         if self.acknowledged or (self._slots.op == OUTSIDE and lost.rank != self.rank):
             self._exit_at = None
         elif self._exit_at is None:
