@@ -20,7 +20,7 @@ from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
-from treadle.update.protocol.messages import PROTOCOL, Status, Wants
+from treadle.update.protocol.messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Tensor
 from treadle.wire.link import Link
@@ -54,7 +54,7 @@ def attempt(path: Path, num: int) -> dict[str, float]:
     """All phases; seconds of each."""
     tensors = tuple(Tensor(f"layers.{i}.w", (4096, 64), "bfloat16") for i in range(TENSORS))
     held = Parallel(tp=TP, replicas=num // TP, dim=lambda name: 0).holding(tensors).pieces
-    layouts = [Wants(tensors, pieces) for pieces in held]
+    layouts = [WeightLayout(tensors, pieces) for pieces in held]
     digests = [layout_digest(layout) for layout in layouts[:TP]]
     status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(num)]
     ranks = Ranks(path, num)

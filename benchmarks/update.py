@@ -136,7 +136,7 @@ class Bare:
         self.buffers = [HostBuffer.make(shares.buffer_bytes) for _ in range(plan.num_ipc)]
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(str(directory / f"bare-{rank}.sock"))
-        data = pickle.dumps((shares.of_worker(rank, gives=False).shares, [b.size_bytes for b in self.buffers]))
+        data = pickle.dumps((shares.of_worker(rank, exports=False).shares, [b.size_bytes for b in self.buffers]))
         self.connection.send(len(data).to_bytes(8, "little"))
         socket.send_fds(self.connection, [data[:1]], [b.fd for b in self.buffers if b.fd is not None])
         self.connection.sendall(data[1:])

@@ -61,10 +61,10 @@ def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
         list_layouts,
         read_layouts,
     )
-    from treadle.update.protocol.messages import Wants
+    from treadle.update.protocol.messages import WeightLayout
 
     layouts = {
-        id(pieces): Wants(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)
+        id(pieces): WeightLayout(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)
         for pieces in (*had.pieces, *wanted.pieces)
     }
     digests = {key: layout_digest(layout) for key, layout in layouts.items()}

@@ -80,9 +80,9 @@ def stop_for(seconds: float) -> None:
 
 def stall_decision(updater: Updater) -> None:
     """Stops rank 0 in the middle of its next decision, for longer than others wait."""
-    if updater._coordinator is None:
+    if updater.coordinator is None:
         return
-    ledger = updater._coordinator.ledger
+    ledger = updater.coordinator.ledger
     commit = ledger.commit
 
     def slow(version: int, epoch: int) -> None:
@@ -155,15 +155,15 @@ def test_a_rank_that_is_stopped_is_named_not_the_one_that_waits() -> None:
 def hears_late(updater: Updater, rank: int, have: Holding) -> UpdateError:
     """Rank 1 looks at why it failed only when the coordinator has told it, and left."""
     arm(updater, None, Flip(0, 1), Path("no mark"))
-    explain = AttemptRun._explain
+    explain = AttemptRun.explain
 
     def late(self: AttemptRun, error: BaseException) -> UpdateError:
         until = time.monotonic() + 10
-        while rank == 1 and not self.member.lost and time.monotonic() < until:
+        while rank == 1 and not self.coordinator.lost and time.monotonic() < until:
             time.sleep(0.01)
         return explain(self, error)
 
-    AttemptRun._explain = late  # type: ignore[method-assign]
+    AttemptRun.explain = late  # type: ignore[method-assign]
     try:
         updater.update(source_of(have, rank, 1), 1)
     except UpdateError as error:
@@ -253,12 +253,12 @@ def test_a_plan_that_was_forgotten_is_told_again() -> None:
 
 def full_disk(updater: Updater, rank: int, have: Holding) -> list[str]:
     told = [tried(updater, rank, have, 1)]
-    if updater._coordinator is not None:
-        ledger = updater._coordinator.ledger
+    if updater.coordinator is not None:
+        ledger = updater.coordinator.ledger
         ledger.commit, before = no_space, ledger.commit  # type: ignore[method-assign]
     told.append(tried(updater, rank, have, 2))
     dist.barrier()
-    if updater._coordinator is not None:
+    if updater.coordinator is not None:
         ledger.commit = before  # type: ignore[method-assign]
     dist.barrier()
     told.append(tried(updater, rank, have, 2))
@@ -309,7 +309,7 @@ def answers_late(updater: Updater, rank: int, have: Holding) -> list[str]:
 def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     _, want = layouts()
     with Workers(want) as workers:
-        workers.tell(1, Trouble("hang", "wants", hang_s=3))
+        workers.tell(1, Trouble("hang", "layout", hang_s=3))
         for told in run(workers, answers_late, IMPATIENT):
             assert "worker 1" in told[0]
             assert told[-1] == ""

@@ -33,7 +33,7 @@ from treadle.update.protocol.control import (
     Sides,
     Stop,
 )
-from treadle.update.protocol.messages import PROTOCOL, Status, Wants
+from treadle.update.protocol.messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError
@@ -45,7 +45,7 @@ NAMES = ("q", "k", "v", "o")
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Wants:
+def layouts(draw: st.DrawFn) -> WeightLayout:
     """Any, with tensors that it has no piece of, and others than another has under the same name."""
     tensors = [Tensor(name, draw(lengths), "float32") for name in draw(st.sets(st.sampled_from(NAMES)))]
     pieces = []
@@ -53,17 +53,17 @@ def layouts(draw: st.DrawFn) -> Wants:
         for _ in range(draw(st.integers(0, 2))):
             stop = tuple(draw(st.integers(0, length)) for length in tensor.shape)
             pieces.append(Piece(tensor.name, Box((0,) * len(stop), stop)))
-    return Wants(tuple(tensors), tuple(pieces))
+    return WeightLayout(tuple(tensors), tuple(pieces))
 
 
-def listed(has: list[Wants], wants: list[Wants]) -> bytes:
+def listed(has: list[WeightLayout], wants: list[WeightLayout]) -> bytes:
     told = {layout_digest(layout): layout for layout in (*has, *wants)}
     return list_layouts(told, [*map(layout_digest, has)], [*map(layout_digest, wants)], range(len(has)))
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(layouts(), layouts()), min_size=1, max_size=5))
-def test_what_was_told_is_what_is_known(sides: list[tuple[Wants, Wants]]) -> None:
+def test_what_was_told_is_what_is_known(sides: list[tuple[WeightLayout, WeightLayout]]) -> None:
     has, wants = ([*side] for side in zip(*sides, strict=True))
     known = read_layouts(listed(has, wants))
     for told, read in ((has, known.has), (wants, known.wants)):
@@ -72,9 +72,9 @@ def test_what_was_told_is_what_is_known(sides: list[tuple[Wants, Wants]]) -> Non
     assert known.free_bytes == tuple(range(len(sides)))
 
 
-def wants_of(holding: Holding) -> list[Wants]:
+def wants_of(holding: Holding) -> list[WeightLayout]:
     return [
-        Wants(tuple(holding.tensors[name] for name in dict.fromkeys(piece.tensor for piece in pieces)), pieces)
+        WeightLayout(tuple(holding.tensors[name] for name in dict.fromkeys(piece.tensor for piece in pieces)), pieces)
         for pieces in holding.pieces
     ]
 
@@ -118,9 +118,9 @@ def test_a_catalogue_that_names_what_it_has_not_is_refused(bad: Catalogue) -> No
 
 def test_a_piece_of_a_tensor_that_was_not_told_is_refused() -> None:
     with pytest.raises(WireError, match=r"k \[0:4\] is told, and k itself is not"):
-        listed([Wants((Q,), (Piece("k", Box((0,), (4,))),))], [LOW])
+        listed([WeightLayout((Q,), (Piece("k", Box((0,), (4,))),))], [LOW])
     with pytest.raises(WireError, match="twice"):
-        listed([Wants((Q, Tensor("q", (4,), "float32")), ())], [LOW])
+        listed([WeightLayout((Q, Tensor("q", (4,), "float32")), ())], [LOW])
 
 
 def test_numbers_do_not_count_from_the_end() -> None:
@@ -147,10 +147,10 @@ def test_what_is_no_catalogue_is_refused_and_does_not_grow() -> None:
 # -- who is asked ------------------------------------------------------------------------------------------------------
 
 Q = Tensor("q", (8,), "float32")
-WHOLE, LOW, HIGH = (Wants((Q,), (Piece("q", Box((a,), (b,))),)) for a, b in ((0, 8), (0, 4), (4, 8)))
+WHOLE, LOW, HIGH = (WeightLayout((Q,), (Piece("q", Box((a,), (b,))),)) for a, b in ((0, 8), (0, 4), (4, 8)))
 
 
-def entered(wants: list[Wants]) -> Attempt:
+def entered(wants: list[WeightLayout]) -> Attempt:
     """All have the whole of it."""
     attempt = Attempt(len(wants), epoch=3)
     for rank, layout in enumerate(wants):

@@ -242,8 +242,8 @@ def pester(port: int, stop: threading.Event, tried: list[int]) -> None:
 def beside_strangers(rank: int, hosts: Hosts, have: Holding) -> tuple[list[int], int]:
     stop, tried = threading.Event(), [0]
     with hosts.updater(rank) as updater:
-        if updater._coordinator is not None:
-            port = updater._coordinator.door.server.getsockname()[1]
+        if updater.coordinator is not None:
+            port = updater.coordinator.listener.server.getsockname()[1]
             threading.Thread(target=pester, args=(port, stop, tried), daemon=True).start()
             time.sleep(1)
         versions = [updater.update(source_of(have, rank, version), version).version for version in range(1, 4)]

@@ -188,8 +188,8 @@ def test_a_log_that_others_can_reach_is_not_about_sockets(tmp_path: Path) -> Non
 
 def twice(updater: Updater, rank: int) -> str:
     updater.update(source_of(layouts()[0], rank, 1), 1)
-    Path(updater.beside.path.parent.parent / f"first {rank}").touch()
-    while not (updater.beside.path.parent.parent / "stopped").exists():
+    Path(updater.context.worker.path.parent.parent / f"first {rank}").touch()
+    while not (updater.context.worker.path.parent.parent / "stopped").exists():
         time.sleep(0.02)
     return error_of(lambda: updater.update(source_of(layouts()[0], rank, 2), 2))
 

@@ -68,21 +68,22 @@ def aborts_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not know the decision."""
     farewell = rank.farewell
 
-    def eager(state: rank.RankState, *, told: bool, committed: bool) -> rank.Farewell:
-        return farewell(state, told=True, committed=committed)
+    def eager(state: rank.RankState) -> rank.Farewell:
+        unheard = state.ending in ("unknown", "lost")
+        return farewell(replace(state, ending="stopped") if unheard else state)
 
     monkeypatch.setattr(rank, "farewell", eager)
 
 
 def decides_by_a_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that does not wait for the last vote."""
-    spoken = coordinator.Deciding.num_spoken
+    spoken = coordinator.CoordinatorState.num_spoken
 
-    def eager(self: coordinator.Deciding) -> int:
+    def eager(self: coordinator.CoordinatorState) -> int:
         num: int = spoken.fget(self)  # type: ignore[attr-defined]
         return num + (self.attempt.phase == "finish" and num > 0)
 
-    monkeypatch.setattr(coordinator.Deciding, "num_spoken", property(eager))
+    monkeypatch.setattr(coordinator.CoordinatorState, "num_spoken", property(eager))
 
 
 def forgets_that_it_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:

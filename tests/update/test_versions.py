@@ -149,7 +149,7 @@ def test_only_what_changed_moves_where_the_base_is_served() -> None:
 
 def silence(adapter: Troubled) -> None:
     """An engine that cannot hand out what it holds, and wants whole pieces, as vLLM."""
-    adapter.gives, adapter.whole = False, True
+    adapter.can_export, adapter.whole = False, True
 
 
 def answer_of(workers: Workers, worker: int) -> Answer:

@@ -44,10 +44,10 @@ from treadle.update.protocol.messages import (
     Begin,
     Begun,
     Commit,
+    Export,
     Finish,
     FromWorker,
     GetStatus,
-    Give,
     Load,
     Map,
     Refused,
@@ -118,9 +118,9 @@ class Noting(Plain):
         self.closes.append((how, deadline_s))
         return super().close(how, deadline_s)
 
-    def give(self, piece: Piece, out: Any) -> str | None:
+    def export(self, piece: Piece, out: Any) -> str | None:
         self.given.append(self.gate.version is not None)
-        return super().give(piece, out)
+        return super().export(piece, out)
 
     def open(self, version: int) -> str | None:
         super().open(version)
@@ -128,9 +128,9 @@ class Noting(Plain):
 
 
 def plan_of(adapter: Plain, ranks: int = 1) -> TakePlan:
-    wants = adapter.wants()
+    wants = adapter.layout()
     have = Holding({tensor.name: tensor for tensor in wants.tensors}, (wants.pieces,) * ranks)
-    return Shares(plan_update(have, have, SMALL)).of_worker(0, gives=False)
+    return Shares(plan_update(have, have, SMALL)).of_worker(0, exports=False)
 
 
 def begin(epoch: int, version: int, plan: TakePlan) -> Begin:
@@ -398,11 +398,11 @@ def test_a_number_moves_too_and_one_plan_is_from_a_source_or_from_peers() -> Non
 
 def test_a_plan_to_give_from_has_a_name_of_its_own() -> None:
     shares = Shares(plan_update(whole(CHANGED, 2), whole(CHANGED, 2), SMALL))
-    takes, gives = (shares.of_worker(0, gives=which) for which in (False, True))
-    assert takes.digest == shares.digest != gives.digest == shares.name(gives=True)
+    takes, exports = (shares.of_worker(0, exports=which) for which in (False, True))
+    assert takes.digest == shares.digest != exports.digest == shares.name(exports=True)
     engine = Noting()
     worker, _ = served(engine)
-    told = worker.handle(Give(1, "unknown", 0, 0, checked=True))
+    told = worker.handle(Export(1, "unknown", 0, 0, checked=True))
     assert told == Refused("order", "worker 0 does not have plan unknown")
 
 
@@ -444,7 +444,7 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
 
     engine = Noting()
     worker, plan = served(engine)
-    worker._keeping.spill = tmp_path
+    worker._rollback.spill = tmp_path
     on_disk = Begin(2, 2, plan.digest, "disk", "drain", 1.0, checked=False, partial=False)
     refused = worker.handle(on_disk)
     assert isinstance(refused, Refused)
@@ -618,7 +618,7 @@ def test_what_is_wanted_twice_comes_once() -> None:
     tensor = Tensor("w", (6,), "float32")
     pieces = Piece("w", Box((0,), (4,))), Piece("w", Box((2,), (6,))), Piece("w", Box((0,), (4,)))
     have = Holding({"w": tensor}, ((Piece("w", Box.whole((6,))),),))
-    plan = Shares(plan_update(have, Holding({"w": tensor}, (pieces,)), SMALL)).of_worker(0, gives=False)
+    plan = Shares(plan_update(have, Holding({"w": tensor}, (pieces,)), SMALL)).of_worker(0, exports=False)
     assert shortfall(plan, pieces) == []
     assert shortfall(plan, [*pieces, Piece("v", Box((0,), (1,)))]) == ["v"]
     numbers = np.arange(6, dtype=np.uint32)

@@ -9,8 +9,9 @@ from treadle.update.worker.endpoint import Endpoint
 from treadle.update.worker.gate import ClosedError, Gate
 
 if TYPE_CHECKING:
-    from treadle.update.rank.source import Source
-    from treadle.update.updater import Updated, Updater
+    from treadle.update.rank.source import Source, WeightSource
+    from treadle.update.updated import Updated
+    from treadle.update.updater import Updater
 
 __all__ = [
     "Adapter",
@@ -23,9 +24,10 @@ __all__ = [
     "UpdateOptions",
     "Updated",
     "Updater",
+    "WeightSource",
 ]
 
-_OF_RANKS = {"Source": "rank.source", "Updated": "updater", "Updater": "updater"}
+_OF_RANKS = {"Source": "rank.source", "Updated": "updated", "Updater": "updater", "WeightSource": "rank.source"}
 
 
 def __getattr__(name: str) -> Any:

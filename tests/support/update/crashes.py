@@ -53,9 +53,9 @@ def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
 
     if crash.when == "bucket":
         seen = iter(range(1 << 30))
-        updater.progress = lambda done, total: die() if next(seen) == crash.bucket else None
+        updater.context.progress = lambda done, total: die() if next(seen) == crash.bucket else None
     elif crash.when in ("before", "after"):
-        member, send = updater.member, updater.member.send
+        member, send = updater.context.coordinator, updater.context.coordinator.send
 
         def sending(message: Any, phase: Any) -> None:
             named = type(message).__name__.lower().replace("settled", "settle").replace("agreed", "")
@@ -73,7 +73,7 @@ def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
 
 
 def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> None:
-    coordinator = updater._coordinator
+    coordinator = updater.coordinator
     assert coordinator is not None
     commit, tell = coordinator.ledger.commit, coordinator._tell
 
@@ -94,16 +94,16 @@ def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> No
 
 
 def _arm_flip(updater: Updater, flip: Flip) -> None:
-    beside, send = updater.beside, updater.beside.send
+    beside, send = updater.context.worker, updater.context.worker.send
 
     def sending(message: Any, fds: Any = ()) -> None:
         if isinstance(message, Load) and message.bucket >= flip.bucket:
-            share = updater.attempt.stream.shares.of_worker(updater.rank, gives=False).shares  # type: ignore[union-attr]
+            share = updater.attempt.loop.shares.of_worker(updater.rank, exports=False).shares  # type: ignore[union-attr]
             mine = next(part for part in share if part.bucket == message.bucket)
             take = mine.takes[-1]
             item = mine.items[take.item]
             low = take.box.slices(item.piece.box)
-            flat = [*updater.ipc, *updater.h2d][message.buffer].raw[item.offset_bytes :].view("u2")
+            flat = updater.context.buffers.all[message.buffer].raw[item.offset_bytes :].view("u2")
             strides = [1]
             for length in reversed(item.piece.box.shape[1:]):
                 strides.insert(0, strides[0] * length)

@@ -58,6 +58,7 @@ from tests.support.update.world import (
     taken,
     with_item,
     with_process,
+    with_rank,
     with_run,
 )
 from treadle.update.protocol import rank, worker
@@ -141,6 +142,11 @@ def _hears(world: World, link: Link, sizes: Sizes, crash: str = "") -> World:
 
 def _give_up(world: World, link: Link, *, heard: bool) -> World:
     """A rank has waited too long; its worker may still take what it was sent."""
+    me = world.runs[link[0]].ranks[link[1]]
+    assert me is not None
+    assert me.state is not None
+    if me.waits == "worker":
+        world = with_rank(world, link, replace(me, state=rank.timed_out(me.state)))
     return fail(world, link, heard=heard)
 
 

@@ -89,8 +89,8 @@ class Compare:
 
     def __call__(self, adapter: Plain) -> list[str]:
         wrong = []
-        tensors = {tensor.name: tensor for tensor in adapter.wants().tensors}
-        for piece in adapter.wants().pieces:
+        tensors = {tensor.name: tensor for tensor in adapter.layout().tensors}
+        for piece in adapter.layout().pieces:
             held = opaque(adapter.held[piece.tensor])
             if not np.array_equal(held, numbers(tensors[piece.tensor], piece.box, self.version)):
                 wrong.append(piece.tensor)

@@ -34,7 +34,7 @@ from treadle.update.protocol.messages import (
     Hello,
     Refused,
     Status,
-    Wants,
+    WeightLayout,
     Welcome,
 )
 from treadle.update.worker.arrivals import Arrival
@@ -84,9 +84,9 @@ class Troubled(Plain):
             raise RuntimeError(f"trouble in {method}")
         return None
 
-    def wants(self) -> Wants:
-        self._meet("wants")
-        return super().wants()
+    def layout(self) -> WeightLayout:
+        self._meet("layout")
+        return super().layout()
 
     def close(self, how: str, deadline_s: float) -> str | None:
         return self._meet("close") or super().close(how, deadline_s)

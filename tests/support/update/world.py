@@ -12,7 +12,7 @@ from treadle.update.coordinator.attempt import Attempt
 from treadle.update.options import UpdateOptions
 from treadle.update.protocol import coordinator, rank, worker
 from treadle.update.protocol.control import Enter, Fault, Kind, Stop
-from treadle.update.protocol.coordinator import Decide, Deciding, Open, Tell
+from treadle.update.protocol.coordinator import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
     log: int
     world: int
-    core: Deciding | None
+    core: CoordinatorState | None
     ranks: tuple[Rank | None, ...]
     down: tuple[tuple[Any, ...], ...]
     asked: tuple[Kind, int] = ("recover", 0)
@@ -111,7 +111,7 @@ class World(NamedTuple):
 UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES = range(5)
 
 
-def _core_key(core: Deciding | None) -> Any:
+def _core_key(core: CoordinatorState | None) -> Any:
     if core is None:
         return None
     a = core.attempt
@@ -149,7 +149,7 @@ def started(world: World, log: int, num: int) -> World:
             if run.is_over and me is not None and me.waits in ("idle", "enter", "done"):
                 world = kill(world, (number, r), keep=True)
     known = dict.fromkeys(range(num), LAYOUT)
-    core = Deciding(num, Attempt(num), known=known)
+    core = CoordinatorState(num, Attempt(num), known=known)
     run = Run(log, num, core, (Rank(),) * num, ((),) * num)
     return replace(world, runs=(*world.runs, run))
 
@@ -334,9 +334,7 @@ def fail(world: World, link: Link, *, heard: bool = True) -> World:
     me = world.runs[number].ranks[r]
     assert me is not None
     assert me.state is not None
-    if not me.state.epoch:
-        return leave(world, link, None)
-    if not heard:
+    if not me.state.epoch or not heard:
         return leave(world, link, None)
     world = _hear(world, link, Fault(me.state.epoch, f"rank {r}", me.state.phase, -1, ""))
     down = world.runs[number].down[r]
@@ -350,13 +348,14 @@ def leave(world: World, link: Link, told: Stop | None) -> World:
     me = world.runs[number].ranks[r]
     assert me is not None
     assert me.state is not None
-    word = rank.farewell(me.state, told=told is not None, committed=told is not None and told.committed)
-    if word != "nothing":
-        last = Commit(me.state.epoch, me.state.version) if word == "commit" else Abort(me.state.epoch)
-        world = send(world, link, last)
+    last = rank.farewell(rank.ended(me.state, told, lost=world.runs[number].core is None))
+    if last.message is not None:
+        world = send(world, link, last.message)
     if world.runs[number].is_over:  # nothing is left for it to do
         return kill(world, link, keep=True)
-    return with_rank(world, link, Rank(None, "idle", me.link))
+    if last.drops:
+        world = send(world, link, "end")
+    return with_rank(world, link, Rank(None, "idle", "" if last.drops else me.link))
 
 
 def kill(world: World, link: Link, *, keep: bool) -> World:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from treadle.update.memory.copying import Array
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Piece
 
@@ -19,7 +19,7 @@ from treadle.weights.pieces import Piece
 class Adapter(Protocol):
     """One engine in one worker process."""
 
-    gives: bool
+    can_export: bool
     """Can it hand out what it holds, byte for byte as it was loaded, and take a part of the tensors over the rest.
 
     Otherwise all tensors move in every update, and the endpoint keeps copies of them to go back to.
@@ -28,7 +28,7 @@ class Adapter(Protocol):
     whole: bool
     """Does it want each piece in one arrival. Otherwise a piece that was split comes in parts."""
 
-    def wants(self) -> Wants:
+    def layout(self) -> WeightLayout:
         """The tensors, whole, and its boxes of them."""
         ...
 
@@ -64,6 +64,6 @@ class Adapter(Protocol):
         """Leave a load that will not be finished. What is held may be torn; it is loaded over or never served."""
         ...
 
-    def give(self, piece: Piece, out: Array) -> str | None:
+    def export(self, piece: Piece, out: Array) -> str | None:
         """Copy what is held of a piece, while serving goes on."""
         ...

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from treadle.update.memory.copying import Array, cut, digest, opaque
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.update.worker.gate import Gate
 from treadle.weights.pieces import Box, Piece, Tensor
@@ -32,7 +32,7 @@ def digest_of(held: Mapping[str, torch.Tensor]) -> str:
 class Plain:
     """Holds `boxes` of `tensors`, or each tensor of `held` as a whole."""
 
-    gives = True
+    can_export = True
     whole = False
 
     def __init__(
@@ -58,10 +58,10 @@ class Plain:
         """Around whatever uses the tensors; gives the version they are of."""
         return self.gate.serving()
 
-    def wants(self) -> Wants:
+    def layout(self) -> WeightLayout:
         """Its boxes."""
         named = tuple(Piece(name, box) for name, box in self._boxes.items())
-        return Wants(tuple(self._tensors.values()), named)
+        return WeightLayout(tuple(self._tensors.values()), named)
 
     def close(self, how: str, deadline_s: float) -> str | None:
         """Waits for those inside."""
@@ -101,7 +101,7 @@ class Plain:
         """Nothing is half done but the tensors."""
         return None
 
-    def give(self, piece: Piece, out: Array) -> str | None:
+    def export(self, piece: Piece, out: Array) -> str | None:
         """Its part of the tensor."""
         held = self.held.get(piece.tensor)
         if held is None:

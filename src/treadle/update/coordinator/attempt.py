@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
-from treadle.update.protocol.messages import Status, Wants
+from treadle.update.protocol.messages import Status, WeightLayout
 from treadle.update.protocol.record import (
     Member,
     Record,
@@ -182,7 +182,7 @@ class Attempt:
 
     def catalogue(self, sides: dict[int, Sides]) -> bytes:
         """What was told, each layout once, packed."""
-        told: dict[str, Wants] = {}
+        told: dict[str, WeightLayout] = {}
         entries = [self.entered[rank] for rank in range(self.world)]
         for rank, entry in enumerate(entries):
             side = sides[rank]
@@ -206,7 +206,7 @@ class Attempt:
             loads = tuple(r for r in everyone if r not in holds)
             if not loads:
                 return None
-            givers = tuple(r for r in holds if self.entered[r].gives) if first.version == 0 else ()
+            givers = tuple(r for r in holds if self.entered[r].can_export) if first.version == 0 else ()
             if first.version == 0 and not givers:
                 lost = f"every copy of version {version} is lost; all"
                 mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
@@ -215,10 +215,10 @@ class Attempt:
                     f"{mute if holds else lost} stay closed until the next update, or until "
                     f"recover(source, version={version}) is called with a source that still has it",
                 )
-            return Layouts(self.epoch, version, loads, givers, None, self._circle(), catalogue, self._who_left())
+            return Layouts(self.epoch, version, loads, givers, None, self._group(), catalogue, self._who_left())
         only, why = self._only(record, holds)
         whys = "; ".join(filter(None, (why, self._who_left())))
-        return Layouts(self.epoch, first.version, everyone, (), only, self._circle(), catalogue, whys)
+        return Layouts(self.epoch, first.version, everyone, (), only, self._group(), catalogue, whys)
 
     def _who_left(self) -> str:
         """What became of the members that are out of the set."""
@@ -230,9 +230,9 @@ class Attempt:
         ]
         return "; ".join(parts)
 
-    def _circle(self) -> int:
+    def _group(self) -> int:
         """The communicator that all have, or a new one."""
-        had = {entry.circle for entry in self.entered.values()}
+        had = {entry.group for entry in self.entered.values()}
         return had.pop() if len(had) == 1 and 0 not in had else self.epoch
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
@@ -245,7 +245,7 @@ class Attempt:
         if len(holds) < self.world:
             away = _listed(r for r in range(self.world) if r not in holds)
             return None, f"all tensors move: workers {away} do not hold version {record.version}"
-        mute = [rank for rank, entry in self.entered.items() if not entry.gives]
+        mute = [rank for rank, entry in self.entered.items() if not entry.can_export]
         if mute:
             return None, f"all tensors move: the engines of workers {_listed(sorted(mute))} take all or none"
         return first.changed, ""

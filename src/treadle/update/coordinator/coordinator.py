@@ -37,7 +37,7 @@ class Coordinator:
         self._ranks: dict[int, Link[ToCoordinator]] = {}
         self._strangers: dict[Link[ToCoordinator], float] = {}  # until when they may say who they are
         self._foreign = ""  # who came with another key
-        self._state = protocol.Deciding(world, Attempt(world), str(ledger.directory))
+        self._state = protocol.CoordinatorState(world, Attempt(world), str(ledger.directory))
         self._since: float | None = None
         self._waited: dict[int, Fault] = {}
         self._judged_s = 0.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from treadle.update.protocol.control import Catalogue, Listed
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.weights.collecting import uncollected
 from treadle.weights.pieces import Box, Piece, Tensor
 from treadle.wire.errors import WireError
@@ -29,17 +29,17 @@ from treadle.wire.frames import MOST_BYTES
 class Known:
     """What each rank has, what its worker wants, what its device has free. Ranks that are alike share one object."""
 
-    has: tuple[Wants, ...]
-    wants: tuple[Wants, ...]
+    has: tuple[WeightLayout, ...]
+    wants: tuple[WeightLayout, ...]
     free_bytes: tuple[int, ...]
 
 
-def layout_digest(layout: Wants) -> str:
+def layout_digest(layout: WeightLayout) -> str:
     """The same for the same layout."""
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
-def check_layout(layout: Wants) -> None:
+def check_layout(layout: WeightLayout) -> None:
     """Raises WireError where it tells of a tensor twice, or of a piece of one that it does not tell of."""
     named = {tensor.name for tensor in layout.tensors}
     if len(named) < len(layout.tensors):
@@ -50,7 +50,7 @@ def check_layout(layout: Wants) -> None:
 
 
 def list_layouts(
-    told: Mapping[str, Wants], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
+    told: Mapping[str, WeightLayout], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
 ) -> bytes:
     """From layouts by their digest, and each rank's digests. Raises WireError where a layout is none."""
     tensors: dict[Tensor, int] = {}
@@ -62,7 +62,7 @@ def list_layouts(
     return pack(Catalogue(tuple(tensors), tuple(boxes), layouts, had, wanted, tuple(free_bytes)))
 
 
-def _listed(layout: Wants, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
+def _listed(layout: WeightLayout, tensors: dict[Tensor, int], boxes: dict[Box, int]) -> Listed:
     check_layout(layout)
     number = {tensor.name: tensors.setdefault(tensor, len(tensors)) for tensor in layout.tensors}
     pieces: list[int] = []
@@ -86,13 +86,13 @@ def read_layouts(packed: bytes) -> Known:
         raise WireError("a catalogue names a tensor, a box or a layout that is not in it") from None
 
 
-def _spelled(listed: Listed, catalogue: Catalogue) -> Wants:
+def _spelled(listed: Listed, catalogue: Catalogue) -> WeightLayout:
     tensors, boxes, numbers = catalogue.tensors, catalogue.boxes, listed.pieces
     named = dict.fromkeys((*numbers[::2], *listed.idle))
     if len(numbers) % 2:
         raise WireError("a catalogue has a tensor and a box for each piece")
     pieces = zip(numbers[::2], numbers[1::2], strict=True)
-    return Wants(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
+    return WeightLayout(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
 
 
 def pack(catalogue: Catalogue) -> bytes:

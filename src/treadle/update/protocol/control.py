@@ -1,4 +1,4 @@
-"""What update ranks and their coordinator say to each other.
+"""The messages between update ranks and their coordinator.
 
 update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
 coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
@@ -10,17 +10,17 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from treadle.update.protocol.messages import Message, Status, Wants
+from treadle.update.protocol.messages import Message, Status, WeightLayout
 from treadle.weights.pieces import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]
 Phase: TypeAlias = Literal["enter", "settle", "layout", "plan", "begin", "load", "finish", "open"]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""A place in a list."""
+"""An index into a list of the same message."""
 
 
 class Join(Message, frozen=True):
-    """The first message of an update rank."""
+    """Opens an update rank's connection."""
 
     protocol: int
     rank: int
@@ -30,9 +30,10 @@ class Join(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """What went wrong, where: `who` is a person's name for a process.
+    """What went wrong, where. `who` names a process for people; `bucket` is -1 outside of loading.
 
-    `waited`: this rank waited in vain for others, and cannot say for whom.
+    `corrupt`: bytes differed from their source's. `waited`: a wait for other ranks failed, and the sender cannot tell
+    whose fault that is.
     """
 
     epoch: int
@@ -45,13 +46,11 @@ class Fault(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """An update rank begins an attempt. `has` and `wants` are digests of what it has and of what its worker wants.
+    """An update rank begins an attempt. `has` and `wants` are digests of its source's and its worker's layout.
 
-    `gives`: its worker's engine can hand out what it holds. `circle` is the attempt that made the communicator it has,
-    0 if it has none.
-
-    A rank that cannot (`fault`) enters too, so that all ranks hear of it together. `takeover` and `new_set` are what
-    its caller vouches for.
+    `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process group the
+    rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of it
+    together. `takeover` and `new_set` are what its caller vouches for.
     """
 
     rank: int
@@ -62,15 +61,15 @@ class Enter(Message, frozen=True):
     has: str
     wants: str
     status: Status | None
-    gives: bool
-    circle: int
+    can_export: bool
+    group: int
     fault: Fault | None = None
     takeover: bool = False
     new_set: bool = False
 
 
 class Settled(Message, frozen=True):
-    """How the worker stands after it learnt what is committed. `closed`: workers that left, and are closed now."""
+    """A rank's worker has learnt what is committed. `closed`: workers that left the set and that this rank closed."""
 
     epoch: int
     rank: int
@@ -79,17 +78,17 @@ class Settled(Message, frozen=True):
 
 
 class Sides(Message, frozen=True):
-    """What a rank's device has free; what the rank has and its worker wants, where it was asked."""
+    """A rank's free device memory, and the layouts it was asked for."""
 
     epoch: int
     rank: int
     free_bytes: int
-    has: Wants | None
-    wants: Wants | None
+    has: WeightLayout | None
+    wants: WeightLayout | None
 
 
 class Agreed(Message, frozen=True):
-    """A phase is done on this rank; `value` must be the same on all where there is one."""
+    """A phase is done on this rank; for `finish` this is its vote. `value` must be the same on all ranks."""
 
     epoch: int
     rank: int
@@ -104,7 +103,7 @@ ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault
 
 
 class Go(Message, frozen=True):
-    """The attempt's epoch, and what is committed so far, by which log. `left`: workers that are out of the set now."""
+    """Numbers the attempt, and says what is committed, by which log. `left`: workers that are out of the set now."""
 
     epoch: int
     committed: int | None
@@ -116,14 +115,14 @@ class Go(Message, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A layout in numbers: tensor and box of each piece in turn; `idle` are tensors that it has no piece of."""
+    """A layout as indices: tensor and box of each piece in turn. `idle` are tensors of which it has no piece."""
 
     pieces: tuple[Number, ...]
     idle: tuple[Number, ...]
 
 
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All layouts, each once. `has` and `wants` are by rank, and number `layouts`."""
+    """All layouts, each once. `has[r]` and `wants[r]` are rank r's indices into `layouts`."""
 
     tensors: tuple[Tensor, ...]
     boxes: tuple[Box, ...]
@@ -134,10 +133,11 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layouts(Message, frozen=True):
-    """What to do after settling: who is to be loaded (`loads`), who holds the version already (`holds`).
+    """What moves in this attempt: to the workers `loads`, from sources or, in a recovery, from the workers `holds`.
 
     `only`: the tensors that move, None for all. `catalogue` (a packed Catalogue) is None where no layout changed.
-    `circle` is the attempt that made the communicator to use: an earlier one that all still have, or this one.
+    `group` is the attempt that made the process group to use: an earlier one that all ranks still have, or this one.
+    `why` goes into the notes of the update.
     """
 
     epoch: int
@@ -145,13 +145,13 @@ class Layouts(Message, frozen=True):
     loads: tuple[int, ...]
     holds: tuple[int, ...]
     only: tuple[str, ...] | None
-    circle: int
+    group: int
     catalogue: bytes | None
     why: str = ""
 
 
 class Send(Message, frozen=True):
-    """Layouts changed: send Sides, with those that are asked for; of ranks that are alike one is asked."""
+    """Asks for Sides, since layouts changed. Of ranks with the same digest one is asked for the layout."""
 
     epoch: int
     has: bool
@@ -159,14 +159,14 @@ class Send(Message, frozen=True):
 
 
 class Proceed(Message, frozen=True):
-    """All ranks have agreed on the phase; for `finish` this is the decision to commit, which is durable by now."""
+    """All ranks are done with the phase. For `finish` this is the decision to commit, which is on disk by now."""
 
     epoch: int
     phase: Phase
 
 
 class Stop(Message, frozen=True):
-    """The attempt is over. `committed`: its version was committed before."""
+    """The attempt failed. `committed`: its version had been decided before, so workers will serve it."""
 
     epoch: int
     fault: Fault

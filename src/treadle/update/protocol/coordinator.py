@@ -60,7 +60,7 @@ Action: TypeAlias = Tell | Open | Decide
 
 
 @dataclass(frozen=True)
-class Deciding:
+class CoordinatorState:
     """What the coordinator knows. `lost` are ranks that have left, `known` each rank's layouts as all know them."""
 
     world: int
@@ -82,10 +82,10 @@ class Deciding:
         return len(self.attempt.spoken(self.sides))
 
 
-Step: TypeAlias = tuple[Deciding, list[Action]]
+Step: TypeAlias = tuple[CoordinatorState, list[Action]]
 
 
-def hear(state: Deciding, rank: int, message: ToCoordinator, record: Record) -> Step:
+def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Record) -> Step:
     """A rank has spoken; `record` is what the log says."""
     attempt, before = state.attempt, list[Action]()
     if isinstance(message, Enter):
@@ -120,7 +120,7 @@ def hear(state: Deciding, rank: int, message: ToCoordinator, record: Record) -> 
     return state, [*before, *actions]
 
 
-def opened(state: Deciding, epoch: int, record: Record) -> Step:
+def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     """The attempt has its number."""
     attempt = state.attempt
     left = tuple(member.worker for member in attempt.left if member.worker >= state.world)
@@ -129,24 +129,24 @@ def opened(state: Deciding, epoch: int, record: Record) -> Step:
     return state, [Tell(Go(epoch, *told, attempt.first.takeover, left))]
 
 
-def decided(state: Deciding) -> Step:
+def decided(state: CoordinatorState) -> Step:
     """The decision outlives this process: it may be told."""
     attempt = replace(state.attempt, committed=True)
     return _proceed(replace(state, attempt=attempt))
 
 
-def stop(state: Deciding, fault: Fault) -> Step:
+def stop(state: CoordinatorState, fault: Fault) -> Step:
     """Ends the attempt on all ranks."""
     told = Stop(state.attempt.epoch, fault, state.attempt.committed)
     return replace(state, attempt=Attempt(state.world), sides={}), [Tell(told)]
 
 
-def joined(state: Deciding, rank: int) -> Deciding:
+def joined(state: CoordinatorState, rank: int) -> CoordinatorState:
     """A rank that is new knows nobody's layout."""
     return replace(state, lost={r: name for r, name in state.lost.items() if r != rank}, known={})
 
 
-def lost(state: Deciding, rank: int, name: str, text: str) -> Step:
+def lost(state: CoordinatorState, rank: int, name: str, text: str) -> Step:
     """A rank's connection has ended, and with it the attempt, if there is one."""
     state = replace(state, lost={**state.lost, rank: name})
     if not state.attempt.entered:
@@ -154,12 +154,12 @@ def lost(state: Deciding, rank: int, name: str, text: str) -> Step:
     return stop(state, state.attempt.fault(name, f"lost: {text}"))
 
 
-def fault_of_log(state: Deciding, error: Exception) -> Fault:
+def fault_of_log(state: CoordinatorState, error: Exception) -> Fault:
     """The coordinator's own trouble."""
     return state.attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}")
 
 
-def _advance(state: Deciding, record: Record) -> Step:
+def _advance(state: CoordinatorState, record: Record) -> Step:
     """All ranks have spoken in this phase."""
     attempt = state.attempt
     if attempt.phase == "enter":
@@ -178,7 +178,7 @@ def _advance(state: Deciding, record: Record) -> Step:
     return _agree(state, record)
 
 
-def _lay_out(state: Deciding, record: Record, catalogue: bytes | None) -> Step:
+def _lay_out(state: CoordinatorState, record: Record, catalogue: bytes | None) -> Step:
     attempt = state.attempt
     layouts: Layouts | None = attempt.layouts(record, catalogue)
     if layouts is None:
@@ -187,7 +187,7 @@ def _lay_out(state: Deciding, record: Record, catalogue: bytes | None) -> Step:
     return replace(state, attempt=replace(attempt, phase="plan"), known=known), [Tell(layouts)]
 
 
-def _agree(state: Deciding, record: Record) -> Step:
+def _agree(state: CoordinatorState, record: Record) -> Step:
     attempt = state.attempt
     different = attempt.disagreement()
     if different is not None:
@@ -201,7 +201,7 @@ def _agree(state: Deciding, record: Record) -> Step:
     return _proceed(state)
 
 
-def _proceed(state: Deciding) -> Step:
+def _proceed(state: CoordinatorState) -> Step:
     attempt, phase = state.attempt, state.attempt.phase
     after = replace(attempt, phase=_AFTER[phase], agreed={}) if phase != "open" else Attempt(state.world)
     return replace(state, attempt=after), [Tell(Proceed(attempt.epoch, phase))]

@@ -1,10 +1,11 @@
-"""Every message, by who takes it. A worker's messages carry the epoch of the attempt they belong to.
+"""The messages between update ranks and workers. Those of an attempt carry its number (`epoch`).
 
-update rank -> worker       Hello, GetWants, Settle, Map, TakePlan, Begin, Load, Finish, Commit, Abort, Give
-anyone of the user -> worker  Hello, GetStatus, Ask
-worker -> update rank       Welcome, Status, Wants, Mapped, Planned, Begun, Loaded, Prepared, Given, Answer, Refused
-update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
-coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
+update rank -> worker       Hello, GetLayout, Settle, Map, TakePlan, Begin, Load, Finish, Commit, Abort, Export
+any process of the user -> worker  Hello, GetStatus, Ask
+worker -> update rank       Welcome, Status, WeightLayout, Mapped, Planned, Begun, Loaded, Prepared, Exported, Refused
+worker -> who asked         Welcome, Status, Answer, Refused
+
+`control.py` has those between update ranks and their coordinator.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from treadle.weights.pieces import Piece, Tensor
 from treadle.weights.plan import Item, Take
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MOST_PLANS = 8
-"""How many plans a worker keeps; the one that came first goes."""
+"""How many plans a worker keeps; it drops the oldest."""
 
 State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
@@ -30,14 +31,14 @@ Reason: TypeAlias = Literal[
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
-    """Tagged with its own name in lower case; a field that is not known is refused."""
+    """The base of all messages: tagged with the class name in lower case; unknown fields are refused."""
 
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """The first message of a connection."""
+    """Opens a connection, as the update rank of this worker or as a process that asks."""
 
     protocol: int
     role: Literal["update", "ask"]
@@ -45,18 +46,19 @@ class Hello(Message, frozen=True):
 
 
 class GetStatus(Message, frozen=True):
-    """Asks for Status."""
+    """Asks how the worker stands; answered by Status."""
 
 
-class GetWants(Message, frozen=True):
-    """Asks for Wants."""
+class GetLayout(Message, frozen=True):
+    """Asks which pieces the worker wants; answered by WeightLayout."""
 
 
 class Settle(Message, frozen=True):
-    """What is committed, `version` (None: nothing yet) by any of `epochs`. A prepared worker opens it or goes back.
+    """Tells a worker what is committed: `version` (None: nothing yet), by any of the attempts `epochs`.
 
-    One that serves anything else is closed, as an update would, and keeps what it holds. `log` is the id of the log
-    that says so; a worker of another log refuses, except of those that it `took` over, or with `takeover`.
+    A prepared worker opens its version if that is the one, else it goes back. A worker that serves another version
+    closes (`close`, within `drain_s` seconds) and keeps its weights. `log` is the id of the log that says so. A worker
+    that belongs to another log refuses, unless that log is among `took`, or `takeover` is set.
     """
 
     epoch: int
@@ -70,7 +72,7 @@ class Settle(Message, frozen=True):
 
 
 class Map(Message, frozen=True):
-    """The IPC buffers: descriptors of shared memory come along, or handles of a GPU's."""
+    """Hands the buffers over: file descriptors come with the message, or CUDA IPC handles of GPU `device` in it."""
 
     sizes_bytes: tuple[int, ...]
     handles: tuple[bytes, ...] = ()
@@ -78,7 +80,7 @@ class Map(Message, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's part of a bucket. The digest of take t is the `checks[t]`-th of the table at `table_bytes`."""
+    """A worker's part of a bucket. The digest of take t is entry `checks[t]` of the table at offset `table_bytes`."""
 
     bucket: int
     items: tuple[Item, ...]
@@ -88,16 +90,16 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakePlan(Message, frozen=True):
-    """A worker's part of a plan, to be kept under its digest. `gives` are the buckets that it is the source of."""
+    """A worker's part of a plan, kept under `digest`: what it takes of each bucket, and the buckets it exports."""
 
     digest: str
     tensors: tuple[Tensor, ...]
     shares: tuple[Share, ...]
-    gives: tuple[Share, ...] = ()
+    exports: tuple[Share, ...] = ()
 
 
 class Begin(Message, frozen=True):
-    """Keep a way back, close, and be ready to load the plan. `partial`: what is not in the plan stays as it is."""
+    """Make a rollback copy, close, and get ready to load. `partial`: tensors outside of the plan stay as they are."""
 
     epoch: int
     version: int
@@ -111,15 +113,15 @@ class Begin(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """The bucket is in that buffer."""
+    """Load a bucket, which is in the buffer with that index."""
 
     epoch: int
     bucket: int
     buffer: int
 
 
-class Give(Message, frozen=True):
-    """Put your bucket of the plan into that buffer; go on serving."""
+class Export(Message, frozen=True):
+    """Copy a bucket of your weights into the buffer with that index, while serving goes on."""
 
     epoch: int
     plan: str
@@ -129,32 +131,32 @@ class Give(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """Everything was loaded: make it whole, and stay closed."""
+    """All buckets were loaded: make the model whole, and stay closed."""
 
     epoch: int
 
 
 class Commit(Message, frozen=True):
-    """It was decided: open this version."""
+    """The decision was to commit: serve this version."""
 
     epoch: int
     version: int
 
 
 class Abort(Message, frozen=True):
-    """It was decided: go back to what was there before this epoch."""
+    """The attempt is over: go back to the version before it."""
 
     epoch: int
 
 
 class Ask(Message, frozen=True):
-    """A request to what serves, answered with the version it was answered by."""
+    """A request to the engine; the Answer carries the version that answered."""
 
     body: bytes
 
 
 ToWorker: TypeAlias = (
-    Hello | GetStatus | GetWants | Settle | Map | TakePlan | Begin | Load | Give | Finish | Commit | Abort | Ask
+    Hello | GetStatus | GetLayout | Settle | Map | TakePlan | Begin | Load | Export | Finish | Commit | Abort | Ask
 )
 
 
@@ -162,11 +164,11 @@ ToWorker: TypeAlias = (
 
 
 class Status(Message, frozen=True):
-    """How a worker stands. `version` is what it serves, or holds; `epoch` the last attempt it knows of.
+    """How a worker stands. `version` is the one it serves or holds, `epoch` the last attempt it knows of.
 
-    `log` is the log that it belongs to; `origin` and `content` are the log and the attempt that its version is of.
-    `incarnation` is new for each endpoint, `slot` names the place that one process at a time holds (`holds_slot`), and
-    `before` is the process that holds it, where this one does not.
+    `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
+    version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
+    process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
     """
 
     worker: int
@@ -186,40 +188,40 @@ class Status(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The answer to Hello."""
+    """Accepts a connection. `plans` are digests of the plans that the worker has already."""
 
     protocol: int
     status: Status
-    gives: bool
+    can_export: bool
     plans: tuple[str, ...]
 
 
-class Wants(Message, frozen=True):
-    """What a worker wants, by whole tensors and its boxes of them."""
+class WeightLayout(Message, frozen=True):
+    """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants."""
 
     tensors: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
 
 
 class Mapped(Message, frozen=True):
-    """The buffers are mapped."""
+    """The worker has mapped the buffers."""
 
 
 class Planned(Message, frozen=True):
-    """The plan is kept."""
+    """The worker has stored the plan."""
 
     digest: str
 
 
 class Begun(Message, frozen=True):
-    """Closed and ready."""
+    """The worker is closed and ready to load; its rollback copy takes `rollback_bytes`."""
 
     epoch: int
     rollback_bytes: int
 
 
 class Loaded(Message, frozen=True):
-    """The bucket is out of its buffer."""
+    """The worker has loaded the bucket; its buffer is free. Times are of the worker's host clock."""
 
     epoch: int
     bucket: int
@@ -227,15 +229,15 @@ class Loaded(Message, frozen=True):
     end_ns: int
 
 
-class Given(Message, frozen=True):
-    """The bucket is in its buffer."""
+class Exported(Message, frozen=True):
+    """The exported bucket is in its buffer."""
 
     epoch: int
     bucket: int
 
 
 class Prepared(Message, frozen=True):
-    """The version is there, whole, and not served. `digest` is of what is held, where the engine can tell."""
+    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none."""
 
     epoch: int
     version: int
@@ -243,19 +245,19 @@ class Prepared(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """What was asked, and the version that answered."""
+    """The engine's answer to Ask, and the version that answered."""
 
     version: int
     body: bytes
 
 
 class Refused(Message, frozen=True):
-    """Why not. `code` is for programs, `text` for people."""
+    """The worker did not do what it was asked. `code` is for programs, `text` for people."""
 
     code: Reason
     text: str
 
 
 FromWorker: TypeAlias = (
-    Welcome | Status | Wants | Mapped | Planned | Begun | Loaded | Given | Prepared | Answer | Refused
+    Welcome | Status | WeightLayout | Mapped | Planned | Begun | Loaded | Exported | Prepared | Answer | Refused
 )

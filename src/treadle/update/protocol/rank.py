@@ -1,11 +1,18 @@
-"""An update rank's decisions: what it does next, and what its worker is told when an attempt ends early.
+"""An update rank's decisions: what it does next, and what it tells its worker when an attempt ends early.
 
-A rank does one thing at a time. `TellCoordinator` goes to the coordinator and is answered through `heard`; `AskWorker`
-goes to its worker and is answered through `answered`; `Work` is its own and is answered through `worked`. Then
-`AttemptDone`.
+A rank does one thing at a time, and each action has a function that takes its answer:
+
+    TellCoordinator  a message to the coordinator     heard(state, message)
+    AskWorker        a message to this rank's worker  answered(state, answer)
+    Work             something the rank does itself   worked(state, value)
+    AttemptDone      nothing is left to do
+
+The messages of an attempt, in order:
 
     Go ── Settle ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
        ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Commit ── Agreed ─> Proceed
+
+An attempt that ends early goes through `ended` and `farewell` instead.
 """
 
 from __future__ import annotations
@@ -14,13 +21,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from treadle.update.options import UpdateOptions
-from treadle.update.protocol.control import Agreed, FromCoordinator, Go, Layouts, Phase, Proceed, Send, Settled
-from treadle.update.protocol.messages import Begin, Commit, Finish, Settle, Status
+from treadle.update.protocol.control import (
+    Agreed,
+    Fault,
+    FromCoordinator,
+    Go,
+    Layouts,
+    Phase,
+    Proceed,
+    Send,
+    Settled,
+    Stop,
+)
+from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Settle, Status
+
+Ending: TypeAlias = Literal["unknown", "lost", "stopped", "committed"]
+"""What the coordinator said of an attempt that ended early: nothing so far; nothing, and its connection ended; Stop; or
+Stop of an attempt whose version is committed."""
 
 
 @dataclass(frozen=True)
 class TellCoordinator:
-    """To the coordinator, which answers with one of these."""
+    """Send `message` to the coordinator; it answers with one of the types `answers`."""
 
     message: Any
     answers: tuple[type[Any], ...] = (Proceed,)
@@ -28,14 +50,14 @@ class TellCoordinator:
 
 @dataclass(frozen=True)
 class AskWorker:
-    """Of the worker."""
+    """Send `message` to the worker and wait for its answer."""
 
     message: Settle | Begin | Finish | Commit
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of this rank's own: close workers that left the set, describe layouts, make the plan, move the buckets."""
+    """Do something alone: close workers that left the set, describe layouts, make the plan, move the buckets."""
 
     what: Literal["dismiss", "describe", "plan", "load"]
     about: Any = None
@@ -43,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class AttemptDone:
-    """All is served as it should be."""
+    """The attempt succeeded: every worker serves what it should."""
 
 
 Action: TypeAlias = TellCoordinator | AskWorker | Work | AttemptDone
@@ -51,8 +73,11 @@ Action: TypeAlias = TellCoordinator | AskWorker | Work | AttemptDone
 
 @dataclass(frozen=True)
 class RankState:
-    """`began`: the worker knows of the attempt. `loads`: it gets a version. `voted`: the coordinator may know that the
-    worker is prepared, and only its word counts from then on. `decided`: that word was to commit.
+    """One rank's view of one attempt.
+
+    `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`: the coordinator may know that
+    the worker is prepared; from then on only the coordinator's word counts. `decided`: that word was to commit.
+    `worker_late`: a wait for the worker timed out, so an answer of it may still come. `ending`: see `Ending`.
     """
 
     rank: int
@@ -65,14 +90,17 @@ class RankState:
     loads: bool = False
     voted: bool = False
     decided: bool = False
+    worker_late: bool = False
+    ending: Ending = "unknown"
     go: Go | None = None
     layouts: Layouts | None = None
     closed: tuple[int, ...] = ()
     plan: str = ""
 
-    def in_doubt(self, *, told: bool) -> bool:
-        """Is the decision unknown here; `told`: the coordinator has said how the attempt ended."""
-        return self.voted and not self.decided and not told
+    @property
+    def in_doubt(self) -> bool:
+        """True where this rank cannot know the decision: it voted, and heard neither Proceed nor Stop."""
+        return self.voted and not self.decided and self.ending in ("unknown", "lost")
 
 
 Step: TypeAlias = tuple[RankState, Action]
@@ -100,7 +128,7 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
 
 
 def worked(state: RankState, value: Any = None) -> Step:
-    """The rank has done work of its own; `value` is what came of it."""
+    """The rank has done its own work; `value` is the result."""
     if state.phase == "settle":
         state = replace(state, closed=value)
         return state, _settle(state)
@@ -122,17 +150,50 @@ def answered(state: RankState, answer: Any) -> Step:
     return _vote(state) if state.phase == "finish" else (state, _agreed(state))
 
 
-Farewell: TypeAlias = Literal["commit", "abort", "nothing"]
+# ---- an attempt that ends early --------------------------------------------------------------------------------------
 
 
-def farewell(state: RankState, *, told: bool, committed: bool) -> Farewell:
-    """What the worker is told of an attempt that ended early; `committed`: as far as this rank has heard.
+@dataclass(frozen=True)
+class Farewell:
+    """The last message to a worker, if any; whether to wait for its Status; whether to close the connection then."""
 
-    A worker that has voted is told nothing while the decision is not known here: it stays prepared.
+    message: Commit | Abort | None
+    waits: bool
+    drops: bool
+
+
+def timed_out(state: RankState) -> RankState:
+    """The worker did not answer in time. Its answer may still come, so its connection is not used again."""
+    return replace(state, worker_late=True)
+
+
+def ended(state: RankState, stop: Stop | None, *, lost: bool) -> RankState:
+    """The attempt is over: `stop` is the coordinator's word on it, `lost` says that its connection ended."""
+    if stop is not None:
+        return replace(state, ending="committed" if stop.committed else "stopped")
+    return replace(state, ending="lost" if lost else "unknown")
+
+
+def farewell(state: RankState) -> Farewell:
+    """The farewell to the worker. While the decision is in doubt a worker that voted is told nothing and stays closed.
+
+    A worker that was late is not waited for a second time, except to commit.
     """
-    if state.loads and (committed or state.decided):
-        return "commit"
-    return "abort" if state.began and not state.in_doubt(told=told) else "nothing"
+    late = state.worker_late
+    if state.loads and (state.decided or state.ending == "committed"):
+        return Farewell(Commit(state.epoch, state.version), waits=True, drops=late)
+    if state.began and not state.in_doubt:
+        return Farewell(Abort(state.epoch), waits=not late, drops=late)
+    return Farewell(None, waits=False, drops=late)
+
+
+def is_vague(state: RankState, fault: Fault) -> bool:
+    """True where whoever ended could not say at which bucket: this rank's own place is then the next best."""
+    unplaced = fault.phase == "finish" and fault.bucket < 0 and state.phase == "load"
+    return state.ending == "lost" or unplaced
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def _settle(state: RankState) -> AskWorker:

@@ -1,19 +1,20 @@
-"""One attempt on one update rank: phase by phase, each agreed on by all ranks before the next."""
+"""One attempt on one update rank: phase by phase, each agreed on by all ranks before the next.
+
+`protocol/rank.py` decides; `AttemptRun` does what it says and has no decisions of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
 
 from treadle.update.coordinator.coordinator import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Enter, Fault, Go, Kind, Layouts, Phase, Sides
+from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Send, Sides
 from treadle.update.protocol.messages import (
-    Abort,
     Begin,
     Begun,
     Commit,
@@ -21,258 +22,235 @@ from treadle.update.protocol.messages import (
     Prepared,
     Settle,
     Status,
-    Wants,
+    WeightLayout,
 )
-from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, RankState, TellCoordinator, Work
+from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
 from treadle.update.rank.broadcast import BroadcastError
-from treadle.update.rank.bucket_loop import BucketLoop, giving
-from treadle.update.rank.comparing import SourceComparison, comparison
-from treadle.update.rank.packing import Packer
+from treadle.update.rank.bucket_loop import BucketLoop
+from treadle.update.rank.context import RankContext, UpdateRequest
+from treadle.update.rank.loading import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.source import Source
 from treadle.update.rank.worker_client import WorkerRefusedError, blame, dismiss
+from treadle.update.updated import Updated
 from treadle.wire.errors import PeerGoneError, WireError
 
-if TYPE_CHECKING:
-    from treadle.update.updater import Updated, Updater
-
 FAREWELL_S = 3.0
-"""How long a failed attempt waits for its worker to go back; it goes on by itself after that."""
+"""How long a failed attempt waits for its worker to go back; the worker goes on by itself after that."""
 
 EXPLAIN_S = 1.5
 """How long a rank whose broadcast broke off waits to be told why."""
 
-_NOTHING = Wants((), ())
+_NOTHING = WeightLayout((), ())
 
 
 class AttemptRun:
-    """Runs once, as `protocol/rank.py` decides. `timed_out`: a wait for the worker did."""
+    """One attempt. `state` is the protocol's; everything else is work at hand and results."""
 
-    def __init__(
-        self,
-        updater: Updater,
-        kind: Kind,
-        version: int,
-        source: Source | None,
-        changed: tuple[str, ...] | None,
-        base: int | None,
-    ) -> None:
-        self.u, self.kind, self.source = updater, kind, source
-        self.changed, self.base = changed, base
-        self.options, self.member, self.beside = updater.options, updater.member, updater.beside
-        self.state = RankState(updater.rank, updater.options, version=version)
-        self.member.begin()
-        self.timed_out = False
+    def __init__(self, context: RankContext, request: UpdateRequest) -> None:
+        self.context, self.request = context, request
+        self.options, self.coordinator, self.worker = context.options, context.coordinator, context.worker
+        self.state = RankState(context.rank, context.options, version=request.version)
+        self.coordinator.begin()
         self.seconds: dict[str, float] = {}
-        self.status: Status | None = None
-        self.stream: BucketLoop | None = None
-        self._has = source.has if source is not None else _NOTHING
+        self.loop: BucketLoop | None = None
+        self._has = request.source.has if request.source is not None else _NOTHING
         self._wants = _NOTHING
+        self._status: Status | None = None
         self._shares: Shares | None = None
-        self._kept = 0
+        self._rollback_bytes = 0
 
     @property
     def epoch(self) -> int:
-        """The attempt's number, 0 before it has one."""
+        """The attempt's number, 0 before the coordinator has given it one."""
         return self.state.epoch
 
     @property
     def phase(self) -> Phase:
-        """Where this rank is."""
+        """The phase this rank is in."""
         return self.state.phase
 
     @property
     def bucket(self) -> int:
-        """Where it is, -1 outside of loading."""
-        return self.stream.where.bucket if self.stream is not None and self.phase == "load" else -1
+        """The bucket this rank is at, -1 outside of loading."""
+        return self.loop.where.bucket if self.loop is not None and self.phase == "load" else -1
 
     def run(self) -> Updated:
-        """All phases."""
-        from treadle.update.updater import Updated
+        """The whole attempt. Raises whatever ends it early; `fail` then says what became of it.
 
+        Between two steps each rank reports to the coordinator, which answers when all ranks have.
+        """
+        # 1. Enter: connect to the worker; send digests of the source's and the worker's layouts. The coordinator checks
+        #    that all ranks ask for the same, and numbers the attempt.
         with self._in("enter"):
             action: Action
-            self.state, action = self._say(TellCoordinator(self._enter(), (Go,)))
+            self.state, action = rank.heard(self.state, self._tell(TellCoordinator(self._enter(), (Go,))))
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
-                if isinstance(action, TellCoordinator):
-                    self.state, action = self._say(action)
-                elif isinstance(action, AskWorker):
-                    self.state, action = rank.answered(self.state, self._ask(action.message))
-                else:
-                    self.state, action = rank.worked(self.state, self._work(action))
-        assert self.status is not None
+                match action:
+                    # 2. Settle: close workers that left the set; tell this rank's worker which version is committed.
+                    case Work("dismiss", workers):
+                        self.state, action = rank.worked(self.state, self._dismiss(workers))
+                    case AskWorker(Settle() as message):
+                        self.state, action = rank.answered(self.state, self._settle(message))
+                    # 3. Layout: where layouts changed, one rank of those that are alike tells them to the coordinator.
+                    case Work("describe", asked):
+                        self.state, action = rank.worked(self.state, self._describe(asked))
+                    # 4. Plan: every rank makes the same plan; it hands its worker the worker's part, and the buffers.
+                    case Work("plan"):
+                        self.state, action = rank.worked(self.state, self._plan())
+                    # 5. Begin: the worker makes its rollback copy, then closes.
+                    case AskWorker(Begin() as message):
+                        self.state, action = rank.answered(self.state, self._begin(message))
+                    # 6. Load: bucket by bucket: pack, broadcast, load into the engine, compare sources.
+                    case Work("load"):
+                        self.state, action = rank.worked(self.state, self._load())
+                    # 7. Finish: the worker makes its model whole and stays closed. This rank's report is its vote.
+                    case AskWorker(Finish() as message):
+                        self.state, action = rank.answered(self.state, self._finish(message))
+                    # -------- POINT OF NO RETURN: with all votes in, the coordinator writes the decision to its log.
+                    # 8. Open: the worker resets its caches and serves the new version.
+                    case AskWorker(Commit() as message):
+                        self.state, action = rank.answered(self.state, self._commit(message))
+                    case TellCoordinator():
+                        self.state, action = rank.heard(self.state, self._tell(action))
+        return self._updated()
+
+    def _updated(self) -> Updated:
+        assert self._status is not None
         if self._shares is None:
-            assert self.status.version is not None
-            return Updated(self.status.version, self.epoch, 0, 0, self.status.rollbacks, self.seconds, ())
+            assert self._status.version is not None
+            return Updated(self._status.version, self.epoch, 0, 0, self._status.rollbacks, self.seconds, ())
         assert self.state.layouts is not None
-        assert self.stream is not None
+        assert self.loop is not None
         shares, why = self._shares, self.state.layouts.why
         return Updated(
             self.state.version,
             self.epoch,
             sum(bucket.size_bytes for bucket in shares.plan.buckets),
-            self._kept,
-            self.status.rollbacks,
+            self._rollback_bytes,
+            self._status.rollbacks,
             self.seconds,
             (*shares.plan.notes, *([why] if why else [])),
             shares,
-            self.stream.times,
+            self.loop.times,
         )
 
-    # ---- what a rank does --------------------------------------------------------------------------------------------
+    # ---- the steps ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, tell: TellCoordinator) -> FromCoordinator:
+        self.coordinator.send(tell.message, self.phase)
+        return self.coordinator.hear(tell.answers, self.phase)
 
     def _enter(self) -> Enter:
-        """Meets the worker. A rank that cannot enters too, so that all ranks hear of it together."""
+        """Connect to the worker. A rank that cannot still enters, with the fault, so that all ranks hear of it."""
         deadline_s, fault = self.options.deadline_s, None
         try:
-            self.beside.connect(self.u.rank, deadline_s)
-            self.status = self.beside.settled_in(deadline_s)
-            self._wants = self.beside.wants(deadline_s)
+            self.worker.connect(self.context.rank, deadline_s)
+            self._status = self.worker.settled_in(deadline_s)
+            self._wants = self.worker.layout(deadline_s)
         except (UpdateError, WorkerRefusedError, WireError, OSError) as error:
-            if self.u.post.bad is not None:
+            if self.context.inbox.bad is not None:
                 raise
             if isinstance(error, TimeoutError):
-                self.beside.drop()  # its answer, when it comes, is not to be taken for another
-            fault = blame(error, 0, self.beside.name, "enter", -1).fault
-        names = self.kind, self.state.version, self.base, self.changed
+                self.worker.drop()  # a late answer would be taken for that to the next question
+            fault = blame(error, 0, self.worker.name, "enter", -1).fault
+        asked = self.request
+        names = asked.kind, asked.version, asked.base, asked.changed
         layouts = layout_digest(self._has), layout_digest(self._wants)
-        mine = self.beside.gives, self.u.broadcasts.made
-        vouched = self.u.takeover, self.u.new_set
-        return Enter(self.u.rank, *names, *layouts, self.status, *mine, fault, *vouched)
+        mine = self.worker.can_export, self.context.broadcasts.made
+        return Enter(self.context.rank, *names, *layouts, self._status, *mine, fault, asked.takeover, asked.new_set)
 
-    def _say(self, say: TellCoordinator) -> rank.Step:
-        self.member.send(say.message, self.phase)
-        return rank.heard(self.state, self.member.hear(say.answers, self.phase))
+    def _dismiss(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        assert self.state.go is not None
+        return dismiss(self.context.directory, workers, self.state.go, self.options)
 
-    def _ask(self, message: Settle | Begin | Finish | Commit) -> Status | Begun | Prepared:
-        """The worker's answer."""
-        options = self.options
-        if isinstance(message, Begin):
-            begun = self.beside.ask(message, Begun, options.phase_s)
-            self._kept = begun.rollback_bytes
-            if begun.rollback_bytes:
-                self.u.say(
-                    f"worker {self.u.rank} keeps {begun.rollback_bytes} bytes ({options.rollback}) until version "
-                    f"{message.version} is committed"
-                )
-            return begun
-        if isinstance(message, Finish):
-            return self.beside.ask(message, Prepared, options.deadline_s)
-        within_s = options.phase_s if isinstance(message, Settle) else options.deadline_s
-        self.status = self.beside.ask(message, Status, within_s)
-        return self.status
+    def _settle(self, message: Settle) -> Status:
+        self._status = self.worker.ask(message, Status, self.options.phase_s)
+        return self._status
 
-    def _work(self, work: Work) -> Any:
-        """What this rank does by itself."""
-        if work.what == "dismiss":
-            assert self.state.go is not None
-            return dismiss(self.u.directory, work.about, self.state.go, self.options)
-        if work.what == "describe":
-            asked = self._has if work.about.has else None, self._wants if work.about.wants else None
-            return Sides(self.epoch, self.u.rank, self.u.free_bytes, *asked)
-        assert self.state.layouts is not None
-        if work.what == "plan":
-            self._shares = self._plan(self.state.layouts)
-            return self._shares.digest
-        assert self._shares is not None
-        self._load(self.state.layouts, self._shares)
-        return None
+    def _describe(self, asked: Send) -> Sides:
+        has, wants = self._has if asked.has else None, self._wants if asked.wants else None
+        return Sides(self.epoch, self.context.rank, self.context.free_bytes, has, wants)
 
-    def _plan(self, layouts: Layouts) -> Shares:
+    def _plan(self) -> str:
+        """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
+        context, layouts, deadline_s = self.context, self._layouts, self.options.deadline_s
         try:
-            shares = self.u.plans.of(layouts)
+            shares = context.plans.of(layouts)
         except WireError as error:
-            raise failure(self.epoch, self.member.name, "plan", str(error)) from error
+            raise failure(self.epoch, self.coordinator.name, "plan", str(error)) from error
         except UnplannableError as error:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
-        self.u.buffers(shares)
-        gives = self.u.rank in layouts.holds
-        self.beside.take_plan(shares.of_worker(self.u.rank, gives=gives), self.options.deadline_s)
-        device = self.u.device.index or 0 if self.u.device.type == "cuda" else -1
-        self.beside.map([*self.u.ipc, *self.u.h2d], device, self.options.deadline_s)
-        return shares
+        context.buffers.fit(shares)
+        exports = context.rank in layouts.holds
+        self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
+        device = context.device.index or 0 if context.device.type == "cuda" else -1
+        self.worker.map(context.buffers.all, device, deadline_s)
+        self._shares = shares
+        return shares.digest
 
-    def _load(self, layouts: Layouts, shares: Shares) -> None:
-        group: Any = self.u.broadcasts.circle(layouts.circle, self.u.post).communicator
-        assert self.u.broadcasts.waiter is not None
-        compared = self._comparison(layouts, shares)
-        self.stream = BucketLoop(
-            shares,
-            self.u.rank,
-            self.epoch,
-            ipc=self.u.ipc,
-            h2d=self.u.h2d[: shares.plan.num_h2d],
-            beside=self.beside,
-            group=group,
-            wait=self.u.broadcasts.waiter.wait,
-            deadline_s=self.options.deadline_s,
-            checked=self.options.checked,
-            compare=compared.look if compared is not None else None,
-        )
-        if layouts.holds:
-            waits = self.options.deadline_s, self.options.checked
-            fill = giving(self.beside, shares, self.epoch, self.u.ipc, *waits)
-        else:
-            assert self.source is not None
-            fill = Packer(shares, self.source, checked=self.options.checked).fill
-        total, done = sum(bucket.size_bytes for bucket in shares.plan.buckets), 0
+    def _begin(self, message: Begin) -> Begun:
+        begun = self.worker.ask(message, Begun, self.options.phase_s)
+        self._rollback_bytes = begun.rollback_bytes
+        if begun.rollback_bytes:
+            self.context.say(
+                f"worker {self.context.rank} keeps {begun.rollback_bytes} bytes ({self.options.rollback}) until "
+                f"version {message.version} is committed"
+            )
+        return begun
 
-        def progress(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            self.u.progress(done, total)
+    def _load(self) -> None:
+        assert self._shares is not None
+        loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch)
+        self.loop = loading.loop
+        loading.run(loads=self.state.loads)
 
-        self.stream.run(fill, self.state.loads, progress)
-        different = compared.refusal(layouts.version) if compared is not None else None
-        if different is not None:
-            raise failure(self.epoch, different[0], "load", different[1])
+    def _finish(self, message: Finish) -> Prepared:
+        return self.worker.ask(message, Prepared, self.options.deadline_s)
 
-    def _comparison(self, layouts: Layouts, shares: Shares) -> SourceComparison | None:
-        """With the weights of this rank; workers that give hold one committed version."""
-        self.u.turn = self.u.turn + 1 if self.u.turn is not None else self.epoch
-        source = self.source if not layouts.holds else None
-        return comparison(shares.plan, source, self.u.rank, self.options.compare_sources, self.u.turn)
+    def _commit(self, message: Commit) -> Status:
+        self._status = self.worker.ask(message, Status, self.options.deadline_s)
+        return self._status
+
+    @property
+    def _layouts(self) -> Layouts:
+        assert self.state.layouts is not None
+        return self.state.layouts
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        """Around a phase: takes its time, and what its waits raise becomes the fault that all will hear of."""
+        """Time a phase, and turn what its waits raise into the fault that all ranks will hear of."""
         began = time.perf_counter()
         try:
             yield
         except (PeerGoneError, TimeoutError, WorkerRefusedError, WireError) as error:
-            self.timed_out = self.timed_out or isinstance(error, TimeoutError)
+            if isinstance(error, TimeoutError):
+                self.state = rank.timed_out(self.state)
             raise self._blame(error) from error
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def _blame(self, error: Exception) -> UpdateError:
-        made = blame(error, self.epoch, self.beside.name, self.phase, self.bucket)
-        if made.corrupt and self.stream is not None:
-            source = self.stream.shares.plan.buckets[self.bucket].source
-            return failure_at_source(made, source)
-        return made
+        made = blame(error, self.epoch, self.worker.name, self.phase, self.bucket)
+        if not made.corrupt or self.loop is None:
+            return made
+        source = self.loop.shares.plan.buckets[self.bucket].source
+        fault = made.fault
+        text = f"{fault.text} (update rank {source})"
+        return UpdateError(Fault(fault.epoch, fault.who, fault.phase, fault.bucket, text, fault.corrupt))
 
-    # ---- failure -----------------------------------------------------------------------------------------------------
+    # ---- an attempt that ends early ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> UpdateError:
-        """What all ranks raise; the worker is told what became of it, if that is known.
+        """End the attempt early: find out why, tell the worker if the outcome is known, and return what to raise.
 
-        Once this rank has voted, only the coordinator's word is known: without it the worker stays prepared.
+        After the vote only the coordinator knows the outcome; without its word the worker stays prepared and closed.
         """
-        known, told = self._explain(error), self.member.stop is not None
-        word = rank.farewell(self.state, told=told, committed=known.committed)
-        with suppress(Exception):  # a worker that is gone or hangs: it will learn in the next attempt
-            if word == "commit":
-                self.beside.ask(Commit(self.epoch, self.state.version), Status, FAREWELL_S, heed=False)
-            elif word == "abort":
-                self.beside.send(Abort(self.epoch))
-                if not self.timed_out:  # one that hangs was waited for already
-                    self._farewell()
-        if self.timed_out:
-            self.beside.drop()  # it goes back when it finds itself alone; what it answers is not for another question
-        if not self.state.in_doubt(told=told):
+        known = self.explain(error)
+        self._end()
+        self._bid(rank.farewell(self.state))
+        if not self.state.in_doubt:
             return known
         text = (
             f"{known.text}; whether version {self.state.version} is committed is not known here, and the worker stays "
@@ -280,43 +258,41 @@ class AttemptRun:
         )
         return failure(self.epoch, known.who, known.phase, text, known.bucket)
 
-    def _farewell(self) -> None:
-        """Reads what the worker still has to say until it has gone back; lets go of one that does not."""
-        until = time.monotonic() + FAREWELL_S
-        try:
-            while True:
-                left = max(0.0, until - time.monotonic())
-                answer = self.u.post.wait("worker", left, heed=False)
-                if isinstance(answer, Status):
-                    return
-        except (PeerGoneError, TimeoutError):
-            self.beside.drop()
-
-    def _explain(self, error: BaseException) -> UpdateError:
-        post = self.u.post
+    def explain(self, error: BaseException) -> UpdateError:
+        """The error that all ranks raise: the coordinator's if there is one, else this rank's own, reported to it."""
+        inbox = self.context.inbox
         broke_off = isinstance(error, RuntimeError) and not isinstance(error, UpdateError)
-        if post.bad is None and broke_off:
-            post.wait_bad(EXPLAIN_S)  # a broadcast breaks off before the news of why has come
-        if post.bad is None:
-            if isinstance(error, UpdateError):
-                fault = error.fault
-            else:
-                text, waited = f"{type(error).__name__}: {error}", isinstance(error, BroadcastError)
-                who = f"update rank {self.u.rank}"
-                fault = Fault(self.epoch, who, self.phase, self.bucket, text, waited=waited)
+        if inbox.bad is None and broke_off:
+            inbox.wait_bad(EXPLAIN_S)  # a broadcast breaks off before the news of why has come
+        bad = inbox.bad
+        if bad is None:
+            fault = self._own_fault(error)
             if self.epoch:
-                self.member.report(fault)
-            return post.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.state.decided)
-        bad, cut_off = post.bad, self.member.lost and self.member.stop is None
-        if cut_off or (bad.phase == "finish" and bad.bucket < 0 and self.phase == "load"):
-            # Whoever ended did not say where it was; where it left this rank is the next best.
-            here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
-            return UpdateError(here.fault, committed=bad.committed or self.state.decided)
-        return bad
+                self.coordinator.report(fault)
+            return inbox.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.state.decided)
+        self._end()
+        if not rank.is_vague(self.state, bad.fault):
+            return bad
+        here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
+        return UpdateError(here.fault, committed=bad.committed or self.state.decided)
 
+    def _own_fault(self, error: BaseException) -> Fault:
+        if isinstance(error, UpdateError):
+            return error.fault
+        text, waited = f"{type(error).__name__}: {error}", isinstance(error, BroadcastError)
+        return Fault(self.epoch, f"update rank {self.context.rank}", self.phase, self.bucket, text, waited=waited)
 
-def failure_at_source(error: UpdateError, source: int) -> UpdateError:
-    """The same, naming where the bytes came from."""
-    fault = error.fault
-    text = f"{fault.text} (update rank {source})"
-    return UpdateError(type(fault)(fault.epoch, fault.who, fault.phase, fault.bucket, text, fault.corrupt))
+    def _end(self) -> None:
+        self.state = rank.ended(self.state, self.coordinator.stop, lost=self.coordinator.lost)
+
+    def _bid(self, farewell: Farewell) -> None:
+        message = farewell.message
+        with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
+            if isinstance(message, Commit):
+                self.worker.ask(message, Status, FAREWELL_S, heed=False)
+            elif message is not None:
+                self.worker.send(message)
+                if farewell.waits:
+                    self.worker.await_status(FAREWELL_S)
+        if farewell.drops:
+            self.worker.drop()  # the worker goes back when its connection ends

@@ -49,8 +49,8 @@ class Waiter:
     A connection that is shut ends a wait in gloo, but not always one that is just being begun.
     """
 
-    def __init__(self, post: Inbox, deadline: timedelta) -> None:
-        self._post, self._deadline = post, deadline
+    def __init__(self, inbox: Inbox, deadline: timedelta) -> None:
+        self._inbox, self._deadline = inbox, deadline
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended: list[Exception | None] = []
         self.stuck = False
@@ -65,14 +65,14 @@ class Waiter:
                 ended = error
             del work
             self._ended.append(ended)
-            self._post.stir()
+            self._inbox.stir()
 
     def wait(self, work: Any) -> None:
         """Until the broadcast is done. Raises Broken, or the bad news, whatever gloo does."""
         self._ended.clear()
         self._works.put(work)
         self.stuck = True
-        self._post.until(lambda: bool(self._ended), self._deadline.total_seconds() + 1)
+        self._inbox.until(lambda: bool(self._ended), self._deadline.total_seconds() + 1)
         self.stuck = not self._ended
         if self.stuck:
             raise BroadcastError("a broadcast neither ended nor failed within its deadline")
@@ -99,7 +99,7 @@ class Broadcasts:
         self._group: Group | None = None
         self._sockets = Sockets()
 
-    def circle(self, epoch: int, post: Inbox) -> Group:
+    def group_of(self, epoch: int, inbox: Inbox) -> Group:
         """The communicator of that attempt; all ranks ask alike. Meeting can be broken off by bad news, too."""
         if self._group is None or self.made != epoch:
             self.drop()
@@ -107,17 +107,17 @@ class Broadcasts:
             thread = threading.Thread(target=self._make, args=(epoch, made), name="treadle meeting", daemon=True)
             thread.start()
             until = time.monotonic() + self.deadline.total_seconds()
-            while thread.is_alive() and post.bad is None and time.monotonic() < until:
+            while thread.is_alive() and inbox.bad is None and time.monotonic() < until:
                 thread.join(0.01)
-            if post.bad is not None:
-                raise post.bad
+            if inbox.bad is not None:
+                raise inbox.bad
             if not made:
                 raise BroadcastError(f"the update ranks have not met within {self.deadline.total_seconds():g} s")
             if isinstance(made[0], Exception):
                 raise BroadcastError(f"the update ranks did not meet: {made[0]}") from made[0]
             self._group, self._sockets = made[0]
             self.made = epoch
-            self.waiter = Waiter(post, self.deadline)
+            self.waiter = Waiter(inbox, self.deadline)
         return self._group
 
     def make(self, what: str) -> Buckets:
@@ -128,11 +128,11 @@ class Broadcasts:
         try:
             sockets = Sockets()
             with sockets.recording():
-                circle = self.make(str(epoch))
+                group = self.make(str(epoch))
             if self.device.type == "cpu":
                 listening = torch.tensor([*sockets.ports, *[0] * MOST_PORTS][:MOST_PORTS])
-                sockets.keep(torch.cat(circle.all_gather(listening)).tolist())
-            made.append((circle, sockets))
+                sockets.keep(torch.cat(group.all_gather(listening)).tolist())
+            made.append((group, sockets))
         except Exception as error:  # raised in the thread that waits
             made.append(error)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from treadle.host.pressure import short_of_cores
 from treadle.update.memory.host import Buffer
-from treadle.update.protocol.messages import Give, Given, Load, Loaded
+from treadle.update.protocol.messages import Export, Exported, Load, Loaded
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
 
@@ -59,7 +59,7 @@ class BucketLoop:
         *,
         ipc: Sequence[Buffer],
         h2d: Sequence[Buffer],
-        beside: WorkerClient,
+        worker: WorkerClient,
         group: Any,
         wait: Callable[[Any], None],
         deadline_s: float,
@@ -67,7 +67,7 @@ class BucketLoop:
         compare: Callable[[Buffer, int], None] | None = None,
     ) -> None:
         self.shares, self.rank, self.epoch = shares, rank, epoch
-        self.ipc, self.h2d, self.beside, self.group, self.wait = ipc, h2d, beside, group, wait
+        self.ipc, self.h2d, self.worker, self.group, self.wait = ipc, h2d, worker, group, wait
         self.deadline_s, self.checked = deadline_s, checked
         self.times, self.where = BucketTimes(), Where()
         self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
@@ -88,7 +88,7 @@ class BucketLoop:
                 self._broadcast((*self.ipc, *self.h2d)[at], number)
                 self.times.broadcast[number] = start, perf_counter_ns()
                 if loads and plan.takes[self.rank][number]:
-                    self.beside.send(Load(self.epoch, number, at))
+                    self.worker.send(Load(self.epoch, number, at))
                     self._waiting.append(number)
                 elif self._packed is not None:
                     self._packed.done(number)
@@ -144,7 +144,7 @@ class BucketLoop:
         """Until the worker is done with the buckets up to this one."""
         while self._waiting and self._waiting[0] <= last:
             self.where.bucket, self.where.on_worker = self._waiting[0], True
-            loaded = self.beside.expect(Loaded, self.deadline_s)
+            loaded = self.worker.expect(Loaded, self.deadline_s)
             number = self._waiting.popleft()
             self.times.reload[number] = loaded.start_ns, loaded.end_ns
             if self._packed is not None:
@@ -221,13 +221,13 @@ class _Packed:
         self._thread.join()
 
 
-def giving(
-    beside: WorkerClient, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool
+def exporting(
+    worker: WorkerClient, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool
 ) -> Fill:
     """Buckets that the worker fills itself, from what it serves."""
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(ipc) if own is buffer)
-        beside.ask(Give(epoch, shares.name(gives=True), number, at, checked), Given, deadline_s)
+        worker.ask(Export(epoch, shares.name(exports=True), number, at, checked), Exported, deadline_s)
 
     return fill

@@ -13,15 +13,17 @@ before the vote, and workers go back.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from treadle.update.memory.copying import Array, boxed, cut, opaque, pieces
 from treadle.update.memory.host import Buffer, Raw
 from treadle.update.options import CompareSources
-from treadle.update.rank.source import Source
-from treadle.weights.pieces import Piece
+from treadle.update.rank.source import WeightSource
+from treadle.weights.pieces import Box, Piece
 from treadle.weights.plan import Item, UpdatePlan
 
 BLOCK_BYTES = 4 << 10
@@ -34,7 +36,7 @@ class SourceComparison:
     """One rank's, for one update. `turn` says which blocks are looked at: after `EVERY` turns all of them were."""
 
     plan: UpdatePlan
-    source: Source
+    source: WeightSource
     rank: int
     every: int
     turn: int
@@ -47,12 +49,26 @@ class SourceComparison:
         """Compares a bucket that has arrived with this rank's own weights."""
         bucket = self.plan.buckets[number]
         for item in bucket.items:
-            for common, local in self.source.overlapping(item.piece):
-                came = cut(self._item(buffer, item), common.slices(item.piece.box))
-                if same(came, opaque(local.cpu()), self.every, self.turn):
+            for common in self._overlaps(item.piece):
+                came = cut(self._item(buffer, item), common.box.slices(item.piece.box))
+                if same(came, opaque(self.source.local(common).cpu()), self.every, self.turn):
                     self.equal.add(bucket.source)
                 else:
-                    self.different.setdefault(bucket.source, []).append(Piece(item.piece.tensor, common))
+                    self.different.setdefault(bucket.source, []).append(common)
+
+    def _overlaps(self, piece: Piece) -> Iterator[Piece]:
+        """The parts of a piece that this rank has."""
+        for box in self._boxes.get(piece.tensor, ()):
+            common = box.meet(piece.box)
+            if common is not None:
+                yield Piece(piece.tensor, common)
+
+    @cached_property
+    def _boxes(self) -> dict[str, list[Box]]:
+        boxes: dict[str, list[Box]] = {}
+        for piece in self.source.has.pieces:
+            boxes.setdefault(piece.tensor, []).append(piece.box)
+        return boxes
 
     def _item(self, buffer: Buffer, item: Item) -> Array:
         dtype, box = self.plan.tensors[item.piece.tensor].dtype, item.piece.box
@@ -81,7 +97,7 @@ class SourceComparison:
 
 
 def comparison(
-    plan: UpdatePlan, source: Source | None, rank: int, compare: CompareSources, turn: int
+    plan: UpdatePlan, source: WeightSource | None, rank: int, compare: CompareSources, turn: int
 ) -> SourceComparison | None:
     """None where there is nothing to compare."""
     if compare == "off" or source is None:

@@ -21,8 +21,8 @@ WHY_S = 1.0
 class CoordinatorClient:
     """Speaks to the coordinator; it is never found again once it is lost."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, post: Inbox, options: UpdateOptions) -> None:
-        self.post, self.options = post, options
+    def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
+        self.inbox, self.options = inbox, options
         self.epoch = 0
         self.stop: Stop | None = None
         """What the coordinator said of the end of this attempt."""
@@ -31,13 +31,13 @@ class CoordinatorClient:
         self._link, self.name = rendezvous.call(options.deadline_s)
         self._link.trust()
         self._link.send(Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname()))
-        read_into(post, "coordinator", self._link, self._take, self._gone)
+        read_into(inbox, "coordinator", self._link, self._take, self._gone)
 
     def _take(self, message: Any) -> bool:
         if isinstance(message, Stop):
             if message.epoch in (0, self.epoch):
                 self.stop = message
-                self.post.fail(UpdateError(message.fault, committed=message.committed))
+                self.inbox.fail(UpdateError(message.fault, committed=message.committed))
             return True
         if isinstance(message, Go) and not self.epoch:
             self.epoch = message.epoch  # here already: the next message may be of it
@@ -49,15 +49,15 @@ class CoordinatorClient:
 
     def _gone(self, text: str) -> None:
         self.lost, self.why_lost = True, text
-        self.post.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
+        self.inbox.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
 
     def send(self, message: Any, phase: Phase) -> None:
         """Raises UpdateError where the coordinator is gone."""
         try:
             self._link.send(message)
         except OSError as error:
-            self.post.wait_bad(WHY_S)  # the thread that reads may be about to learn why
-            raise self.post.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
+            self.inbox.wait_bad(WHY_S)  # the thread that reads may be about to learn why
+            raise self.inbox.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
     def report(self, fault: Fault) -> None:
         """Tells of a fault, if there is anybody to tell."""
@@ -67,7 +67,7 @@ class CoordinatorClient:
     def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
         """The next message, of one of these kinds."""
         try:
-            message = self.post.wait("coordinator", self.options.phase_s + 3)
+            message = self.inbox.wait("coordinator", self.options.phase_s + 3)
         except (TimeoutError, PeerGoneError) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
         if not isinstance(message, kinds):

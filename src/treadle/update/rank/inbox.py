@@ -111,21 +111,21 @@ class Inbox:
 
 
 def read_into(
-    post: Inbox, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
+    inbox: Inbox, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
 ) -> None:
     """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for, or raises Gone."""
-    connection = post.find(side, link.pid)
+    connection = inbox.find(side, link.pid)
 
     def read() -> None:
         try:
             while True:
                 message = link.receive(None)
                 if not take(message):
-                    post.put(side, connection, message)
+                    inbox.put(side, connection, message)
         except (PeerGoneError, WireError, OSError) as error:
             text = str(error)
         link.close()
-        post.lose(side, connection, text)
+        inbox.lose(side, connection, text)
         lost(text)
 
     threading.Thread(target=read, name=f"treadle {side}", daemon=True).start()

@@ -9,7 +9,7 @@ import torch
 from treadle.update.memory.copying import DIGEST_BYTES, boxed, copy, copy_hashed, cut, digest, opaque
 from treadle.update.memory.host import Buffer
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.source import Source
+from treadle.update.rank.source import WeightSource
 from treadle.weights.pieces import Box
 from treadle.weights.plan import Item, Take
 
@@ -19,7 +19,7 @@ _MOST_APART = 64
 class Packer:
     """Fills buffers with this rank's buckets."""
 
-    def __init__(self, shares: Shares, source: Source, *, checked: bool) -> None:
+    def __init__(self, shares: Shares, source: WeightSource, *, checked: bool) -> None:
         self.shares, self.source, self.checked = shares, source, checked
 
     def fill(self, buffer: Buffer, number: int) -> None:

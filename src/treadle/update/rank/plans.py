@@ -8,7 +8,7 @@ from dataclasses import replace
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import Known, read_layouts
 from treadle.update.protocol.control import Layouts
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.update.rank.shares import Shares
 from treadle.weights.buffers import Memory
 from treadle.weights.missing import near
@@ -80,7 +80,7 @@ def _instead(layouts: Layouts) -> str:
     )
 
 
-def _holding(sides: Sequence[Wants], of: Collection[int]) -> Holding:
+def _holding(sides: Sequence[WeightLayout], of: Collection[int]) -> Holding:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for rank, side in enumerate(sides):

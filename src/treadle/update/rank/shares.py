@@ -54,9 +54,9 @@ class Shares:
         """The plan's."""
         return self.plan.digest()
 
-    def name(self, *, gives: bool) -> str:
+    def name(self, *, exports: bool) -> str:
         """Under which a worker keeps its part: one that gives has more of the same plan than one that does not."""
-        return self.digest + "+" if gives else self.digest
+        return self.digest + "+" if exports else self.digest
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -75,20 +75,20 @@ class Shares:
         """What a buffer must hold."""
         return max((table.end_bytes for table in self.tables), default=0)
 
-    def of_worker(self, worker: int, *, gives: bool) -> TakePlan:
-        """What a worker needs to know; `gives`: it is the source of its rank's buckets."""
+    def of_worker(self, worker: int, *, exports: bool) -> TakePlan:
+        """What a worker needs to know; `can_export`: it is the source of its rank's buckets."""
         shares, named = [], set()
         for number, takes in enumerate(self.plan.takes[worker]):
             if takes:
                 shares.append(self._share(number, takes))
         given = []
         for number, bucket in enumerate(self.plan.buckets):
-            if gives and bucket.source == worker:
+            if exports and bucket.source == worker:
                 given.append(self._share(number, self.tables[number].takes))
         for share in (*shares, *given):
             named |= {item.piece.tensor for item in share.items}
         tensors = tuple(self.plan.tensors[name] for name in sorted(named))
-        return TakePlan(self.name(gives=gives), tensors, tuple(shares), tuple(given))
+        return TakePlan(self.name(exports=exports), tensors, tuple(shares), tuple(given))
 
     def _share(self, number: int, takes: tuple[Take, ...]) -> Share:
         bucket, table = self.plan.buckets[number], self.tables[number]

@@ -1,25 +1,55 @@
-"""Where new weights come from: this rank's pieces of tensors, in memory that stays put during an update."""
+"""Where new weights come from: `WeightSource` is the interface, `Source` the one for tensors in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.weights import layouts
 from treadle.weights.layouts import from_mesh
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 
 
+class WeightSource(Protocol):
+    """One rank's part of the new weights, which an update asks for piece by piece.
+
+    Order of calls, in each `Updater.update` or `recover`: `has` once, before anything moves; then `local` for the
+    pieces of this rank's buckets, in the order of the plan's buckets. Elements may therefore be made when they are
+    asked for: `local` of a piece is needed only until the next call of the same thread.
+    A piece may be asked for again: on a GPU for its digests, and by the comparison of sources. The thread that packs
+    and the thread that compares may call at the same time. All calls for a piece must return the same elements until
+    the update returns or raises.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Whole tensors by name, with the shape and dtype that all ranks and workers know."""
+        ...
+
+    @property
+    def has(self) -> WeightLayout:
+        """The pieces that this rank has. A tensor without elements is listed without a piece."""
+        ...
+
+    def local(self, piece: Piece) -> torch.Tensor:
+        """The elements of a piece that lies within one of `has`, of the piece's shape and the tensor's dtype."""
+        ...
+
+
 @dataclass(frozen=True)
 class Source:
-    """One rank's part of the weights: whole tensors as they are known to all, and the boxes that lie here."""
+    """A `WeightSource` of tensors in memory. They must not change until the update returns or raises.
+
+    `tensors` are whole tensors by name, `held` the elements of each piece that this rank has.
+    """
 
     tensors: Mapping[str, Tensor]
     held: Mapping[Piece, torch.Tensor]
@@ -34,10 +64,10 @@ class Source:
 
     @classmethod
     def of(cls, state: Mapping[str, torch.Tensor], holding: Holding | None = None, rank: int = 0) -> Source:
-        """A state dict of plain tensors, of DTensors (FSDP2 and other meshes), or of both.
+        """Make a source of a state dict of plain tensors, of DTensors (FSDP2 and other meshes), or of both.
 
-        With a `holding`, plain tensors are this rank's pieces by it, one box a tensor; without, they are whole. Where a
-        rank has several boxes of a tensor, say so with `Source` itself.
+        A plain tensor is whole, or with a `holding` the box that the holding gives this rank. A rank that has several
+        boxes of one tensor makes `Source(tensors, held)` instead.
         """
         plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
         tensors = dict(holding.tensors) if holding is not None else {name: whole(name, t) for name, t in plain.items()}
@@ -56,11 +86,11 @@ class Source:
         return cls(tensors, held)
 
     @property
-    def has(self) -> Wants:
-        """As it is told to others: what lies here, and what has no elements to lie anywhere."""
+    def has(self) -> WeightLayout:
+        """The pieces held here, and tensors without elements, which no rank holds."""
         here = {piece.tensor for piece in self.held}
         told = (tensor for tensor in self.tensors.values() if tensor.name in here or not tensor.size_bytes)
-        return Wants(tuple(told), tuple(self.held))
+        return WeightLayout(tuple(told), tuple(self.held))
 
     @cached_property
     def _by_name(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
@@ -70,22 +100,15 @@ class Source:
         return named
 
     def local(self, piece: Piece) -> torch.Tensor:
-        """The elements of a piece that lies within one of this rank's."""
+        """A view of the elements of a piece that lies within one of this rank's."""
         for box, tensor in self._by_name.get(piece.tensor, ()):
             if box.meet(piece.box) == piece.box:
                 return tensor[piece.box.slices(box)]
         raise ValueError(f"{piece.tensor} {piece.box} is not held here")
 
-    def overlapping(self, piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The parts of a piece that this rank has, and their elements."""
-        for box, tensor in self._by_name.get(piece.tensor, ()):
-            common = box.meet(piece.box)
-            if common is not None:
-                yield common, tensor[common.slices(box)]
-
 
 def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box]:
-    """The box that a rank has of each tensor."""
+    """The box that a rank holds of each named tensor. Raises ValueError where there is none, or more than one."""
     boxes: dict[str, Box] = {}
     for piece in holding.pieces[rank]:
         if piece.tensor in names and boxes.setdefault(piece.tensor, piece.box) != piece.box:
@@ -101,17 +124,17 @@ def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box
 
 
 def whole(name: str, tensor: torch.Tensor) -> Tensor:
-    """A tensor as it is known to all."""
+    """The name, shape and dtype of a whole tensor."""
     return Tensor(name, tuple(tensor.shape), dtype_name(tensor))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Torch's name without `torch.`."""
+    """A tensor's dtype by torch's name, without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _of_mesh(mesh: DeviceMesh, values: Mapping[str, DTensor]) -> dict[Piece, torch.Tensor]:
-    """The rank's shards of tensors on one mesh."""
+    """The shards that this rank has of the DTensors on one mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return {}
@@ -142,6 +165,6 @@ def _placements(value: DTensor) -> tuple[layouts.Shard | layouts.Replicate, ...]
 
 
 def _cutting_order(value: DTensor) -> tuple[int, ...]:
-    """Mesh dimensions in the order in which they cut: one that cuts strided (FSDP2 over tensor parallelism) is late."""
+    """Mesh dimensions in the order in which they cut. Strided ones (FSDP2 over tensor parallelism) cut last."""
     strided = [isinstance(placement, _StridedShard) for placement in value.placements]
     return tuple(sorted(range(len(strided)), key=lambda at: (strided[at], at)))

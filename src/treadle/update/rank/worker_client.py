@@ -19,8 +19,8 @@ from treadle.update.protocol.messages import (
     MOST_PLANS,
     PROTOCOL,
     FromWorker,
+    GetLayout,
     GetStatus,
-    GetWants,
     Hello,
     Map,
     Mapped,
@@ -29,7 +29,7 @@ from treadle.update.protocol.messages import (
     Settle,
     Status,
     TakePlan,
-    Wants,
+    WeightLayout,
     Welcome,
 )
 from treadle.update.rank.inbox import Inbox, read_into
@@ -44,15 +44,15 @@ M = TypeVar("M", bound=FromWorker)
 class WorkerClient:
     """Speaks to one worker; connects again where the connection was lost."""
 
-    def __init__(self, directory: Path, worker: int, post: Inbox, lost: Callable[[str], None]) -> None:
-        self.path, self.worker, self.post = worker_path(directory, worker), worker, post
-        self.gives = False
+    def __init__(self, directory: Path, worker: int, inbox: Inbox, lost: Callable[[str], None]) -> None:
+        self.path, self.worker, self.inbox = worker_path(directory, worker), worker, inbox
+        self.can_export = False
         self._lost = lost
         self._link: Link[FromWorker] | None = None
         self._place: tuple[int, int] | None = None
         self._plans: list[str] = []
         self._mapped: tuple[Buffer, ...] = ()
-        self._wants: Wants | None = None
+        self._layout: WeightLayout | None = None
 
     @property
     def name(self) -> str:
@@ -76,9 +76,9 @@ class WorkerClient:
                 if time.monotonic() + PAUSE_S > until:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
                 time.sleep(PAUSE_S)
-        self._link, self.gives, self._plans = link, welcome.gives, list(welcome.plans)
-        self._mapped, self._wants = (), None
-        read_into(self.post, "worker", link, _heed_end, lambda text: self._gone(link, text))
+        self._link, self.can_export, self._plans = link, welcome.can_export, list(welcome.plans)
+        self._mapped, self._layout = (), None
+        read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
         """Raises Gone where another try may help."""
@@ -128,7 +128,7 @@ class WorkerClient:
 
     def expect(self, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
         """The next answer, of this kind."""
-        answer = self.post.wait("worker", deadline_s, heed=heed)
+        answer = self.inbox.wait("worker", deadline_s, heed=heed)
         if isinstance(answer, Refused):
             raise WorkerRefusedError(answer)
         if not isinstance(answer, kind):
@@ -144,13 +144,22 @@ class WorkerClient:
                 return status
             time.sleep(PAUSE_S)
 
-    def wants(self, deadline_s: float) -> Wants:
+    def await_status(self, deadline_s: float) -> None:
+        """Read answers until Status, which a worker sends when it has gone back; drop a worker that sends none."""
+        until = time.monotonic() + deadline_s
+        try:
+            while not isinstance(self.inbox.wait("worker", max(0.0, until - time.monotonic()), heed=False), Status):
+                pass
+        except (PeerGoneError, TimeoutError):
+            self.drop()
+
+    def layout(self, deadline_s: float) -> WeightLayout:
         """What the worker wants; asked once a connection. Raises WireError where that is no layout."""
-        if self._wants is None:
-            wants = self.ask(GetWants(), Wants, deadline_s)
+        if self._layout is None:
+            wants = self.ask(GetLayout(), WeightLayout, deadline_s)
             check_layout(wants)
-            self._wants = wants
-        return self._wants
+            self._layout = wants
+        return self._layout
 
     def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:
         """Hands the buffers over, once a connection."""

@@ -171,7 +171,7 @@ class Endpoint:
         if not self._admit(link, hello):
             link.send(Refused("busy", f"{MOST_ASKERS} others ask this worker already; close connections, or share one"))
             return
-        link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.gives, tuple(self.worker.plans)))
+        link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.can_export, tuple(self.worker.plans)))
         while True:
             message = link.receive(None)
             answer = self._answer(link, hello, message)

@@ -47,7 +47,7 @@ class RollbackCopy:
             return "rollback='disk' needs a directory; give the endpoint one as `spill`"
         where = self.spill if rollback == "disk" else None
         boxes = _boxes(plan)
-        if not self.adapter.gives:
+        if not self.adapter.can_export:
             if begin.partial:  # its parts would not make a version to go back to
                 return "this engine takes all tensors or none"
             self._new = _room(self._new, where)
@@ -60,7 +60,7 @@ class RollbackCopy:
 
     def _read(self, store: RollbackStore) -> str | None:
         for name, box, _, array in store.items():
-            error = self.adapter.give(Piece(name, box), array)
+            error = self.adapter.export(Piece(name, box), array)
             if error is not None:
                 return error
         self._has_old = True
@@ -68,7 +68,7 @@ class RollbackCopy:
 
     def stash(self, arrivals: Sequence[Arrival]) -> None:
         """Keeps what arrives, for an engine that cannot give it back later."""
-        if self.adapter.gives or self._new is None:
+        if self.adapter.can_export or self._new is None:
             return
         for arrival in arrivals:
             arrival.copy_into(self._new.array(arrival.name, arrival.box))
@@ -80,7 +80,7 @@ class RollbackCopy:
 
     def commit(self) -> None:
         """What was new is what to go back to next time; of an engine that gives, nothing is held meanwhile."""
-        if not self.adapter.gives and self._new is not None:
+        if not self.adapter.can_export and self._new is not None:
             self._old, self._new, self._has_old = self._new, self._old, True
         elif self._old is not None:
             self._old.forget()

@@ -16,7 +16,7 @@ from treadle.weights.pieces import Box, Piece
 def check_plan(plan: TakePlan) -> None:
     """Refuses what would read outside of a tensor or an item."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
-    for share in (*plan.shares, *plan.gives):
+    for share in (*plan.shares, *plan.exports):
         if len(share.takes) != len(share.checks) or share.table_bytes < 0 or min(share.checks, default=0) < 0:
             raise ValueError(f"bucket {share.bucket} has {len(share.takes)} takes and {len(share.checks)} checks")
         for item in share.items:
@@ -95,13 +95,13 @@ def _part_of(part: Arrival, box: Box) -> Arrival:
     return Arrival(part.name, box, part.dtype, cut(part.staged, box.slices(part.box)))
 
 
-def give(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
+def export_bucket(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
     """Puts what an engine holds of a bucket, and its digests, into a buffer; or says why not."""
     dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
     out = []
     for item in share.items:
         out.append(boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]))
-        error = adapter.give(item.piece, out[-1])
+        error = adapter.export(item.piece, out[-1])
         if error is not None:
             return error
     for take, check in zip(share.takes, share.checks, strict=True):

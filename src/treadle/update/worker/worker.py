@@ -26,11 +26,11 @@ from treadle.update.protocol.messages import (
     Begin,
     Begun,
     Commit,
+    Export,
+    Exported,
     Finish,
     FromWorker,
-    GetWants,
-    Give,
-    Given,
+    GetLayout,
     Load,
     Loaded,
     Map,
@@ -47,7 +47,7 @@ from treadle.update.protocol.messages import (
 from treadle.update.protocol.worker import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.update.worker.rollback import RollbackCopy
-from treadle.update.worker.staging import arrivals_of, assembled, check_plan, give, shortfall
+from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
 from treadle.wire.errors import WireError
 
 BUSY_S = 2.0
@@ -68,7 +68,7 @@ class Worker:
         self._held = ""
         self._loaded: set[int] = set()
         self._assembly = Assembly()
-        self._keeping = RollbackCopy(adapter, spill)
+        self._rollback = RollbackCopy(adapter, spill)
         self._buffers: list[Buffer] = []
         self._one = threading.Lock()
         self._doing = ""
@@ -82,12 +82,12 @@ class Worker:
             "restore": lambda _: self._restore(),
         }
         self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
-            GetWants: lambda _: self.adapter.wants(),
+            GetLayout: lambda _: self.adapter.layout(),
             Settle: self._settle,
             TakePlan: self._take_plan,
             Begin: self._begin,
             Load: self._load,
-            Give: self._give,
+            Export: self._export,
             Finish: self._finish,
             Commit: self._commit,
             Abort: self._abort,
@@ -139,7 +139,7 @@ class Worker:
             if taken_over():
                 return
             with suppress(Exception):  # what an engine raises leaves it closed
-                self._make(deciding.release(self.now, can_restore=self._keeping.can_restore))
+                self._make(deciding.release(self.now, can_restore=self._rollback.can_restore))
             self._unmap()
 
     def place(self, *, holds_slot: bool) -> None:
@@ -172,7 +172,7 @@ class Worker:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _settle(self, message: Settle) -> FromWorker:
-        moves = deciding.settle(self.now, message, can_restore=self._keeping.can_restore)
+        moves = deciding.settle(self.now, message, can_restore=self._rollback.can_restore)
         self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
         return self.status
 
@@ -207,18 +207,18 @@ class Worker:
         moves, loading = deciding.begin(self.now, message)
         if moves:
             plan = self._plan(message.plan)
-            wrong = [] if message.partial else shortfall(plan, self.adapter.wants().pieces)
+            wrong = [] if message.partial else shortfall(plan, self.adapter.layout().pieces)
             if wrong:
                 raise MessageRefusedError(
                     "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
                 )
-            refusal = self._keeping.prepare(plan, message, has_version=loading.served)
+            refusal = self._rollback.prepare(plan, message, has_version=loading.served)
             if refusal is not None:
                 raise MessageRefusedError("memory", refusal)
             self._loaded, self._assembly = set(), Assembly()
             # Closing comes last: until here requests are served.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
-        return Begun(message.epoch, self._keeping.size_bytes)
+        return Begun(message.epoch, self._rollback.size_bytes)
 
     def _load(self, message: Load) -> FromWorker:
         start_ns = time.perf_counter_ns()
@@ -239,15 +239,15 @@ class Worker:
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
     def _take_in(self, arrivals: list[Arrival]) -> str | None:
-        self._keeping.stash(arrivals)
+        self._rollback.stash(arrivals)
         return self._take(arrivals)
 
     def _take(self, parts: list[Arrival]) -> str | None:
         if self.adapter.whole:
-            parts = assembled(self._assembly, parts, self.adapter.wants().pieces)
+            parts = assembled(self._assembly, parts, self.adapter.layout().pieces)
         return self.adapter.load(parts) if parts else None
 
-    def _give(self, message: Give) -> FromWorker:
+    def _export(self, message: Export) -> FromWorker:
         if message.epoch < self.now.epoch:
             raise MessageRefusedError(
                 "stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}"
@@ -255,9 +255,9 @@ class Worker:
         if self.state != "serving":
             raise MessageRefusedError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
         plan = self._plan(message.plan)
-        share, raw = self._share(plan.gives, message.bucket), self._raw(message.buffer)
-        self._do(give(self.adapter, plan, share, raw, checked=message.checked))
-        return Given(message.epoch, message.bucket)
+        share, raw = self._share(plan.exports, message.bucket), self._raw(message.buffer)
+        self._do(export_bucket(self.adapter, plan, share, raw, checked=message.checked))
+        return Exported(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
         moves, prepared = deciding.finish(self.now, message)
@@ -279,7 +279,7 @@ class Worker:
         return self.status
 
     def _abort(self, message: Abort) -> FromWorker:
-        self._make(deciding.abort(self.now, message, can_restore=self._keeping.can_restore))
+        self._make(deciding.abort(self.now, message, can_restore=self._rollback.can_restore))
         return self.status
 
     # ---- what the engine does ----------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Worker:
         self.now = moves[1]
 
     def _open_new(self, serving: WorkerState) -> str | None:
-        self._keeping.commit()
+        self._rollback.commit()
         return self._open(serving)
 
     def _open(self, serving: WorkerState) -> str | None:
@@ -314,7 +314,7 @@ class Worker:
         self._do(self.adapter.abort())
         self._do(self.adapter.begin())
         self._assembly = Assembly()
-        self._do(self._take(self._keeping.arrivals()))
+        self._do(self._take(self._rollback.arrivals()))
         self._do(self.adapter.finish())
         self._do(self.adapter.invalidate())
         self.rollbacks += 1

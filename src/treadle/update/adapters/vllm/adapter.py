@@ -16,7 +16,7 @@ import torch
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.adapters.vllm.messages import Forget, Serve, Shut
 from treadle.update.memory.copying import Array
-from treadle.update.protocol.messages import Wants
+from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Box, Piece, Tensor
 
@@ -24,21 +24,21 @@ ANSWER_S = 30.0
 
 
 class Vllm:
-    """Wants every tensor of the checkpoint whole: vLLM's own loaders cut them for the rank."""
+    """WeightLayout every tensor of the checkpoint whole: vLLM's own loaders cut them for the rank."""
 
-    gives = False
+    can_export = False
     whole = True
 
     def __init__(self, model: Any, config: Any, tensors: Sequence[Tensor], line: Line) -> None:
         self.model, self.config, self.line = model, config, line
         self.device = next(model.parameters()).device
-        self._wants = Wants(tuple(tensors), tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors))
+        self._layout = WeightLayout(tuple(tensors), tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors))
         self._reloading = False
         self._came: set[str] = set()
 
-    def wants(self) -> Wants:
+    def layout(self) -> WeightLayout:
         """All of the checkpoint."""
-        return self._wants
+        return self._layout
 
     def close(self, how: str, deadline_s: float) -> str | None:
         """The engine's process holds requests and pauses the scheduler."""
@@ -80,7 +80,7 @@ class Vllm:
         """Finalizes. vLLM would take a layer of which a part is missing for one that is padded."""
         if not self._reloading:
             return None
-        num, came = len(self._wants.tensors), len(self._came)
+        num, came = len(self._layout.tensors), len(self._came)
         self._finalize()
         if came < num:
             return f"vLLM reloads whole layers, and {came} of {num} tensors came"
@@ -104,7 +104,7 @@ class Vllm:
             self._finalize()
         return None
 
-    def give(self, piece: Piece, out: Array) -> str | None:
+    def export(self, piece: Piece, out: Array) -> str | None:
         """What was loaded was packed for kernels and cannot be had back."""
         return f"vLLM cannot hand out {piece.tensor}; give the source that has this version to recover()"
 

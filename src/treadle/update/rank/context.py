@@ -1,0 +1,71 @@
+"""What an update rank keeps from one attempt to the next: its connections, process group, plans and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from treadle.update.options import UpdateOptions
+from treadle.update.protocol.control import Kind
+from treadle.update.rank.broadcast import Broadcasts
+from treadle.update.rank.buffers import RankBuffers
+from treadle.update.rank.coordinator_client import CoordinatorClient
+from treadle.update.rank.inbox import Inbox
+from treadle.update.rank.plans import Plans
+from treadle.update.rank.source import WeightSource
+from treadle.update.rank.worker_client import WorkerClient
+
+HOST_BYTES = 1 << 30
+"""Buffer memory of a rank without a GPU, where the options name none."""
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What a caller asks of one attempt; all ranks must ask for the same.
+
+    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` and
+    `new_set` are what the caller vouches for: see `Updater`.
+    """
+
+    kind: Kind
+    version: int
+    source: WeightSource | None
+    changed: tuple[str, ...] | None = None
+    base: int | None = None
+    takeover: bool = False
+    new_set: bool = False
+
+
+@dataclass
+class RankContext:
+    """One update rank between attempts. `Updater` makes it, `AttemptRun` uses it.
+
+    `directory` has the workers' sockets. `say` is called with a line for people before something costly happens,
+    `progress` with bytes broadcast so far and bytes in all.
+    """
+
+    rank: int
+    directory: Path
+    options: UpdateOptions
+    device: torch.device
+    inbox: Inbox
+    coordinator: CoordinatorClient
+    worker: WorkerClient
+    plans: Plans
+    broadcasts: Broadcasts
+    buffers: RankBuffers
+    say: Callable[[str], None]
+    progress: Callable[[int, int], None]
+    compare_turn: int | None = None
+    """Which blocks the last comparison of sources looked at. Starts at the first attempt's number, so that a restarted
+    process goes on with other blocks."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes for buffers on this rank's device."""
+        if self.options.memory is not None:
+            return min(self.options.memory.free)
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else HOST_BYTES
