@@ -102,7 +102,10 @@ class Updater:
         if self.rank != 0:
             return None
         deadline_s = self.options.phase_s
-        return rendezvous.host(lambda listener: Coordinator(listener, CommitLog(ledger), self.world, deadline_s))
+        made: Coordinator = rendezvous.host(
+            lambda listener: Coordinator(listener, CommitLog(ledger), self.world, deadline_s)
+        )
+        return made
 
     def __enter__(self) -> Updater:
         return self

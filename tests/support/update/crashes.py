@@ -75,7 +75,7 @@ def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
 def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> None:
     coordinator = updater.coordinator
     assert coordinator is not None
-    commit, tell = coordinator.ledger.commit, coordinator._tell
+    commit, tell = coordinator.ledger.commit, coordinator.links.tell
 
     def committing(version: int, epoch: int) -> None:
         if crash.when == "before commit":
@@ -83,10 +83,10 @@ def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> No
         commit(version, epoch)
         if crash.when == "after commit":
             die()
-        coordinator._tell = telling  # type: ignore[method-assign]
+        coordinator.links.tell = telling  # type: ignore[method-assign]
 
-    def telling(rank: int, body: bytes) -> None:
-        tell(rank, body)
+    def telling(rank: int, body: bytes, timeout_s: float) -> None:
+        tell(rank, body, timeout_s)
         if rank == 1:
             die()
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from treadle.update.coordinator.coordinator import HEAR_S
+from treadle.update.coordinator.lateness import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
@@ -104,7 +104,8 @@ class AttemptRun:
                         self.state, action = rank.answered(self.state, self._begin(message))
                     # 6. Load: bucket by bucket: pack, broadcast, load into the engine, compare sources.
                     case Work("load"):
-                        self.state, action = rank.worked(self.state, self._load())
+                        self._load()
+                        self.state, action = rank.worked(self.state)
                     # 7. Finish: the worker makes its model whole and stays closed. This rank's report is its vote.
                     case AskWorker(Finish() as message):
                         self.state, action = rank.answered(self.state, self._finish(message))
