@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,17 +18,22 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from treadle.cli.commands.simulate import show_bytes
-from treadle.cli.options import Json, parse_bytes
+from treadle.cli.options import Json, parse_bytes, spread_options
 from treadle.cli.terminal import err, out, plain
 
 if TYPE_CHECKING:
-    from treadle.update import Source, Updated, UpdateOptions, Updater
+    import torch
+
+    from treadle.update import Updated, UpdateOptions, Updater, WeightSource
 
 _RANK = "RANK"
 _WORLD = "WORLD_SIZE"
 
 
-def update(
+@dataclass(frozen=True, kw_only=True)
+class UpdateTarget:
+    """Where weights come from and go to."""
+
     source: Annotated[
         str | None,
         typer.Option(
@@ -35,63 +41,95 @@ def update(
             help="A directory of safetensors files; or a trainer, MODULE:FUNCTION, which returns its rank's "
             "treadle.update.Source (under torchrun).",
         ),
-    ] = None,
-    target: Annotated[Path, typer.Option("--to", help="The engine: the directory of its workers' sockets.")] = ...,  # type: ignore[assignment]
+    ] = None
+    target: Annotated[Path, typer.Option("--to", help="The engine: the directory of its workers' sockets.")]
     version: Annotated[
         int | None, typer.Option(help="The version's number; the one after the committed one if left out.")
-    ] = None,
+    ] = None
     ledger: Annotated[
         Path | None,
         typer.Option(help="A directory that lasts, for decisions; 'ledger' beside the sockets if left out."),
-    ] = None,
+    ] = None
     key: Annotated[
         Path | None,
         typer.Option(help="Where update ranks are on several hosts: the same key on all, in a file only you can read."),
-    ] = None,
-    rollback: Annotated[
-        str, typer.Option(help="Where the old version waits until commit: host, disk or none.")
-    ] = "host",
-    close: Annotated[str, typer.Option(help="drain lets requests end, abort breaks them off.")] = "drain",
-    drain: Annotated[float, typer.Option(help="Seconds that requests get to end.")] = 30.0,
-    deadline: Annotated[float, typer.Option(help="Seconds of each wait.")] = 30.0,
-    bucket: Annotated[str, typer.Option(help="Bytes of a bucket.")] = "64MiB",
-    check: Annotated[bool, typer.Option(help="Compare bytes from source to worker.")] = True,
+    ] = None
+
+    @property
+    def log(self) -> Path:
+        """The directory of the commit log."""
+        return self.ledger if self.ledger is not None else self.target / "ledger"
+
+
+@dataclass(frozen=True)
+class UpdateManner:
+    """The fields of `UpdateOptions`, as a user gives them."""
+
+    rollback: Annotated[str, typer.Option(help="Where the old version waits until commit: host, disk or none.")] = (
+        "host"
+    )
+    close: Annotated[str, typer.Option(help="drain lets requests end, abort breaks them off.")] = "drain"
+    drain: Annotated[float, typer.Option(help="Seconds that requests get to end.")] = 30.0
+    deadline: Annotated[float, typer.Option(help="Seconds of each wait.")] = 30.0
+    bucket: Annotated[str, typer.Option(help="Bytes of a bucket.")] = "64MiB"
+    check: Annotated[bool, typer.Option(help="Compare bytes from source to worker.")] = True
     compare_sources: Annotated[
         str, typer.Option(help="What ranks that hold the same weights compare: a sample, all or off.")
-    ] = "sample",
+    ] = "sample"
+
+    def options(self) -> UpdateOptions:
+        """Raises ValueError where a value is not one of those allowed."""
+        from treadle.update import UpdateOptions
+
+        return UpdateOptions(
+            _memory(self.bucket),
+            self.rollback,  # type: ignore[arg-type]  # checked there
+            self.close,  # type: ignore[arg-type]
+            self.drain,
+            self.deadline,
+            self.check,
+            self.compare_sources,  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class UpdateScope:
+    """Which workers an update may touch, and whether it recovers."""
+
     recover: Annotated[
         bool, typer.Option("--recover", help="Bring the committed version to workers that lost it, from their peers.")
-    ] = False,
+    ] = False
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="The workers' own log is lost: take them over, with the version they serve."),
-    ] = False,
+    ] = False
     new_set: Annotated[
         bool,
         typer.Option("--new-set", help="The workers are a new set; members of the log that are not there have ended."),
-    ] = False,
-    as_json: Json = False,
-) -> None:
+    ] = False
+
+
+@spread_options
+def update(where: UpdateTarget, how: UpdateManner, scope: UpdateScope, as_json: Json = False) -> None:
     """Brings new weights to a running engine: all of its workers serve them, or none does.
 
     Exits with 1 if the update did not come about. Without torchrun, starts an update rank for each worker.
     """
-    if (source is None) != recover:
+    if (where.source is None) != scope.recover:
         raise ValueError("an update needs --from; --recover takes the version from the workers that serve it")
+    _require_torch()
+    if _RANK not in os.environ:
+        raise typer.Exit(_start_ranks(where.target))
+    raise typer.Exit(_be_rank(where, how.options(), scope, as_json=as_json))
+
+
+def _require_torch() -> None:
     try:
         import torch.distributed  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ValueError("an update runs on torch; install it with: pip install 'treadle[update]'") from None
-    if _RANK not in os.environ:
-        raise typer.Exit(_start_ranks(target))
-    from treadle.update import UpdateOptions
-
-    options = UpdateOptions(_memory(bucket), rollback, close, drain, deadline, check, compare_sources)  # type: ignore[arg-type]
-    place = ledger if ledger is not None else target / "ledger"
-    vouched = takeover, new_set
-    raise typer.Exit(_be_rank(target, place, key, options, source, version, vouched, as_json=as_json))
 
 
 def _memory(bucket: str) -> Any:
@@ -102,7 +140,7 @@ def _memory(bucket: str) -> Any:
 
 
 def _start_ranks(target: Path) -> int:
-    """Runs the same command once for each worker, as ranks of one process group on this host."""
+    """Runs this command once for each worker, as ranks of one process group on this host; the worst exit code."""
     workers = sorted(target.glob("worker-*.sock"))
     if not workers:
         raise ValueError(f"{target} has no sockets of workers; is the engine running, and is this its directory?")
@@ -124,45 +162,22 @@ def _start_ranks(target: Path) -> int:
             process.wait()
 
 
-def _be_rank(
-    target: Path,
-    ledger: Path,
-    key: Path | None,
-    options: UpdateOptions,
-    source: str | None,
-    version: int | None,
-    vouched: tuple[bool, bool],
-    *,
-    as_json: bool,
-) -> int:
-    import torch
+# ---- one update rank -------------------------------------------------------------------------------------------------
+
+
+def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *, as_json: bool) -> int:
+    """Joins the process group, updates, and prints on rank 0; the exit code."""
     import torch.distributed as dist
 
-    from treadle.update import UpdateError, Updater
+    from treadle.update import UpdateError
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
-    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    device = _join_group()
     rank = dist.get_rank()
     bar = _Bar() if rank == 0 and err.is_terminal and not as_json else None
     say: Callable[[str], None] = err.print if rank == 0 and not as_json else lambda text: None
-    shown = bar if bar is not None else _silent
     with bar.progress if bar is not None else nullcontext():
         try:
-            with Updater(
-                target,
-                ledger=ledger,
-                key=key,
-                options=options,
-                device=device,
-                takeover=vouched[0],
-                new_set=vouched[1],
-                say=say,
-                progress=shown,
-            ) as updater:
-                done = _do(updater, source, version, ledger)
-                dist.barrier()  # rank 0 has the coordinator, and ends last
+            done = _run(where, options, scope, device, say, bar if bar is not None else _silent)
         except UpdateError as error:
             if rank == 0:
                 err.print(f"[bold red]failed:[/] {error}", soft_wrap=True, markup=True)
@@ -174,16 +189,49 @@ def _be_rank(
     return 0
 
 
-def _do(updater: Updater, source: str | None, version: int | None, ledger: Path) -> Updated:
-    if source is None:
+def _join_group() -> torch.device | None:
+    """Joins the process group; the GPU of this rank, if the host has any."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    return device
+
+
+def _run(
+    where: UpdateTarget,
+    options: UpdateOptions,
+    scope: UpdateScope,
+    device: torch.device | None,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Updated:
+    import torch.distributed as dist
+
+    from treadle.update import Updater
+
+    vouched = {"takeover": scope.takeover, "new_set": scope.new_set}
+    shown: dict[str, Any] = {"say": say, "progress": progress}
+    with Updater(
+        where.target, ledger=where.log, key=where.key, options=options, device=device, **vouched, **shown
+    ) as updater:
+        done = _update_or_recover(updater, where)
+        dist.barrier()  # rank 0 has the coordinator, and ends last
+    return done
+
+
+def _update_or_recover(updater: Updater, where: UpdateTarget) -> Updated:
+    if where.source is None:
         return updater.recover()
-    return updater.update(
-        _source(source, updater.rank, updater.world), version if version is not None else _next_version(ledger)
-    )
+    source = _source(where.source, updater.rank, updater.world)
+    return updater.update(source, where.version if where.version is not None else _next_version(where.log))
 
 
 def _next_version(ledger: Path) -> int:
-    """The one after what is committed, as rank 0 knows: the ledger is on its host."""
+    """The version after the committed one, which rank 0 tells all: the ledger is on its host."""
     import torch
     import torch.distributed as dist
 
@@ -194,7 +242,7 @@ def _next_version(ledger: Path) -> int:
     return int(number)
 
 
-def _source(named: str, rank: int, world: int) -> Source:
+def _source(named: str, rank: int, world: int) -> WeightSource:
     if Path(named).is_dir():
         from treadle.update.rank.checkpoint import read_checkpoint
 
@@ -213,16 +261,16 @@ def _source(named: str, rank: int, world: int) -> Source:
         raise ValueError(f"--from {named}: there is no module {error.name!r} here or among those installed") from None
     if not hasattr(found, function):
         raise ValueError(f"--from {named}: {found.__file__} has no {function!r}; name the function that makes a Source")
-    made: Source = getattr(found, function)()
+    made: WeightSource = getattr(found, function)()
     return made
 
 
 def _silent(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Shows no progress."""
 
 
 class _Bar:
-    """Bytes that were broadcast, on stderr."""
+    """A progress bar of the bytes broadcast, on stderr."""
 
     def __init__(self) -> None:
         columns = (TextColumn("updating"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -231,7 +279,7 @@ class _Bar:
 
     @property
     def progress(self) -> AbstractContextManager[Any]:
-        """Shown while it is entered."""
+        """Shows the bar while it is entered."""
         return self._bar
 
     def __call__(self, done: int, total: int) -> None:

@@ -1,8 +1,8 @@
-"""One vLLM engine as seen by whoever sends it requests: a gate that is open while all of its workers serve one version.
+"""A replica: one vLLM engine behind a gate, which is open while all of the engine's workers serve one version.
 
-Workers ask over a socket of their own: let nobody in (Shut), reset caches (Forget), open (Serve). The first that asks
-to shut has requests drained for all; the last that is ready to serve has the gate opened. A worker that ends takes the
-engine with it, and the gate stays closed from that moment, long before vLLM would notice.
+Workers ask over a socket of their own: let nobody in (Shut), reset caches (Forget), open (Serve). The first Shut drains
+requests for all workers; the last Serve opens the gate (`phases.py`). A worker that ends takes the engine with it, and
+the gate is closed from that moment, long before vLLM would notice.
 """
 
 from __future__ import annotations
@@ -21,26 +21,32 @@ from treadle.update.adapters.vllm.leftovers import Leftovers
 from treadle.update.adapters.vllm.line import replica_path
 from treadle.update.adapters.vllm.listening import Listening
 from treadle.update.adapters.vllm.messages import Attach, Forget, FromVllm, Serve, Shut
+from treadle.update.adapters.vllm.phases import GateEvent, GatePhase, after
+from treadle.update.adapters.vllm.scheduler import Scheduler
 from treadle.update.worker.gate import ClosedError, Gate
 
 ENGINE_S = 20.0
-"""For a call to vLLM; a deadline of the update that is shorter ends it earlier, for its ranks."""
+"""Seconds for a call to vLLM. Update ranks give up earlier where their own deadline is shorter."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """A prompt, and the tokens that a version must make of it, as its source says (None: it does not say)."""
+    """A fixed prompt, and a function from a version to the tokens that the version must make of it.
+
+    The function returns None for a version that is not to be asked.
+    """
 
     prompt: Sequence[int]
     tokens: Callable[[int], Sequence[int] | None]
 
 
 class Replica:
-    """The engine's workers get the numbers from `first` on, and endpoints in `directory`.
+    """A gate in front of one engine. Requests go through `serving()`.
 
-    `checkpoint` is a directory of safetensors whose names and shapes updates will have; the model's own where it is
-    not given. `transfer`: the engine was configured with Treadle as its weight transfer engine, not as an extension.
-    Weights that the engine started with are never served: which version they are, nobody knows.
+    Workers of the engine get numbers from `first` on, and endpoints in `directory`. `checkpoint` is a directory of
+    safetensors files whose names and shapes updates will have; by default the model's own. `transfer`: the engine was
+    configured with Treadle as its weight transfer engine, not as a worker extension.
+    A replica starts closed: nobody knows which version the engine's first weights are.
     """
 
     def __init__(
@@ -55,18 +61,18 @@ class Replica:
     ) -> None:
         self.engine, self.canary = engine, canary
         self._gate = Gate()
+        self._scheduler = Scheduler(engine)
         self._changed = threading.Condition()
-        self._num = -1
-        self._opened: dict[int, int] = {}
-        self._draining: Future[str | None] | None = None
-        self._starting: object | None = None  # the one start that may open the gate
-        self._scheduling = threading.Lock()  # around a pause, and around a start until the gate is open
-        self._paused = False
+        self._phase = GatePhase.OPEN
+        self._ready: dict[int, int] = {}  # the version that each worker is ready for
+        self._drained: Future[str | None] = Future()  # of the drain that is under way or was the last
+        self._start = 0  # the number of the last start: an earlier one opens nothing any more
         self._failed: str | None = None
+        self._num = -1
         self._leftovers = Leftovers(directory / f"replica-{first}.left")
         self._listening = Listening(replica_path(directory, first), self._answer, self._lose)
         try:
-            self._pause()
+            self._scheduler.pause()
             place = {"directory": str(directory), "first": first}
             place |= {"checkpoint": str(checkpoint)} if checkpoint is not None else {}
             answers = engine.rpc("init_weight_transfer_engine" if transfer else "treadle_open", place)
@@ -86,19 +92,24 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """What is served; None while closed."""
+        """The version served; None while the gate is closed."""
         return self._gate.version if self._failed is None else None
 
     @property
+    def phase(self) -> GatePhase:
+        """Where the replica is between two openings of its gate."""
+        return self._phase
+
+    @property
     def failed(self) -> str | None:
-        """Why it will never serve again."""
+        """Why the replica will never serve again; None while it may."""
         return self._failed
 
     @contextmanager
     def serving(self, wait_s: float = 0.0) -> Iterator[int]:
-        """Around a request; gives its version. While the gate is closed it is held, and after `wait_s` raises Closed.
+        """Pass the gate with a request; yields its version. Raises ClosedError after `wait_s` seconds at a closed gate.
 
-        Nothing else in it blocks, so it may be used in an event loop without `wait_s`.
+        Without `wait_s` nothing here blocks, so it may be used in an event loop.
         """
         until = time.monotonic() + wait_s
         with ExitStack() as stack:
@@ -115,16 +126,15 @@ class Replica:
             yield version
 
     def close(self) -> None:
-        """Ends the engine, and removes what its processes leave in shared memory."""
+        """Shut the engine down, and remove the shared memory that its processes leave behind."""
         self._fail("the replica was closed")
         self._listening.close()
-        with suppress(Exception):  # vLLM's own end: whatever it says, the processes are waited for
-            within(ENGINE_S, "shut down", self.engine.shutdown)
-        self._leftovers.sweep(ENGINE_S)
+        self._bury()
 
-    # ---- what workers ask --------------------------------------------------------------------------------------------
+    # ---- requests of workers -----------------------------------------------------------------------------------------
 
     def _answer(self, worker: int, pid: int, message: FromVllm) -> str | None:
+        """Do what a worker asks; None, or what went wrong."""
         try:
             if isinstance(message, Attach):
                 self._leftovers.add(pid, message.parent_pid)
@@ -134,107 +144,119 @@ class Replica:
                 within(ENGINE_S, "reset its caches", self.engine.forget)
             else:
                 self._serve(worker, message)
-        except Exception as error:  # vLLM's code: whatever it raises is the answer
+        except Exception as error:  # vLLM's code may raise anything
             return f"{type(error).__name__}: {error}"
         return None
 
+    def _move(self, event: GateEvent) -> None:
+        """Go to the next phase; `_changed` is held."""
+        self._phase = after(self._phase, event)
+
+    # ---- Shut: drain and pause ---------------------------------------------------------------------------------------
+
     def _shut(self, worker: int, message: Shut) -> str | None:
         with self._changed:
-            if self._starting is not None:  # a start that is under way, or was left behind, opens nothing any more
-                self._starting = self._draining = None
-            opened = self._opened.pop(worker, None)
-            mine = self._draining is None
-            draining = self._draining = self._draining if self._draining is not None else Future()
+            before = self._phase
+            self._move(GateEvent.SHUT)
+            mine = self._phase is GatePhase.DRAINING and before is not GatePhase.DRAINING
+            if mine:
+                self._drained = Future()
+            version, drained = self._ready.pop(worker, None), self._drained
         if mine:
-            draining.set_result(self._drain(message))
-        error = draining.result()
-        with self._changed:
-            if error is not None and opened is not None:
-                self._opened[worker] = opened
-            if error is not None and self._draining is draining:
-                self._draining = None
+            error = self._drain(message)
+            with self._changed:
+                if self._phase is GatePhase.DRAINING and self._drained is drained:
+                    self._move(GateEvent.DRAINED if error is None else GateEvent.NOT_DRAINED)
+            drained.set_result(error)
+        error = drained.result()
+        if error is not None and version is not None:
+            with self._changed:
+                self._ready[worker] = version
         return error
 
     def _drain(self, message: Shut) -> str | None:
-        """Never raises: others wait for what it returns."""
-        version, over = self._gate.version, threading.Event()
-        hurry = threading.Thread(target=self._hurry, args=(over,), name="treadle hurry", daemon=True)
-        hurries = message.how == "abort" and version is not None
+        """Close the gate and pause the scheduler. Never raises: other workers wait for the result."""
         try:
-            if hurries:
-                hurry.start()
-            error = self._gate.close(message.how, message.deadline_s)
-            over.set()
-            if hurries:
-                hurry.join(ENGINE_S)
-                if hurry.is_alive():
-                    raise TimeoutError(f"vLLM did not break requests off within {ENGINE_S:g} s")
-            if error is not None and version is not None and hurries:
-                within(ENGINE_S, "start again", lambda: self.engine.resume(version))
-            elif error is None and not self._scheduling.acquire(timeout=ENGINE_S):
-                error = (
+            error = self._close_gate(message)
+            if error is None and not self._scheduler.is_free_within(ENGINE_S):
+                return (
                     f"vLLM has not ended an earlier start within {ENGINE_S:g} s; try again, or start the engine again"
                 )
-            elif error is None:
-                self._scheduling.release()
-                within(ENGINE_S, "pause", self._pause)
+            if error is None:
+                within(ENGINE_S, "pause", self._scheduler.pause)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             self._fail(f"vLLM could not be paused ({error}); start the engine again")
         return error
 
-    def _pause(self) -> None:
-        with self._scheduling:
-            if not self._paused:
-                self.engine.pause()
-                self._paused = True
+    def _close_gate(self, message: Shut) -> str | None:
+        """Wait until requests are through; with `abort` break them off, and resume the engine if that failed."""
+        version = self._gate.version
+        if message.how != "abort" or version is None:
+            return self._gate.close(message.how, message.deadline_s)
+        over = threading.Event()
+        hurry = threading.Thread(target=self._hurry, args=(over,), name="treadle hurry", daemon=True)
+        hurry.start()
+        error = self._gate.close(message.how, message.deadline_s)
+        over.set()
+        hurry.join(ENGINE_S)
+        if hurry.is_alive():
+            raise TimeoutError(f"vLLM did not break requests off within {ENGINE_S:g} s")
+        if error is not None:
+            within(ENGINE_S, "start again", lambda: self.engine.resume(version))
+        return error
 
     def _hurry(self, over: threading.Event) -> None:
-        """Breaks requests off once no new ones can come, unless it is over before."""
+        """Break requests off once no new ones can come, unless `over` is set before."""
         while self._gate.version is not None and self._failed is None:
             if over.wait(0.001):
                 return
-        with suppress(Exception):  # those that are not broken off are waited for
+        with suppress(Exception):  # requests that are not broken off are waited for
             self.engine.break_off()
+
+    # ---- Serve: start and open ---------------------------------------------------------------------------------------
 
     def _serve(self, worker: int, message: Serve) -> None:
         with self._changed:
-            self._opened[worker] = message.version
-            if len(self._opened) < self._num or set(self._opened.values()) != {message.version}:
+            self._ready[worker] = message.version
+            if len(self._ready) < self._num or set(self._ready.values()) != {message.version}:
                 return
-            self._starting = wanted = object()
+            self._move(GateEvent.READY)
+            self._start += 1
+            number = self._start
         try:
-            within(2 * ENGINE_S, "start again", lambda: self._start(message.version, wanted))
+            within(2 * ENGINE_S, "start again", lambda: self._open(message.version, number))
         except BaseException:
             with self._changed:
-                self._opened.pop(worker, None)
-                if self._starting is wanted:  # left behind, it opens nothing any more; the next to shut pauses anew
-                    self._starting = self._draining = None
+                self._ready.pop(worker, None)
+                if self._is_wanted(number):
+                    self._move(GateEvent.GAVE_UP)
             raise
 
-    def _start(self, version: int, wanted: object) -> None:
-        """Opens the gate if that is still wanted when the engine has started; else leaves it paused."""
-        with self._scheduling:
-            self._want(wanted)
-            self._paused = False
-            self.engine.resume(version)
+    def _open(self, version: int, number: int) -> None:
+        """Start the engine and open the gate. A start that is no longer wanted by then leaves the engine paused."""
+        with self._scheduler.starting():
+            self._check_wanted(number)
+            self._scheduler.resume(version)
             try:
                 self._ask_canary(version)
                 with self._changed:
-                    self._want(wanted)
-                    self._starting = self._draining = None
+                    self._check_wanted(number)
+                    self._move(GateEvent.OPENED)
                     self._gate.open(version)
                     self._changed.notify_all()
             except BaseException:
                 if self._failed is None:
-                    self.engine.pause()
-                    self._paused = True
+                    self._scheduler.pause_again()
                 raise
 
-    def _want(self, wanted: object) -> None:
+    def _is_wanted(self, number: int) -> bool:
+        return self._phase is GatePhase.STARTING and self._start == number
+
+    def _check_wanted(self, number: int) -> None:
         if self._failed is not None:
             raise ClosedError(self._failed)
-        if self._starting is not wanted:
+        if not self._is_wanted(number):
             raise ClosedError("the engine started too late: the gate stays closed until the next update")
 
     def _ask_canary(self, version: int) -> None:
@@ -250,6 +272,7 @@ class Replica:
             threading.Thread(target=self._bury, name="treadle bury", daemon=True).start()
 
     def _fail(self, why: str) -> bool:
+        """Close the gate for good; True for the first failure, whose reason counts."""
         with self._changed:
             first = self._failed is None
             self._failed = self._failed if self._failed is not None else why
@@ -257,6 +280,6 @@ class Replica:
         return first
 
     def _bury(self) -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # whatever vLLM raises at its end, its processes are waited for
             within(ENGINE_S, "shut down", self.engine.shutdown)
         self._leftovers.sweep(ENGINE_S)
