@@ -19,8 +19,8 @@ from treadle.update.coordinator.lateness import WaitReports, late_ranks
 from treadle.update.coordinator.rank_links import RankLink, RankLinks
 from treadle.update.protocol import coordinator as protocol
 from treadle.update.protocol.control import Fault, ToCoordinator
+from treadle.wire.codec import encode
 from treadle.wire.errors import WireError, WrongKeyError
-from treadle.wire.link import encode
 from treadle.wire.listeners import Listener
 
 GRACE_S = 1.0
