@@ -102,19 +102,23 @@ def test_losses_and_gradients_are_those_of_a_single_process(pp: int, dp: int) ->
     assert {case.name for case in listed} == set(SCHEDULES) - ({"dualpipe"} if pp == 1 else set())
     ranks = check(run_ranks(pp * dp, run_twice, pp, dp, listed, timeout_s=120))
     for place, case in enumerate(listed):
-        losses, grads = whole(case, pp, dp)
-        mean = sum(losses) / len(losses)
-        seen: set[str] = set()
-        for rank, results in enumerate(ranks):
-            ran, again = results[place]
-            replica = rank % dp
-            assert again, f"{case} on rank {rank}: two runs differ"
-            assert ran.finite
-            assert ran.loss == pytest.approx(mean, rel=MOST_DIFFERENCE), (case, rank)
-            own = losses[replica * case.num_mb : (replica + 1) * case.num_mb]
-            assert ran.losses == pytest.approx(own, rel=MOST_DIFFERENCE), (case, rank)
-            difference, where = worst(ran.grads, grads)
-            assert difference <= MOST_DIFFERENCE, f"{case} on rank {rank}: {where} differs by {difference}"
-            seen |= set(ran.grads)
-        assert seen == set(grads)
-        assert len({results[place][0].loss for results in ranks}) == 1
+        check_against_whole(case, pp, dp, [results[place] for results in ranks])
+
+
+def check_against_whole(case: Case, pp: int, dp: int, ranks: list[tuple[Ran, bool]]) -> None:
+    """What ranks saw of a case against a single process."""
+    losses, grads = whole(case, pp, dp)
+    mean = sum(losses) / len(losses)
+    seen: set[str] = set()
+    for rank, (ran, again) in enumerate(ranks):
+        replica = rank % dp
+        assert again, f"{case} on rank {rank}: two runs differ"
+        assert ran.finite
+        assert ran.loss == pytest.approx(mean, rel=MOST_DIFFERENCE), (case, rank)
+        own = losses[replica * case.num_mb : (replica + 1) * case.num_mb]
+        assert ran.losses == pytest.approx(own, rel=MOST_DIFFERENCE), (case, rank)
+        difference, where = worst(ran.grads, grads)
+        assert difference <= MOST_DIFFERENCE, f"{case} on rank {rank}: {where} differs by {difference}"
+        seen |= set(ran.grads)
+    assert seen == set(grads)
+    assert len({ran.loss for ran, _ in ranks}) == 1

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
 from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
@@ -80,7 +81,7 @@ class Config:
     @property
     def mesh(self) -> DeviceMesh:
         """Of all ranks."""
-        return init_device_mesh("cpu", (self.pp, self.dp, self.ep), mesh_dim_names=("pp", "dp", "ep"))
+        return init_device_mesh(DEVICE_TYPE, (self.pp, self.dp, self.ep), mesh_dim_names=("pp", "dp", "ep"))
 
     def __str__(self) -> str:
         grain = "layers" if self.layered else "cells"

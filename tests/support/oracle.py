@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 
 VOCAB = 13
 TOKENS = 3
@@ -102,8 +103,9 @@ def make_stages(num_stages: int, *, middle: type[Block] | type[Bare] = Block, se
 
 def make_batch(num_mb: int, replica: int = 0, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and the tokens after them, for one replica."""
-    generator = torch.Generator().manual_seed(1000 * seed + replica)
-    tokens = torch.randint(0, VOCAB, (num_mb * SAMPLES, TOKENS + 1), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + replica)
+    tokens = torch.randint(0, VOCAB, (num_mb * SAMPLES, TOKENS + 1), generator=generator, device="cpu")
+    tokens = tokens.to(torch.get_default_device())
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -174,8 +176,8 @@ def worst(got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None])
 def make_mesh(pp: int, dp: int = 1) -> DeviceMesh:
     """The mesh of all ranks."""
     if dp == 1:
-        return init_device_mesh("cpu", (pp,), mesh_dim_names=("pp",))
-    return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+        return init_device_mesh(DEVICE_TYPE, (pp,), mesh_dim_names=("pp",))
+    return init_device_mesh(DEVICE_TYPE, (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
 def chunks_of(schedule: treadle.Schedule, pp_rank: int, stages: Sequence[nn.Module]) -> dict[int, nn.Module]:

@@ -1,4 +1,4 @@
-"""Runs a function on N real processes that share a gloo process group.
+"""Runs a function on N real processes that share a process group: gloo, or the backend of the device that tests run on.
 
     def ring(rank: int, num_rounds: int) -> float: ...      # importable: at the top of a test module
 
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.support import devices
 from tests.support.paths import ROOT
 
 T = TypeVar("T")
@@ -137,11 +138,12 @@ def run_ranks(
     timeout_s: float = 60.0,
     group_timeout_s: float | None = None,
 ) -> list[Outcome[T]]:
-    """`fn(rank, *args)` on each of `world` processes, with a gloo group of them all as the default group.
+    """`fn(rank, *args)` on each of `world` processes, with a process group of them all as the default group.
 
     Ranks still alive after `timeout_s` are killed. `group_timeout_s` is the group's own, `timeout_s` if not given.
     The store is in this process, so that no rank takes it away with it.
     """
+    devices.skip_beyond_devices(world)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group_timeout_s = group_timeout_s if group_timeout_s is not None else timeout_s
     context = server()
@@ -253,7 +255,10 @@ def _rank_main(place: _Place, task: bytes) -> None:
         fn, args = pickle.loads(task)
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+        devices.enter(place.rank)
+        dist.init_process_group(
+            devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout
+        )
         value = fn(place.rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()

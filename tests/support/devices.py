@@ -1,0 +1,53 @@
+"""The device that tests run on: `TREADLE_TEST_DEVICE=cuda pytest` runs the suite on GPUs, one a rank, over NCCL.
+
+Tensors and modules that a rank makes without naming a device are on its own. A test that has more ranks than there are
+devices is skipped, as NCCL gives a device to one rank only.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+VARIABLE = "TREADLE_TEST_DEVICE"
+DEVICE_TYPE = os.environ.get(VARIABLE, "cpu")
+"""For `init_device_mesh`."""
+
+
+def device_of(rank: int = 0) -> torch.device:
+    """The device of a rank; for the test's own process that of rank 0."""
+    if DEVICE_TYPE == "cpu":
+        return torch.device("cpu")
+    count = _count()
+    if count == 0:
+        raise pytest.UsageError(f"{VARIABLE}={DEVICE_TYPE}: torch {torch.__version__} finds no such device here")
+    return torch.device(DEVICE_TYPE, rank % count)
+
+
+def backend() -> str:
+    """torch's backend for process groups on the device: gloo on the CPU, nccl on CUDA."""
+    return str(dist.get_default_backend_for_device(DEVICE_TYPE))
+
+
+def skip_beyond_devices(world: int) -> None:
+    """Skips a test that has more ranks than there are devices."""
+    if DEVICE_TYPE != "cpu" and world > _count():
+        pytest.skip(f"{world} ranks, and {_count()} devices of type {DEVICE_TYPE}")
+
+
+def enter(rank: int) -> None:
+    """Makes the rank's device the default of its process."""
+    if DEVICE_TYPE != "cpu":
+        device = device_of(rank)
+        torch.get_device_module(DEVICE_TYPE).set_device(device)
+        torch.set_default_device(device)
+
+
+def _count() -> int:
+    try:
+        return int(torch.get_device_module(DEVICE_TYPE).device_count())
+    except RuntimeError as error:
+        raise pytest.UsageError(f"{VARIABLE}={DEVICE_TYPE}: {error}; give cpu or cuda") from error
