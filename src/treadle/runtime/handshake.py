@@ -1,29 +1,33 @@
-"""What ranks tell each other before the first step: are we all in one pipeline, and does every part of it stand."""
+"""The handshake of ranks before the first step: all are in one pipeline, and every rank can run its part of it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
 from treadle.ir import Schedule
 from treadle.runtime.model.gradients import Gradients
 
 _NOBODY = -1
-_PIECE = 1 << 22  # elements of a parameter that are looked at together, so that looking takes little memory
-_WEIGHTS = 8191  # of elements in a sum that tells their order
+_PIECE = 1 << 22  # elements of a parameter that are read at once, so that reading takes little memory
+_WEIGHTS = 8191  # of elements, in a sum that depends on their order
+_MOST_TEXT = 600
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """Of each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
+    """The result. For each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
 
-    `layered`: do the layers name their segments, all of them or none. `embedding`: does the first stage have plain
-    modules before such layers.
+    `layered`: all layers name their segments (else none does). `embedding`: the first stage has plain modules before
+    such layers.
     """
 
     splits: Mapping[tuple[int, int], bool]
@@ -32,100 +36,200 @@ class Handshake:
     embedding: bool
 
 
+@dataclass(frozen=True)
+class RankStages:
+    """The facts about a rank's stages that other ranks need, each a list with an entry for each chunk.
+
+    `segments` is the digest of the layers' segments.
+    """
+
+    can_split: list[bool]
+    num_layers: list[int]
+    layered: list[bool]
+    embeds: list[bool]
+    segments: int
+
+    def encode(self) -> list[int]:
+        """Returns 4 numbers a chunk, and the digest: one length for all ranks with the same schedule."""
+        per_chunk = zip(self.can_split, self.num_layers, self.layered, self.embeds, strict=True)
+        return [*(int(fact) for chunk in per_chunk for fact in chunk), self.segments]
+
+    @classmethod
+    def decode(cls, row: Sequence[int]) -> RankStages:
+        """Returns the facts that `encode` wrote."""
+        *facts, segments = row
+        flags = [list(map(bool, facts[at::4])) for at in (0, 2, 3)]
+        return cls(flags[0], list(facts[1::4]), flags[1], flags[2], segments)
+
+    def agrees_with(self, other: RankStages) -> bool:
+        """True if the stages are alike but for `can_split`, in which replicas may differ."""
+        return replace(self, can_split=other.can_split) == other
+
+
+@dataclass(frozen=True)
+class StartTerms:
+    """A rank's part in the agreement to start: digests of its schedule and terms, and ranks known to disagree.
+
+    `rejecting`, `other_schedule` and `other_terms` are a rank each, the highest known, or -1. The encoding has one
+    length whatever the schedules, as they may differ.
+    """
+
+    rejecting: int
+    other_schedule: int
+    other_terms: int
+    schedule: int
+    terms: int
+
+    def encode(self) -> list[int]:
+        """Returns the fields in order."""
+        return list(astuple(self))
+
+    @classmethod
+    def decode(cls, row: Sequence[int]) -> StartTerms:
+        """Returns the terms that `encode` wrote."""
+        return cls(*row)
+
+
+class Rejections:
+    """Ranks' reasons for rejecting a pipeline, in torch's store: the groups' collectives carry a rank number only."""
+
+    def __init__(self, name: str) -> None:
+        self._store = PrefixStore(f"treadle/{name}/rejections", _get_default_store())
+
+    def write(self, rank: int, reason: str) -> None:
+        """Stores the reason of a rank, before the collective that names the rank."""
+        with suppress(RuntimeError):  # the store is gone; the rank itself still raises its reason
+            self._store.set(str(rank), reason[:_MOST_TEXT].encode(errors="replace").decode())
+
+    def read(self, rank: int) -> str:
+        """Returns the reason of a rank, behind a colon, or where else to find it."""
+        with suppress(RuntimeError):
+            if self._store.check([str(rank)]):
+                return f": {self._store.get(str(rank)).decode(errors='replace')}"
+        return "; its own error says why"
+
+
 def meet(
     groups: Groups,
     schedule: Schedule,
     terms: str,
-    splits: list[bool],
-    layers: list[int],
-    layered: list[bool],
-    embeds: list[bool],
-    segments: list[str],
+    stages: RankStages,
     problem: ValueError | None,
     device: torch.device,
 ) -> Handshake:
-    """Exchanges what each rank has. If one cannot take part, or has another schedule, all of them say so.
+    """Exchanges the facts about all ranks' stages. If a rank cannot take part, or has another schedule, all raise.
 
-    `terms` are what else the plan is made from; ranks with others would make another one.
+    `terms` is a text of everything else that the plan is made from; it must be the same on all ranks. `problem` is
+    this rank's reason for not taking part.
     """
     _agree_to_start(groups, schedule, terms, problem, device)
-    vpp = schedule.vpp
-    told = [*splits, *layers, *layered, *embeds, _number(repr(segments))]
-    mine = torch.tensor(told, dtype=torch.int64, device=device)
-    culprit = _NOBODY
-    if groups.dp_group is not None:  # what one replica cannot split, none does
-        everyone = torch.stack(groups.dp_group.all_gather(mine))
-        mine[:vpp] = everyone[:, :vpp].min(0).values
-        culprit = groups.position.rank if bool((everyone[:, vpp:] != everyone[0, vpp:]).any()) else _NOBODY
-    raise_for_all(
-        groups,
-        culprit,
-        device,
-        "its replicas have stages of other depths or segments; a stage is the same in all of them",
-    )
-    rows = [row.tolist() for row in groups.pp_group.all_gather(mine)]
-    places = [(rank, chunk) for rank in range(len(rows)) for chunk in range(vpp)]
-    named = {bool(flag) for row in rows for flag in row[2 * vpp : 3 * vpp]}
-    if len(named) > 1:
-        raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
-    strangers = [rank for rank, row in zip(groups.pp_group.ranks, rows, strict=True) if row[-1] != rows[0][-1]]
-    if strangers:
-        raise ValueError(
-            f"rank {strangers[0]} has layers of other segments than rank {groups.pp_group.ranks[0]}; "
-            "all layers of a model have the same"
-        )
+    stages = _agree_over_replicas(groups, stages, device)
+    rows = [RankStages.decode(row) for row in _gather(groups.pp_group, stages.encode(), device)]
+    _refuse_mixed(rows, groups.pp_group.ranks)
     return Handshake(
-        {(r, c): bool(rows[r][c]) for r, c in places},
-        {(r, c): rows[r][vpp + c] for r, c in places},
-        layered=named == {True},
-        embedding=any(flag for row in rows for flag in row[3 * vpp : 4 * vpp]),
+        {(rank, chunk): can for rank, row in enumerate(rows) for chunk, can in enumerate(row.can_split)},
+        {(rank, chunk): num for rank, row in enumerate(rows) for chunk, num in enumerate(row.num_layers)},
+        layered=all(all(row.layered) for row in rows),
+        embedding=any(any(row.embeds) for row in rows),
     )
+
+
+def digest_of(value: object) -> int:
+    """Returns a number of 56 bits that tells values with different `repr` apart."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def _gather(group: Group, row: list[int], device: torch.device) -> list[list[int]]:
+    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=device))]
+
+
+def _agree_over_replicas(groups: Groups, stages: RankStages, device: torch.device) -> RankStages:
+    """Returns the stages with a backward split only where all replicas can. Raises if replicas' stages differ."""
+    reason = None
+    if groups.dp_group is not None:
+        rows = [RankStages.decode(row) for row in _gather(groups.dp_group, stages.encode(), device)]
+        stages = replace(stages, can_split=[all(can) for can in zip(*(row.can_split for row in rows), strict=True)])
+        if not all(row.agrees_with(rows[0]) for row in rows):
+            reason = "its replicas have stages of other depths or segments; a stage is the same in all of them"
+    raise_for_all(groups, reason, device)
+    return stages
+
+
+def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int]) -> None:
+    """Raises where only some layers of the pipeline name their segments, or layers have different segments."""
+    if len({layered for row in rows for layered in row.layered}) > 1:
+        raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if row.segments != rows[0].segments]
+    if others:
+        raise ValueError(
+            f"rank {others[0]} has layers of other segments than rank {ranks[0]}; all layers of a model have the same"
+        )
 
 
 def _agree_to_start(
     groups: Groups, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
 ) -> None:
-    """What is exchanged is of one size, whatever the schedules: they may differ."""
-    number = _number(repr((schedule.placement, schedule.rows, sorted(schedule.receives.items()))))
-    rank, own = groups.position.rank, _number(terms)
-    told = [_NOBODY if problem is None else rank, _NOBODY, _NOBODY, number, own]
-    mine = torch.tensor(told, dtype=torch.int64, device=device)
-    for group in (groups.dp_group, groups.pp_group):  # what one group heard, the next one hears
+    """Raises on all ranks if one has a problem, another schedule or other terms. Ranks with a problem raise that."""
+    rejections = Rejections(groups.name)
+    if problem is not None:
+        rejections.write(groups.position.rank, str(problem))
+    own = StartTerms(
+        rejecting=_NOBODY if problem is None else groups.position.rank,
+        other_schedule=_NOBODY,
+        other_terms=_NOBODY,
+        schedule=digest_of((schedule.placement, schedule.rows, sorted(schedule.receives.items()))),
+        terms=digest_of(terms),
+    )
+    for group in (groups.dp_group, groups.pp_group):  # each group passes on what the one before found
         if group is not None:
-            rows = [row.tolist() for row in group.all_gather(mine)]
-            mine[0] = max(row[0] for row in rows)
-            for at, what in ((1, number), (2, own)):
-                strangers = [r for r, row in zip(group.ranks, rows, strict=True) if row[at + 2] != what]
-                mine[at] = max([*strangers, *(row[at] for row in rows)])
-    broken, stranger, other = mine.tolist()[:3]
+            rows = [StartTerms.decode(row) for row in _gather(group, own.encode(), device)]
+            own = _merge(own, rows, group.ranks)
     if problem is not None:
         raise problem
-    if broken != _NOBODY:
-        raise ValueError(f"rank {broken} could not make its part of the pipeline; its own error says why")
-    if stranger != _NOBODY:
-        raise ValueError(f"not all ranks have the same schedule, rank {stranger} has another; make one for all of them")
-    if other != _NOBODY:
-        raise ValueError(f"not all ranks have the same costs and the same `saved`: rank {other} has others")
+    if own.rejecting != _NOBODY:
+        reason = rejections.read(own.rejecting)
+        raise ValueError(f"rank {own.rejecting} could not make its part of the pipeline{reason}")
+    if own.other_schedule != _NOBODY:
+        raise ValueError(
+            f"not all ranks have the same schedule, rank {own.other_schedule} has another; make one for all of them"
+        )
+    if own.other_terms != _NOBODY:
+        raise ValueError(f"not all ranks have the same costs and the same `saved`: rank {own.other_terms} has others")
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+def _merge(own: StartTerms, rows: Sequence[StartTerms], ranks: Sequence[int]) -> StartTerms:
+    """Returns `own` with the highest rank that rejects, or that has other digests, as this group knows them."""
+    schedules = [rank for rank, row in zip(ranks, rows, strict=True) if row.schedule != own.schedule]
+    terms = [rank for rank, row in zip(ranks, rows, strict=True) if row.terms != own.terms]
+    return replace(
+        own,
+        rejecting=max(row.rejecting for row in rows),
+        other_schedule=max([*schedules, *(row.other_schedule for row in rows)]),
+        other_terms=max([*terms, *(row.other_terms for row in rows)]),
+    )
 
 
-def raise_for_all(groups: Groups, culprit: int, device: torch.device, what: str) -> None:
-    """Raises on every rank if there is a culprit on one; the others point to it."""
-    told = torch.tensor([culprit], dtype=torch.int64, device=device)
+def raise_for_all(groups: Groups, reason: str | None, device: torch.device) -> None:
+    """Raises on every rank if one has a reason to reject the pipeline; ranks without one quote the highest that has."""
+    rank, rejections = groups.position.rank, Rejections(groups.name)
+    if reason is not None:
+        rejections.write(rank, reason)
+    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=device)
     for group in (groups.dp_group, groups.copies_group, groups.pp_group):
         if group is not None:
             group.all_reduce(told, largest=True)
     named = int(told)
     if named != _NOBODY:
-        raise ValueError(f"rank {named}: {what}" if culprit != _NOBODY else f"rank {named} refuses; its error says why")
+        raise ValueError(
+            f"rank {rank}: {reason}"
+            if reason is not None
+            else f"rank {named} rejected the pipeline{rejections.read(named)}"
+        )
 
 
 def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device) -> None:
-    """Refuses copies of a stage that do not start from the same parameters, on all ranks."""
-    group, culprit, what = gradients.group, _NOBODY, ""
+    """Raises on all ranks if copies of a stage do not start from the same parameters."""
+    group, reason = gradients.group, None
     if group is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
     named = [
@@ -140,16 +244,15 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
     apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()
     if apart:
         chunk, name, param = named[apart[0]]
-        culprit = groups.position.rank
-        what = (
+        reason = (
             f"copies of a stage start from different parameters, the first {name} of chunk {chunk}, of shape "
             f"{tuple(param.shape)}; make them from one seed, or broadcast them before making the Pipeline"
         )
-    raise_for_all(groups, culprit, device, what)
+    raise_for_all(groups, reason, device)
 
 
 def _digest(param: nn.Parameter) -> Tensor:
-    """Two sums that tell parameters apart, also by the order of their elements."""
+    """Returns two sums over the elements, of which one depends on their order."""
     flat = param.detach().reshape(-1)
     total = torch.zeros(2, dtype=torch.float64, device=param.device)
     for first in range(0, flat.numel(), _PIECE):

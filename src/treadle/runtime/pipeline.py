@@ -45,7 +45,7 @@ from treadle.runtime.build import (
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, check_copies, meet
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, digest_of, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
@@ -159,8 +159,8 @@ class Pipeline:
         layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
         embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
-        segments = segments_in(modules)
-        return meet(self.groups, schedule, terms, can, layers, layered, embeds, segments, problem, self._control)
+        stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
+        return meet(self.groups, schedule, terms, stages, problem, self._control)
 
     @cached_property
     def _with_reduce(self) -> CellExecutor | LayerExecutor:
