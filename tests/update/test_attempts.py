@@ -22,7 +22,6 @@ from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import MOST_PLANS, Status
 from treadle.update.rank.attempt_run import FAREWELL_S, AttemptRun
 from treadle.update.rank.broadcast import Buckets
-from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
@@ -130,15 +129,15 @@ def test_two_versions_are_never_served_when_a_decision_comes_late() -> None:
 # ---- blame -----------------------------------------------------------------------------------------------------------
 
 
+def before_bucket(updater: Updater, number: int, act: Callable[[], None]) -> None:
+    """Has a rank do something between two buckets, once."""
+    done = iter(range(1, 1 << 30))
+    updater.context.progress = lambda size, total: act() if next(done) == number else None
+
+
 def stopped_in_a_bucket(updater: Updater, rank: int, have: Holding) -> str:
-    broadcast = BucketLoop._broadcast
-
-    def stopping(self: BucketLoop, buffer: Any, number: int) -> None:
-        if rank == 1 and number == 2:
-            stop_for(6)
-        broadcast(self, buffer, number)
-
-    BucketLoop._broadcast = stopping  # type: ignore[method-assign]
+    if rank == 1:
+        before_bucket(updater, 2, lambda: stop_for(6))
     return tried(updater, rank, have, 1)
 
 
@@ -354,21 +353,17 @@ def test_the_same_ranks_update_two_sets_of_workers() -> None:
         assert one.tell(1, Compare(2)) == other.tell(1, Compare(1)) == []
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def breaks_off(updater: Updater, rank: int, have: Holding) -> tuple[str, str]:
-    broadcast = BucketLoop._broadcast
-
-    def interrupted(self: BucketLoop, buffer: Any, number: int) -> None:
-        if rank == 1 and number == 2:
-            BucketLoop._broadcast = broadcast  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-        broadcast(self, buffer, number)
-
-    BucketLoop._broadcast = interrupted  # type: ignore[method-assign]
+    if rank == 1:
+        before_bucket(updater, 2, interrupt)
     try:
         told = tried(updater, rank, have, 1)
     except KeyboardInterrupt:
         told = "interrupted"
-    BucketLoop._broadcast = broadcast  # type: ignore[method-assign]
     dist.barrier()
     return told, tried(updater, rank, have, 1)
 

@@ -15,17 +15,47 @@ from hypothesis import strategies as st
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
-from treadle.update import Source, UpdateError, UpdateOptions, Updater
+from treadle.update import Source, UpdateError, UpdateOptions, Updater, WeightSource
 from treadle.update.memory.copying import opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.options import CompareSources
 from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, SourceComparison, comparison, same
+from treadle.update.rank.packing import Packer
 from treadle.update.rank.shares import Shares
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
+
+
+class OnDemand:
+    """A source that makes the elements of a piece when it is asked for them, and notes the order."""
+
+    def __init__(self, inner: Source) -> None:
+        self.tensors, self.has, self._inner = inner.tensors, inner.has, inner
+        self.asked: list[Piece] = []
+
+    def local(self, piece: Piece) -> torch.Tensor:
+        self.asked.append(piece)
+        return self._inner.local(piece).clone()
+
+
+def test_a_source_may_make_its_pieces_when_they_are_asked_for() -> None:
+    have, want = replicas(2)
+    shares = Shares(plan_update(have, want, SMALL))
+    source = source_of(have, 0, 1)
+    lazy: WeightSource = OnDemand(source)
+    one, other = (HostBuffer.make(shares.buffer_bytes) for _ in range(2))
+    own = [number for number, bucket in enumerate(shares.plan.buckets) if bucket.source == 0]
+    for number in own:
+        Packer(shares, source, checked=True).fill(one, number)
+        Packer(shares, lazy, checked=True).fill(other, number)
+        assert np.array_equal(one.raw, other.raw)
+    assert isinstance(lazy, OnDemand)
+    assert lazy.asked == [item.piece for number in own for item in shares.plan.buckets[number].items]
+
+
 LARGE = Tensor("large", (512, 512), "bfloat16")
 
 

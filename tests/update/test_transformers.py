@@ -118,7 +118,7 @@ def test_generation_waits_or_breaks_off() -> None:
     options = {"max_new_tokens": 400, "min_new_tokens": 400, "do_sample": False}
     thread = threading.Thread(target=lambda: made.append(engine.generate(PROMPT, **options)))
     thread.start()
-    while not engine.gate._inside:
+    while not engine.gate.inside:
         time.sleep(0.001)
     assert engine.close("abort", 10.0) is None
     thread.join()

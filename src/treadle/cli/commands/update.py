@@ -213,7 +213,7 @@ def _run(
 
     from treadle.update import Updater
 
-    vouched = {"takeover": scope.takeover, "new_set": scope.new_set}
+    vouched: dict[str, Any] = {"takeover": scope.takeover, "new_set": scope.new_set}
     shown: dict[str, Any] = {"say": say, "progress": progress}
     with Updater(
         where.target, ledger=where.log, key=where.key, options=options, device=device, **vouched, **shown

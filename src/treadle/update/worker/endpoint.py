@@ -90,6 +90,11 @@ class Endpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def num_askers(self) -> int:
+        """How many connections there are that ask, not counting update ranks and strangers."""
+        return len(self._askers)
+
     def close(self) -> None:
         """Takes no more; the engine stays as it is. One that serves keeps its slot until its process ends."""
         self._over.set()

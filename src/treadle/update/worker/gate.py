@@ -29,6 +29,11 @@ class Gate:
         return self._version
 
     @property
+    def inside(self) -> int:
+        """How many requests are inside."""
+        return self._inside
+
+    @property
     def hurry(self) -> bool:
         """Are requests asked to break off: those that can look at this, do."""
         return self._hurry

@@ -53,6 +53,11 @@ class Leftovers:
                 self._note = msgspec.json.decode(path.read_bytes(), type=_Note)
             self.sweep(0.0)
 
+    @property
+    def pids(self) -> list[int]:
+        """Processes whose memory is noted, in order."""
+        return list(self._note.pids)
+
     def add(self, worker_pid: int, parent_pid: int) -> None:
         """A worker, and what started it: vLLM's engine core, or where that has the worker itself, this process."""
         pids = {worker_pid, parent_pid} - {os.getpid()}

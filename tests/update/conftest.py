@@ -1,0 +1,16 @@
+"""Fixtures that tests of updates share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Short enough for a socket, and nobody else's."""
+    with tempfile.TemporaryDirectory(prefix="treadle-u") as name:
+        yield Path(name)
