@@ -1,4 +1,29 @@
-"""Weight updates: new weights from a trainer's ranks into running inference workers, committed or not at all."""
+"""Weight updates: new weights from a trainer's ranks into running inference workers, committed or not at all.
+
+    host 0                                                    host 1
+    ┌─ update rank 0 ──────────────┐        TCP, sealed       ┌─ update rank 1 ──────────────┐
+    │  Updater ── AttemptRun       │        with the key      │  Updater ── AttemptRun       │
+    │  coordinator thread <────────┼──────────────────────────┼── CoordinatorClient          │
+    │  CommitLog (disk)            │                          │                              │
+    │  Source ─> H2D buffers ──────┼── broadcast (gloo, NCCL) ┼────────> IPC buffers         │
+    └──────┬───────────────┬───────┘                          └──────┬───────────────┬───────┘
+      Unix socket     IPC buffers                               Unix socket     IPC buffers
+      (messages)      (weights)                                 (messages)      (weights)
+    ┌──────┴───────────────┴───────┐                          ┌──────┴───────────────┴───────┐
+    │  Endpoint ── Worker          │                          │  Endpoint ── Worker          │
+    │  Adapter ── engine           │                          │  Adapter ── engine           │
+    └─ inference worker 0 ─────────┘                          └─ inference worker 1 ─────────┘
+
+One update rank runs beside each inference worker, on the same device. Ranks speak for their workers; the coordinator,
+a thread of rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` tells an update in
+numbered steps.
+
+    updater.py       Updater: what a user calls         coordinator/  the coordinator and its commit log
+    options.py       UpdateOptions                      rank/         an update rank
+    errors.py        UpdateError                        worker/       an inference worker: Endpoint, Worker, Gate
+    protocol/        all decisions, as pure functions   adapters/     engines: plain, transformers, vLLM
+    memory/          buffers, and copies with digests
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +56,7 @@ _OF_RANKS = {"Source": "rank.source", "Updated": "updated", "Updater": "updater"
 
 
 def __getattr__(name: str) -> Any:
-    """What only update ranks need is imported when it is asked for: a worker has an engine of its own to start."""
+    """Import what only update ranks need when it is first used: inference workers start without it."""
     if name not in _OF_RANKS:
         raise AttributeError(f"module 'treadle.update' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""What an update that did not come about raises, on every update rank."""
+"""The error of a failed update, which every update rank raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from treadle.update.protocol.control import Fault, Phase
 
 
 class UpdateError(PortableError, RuntimeError):
-    """An attempt ended. `committed`: its version had been decided before, so workers that live will serve it."""
+    """An attempt failed. `who` is to blame, in `phase`, at `bucket` (-1 outside of loading).
+
+    `committed`: the version had been decided before, so every worker that can will serve it. `corrupt`: bytes that a
+    worker loaded differed from their source's. Another `update` may succeed, unless a rank was lost.
+    """
 
     def __init__(self, fault: Fault, *, committed: bool = False) -> None:
         self.who, self.phase, self.bucket, self.text = fault.who, fault.phase, fault.bucket, fault.text
@@ -18,10 +22,10 @@ class UpdateError(PortableError, RuntimeError):
 
     @property
     def fault(self) -> Fault:
-        """As it is told to others."""
+        """The error as a message to other ranks."""
         return Fault(self.epoch, self.who, self.phase, self.bucket, self.text, self.corrupt)
 
 
 def failure(epoch: int, who: str, phase: Phase, text: str, bucket: int = -1) -> UpdateError:
-    """An error of this rank's own finding."""
+    """An error that this rank found itself."""
     return UpdateError(Fault(epoch, who, phase, bucket, text))

@@ -1,4 +1,4 @@
-"""How updates are done: the same on all update ranks."""
+"""How updates are done."""
 
 from __future__ import annotations
 
@@ -13,21 +13,46 @@ CompareSources: TypeAlias = Literal["sample", "all", "off"]
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """`memory` is for buffers, a device; None: what a GPU has free, 1 GiB on a host.
-
-    `rollback` is where the old version waits until commit: `host` memory, `disk`, or `none`, with which a failed
-    attempt leaves workers closed. `close` lets requests end (drain, within `drain_s`) or breaks them off (abort).
-    `deadline_s` is for each wait: a bucket, an answer. `checked`: bytes are compared from source to worker.
-    `compare_sources`: ranks that have the same piece compare a `sample` of it, `all` of it, or nothing (`off`).
-    """
+    """How updates are done. Must be the same on all update ranks."""
 
     memory: Memory | None = None
+    """Memory for buffers on each rank's device, in bytes, and the size of buckets.
+
+    None takes what a GPU has free, and 1 GiB on a host. Too little costs speed, not success: `Updated.notes` says which
+    buffers were left out.
+    """
+
     rollback: Rollback = "host"
+    """Where a worker's rollback copy is until commit: `host` memory, `disk` (the endpoint's `spill`) or `none`.
+
+    The copy has the size of what is overwritten; of engines that cannot export, twice the checkpoint. With `none` a
+    failed attempt leaves workers closed until the next update.
+    """
+
     close: Close = "drain"
+    """How an engine stops serving before it loads: `drain` lets requests end, `abort` breaks them off.
+
+    An engine that cannot break requests off (`vllm.LLM`) waits for them with `abort`, too.
+    """
+
     drain_s: float = 30.0
+    """Seconds that requests get to end. If they do not, the update fails and the worker goes on serving."""
+
     deadline_s: float = 30.0
+    """Seconds of each single wait: for a bucket, for a worker's answer. Not the length of the update.
+
+    A worker or rank that is late is named in the error. An engine that takes longer to open or to finish needs more.
+    """
+
     checked: bool = True
+    """Whether each worker compares digests (xxh3) of what it loads with those that the source made."""
+
     compare_sources: CompareSources = "sample"
+    """How much ranks that have the same piece compare of it: a `sample`, `all` or nothing (`off`).
+
+    A sample is one block of 4 KiB in sixteen, other blocks in each update: one differing element is found with a chance
+    of one in sixteen. `all` costs processor time on every rank.
+    """
 
     def __post_init__(self) -> None:
         if self.rollback not in ("host", "disk", "none"):
@@ -41,5 +66,5 @@ class UpdateOptions:
 
     @property
     def phase_s(self) -> float:
-        """How long ranks may be apart: one may wait for requests to end while another does not."""
+        """Seconds that ranks may be apart in a phase: one may wait for requests to end while another does not."""
         return self.deadline_s + self.drain_s

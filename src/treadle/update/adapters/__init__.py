@@ -1,4 +1,4 @@
-"""Engines that take updates: one small class each, between an engine and Treadle's endpoint."""
+"""Adapters: one small class for each engine, between the engine and Treadle's endpoint."""
 
 from treadle.update.adapters.interface import Adapter
 from treadle.update.adapters.plain import Plain

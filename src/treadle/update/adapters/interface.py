@@ -1,8 +1,11 @@
-"""What an engine must be able to do to take updates.
+"""The interface of engines that take updates.
 
-Calls come from one thread, in the order close, begin, load (many), finish, digest, invalidate, open; `abort` at any
-point in between. Each may come again and does no harm then. Each returns None, or what went wrong, rather than raising;
-what is raised nevertheless is taken for that.
+An endpoint calls its adapter from one thread at a time, in this order:
+
+    close, begin, load (many times), finish, digest, invalidate, open
+
+`abort` may come at any point in between, `export` while the engine serves or before `close`, `layout` at any time. Each
+call may come again and must do no harm then. Each returns None, or what went wrong; an exception counts as that, too.
 """
 
 from __future__ import annotations
@@ -20,50 +23,51 @@ class Adapter(Protocol):
     """One engine in one worker process."""
 
     can_export: bool
-    """Can it hand out what it holds, byte for byte as it was loaded, and take a part of the tensors over the rest.
+    """Whether the engine can copy its weights out, byte for byte as they were loaded, and load a part over the rest.
 
-    Otherwise all tensors move in every update, and the endpoint keeps copies of them to go back to.
+    If not, all tensors move in every update, the endpoint keeps a copy of each version that arrives, and peers cannot
+    recover from this engine.
     """
 
     whole: bool
-    """Does it want each piece in one arrival. Otherwise a piece that was split comes in parts."""
+    """Whether the engine needs each piece in one arrival. If not, a piece that was split comes in parts."""
 
     def layout(self) -> WeightLayout:
-        """The tensors, whole, and its boxes of them."""
+        """The whole tensors by name, and the pieces of them that this worker holds."""
         ...
 
     def close(self, how: str, deadline_s: float) -> str | None:
-        """Serve nobody; `how` is drain (let requests end) or abort (break them off)."""
+        """Stop serving: `how` is drain (let requests end) or abort (break them off)."""
         ...
 
     def begin(self) -> str | None:
-        """Loads follow."""
+        """Get ready for loads."""
         ...
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
-        """Take these in; the staged memory is gone afterwards."""
+        """Copy these pieces into the model. Their memory is reused when this returns."""
         ...
 
     def finish(self) -> str | None:
-        """All were loaded: make the model whole (tie, repack, finalize), and stay closed."""
+        """Make the model whole after the last load (tie, repack, finalize), and stay closed."""
         ...
 
     def digest(self) -> str:
-        """A digest of the weights held, or nothing where an engine cannot tell."""
+        """A digest of the weights held, or an empty string where the engine cannot tell."""
         ...
 
     def invalidate(self) -> str | None:
-        """Forget what was computed with other weights: prefix, key-value and any other caches."""
+        """Drop what was computed with other weights: prefix, key-value and any other caches."""
         ...
 
     def open(self, version: int) -> str | None:
-        """Serve."""
+        """Serve this version."""
         ...
 
     def abort(self) -> str | None:
-        """Leave a load that will not be finished. What is held may be torn; it is loaded over or never served."""
+        """Leave a load that will not be finished. The weights may be torn; they are loaded over, or never served."""
         ...
 
     def export(self, piece: Piece, out: Array) -> str | None:
-        """Copy what is held of a piece, while serving goes on."""
+        """Copy the elements of a piece to `out`, while serving goes on."""
         ...

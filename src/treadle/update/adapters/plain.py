@@ -1,4 +1,4 @@
-"""A dict of tensors behind a gate: the simplest engine, and the example for one of your own.
+"""The adapter of a dict of tensors: the simplest engine, and the example for an adapter of your own.
 
 plain = Plain({"w": w}, tensors={"w": Tensor("w", (8, 4), "float32")}, boxes={"w": Box((0, 0), (4, 4))})
 with Endpoint(plain, directory, worker=0):
@@ -22,7 +22,7 @@ from treadle.weights.pieces import Box, Piece, Tensor
 
 
 def digest_of(held: Mapping[str, torch.Tensor]) -> str:
-    """Of all tensors, by name."""
+    """A digest of all tensors and their names."""
     hashed = xxhash.xxh3_128()
     for name in sorted(held):
         hashed.update(name.encode() + digest(opaque(held[name])))
@@ -30,7 +30,7 @@ def digest_of(held: Mapping[str, torch.Tensor]) -> str:
 
 
 class Plain:
-    """Holds `boxes` of `tensors`, or each tensor of `held` as a whole."""
+    """Tensors behind a gate: `held[name]` is box `boxes[name]` of `tensors[name]`, or all of it without these."""
 
     can_export = True
     whole = False
@@ -55,24 +55,24 @@ class Plain:
                 raise ValueError(f"{name} is held as {dtype}, it is named as {self._tensors[name].dtype}; convert one")
 
     def serving(self) -> AbstractContextManager[int]:
-        """Around whatever uses the tensors; gives the version they are of."""
+        """Pass the gate with a request; yields the version of the tensors. Raises ClosedError."""
         return self.gate.serving()
 
     def layout(self) -> WeightLayout:
-        """Its boxes."""
+        """The boxes held."""
         named = tuple(Piece(name, box) for name, box in self._boxes.items())
         return WeightLayout(tuple(self._tensors.values()), named)
 
     def close(self, how: str, deadline_s: float) -> str | None:
-        """Waits for those inside."""
+        """Close the gate and wait for the requests inside."""
         return self.gate.close(how, deadline_s)
 
     def begin(self) -> str | None:
-        """Nothing to prepare."""
+        """Do nothing."""
         return None
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
-        """In place."""
+        """Copy into the tensors, in place."""
         for arrival in arrivals:
             held = self.held.get(arrival.name)
             if held is None:
@@ -81,28 +81,28 @@ class Plain:
         return None
 
     def finish(self) -> str | None:
-        """Whole as it is."""
+        """Do nothing: tensors are whole when they are loaded."""
         return None
 
     def digest(self) -> str:
-        """Nothing: what was loaded is what is held, and was checked on its way."""
+        """Empty: loads are in place, and their digests were compared on the way."""
         return ""
 
     def invalidate(self) -> str | None:
-        """No caches."""
+        """Do nothing: there are no caches."""
         return None
 
     def open(self, version: int) -> str | None:
-        """Opens the gate."""
+        """Open the gate."""
         self.gate.open(version)
         return None
 
     def abort(self) -> str | None:
-        """Nothing is half done but the tensors."""
+        """Do nothing: only the tensors may be torn."""
         return None
 
     def export(self, piece: Piece, out: Array) -> str | None:
-        """Its part of the tensor."""
+        """Copy from the tensor held."""
         held = self.held.get(piece.tensor)
         if held is None:
             return f"{piece.tensor} is not held"

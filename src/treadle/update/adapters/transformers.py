@@ -1,11 +1,11 @@
-"""Hugging Face transformers: a model behind a gate, its weights under the names of its checkpoint.
+"""The adapter of Hugging Face transformers: a model behind a gate, its weights under the names of its checkpoint.
 
     engine = Transformers(AutoModelForCausalLM.from_pretrained(...))
     with Endpoint(engine, directory, worker=0):
         version, tokens = engine.generate(input_ids, max_new_tokens=32)
 
-transformers 5 keeps the experts of a layer as one tensor that its checkpoints have by expert; here they are views under
-the checkpoint's names, so that a trainer, a directory and a model speak of the same tensors.
+transformers 5 holds the experts of a layer in one tensor; its checkpoints have one for each expert. `named_weights`
+makes views under the checkpoint's names, so that trainer, checkpoint and engine name the same tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Views of all that a checkpoint has, by its names; of tensors that are tied, the first."""
+    """Views of a model's weights by the names of its checkpoint; of tied tensors, the first."""
     named: dict[str, torch.Tensor] = {}
     seen: set[tuple[object, ...]] = set()
     state = model.state_dict(keep_vars=True)
@@ -39,7 +39,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for tensors that are tied. Without memory here (an empty shard, meta), tied ones are one object."""
+    """A key that tied tensors share. Without memory here (an empty shard, meta) tied tensors are one object."""
     plain = tensor.detach()
     local = plain.to_local() if isinstance(plain, DTensor) else plain
     if not local.numel() or local.is_meta or not local.data_ptr():
@@ -63,14 +63,14 @@ def _by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
 
 
 class Transformers(Plain):
-    """A model that generates one request at a time or many; an update waits for them, or breaks them off."""
+    """A model that generates. An update waits for requests to end, or breaks them off after their next token."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(named_weights(model))
         self.model = model
 
     def generate(self, *args: Any, **options: Any) -> tuple[int, Any]:
-        """The version, and what the model's `generate` returns. Raises Closed. One that is broken off ends early."""
+        """The version, and what the model's `generate` returns. Raises ClosedError. A request broken off ends early."""
         from transformers import StoppingCriteriaList
 
         stopping = StoppingCriteriaList([*options.pop("stopping_criteria", ()), _Hurry(self.gate)])
@@ -78,18 +78,18 @@ class Transformers(Plain):
             return version, self.model.generate(*args, stopping_criteria=stopping, **options)
 
     def finish(self) -> str | None:
-        """Ties what was tied; weights that are no longer those that were loaded would be served unseen otherwise."""
+        """Tie weights again. Fails where that moved a tensor: the engine would serve other weights than were loaded."""
         self.model.tie_weights()
         now = named_weights(self.model)
         moved = [name for name, held in self.held.items() if name not in now or now[name].data_ptr() != held.data_ptr()]
         return f"{', '.join(moved[:4])} moved in memory when weights were tied" if moved else None
 
     def digest(self) -> str:
-        """Of the parameters held, after they were tied."""
+        """A digest of the weights, after they were tied."""
         return digest_of(self.held)
 
     def invalidate(self) -> str | None:
-        """Forgets a static key-value cache that `generate` keeps between calls."""
+        """Drop the static key-value cache that `generate` keeps between calls."""
         for name in ("_cache", "_static_cache"):
             if getattr(self.model, name, None) is not None:
                 setattr(self.model, name, None)
@@ -97,7 +97,7 @@ class Transformers(Plain):
 
 
 class _Hurry:
-    """Stops generation when the gate asks for it."""
+    """Stop generation when an update breaks requests off."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

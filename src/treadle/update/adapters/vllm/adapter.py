@@ -1,8 +1,8 @@
-"""A model inside a vLLM worker, reloaded in place layer by layer.
+"""The adapter of a model inside a vLLM worker, which reloads in place, layer by layer.
 
-vLLM stages a layer's tensors until the layer is complete, then processes them into the memory that kernels know. It
-keeps what it was given until then, so it is given copies. Once a reload has begun it is finalized, whatever came: one
-that begins on top of a torn one fails.
+vLLM holds the tensors it is given until their layer is complete, then processes them into the memory that kernels use.
+So it is given copies: buffers are reused. A reload that has begun is always finalized, whatever came: vLLM fails if
+another begins on top of a torn one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_S = 30.0
 
 
 class Vllm:
-    """WeightLayout every tensor of the checkpoint whole: vLLM's own loaders cut them for the rank."""
+    """Takes every tensor of the checkpoint whole: vLLM's loaders cut them for the rank."""
 
     can_export = False
     whole = True
@@ -37,15 +37,15 @@ class Vllm:
         self._came: set[str] = set()
 
     def layout(self) -> WeightLayout:
-        """All of the checkpoint."""
+        """All tensors of the checkpoint."""
         return self._layout
 
     def close(self, how: str, deadline_s: float) -> str | None:
-        """The engine's process holds requests and pauses the scheduler."""
+        """Ask the engine's process to drain requests and pause the scheduler."""
         return self.line.ask(Shut("abort" if how == "abort" else "drain", deadline_s), deadline_s + ANSWER_S)
 
     def begin(self) -> str | None:
-        """Parameters go to the meta device; what kernels use is kept aside by vLLM."""
+        """Begin a layerwise reload. vLLM moves parameters to the meta device and sets the kernels' memory aside."""
         if self._reloading:
             return None
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -61,7 +61,7 @@ class Vllm:
         return None
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
-        """By the names of the checkpoint."""
+        """Load copies, by the names of the checkpoint."""
         if not self._reloading:
             return "no reload has begun"
         named = []
@@ -77,7 +77,7 @@ class Vllm:
         return None
 
     def finish(self) -> str | None:
-        """Finalizes. vLLM would take a layer of which a part is missing for one that is padded."""
+        """Finalize the reload. Fails where tensors are missing: vLLM would take their layer for a padded one."""
         if not self._reloading:
             return None
         num, came = len(self._layout.tensors), len(self._came)
@@ -87,25 +87,25 @@ class Vllm:
         return None
 
     def digest(self) -> str:
-        """None: checksums of vLLM's own do not see what was packed for its kernels."""
+        """Empty: vLLM's checksums do not cover weights packed for its kernels."""
         return ""
 
     def invalidate(self) -> str | None:
-        """Without this, tokens are wrong wherever a prefix is found in the cache."""
+        """Reset the engine's caches. Otherwise tokens are wrong wherever a prefix is found in the cache."""
         return self.line.ask(Forget(), ANSWER_S)
 
     def open(self, version: int) -> str | None:
-        """The gate opens when all workers of the replica have come this far."""
+        """Tell the replica that this worker is ready; its gate opens with the last worker."""
         return self.line.ask(Serve(version), 2 * ANSWER_S)
 
     def abort(self) -> str | None:
-        """Finalizes what came; parameters are of no version then."""
+        """Finalize the torn reload. Parameters are of no version then."""
         if self._reloading:
             self._finalize()
         return None
 
     def export(self, piece: Piece, out: Array) -> str | None:
-        """What was loaded was packed for kernels and cannot be had back."""
+        """Fail: weights were packed for kernels and cannot be copied out."""
         return f"vLLM cannot hand out {piece.tensor}; give the source that has this version to recover()"
 
     def _finalize(self) -> None:
@@ -117,7 +117,7 @@ class Vllm:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Around vLLM's code, in the endpoint's thread: its config is a global, grad mode and CUDA device are not."""
+        """Set vLLM's config, which is a global, and grad mode and CUDA device, which are the endpoint thread's."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.config), torch.no_grad():

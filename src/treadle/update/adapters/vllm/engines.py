@@ -1,4 +1,4 @@
-"""The two engines of vLLM as a replica sees them: LLM, which is called, and AsyncLLM, which runs in an event loop."""
+"""vLLM's two engines behind one interface: LLM, which is called, and AsyncLLM, which runs in an event loop."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """What a replica needs of its engine. Calls block, and may raise whatever vLLM does."""
+    """The calls that a replica makes to its engine. They block, and may raise anything that vLLM raises."""
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """A method of the workers' extension, on all of them."""
+        """Call a method of the worker extension on all workers; their answers."""
         ...
 
     def break_off(self) -> None:
-        """End requests that run."""
+        """End running requests early."""
         ...
 
     def pause(self) -> None:
-        """Schedule nothing: what bypasses the gate is queued."""
+        """Stop scheduling. Requests that bypass the gate are queued."""
         ...
 
     def forget(self) -> None:
@@ -35,7 +35,7 @@ class Engine(Protocol):
         ...
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that follow."""
+        """The tokens that follow a prompt at temperature 0."""
         ...
 
     def shutdown(self) -> None:
@@ -44,9 +44,9 @@ class Engine(Protocol):
 
 
 class Offline:
-    """`vllm.LLM`, which must not be called by two threads at once: that ends the process.
+    """`vllm.LLM`. Two threads that call it at once end the process, so calls from here take a lock.
 
-    So requests are not broken off while they run, and close='abort' waits for them too.
+    Running requests therefore cannot be broken off: close='abort' waits for them, too.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -54,21 +54,21 @@ class Offline:
         self._one = threading.Lock()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Through the engine's process."""
+        """Call through the engine's process."""
         with self._one:
             answers: list[Any] = self.llm.collective_rpc(method, args=args)
         return answers
 
     def break_off(self) -> None:
-        """Cannot be done."""
+        """Do nothing: running requests cannot be broken off."""
 
     def pause(self) -> None:
-        """Level 0 stops the scheduler and touches no memory."""
+        """Sleep at level 0, which stops the scheduler and touches no memory."""
         with self._one:
             self.llm.sleep(level=0, mode="keep")
 
     def forget(self) -> None:
-        """All three; the prefix cache says whether it could."""
+        """Reset the three caches. Raises RuntimeError where the prefix cache could not be."""
         with self._one:
             if not self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("vLLM could not reset its prefix cache")
@@ -76,24 +76,24 @@ class Offline:
             self.llm.llm_engine.engine_core.reset_encoder_cache()
 
     def resume(self, version: int) -> None:
-        """Back from level 0."""
+        """Set the version and wake the scheduler."""
         with self._one:
             self.llm.llm_engine.engine_core.set_weight_version(str(version))
             self.llm.wake_up(tags=["scheduling"])
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """As a request of its own."""
+        """Generate in a request of its own."""
         with self._one:
             made = self.llm.generate([{"prompt_token_ids": list(prompt)}], _greedy(num_tokens), use_tqdm=False)
         return list(made[0].outputs[0].token_ids)
 
     def shutdown(self) -> None:
-        """Processes that do not end within five seconds are killed by vLLM."""
+        """Shut down; vLLM kills processes that do not end within five seconds."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
 class Online:
-    """`vllm.v1.engine.async_llm.AsyncLLM`, in the loop that runs it; the replica calls from other threads."""
+    """`vllm.v1.engine.async_llm.AsyncLLM` in the event loop `loop`. The replica calls from other threads."""
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.llm, self.loop = llm, loop
@@ -102,31 +102,31 @@ class Online:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Through the engine's process."""
+        """Call through the engine's process."""
         return self._run(self.llm.collective_rpc(method, args=args))
 
     def break_off(self) -> None:
-        """They end with what they have; vLLM gives abort as their reason."""
+        """End requests with the tokens they have; vLLM gives abort as their finish reason."""
         self._run(self.llm.pause_generation(mode="abort", clear_cache=False))
 
     def pause(self) -> None:
-        """Requests that came past the gate keep their place and start again later."""
+        """Pause generation. Requests that bypassed the gate keep their place and go on later."""
         self._run(self.llm.pause_generation(mode="keep", clear_cache=False))
 
     def forget(self) -> None:
-        """All three; the prefix cache says whether it could."""
+        """Reset the three caches. Raises RuntimeError where the prefix cache could not be."""
         if not self._run(self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise RuntimeError("vLLM could not reset its prefix cache")
         self._run(self.llm.reset_mm_cache())
         self._run(self.llm.reset_encoder_cache())
 
     def resume(self, version: int) -> None:
-        """Outputs name the version from here on."""
+        """Set the version, which outputs carry, and resume generation."""
         self._run(self.llm.update_weight_version(str(version)))
         self._run(self.llm.resume_generation())
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """As a request of its own."""
+        """Generate in a request of its own."""
         return self._run(self._greedy(prompt, num_tokens))
 
     async def _greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -137,7 +137,7 @@ class Online:
         return tokens
 
     def shutdown(self) -> None:
-        """Processes that do not end within five seconds are killed by vLLM."""
+        """Shut down; vLLM kills processes that do not end within five seconds."""
         self.llm.shutdown()
 
 
@@ -148,7 +148,7 @@ def _greedy(num_tokens: int) -> Any:
 
 
 def within(deadline_s: float, what: str, call: Callable[[], T]) -> T:
-    """A call to vLLM, which waits for its processes without end; one that takes longer is left behind."""
+    """Call vLLM with a deadline, in a thread that is left behind after it: vLLM waits for its processes forever."""
     made: list[T] = []
     raised: list[BaseException] = []
 

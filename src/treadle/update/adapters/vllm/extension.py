@@ -1,7 +1,7 @@
-"""What runs in a vLLM worker: an endpoint that takes updates, opened on call.
+"""The part of Treadle inside a vLLM worker: an endpoint, opened when the replica asks for it.
 
-`worker_extension_cls` makes this class a base of vLLM's worker. Its methods return what went wrong: one that raises
-leaves the other workers' answers in vLLM's queue, and every later answer would be that to the question before.
+`worker_extension_cls` makes `Extension` a base of vLLM's worker. Its methods return errors instead of raising: vLLM
+would leave the other workers' answers in its queue, and take each for the answer to the next call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from treadle.update.worker.endpoint import Endpoint
 
 
 def open_endpoint(model: Any, config: Any, directory: str, first: int = 0, checkpoint: str | None = None) -> Endpoint:
-    """For one worker of an engine whose first has that number; `checkpoint` has the names, if the model has none."""
+    """Open the endpoint of one worker. `first` is the number of its engine's first worker.
+
+    `checkpoint` is a directory whose safetensors files have the names and shapes of updates; by default the model's.
+    """
     parallel = config.parallel_config
     if config.lora_config is not None:
         raise ValueError("LoRA adapters would stay those of the old weights; start vLLM without them")
@@ -28,12 +31,12 @@ def open_endpoint(model: Any, config: Any, directory: str, first: int = 0, check
 
 
 class Extension:
-    """Methods that a worker gets besides its own."""
+    """Methods that vLLM's worker gets besides its own."""
 
     treadle_endpoint: Endpoint | None = None
 
     def treadle_open(self, place: dict[str, Any]) -> str | None:
-        """Opens the endpoint; once. `place` is what `open_endpoint` takes besides the model."""
+        """Open the endpoint, once; None, or the error. `place` are arguments of `open_endpoint`."""
         worker: Any = self
         if self.treadle_endpoint is not None:
             return None
@@ -44,7 +47,7 @@ class Extension:
         return None
 
     def treadle_close(self) -> str | None:
-        """Closes the endpoint."""
+        """Close the endpoint, if it is open."""
         if self.treadle_endpoint is not None:
             self.treadle_endpoint.close()
             self.treadle_endpoint = None

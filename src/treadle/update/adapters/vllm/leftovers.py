@@ -1,7 +1,7 @@
-"""Shared memory that vLLM's processes leave behind: it has names, and a worker that is killed does not remove them.
+"""Removes shared memory that vLLM's processes leave in /dev/shm, after a kill and even after a normal shutdown.
 
-Nor do workers that end as they should: vLLM kills them after five seconds. What each process had mapped is noted in a
-file when it joins, so that the next replica at the same place can clear up even after one that was killed itself.
+The names that each process has mapped are noted in a file when it joins, so that the next replica at the same place can
+remove them even after this replica was killed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 _NAMED = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|vllm_dist_|torch_\d)[^/\n]+)$", re.MULTILINE)
-"""As multiprocessing, vLLM and torch name what they make. Other files there are the user's: checkpoints, say."""
+"""Names that multiprocessing, vLLM and torch give. Other files there are the user's: checkpoints, say."""
 
 
 def named_memory(pid: int) -> tuple[str, ...]:
-    """Shared memory that a process has mapped, made by its libraries, and that still has its names."""
+    """Paths of the shared memory that a process has mapped, as far as its libraries made it."""
     try:
         mapped = set(_NAMED.findall(Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
@@ -29,7 +29,7 @@ def named_memory(pid: int) -> tuple[str, ...]:
 
 
 def ended(pid: int) -> bool:
-    """Is a process gone, or dead and not yet waited for."""
+    """True where a process is gone, or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -42,14 +42,14 @@ class _Note(msgspec.Struct):
 
 
 class Leftovers:
-    """Of one replica's processes, noted in a file at `path`. Workers may join at once."""
+    """The shared memory of one replica's processes, noted in the file `path`. Workers may join concurrently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._one = threading.Lock()
         self._note = _Note([], [])
         if path.exists():
-            with suppress(msgspec.DecodeError):  # what it named is lost; it is no reason not to start
+            with suppress(msgspec.DecodeError):  # a torn note is no reason not to start
                 self._note = msgspec.json.decode(path.read_bytes(), type=_Note)
             self.sweep(0.0)
 
@@ -59,7 +59,7 @@ class Leftovers:
         return list(self._note.pids)
 
     def add(self, worker_pid: int, parent_pid: int) -> None:
-        """A worker, and what started it: vLLM's engine core, or where that has the worker itself, this process."""
+        """Note a worker, and the process that started it: vLLM's engine core, or this one."""
         pids = {worker_pid, parent_pid} - {os.getpid()}
         names = {name for one in pids for name in named_memory(one)}
         with self._one:
@@ -69,7 +69,7 @@ class Leftovers:
             part.rename(self.path)
 
     def sweep(self, deadline_s: float) -> None:
-        """Removes what is left once all processes ended; those that live on keep theirs."""
+        """Remove the memory once all processes have ended; after `deadline_s` leave it to those that live."""
         until = time.monotonic() + deadline_s
         while not all(map(ended, self._note.pids)):
             if time.monotonic() >= until:

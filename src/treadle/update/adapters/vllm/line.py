@@ -1,4 +1,4 @@
-"""A worker's line to the process of its engine, which alone can hold requests and reset caches."""
+"""A worker's connection to its engine's process, which alone can hold requests and reset caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from treadle.wire.link import Link
 
 
 def replica_path(directory: Path, first: int) -> Path:
-    """Where the replica whose first worker has this number listens."""
+    """The socket of the replica whose first worker has this number."""
     return directory / f"replica-{first}.sock"
 
 
 class Line:
-    """Asks, one thread at a time; what goes wrong is returned."""
+    """Asks the replica, one thread at a time. Errors are returned, not raised, except in the constructor."""
 
     def __init__(self, path: Path, worker: int, deadline_s: float = 30.0) -> None:
         self._link: Link[Reply] = Link(connect(path), Reply)
@@ -27,7 +27,7 @@ class Line:
             raise ConnectionRefusedError(error)
 
     def ask(self, message: Any, deadline_s: float) -> str | None:
-        """What the replica answers."""
+        """Send a message and wait for its Reply; None, or what went wrong."""
         try:
             self._link.send(message)
             return self._link.receive(deadline_s).error
@@ -38,5 +38,5 @@ class Line:
             return f"the line to the engine's process is lost: {error}; start the engine again"
 
     def close(self) -> None:
-        """The replica takes it for the end of this worker."""
+        """Close the connection; the replica takes that for the end of this worker."""
         self._link.close()

@@ -1,4 +1,4 @@
-"""The replica's end of its workers' lines: one thread a worker, which hears its end at once."""
+"""The replica's side of its workers' connections: one thread for each, which notices a worker's end at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treadle.wire.link import HELLO_S, Link, accepting
 
 
 class Listening:
-    """Until it is closed. `answer(worker, pid, message)` returns what went wrong, `lose(worker, why)` hears of ends."""
+    """Listens until closed. `answer(worker, pid, message)` returns an error or None, `lose(worker, why)` hears of ends."""
 
     def __init__(
         self, path: Path, answer: Callable[[int, int, FromVllm], str | None], lose: Callable[[int, str], None]
@@ -25,7 +25,7 @@ class Listening:
         threading.Thread(target=self._accept, name="treadle replica", daemon=True).start()
 
     def close(self) -> None:
-        """Ends are no longer told."""
+        """Close all connections; `lose` is not called any more."""
         self._closing = True
         close_server(self._server, self.path)
         for link in list(self._links):
@@ -41,7 +41,7 @@ class Listening:
         try:
             message = link.receive(HELLO_S)
             if not isinstance(message, Attach):
-                raise WireError(f"a line begins with Join, got {message}")
+                raise WireError(f"a line begins with Attach, got {message}")
             worker = message.worker
             while True:
                 link.send(Reply(self._answer(worker, link.pid, message)))

@@ -1,7 +1,7 @@
-"""What a vLLM worker and the process of its engine say to each other: one question at a time, one answer each.
+"""The messages between a vLLM worker and its engine's process: one question at a time, one Reply each.
 
-worker -> replica  Join, Shut, Forget, Serve
-replica -> worker  Done
+worker -> replica  Attach, Shut, Forget, Serve
+replica -> worker  Reply
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from treadle.update.protocol.messages import Close, Message
 
 
 class Attach(Message, frozen=True):
-    """The first message: which worker this is, and the process that its own was started by."""
+    """Opens a connection: the worker's number, and the process that started the worker's."""
 
     worker: int
     parent_pid: int
 
 
 class Shut(Message, frozen=True):
-    """Let nobody in, and answer when all are out."""
+    """Close the gate; answered when all requests are through."""
 
     how: Close
     deadline_s: float
 
 
 class Forget(Message, frozen=True):
-    """Drop what was computed with other weights."""
+    """Reset caches of what was computed with other weights."""
 
 
 class Serve(Message, frozen=True):
-    """Ready to serve that version."""
+    """The worker is ready to serve this version."""
 
     version: int
 
 
 class Reply(Message, frozen=True):
-    """Nothing, or what went wrong."""
+    """None, or what went wrong."""
 
     error: str | None = None
 

@@ -1,10 +1,10 @@
-"""Treadle in vLLM's registry of weight transfer engines, for who configures one rather than a worker extension.
+"""Treadle in vLLM's registry of weight transfer engines, instead of a worker extension.
 
     LLM(model, weight_transfer_config=WeightTransferConfig(backend="treadle"), ...)
 
 vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Update ranks begin and end updates
-themselves, over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its update_weights
-only tells whether a version is what a worker serves.
+over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its `update_weights` only checks
+that a worker serves a version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKEND = "treadle"
 
 @dataclass
 class TreadleInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """As `Replica` gives it to its workers."""
+    """The arguments of `open_endpoint`, which `Replica` sends to its workers."""
 
     directory: str
     first: int = 0
@@ -32,13 +32,13 @@ class TreadleInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class TreadleUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version that is to be served by now."""
+    """The version that workers must serve by now."""
 
     version: int
 
 
 class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: ignore[misc]
-    """Opens a worker's endpoint when it is initialized."""
+    """A weight transfer engine that opens the worker's endpoint and moves nothing itself."""
 
     init_info_cls = TreadleInit
     update_info_cls = TreadleUpdate
@@ -46,35 +46,35 @@ class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: 
     endpoint: Endpoint | None = None
 
     def init_transfer_engine(self, init_info: TreadleInit) -> None:
-        """Once; the replica of this engine listens already."""
+        """Open the endpoint, once. The replica of this engine listens already."""
         if self.endpoint is None:
             self.endpoint = open_endpoint(self.model, self.vllm_config, **asdict(init_info))
 
     def start_weight_update(self) -> None:
-        """Update ranks do."""
+        """Do nothing: update ranks begin and end updates."""
 
     def finish_weight_update(self) -> None:
-        """Update ranks do."""
+        """Do nothing: update ranks begin and end updates."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Without vLLM's wait for the device: nothing is under way."""
+        """Check the version, without vLLM's wait for the device: nothing is under way."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TreadleUpdate) -> None:
-        """Raises where another version is served, or none."""
+        """Raise RuntimeError where this worker serves another version, or none."""
         status = self.endpoint.worker.status if self.endpoint is not None else None
         if status is None or (status.state, status.version) != ("serving", update_info.version):
             raise RuntimeError(f"version {update_info.version} is not served here: {status}; update ranks bring it")
 
     def shutdown(self) -> None:
-        """The engine goes on with what it has."""
+        """Close the endpoint; the engine keeps its weights."""
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
 
 
 def register() -> None:
-    """In vLLM's registry; may be called again. An entry point of `vllm.general_plugins` can name it."""
+    """Add Treadle to vLLM's registry; may be called again. The entry point `vllm.general_plugins` names this."""
     registry: dict[str, Any] = WeightTransferEngineFactory._registry
     if BACKEND not in registry:
         WeightTransferEngineFactory.register_engine(BACKEND, TreadleEngine)
