@@ -1,1 +1,1 @@
-"""The coordinator beside update rank 0: it moves an attempt from phase to phase and decides."""
+"""The coordinator: a thread of update rank 0 that moves an attempt from phase to phase, and decides."""

@@ -2,7 +2,7 @@
 
     enter ──> settle ──> layout ──> plan ──> begin ──> finish (the vote) ──> open
 
-A phase ends when all ranks have spoken. The decision lies between `finish` and the answer to it.
+A phase ends when all ranks have reported in it. The decision lies between the reports of `finish` and their answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treadle.update.protocol.record import (
 
 
 class AttemptRefusedError(TreadleError, ValueError):
-    """Why an attempt cannot go on: who is to blame, and the reason."""
+    """An attempt cannot go on: `who` is to blame, the text says why."""
 
     def __init__(self, who: str, text: str) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class AttemptRefusedError(TreadleError, ValueError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What has been said so far, by rank. `left`: members that are out of the set from this attempt on."""
+    """The reports so far, by rank. `left`: members of the log that are out of the set from this attempt on."""
 
     world: int
     epoch: int = 0
@@ -48,21 +48,21 @@ class Attempt:
 
     @property
     def statuses(self) -> dict[int, Status]:
-        """How each rank's worker stood when the rank entered."""
+        """The status of each rank's worker when the rank entered."""
         return {rank: entry.status for rank, entry in self.entered.items() if entry.status is not None}
 
     @property
     def first(self) -> Enter:
-        """All ranks entered alike."""
+        """One rank's entry: all ranks enter alike."""
         return next(iter(self.entered.values()))
 
     def spoken(self, sides: dict[int, Sides]) -> Collection[int]:
-        """Ranks that have spoken in this phase."""
+        """Ranks that have reported in this phase."""
         by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
         return by_phase.get(self.phase, self.agreed)
 
     def refuse_entries(self, record: Record, where: str = "") -> None:
-        """Raises Refusal where ranks do not want the same thing, want what cannot be, or find other workers."""
+        """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
         first = self.first
         for entry in self.entered.values():
             if entry.fault is not None:
@@ -97,19 +97,19 @@ class Attempt:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The workers of this attempt, as the log will know them."""
+        """The workers of this attempt, as the log records them."""
         statuses = self.statuses
         return tuple(member_of(rank, statuses[rank]) for rank in range(self.world))
 
     def start_from(self, record: Record) -> Record:
-        """What the log says once it has taken over what it is told to."""
+        """The log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
         if not self.first.takeover:
             return record
         statuses = self.statuses
         return taken_over(record, [statuses[rank] for rank in range(self.world)], self.members)
 
     def _refuse_set(self, record: Record) -> None:
-        """The workers must be those of the log, or the caller must say that they are a new set."""
+        """Refuse workers other than the log's members, unless the caller says that they are a new set."""
         for rank, status in self.statuses.items():
             if not status.holds_slot:
                 raise AttemptRefusedError(
@@ -147,11 +147,11 @@ class Attempt:
             )
 
     def leaving(self, record: Record) -> list[Member]:
-        """Members of the log that are out of the set, as the caller says."""
+        """Members of the log that are not in this attempt's set."""
         return [*missing_members(record, self.entered), *replaced_members(record, self.statuses)]
 
     def refuse_strangers(self) -> None:
-        """Raises Refusal where a worker that settled is not the process that was there at entry."""
+        """Raise AttemptRefusedError where a worker that settled is another process than the one at entry."""
         for rank, status in self.statuses.items():
             now = self.settled[rank].status
             if now.incarnation != status.incarnation:
@@ -159,17 +159,17 @@ class Attempt:
                     f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}"
                 )
 
-    def next_epoch(self) -> int:
-        """The largest that any worker knows of."""
+    def last_epoch(self) -> int:
+        """The largest attempt number that any worker knows; this attempt's must be above it."""
         return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
 
     @property
     def digests(self) -> dict[int, tuple[str, str]]:
-        """Each rank's layouts."""
+        """The digests of each rank's layouts: (has, wants)."""
         return {rank: (entry.has, entry.wants) for rank, entry in self.entered.items()}
 
     def sends(self) -> dict[int, Send]:
-        """Which rank is asked for what, so that each layout is told once."""
+        """The question to each rank: of ranks with the same digest one is asked for the layout."""
         has: dict[str, int] = {}
         wants: dict[str, int] = {}
         for rank, entry in sorted(self.entered.items()):
@@ -181,7 +181,7 @@ class Attempt:
         }
 
     def catalogue(self, sides: dict[int, Sides]) -> bytes:
-        """What was told, each layout once, packed."""
+        """The packed catalogue of all layouts, each once."""
         told: dict[str, WeightLayout] = {}
         entries = [self.entered[rank] for rank in range(self.world)]
         for rank, entry in enumerate(entries):
@@ -197,7 +197,7 @@ class Attempt:
         return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
 
     def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
-        """Who is to be loaded with what; None where nobody needs anything."""
+        """What moves to which workers; None where nothing has to."""
         everyone = tuple(range(self.world))
         holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")
         first, version = self.first, record.version
@@ -221,7 +221,7 @@ class Attempt:
         return Layouts(self.epoch, first.version, everyone, (), only, self._group(), catalogue, whys)
 
     def _who_left(self) -> str:
-        """What became of the members that are out of the set."""
+        """A note on the members that are out of the set."""
         closed = {worker for settled in self.settled.values() for worker in settled.closed}
         parts = [
             f"{member.name} left the set and "
@@ -231,12 +231,12 @@ class Attempt:
         return "; ".join(parts)
 
     def _group(self) -> int:
-        """The communicator that all have, or a new one."""
+        """The attempt whose process group all ranks still have, or this one, which makes a new group."""
         had = {entry.group for entry in self.entered.values()}
         return had.pop() if len(had) == 1 and 0 not in had else self.epoch
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
-        """The tensors that must move, None for all, and why all where a caller asked for less."""
+        """The tensors that move, None for all; and why all move where the caller asked for less."""
         first = self.first
         if first.changed is None:
             return None, ""
@@ -251,7 +251,7 @@ class Attempt:
         return first.changed, ""
 
     def disagreement(self) -> str | None:
-        """Where values differ that must be the same."""
+        """What differs between ranks that must not; None where all agree."""
         values = {agreed.value for agreed in self.agreed.values()}
         if len(values) > 1:
             told = ", ".join(f"rank {rank}: {agreed.value}" for rank, agreed in sorted(self.agreed.items()))
@@ -259,7 +259,7 @@ class Attempt:
         return None
 
     def fault(self, who: str, text: str) -> Fault:
-        """Something that went wrong now."""
+        """A fault in the present phase."""
         return Fault(self.epoch, who, self.phase, -1, text)
 
 

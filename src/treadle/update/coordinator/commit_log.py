@@ -1,7 +1,7 @@
-"""The coordinator's memory: which version is committed, by whom, on disk before it is told; and how many attempts.
+"""The commit log on disk: the committed version, its attempts and its workers; and the last attempt's number.
 
-A decision is a file written beside the old one, synced, renamed over it, and the directory synced: after a crash there
-is the old decision or the new one. One coordinator at a time holds the ledger.
+A decision is written to a new file, synced, renamed over the old one, and the directory is synced: after a crash there
+is the old decision or the new one. One coordinator at a time holds the log. On disk and in options it is the *ledger*.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from treadle.update.protocol.record import MOST, Member, Record, committed
 
 
 def peek(directory: Path) -> Record:
-    """What is committed, as far as anybody can tell who does not hold the ledger."""
+    """The record on disk, read without holding the log: a coordinator may be about to change it."""
     return _read(directory / "ledger.json")
 
 
 class CommitLog:
-    """Held until it is closed or its process ends. A log gets its random id when it is new, or was written without."""
+    """A commit log, held until it is closed or its process ends. A log without an id gets a random one."""
 
     def __init__(self, directory: Path) -> None:
         fresh = [path for path in (directory, *directory.parents) if not path.exists()]
         self.directory = own_directory(directory, "others could read or replace the decisions in it")
-        for path in fresh:  # else a crash could take the directory, and the decision in it
+        for path in fresh:  # a crash could lose an unsynced directory, and the decision in it
             _sync(path.parent)
         self._path = directory / "ledger.json"
         self._lock = _Lock(directory / "ledger.lock")
@@ -43,30 +43,30 @@ class CommitLog:
             )
         self.record = _read(self._path)
         self.members: tuple[Member, ...] = self.record.members
-        """Of the attempt under way."""
+        """The workers of the attempt under way."""
         self._named = bool(self.record.id)
         if not self._named:
             self.record = msgspec.structs.replace(self.record, id=secrets.token_hex(16))
         self._counter = directory / "attempts"
         counted = self._counter.read_bytes() if self._counter.exists() else b""
-        known = counted.isdigit() and len(counted) < len(str(MOST))  # else it is torn, and workers know better
+        known = counted.isdigit() and len(counted) < len(str(MOST))  # a torn file; workers know the last number
         self.attempt = max(int(counted) if known else 0, *self.record.epochs, 0)
 
     def begin(self, least: int, record: Record | None = None, members: tuple[Member, ...] = ()) -> int:
-        """The number of a new attempt, larger than any before and than `least`. `record` is what it starts from.
+        """Number a new attempt: above all before, and above `least`. `record` replaces the log's, if given.
 
-        The log's id outlives this process from here on: workers will be told.
+        The log's id is on disk when this returns: workers will be told it.
         """
         if not self._named or (record is not None and record != self.record):
             self._write(record if record is not None else self.record)
         self.members = members
         self.attempt = max(self.attempt, least) + 1
-        with _naming(self._counter):  # not synced: workers know of every attempt that reached them
+        with _naming(self._counter):  # not synced: workers know the number of every attempt that reached them
             self._counter.write_text(str(self.attempt))
         return self.attempt
 
     def commit(self, version: int, epoch: int) -> None:
-        """Decides. When this returns, the decision outlives this process."""
+        """Write the decision. It is on disk when this returns."""
         self._write(committed(self.record, version, epoch, self.members))
 
     def _write(self, record: Record) -> None:
@@ -80,15 +80,15 @@ class CommitLog:
         self.record, self._named = record, True
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Release the log; may be called again."""
         self._lock.give_back()
 
 
 class _Lock:
-    """Of a file, and of its place in this process.
+    """A lock on a file, exclusive among processes and within this one.
 
-    A lock by `flock` would be kept by children that outlive this process. One by `lockf` is this process's, which may
-    then take it twice, and lose it as soon as any descriptor of the file is closed: so the file is opened once.
+    Children that outlive this process would keep a `flock` lock. A `lockf` lock belongs to the process, which could
+    take it twice, and loses it when it closes any descriptor of the file: so each process opens the file once.
     """
 
     _taken: ClassVar[set[tuple[int, Path]]] = set()
@@ -100,7 +100,7 @@ class _Lock:
         self._file: IO[str] | None = None
 
     def take(self) -> bool:
-        """Not where anybody has it."""
+        """Take the lock; False where anybody has it."""
         with self._guard:
             if self._place in self._taken:
                 return False
@@ -115,7 +115,7 @@ class _Lock:
             return True
 
     def give_back(self) -> None:
-        """May be called again."""
+        """Release the lock; may be called again."""
         with self._guard:
             if self._file is not None:
                 self._file.close()
@@ -125,7 +125,7 @@ class _Lock:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Writes the path into what the system says, which is not always there: not when a disk is full."""
+    """Add the path to the system's error, which lacks it when a disk is full."""
     try:
         yield
     except OSError as error:
@@ -137,7 +137,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _sync(directory: Path) -> None:
-    """Names in it outlive a crash."""
+    """Sync a directory: the names in it survive a crash then."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -150,7 +150,7 @@ def _read(path: Path) -> Record:
         return Record()
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    except ValueError as error:  # msgspec's are such, and what is not UTF-8
+    except ValueError as error:  # msgspec's errors, and bytes that are not UTF-8
         raise ValueError(
             f"{path} is not a ledger ({error}); the committed version is unknown; remove it to start over, which "
             "closes every worker until the next update"

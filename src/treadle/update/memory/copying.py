@@ -1,7 +1,7 @@
-"""Copies of boxes in pieces that fit a core's cache, hashed on the way.
+"""Copies boxes in pieces that fit a core's cache, and makes digests on the way.
 
-Bytes are hashed in C order of the box, whatever lies between them in memory. Elements are opaque: a tensor is looked at
-as unsigned numbers of its element's size, so any dtype can be copied by NumPy, which is faster at it than torch.
+Digests are of the box's bytes in C order, whatever its strides. Elements are opaque: a tensor is viewed as unsigned
+integers of its element size, so NumPy copies any dtype; it is faster at that than torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TORCH: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint
 
 
 def boxed(raw: npt.NDArray[np.uint8], offset_bytes: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """The elements of a box that lie in C order at an offset of a buffer."""
+    """A view of a box's elements, which lie in C order at an offset of a buffer."""
     size_bytes = math.prod(shape) * ITEMSIZE[dtype]
     if offset_bytes < 0 or offset_bytes + size_bytes > len(raw):
         raise ValueError(f"{size_bytes} bytes at {offset_bytes} are outside of a buffer of {len(raw)}")
@@ -37,7 +37,7 @@ def boxed(raw: npt.NDArray[np.uint8], offset_bytes: int, shape: tuple[int, ...],
 
 
 def opaque(tensor: torch.Tensor) -> Array:
-    """A tensor on the host, without its meaning: the same memory."""
+    """A view of a host tensor as unsigned integers: the same memory."""
     plain = tensor.detach()
     if plain.dtype in (torch.bool, torch.uint8):
         plain = plain.view(torch.uint8)
@@ -48,24 +48,24 @@ def opaque(tensor: torch.Tensor) -> Array:
 
 
 def meaning(array: Array, dtype: str) -> torch.Tensor:
-    """The tensor whose elements these are: the same memory."""
+    """A view of opaque elements as a tensor of that dtype: the same memory."""
     return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
 def cut(array: Array, at: tuple[slice | int, ...]) -> Array:
-    """A view of a part, and an array even where there are no dimensions: NumPy would make that a number."""
+    """A view of a part. An array even without dimensions, where NumPy's indexing returns a number."""
     index: Any = (*at, ...)
     part: Array = array[index]
     return part
 
 
 def copy(target: Array, source: Array) -> None:
-    """All of it at once."""
+    """Copy all elements, without a digest."""
     np.copyto(target, source)
 
 
 def copy_hashed(target: Array, source: Array) -> bytes:
-    """Copies in pieces and returns the digest of what the source had."""
+    """Copy in pieces; the digest of the source."""
     hashed = xxhash.xxh3_128()
     for at in pieces(source.shape, source.itemsize):
         part, into = cut(source, at), cut(target, at)
@@ -80,7 +80,7 @@ def copy_hashed(target: Array, source: Array) -> bytes:
 
 
 def digest(source: Array) -> bytes:
-    """What `copy_hashed` would return."""
+    """The digest that `copy_hashed` returns, without a copy."""
     hashed = xxhash.xxh3_128()
     for at in pieces(source.shape, source.itemsize):
         hashed.update(_flat(source[at]))
@@ -88,12 +88,12 @@ def digest(source: Array) -> bytes:
 
 
 def _flat(part: Array) -> Any:
-    """Its bytes in C order; a copy in cache where they are not that in memory."""
+    """The bytes in C order; copied where they are not so in memory."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
 def pieces(shape: tuple[int, ...], itemsize: int, most_bytes: int = PIECE_BYTES) -> Iterator[tuple[slice | int, ...]]:
-    """Indices of parts of at most so many bytes that follow each other in C order and cover the array."""
+    """Indices that cut an array, in C order, into parts of at most so many bytes."""
     size = math.prod(shape) * itemsize
     if size <= most_bytes or not shape:
         if size:

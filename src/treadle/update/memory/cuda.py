@@ -1,4 +1,4 @@
-"""IPC buffers on a GPU, by CUDA IPC. Not run here for want of a GPU."""
+"""IPC buffers on a GPU, by CUDA IPC. Written without a GPU to run it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treadle.update.memory.host import Raw
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    """What torch needs to open another process's memory; plain numbers and bytes."""
+    """The arguments with which torch opens another process's memory: plain numbers and bytes."""
 
     device: int
     handle: bytes
@@ -22,7 +22,7 @@ class _Handle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaBuffer:
-    """Memory of a GPU that two processes see."""
+    """GPU memory shared by two processes."""
 
     fd: int | None = None
 
@@ -31,14 +31,14 @@ class CudaBuffer:
 
     @classmethod
     def make(cls, size_bytes: int, device: torch.device) -> CudaBuffer:
-        """A new one, whose handle can be sent."""
+        """Allocate a buffer, with a handle to send."""
         tensor = torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device)
         shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return cls(tensor, msgspec.msgpack.encode(_Handle(*shared)))
 
     @classmethod
     def map(cls, handle: bytes, size_bytes: int) -> CudaBuffer:
-        """What another process made."""
+        """Map a buffer that another process made. Raises ValueError where it is too small."""
         shared = msgspec.msgpack.decode(handle, type=_Handle)
         if shared.storage_bytes < size_bytes:
             raise ValueError(f"the buffer is said to have {size_bytes} bytes, its memory has {shared.storage_bytes}")
@@ -48,9 +48,9 @@ class CudaBuffer:
 
     @property
     def raw(self) -> Raw:
-        """Bytes are hashed on the host, so checks on a GPU copy each bucket back once."""
+        """A copy of the bytes on the host. Digests are made there, so checks copy each bucket back once."""
         return self.tensor.cpu().numpy()
 
     def close(self) -> None:
-        """Frees it when the other process has let go of it too."""
+        """Release the buffer; its memory is freed when the other process has, too."""
         self.tensor = torch.empty(0, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """IPC buffers: memory that an update rank fills and its worker reads.
 
-Host memory is a memfd whose descriptor goes over the socket: it has no name, so nothing is left in /dev/shm however its
-processes end. It is sealed against shrinking, as a reader of a file that shrinks is killed. It is touched once when it
-is made (fresh pages come at a ninth of the speed) and used again for every update.
+On the host a buffer is a memfd, whose descriptor goes over the socket. It has no name, so nothing is left in /dev/shm
+however its processes end. It is sealed against shrinking: a reader of a file that shrinks is killed. All pages are
+touched when it is made (fresh pages come at a ninth of the speed), and every update uses it again.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Buffer(Protocol):
-    """One buffer, in the process that made it or in one that mapped it."""
+    """A buffer, in the process that made it or in one that mapped it."""
 
     size_bytes: int
     fd: int | None
-    """To be handed over with the message, where it is host memory."""
+    """The descriptor to send with a message; None for GPU memory, and in the process that mapped it."""
     handle: bytes
-    """To be handed over in the message, where it is a GPU's."""
+    """The handle to send in a message; empty for host memory."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its bytes, for torch."""
+        """The bytes as a torch tensor."""
         ...
 
     @property
     def raw(self) -> Raw:
-        """Its bytes, for the host."""
+        """The bytes as a NumPy array on the host."""
         ...
 
     def close(self) -> None:
-        """Gives it back. Views that are still about keep the memory."""
+        """Release the buffer. Views that still exist keep the memory."""
         ...
 
 
@@ -57,7 +57,7 @@ class HostBuffer:
 
     @classmethod
     def make(cls, size_bytes: int) -> HostBuffer:
-        """A new one, touched; of one byte where none are needed, as there is no mapping of none."""
+        """Allocate a buffer and touch its pages. It has at least one byte: an empty mapping is not possible."""
         size_bytes = max(1, size_bytes)
         fd = os.memfd_create("treadle-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -72,7 +72,7 @@ class HostBuffer:
 
     @classmethod
     def map(cls, fd: int, size_bytes: int) -> HostBuffer:
-        """What another process made. Takes the descriptor, whatever happens."""
+        """Map a buffer that another process made. Takes ownership of the descriptor, even if it raises."""
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
                 raise ValueError("the buffer's memory may shrink; it must be sealed")
@@ -88,7 +88,7 @@ class HostBuffer:
         return mapped
 
     def close(self) -> None:
-        """The mapping itself goes with its last view."""
+        """Close the descriptor; the mapping ends with its last view."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -1,5 +1,6 @@
-"""The decisions of a weight update as pure functions: `(state, event) -> (state, actions)`, without sockets or clocks.
+"""The decisions of a weight update as pure functions, `(state, event) -> (state, actions)`, and the messages.
 
-The coordinator, the update ranks, the workers and the log call them, and so does the model checker of the tests
-(`tests/support/update/model_checker.py`): what it explores is what runs.
+There are no sockets and no clocks here. The coordinator, the update ranks, the workers and the log call these
+functions, and so does the model checker of the tests (`tests/support/update/model_checker.py`): it explores the code
+that runs.
 """

@@ -1,8 +1,8 @@
-"""The layouts of all ranks in one message: every tensor, every box and every layout is told once.
+"""The catalogue: the layouts of all ranks in one message, with every tensor, box and layout once.
 
-Ranks enter with digests of what they have and of what their workers want, and one rank of each digest tells what it
-stands for. So the message grows with how many layouts differ, not with how many devices there are: replicas are free.
-It is packed (to a fifth: names and numbers repeat), as one process sends it to all ranks.
+Ranks enter with digests of their source's and their worker's layout, and one rank of each digest tells the layout. So
+the message grows with the number of different layouts, not of devices: replicas are free. It is compressed (to a fifth:
+names and numbers repeat), since one process sends it to all ranks.
 
     tensors   q, k             layouts   (q, [0:8]) (k, [0:8])        has     0 0 0 0
     boxes     [0:8], [8:16]              (q, [8:16]) (k, [8:16])      wants   0 1 0 1
@@ -27,7 +27,7 @@ from treadle.wire.frames import MOST_BYTES
 
 @dataclass(frozen=True)
 class Known:
-    """What each rank has, what its worker wants, what its device has free. Ranks that are alike share one object."""
+    """Each rank's layouts and free device memory, in bytes. Ranks that are alike share one object."""
 
     has: tuple[WeightLayout, ...]
     wants: tuple[WeightLayout, ...]
@@ -35,12 +35,12 @@ class Known:
 
 
 def layout_digest(layout: WeightLayout) -> str:
-    """The same for the same layout."""
+    """A layout's digest."""
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
 def check_layout(layout: WeightLayout) -> None:
-    """Raises WireError where it tells of a tensor twice, or of a piece of one that it does not tell of."""
+    """Raise WireError where a tensor is listed twice, or a piece's tensor is not."""
     named = {tensor.name for tensor in layout.tensors}
     if len(named) < len(layout.tensors):
         raise WireError("a layout tells of a tensor twice")
@@ -52,7 +52,7 @@ def check_layout(layout: WeightLayout) -> None:
 def list_layouts(
     told: Mapping[str, WeightLayout], has: Sequence[str], wants: Sequence[str], free_bytes: Sequence[int]
 ) -> bytes:
-    """From layouts by their digest, and each rank's digests. Raises WireError where a layout is none."""
+    """The packed catalogue of layouts by digest, and each rank's digests. Raises WireError for an invalid layout."""
     tensors: dict[Tensor, int] = {}
     boxes: dict[Box, int] = {}
     with uncollected():
@@ -73,7 +73,7 @@ def _listed(layout: WeightLayout, tensors: dict[Tensor, int], boxes: dict[Box, i
 
 
 def read_layouts(packed: bytes) -> Known:
-    """Raises WireError where it is none, or names what it does not have."""
+    """Read a packed catalogue. Raises WireError where it is malformed, or an index is out of range."""
     catalogue = unpack(packed)
     if not len(catalogue.has) == len(catalogue.wants) == len(catalogue.free_bytes):
         raise WireError("a catalogue has as many ranks that have, that want, and that have memory")
@@ -96,12 +96,12 @@ def _spelled(listed: Listed, catalogue: Catalogue) -> WeightLayout:
 
 
 def pack(catalogue: Catalogue) -> bytes:
-    """As it is sent."""
+    """Encode and compress a catalogue."""
     return zlib.compress(msgspec.msgpack.encode(catalogue), level=1)
 
 
 def unpack(packed: bytes, most_bytes: int = MOST_BYTES) -> Catalogue:
-    """Raises WireError. What would grow beyond the limit of a message is not let grow."""
+    """Decompress and decode. Raises WireError, also where it would grow beyond `most_bytes`."""
     unpacker = zlib.decompressobj()
     try:
         body = unpacker.decompress(packed, most_bytes)

@@ -1,8 +1,8 @@
-"""The coordinator's decisions: what a message of an update rank leads to, phase by phase.
+"""The coordinator's decisions, phase by phase.
 
-`hear` takes what a rank says. Where that completes the entries, the log has to number the attempt (`Open`, answered by
-`opened`); where it completes the vote, to write the decision (`Decide`, answered by `decided`). A log that cannot
-write ends the attempt (`stop`). Time is not here: who calls `stop` for lateness knows the deadlines.
+`hear` takes a rank's message. When all ranks have entered, the log must number the attempt (`Open`, answered through
+`opened`); when all have voted, the log must write the decision (`Decide`, answered through `decided`). A log that
+cannot be written ends the attempt (`stop`). There is no time here: the caller knows the deadlines and calls `stop`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "ope
 
 @dataclass(frozen=True)
 class Tell:
-    """Says something to one rank, or to all (-1)."""
+    """Send a message to one rank, or to all (-1)."""
 
     message: Any
     rank: int = -1
@@ -42,7 +42,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Open:
-    """Number an attempt, larger than `least`, once `record` outlives this process."""
+    """Write `record` to the log, then number an attempt above `least`."""
 
     least: int
     record: Record
@@ -51,7 +51,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Decide:
-    """Point of no return: write that this version is committed; only then is anybody told."""
+    """Point of no return: write that this version is committed. Ranks are told only after that."""
 
     version: int
 
@@ -61,7 +61,11 @@ Action: TypeAlias = Tell | Open | Decide
 
 @dataclass(frozen=True)
 class CoordinatorState:
-    """What the coordinator knows. `lost` are ranks that have left, `known` each rank's layouts as all know them."""
+    """What the coordinator knows.
+
+    `lost`: names of ranks whose connection ended. `known`: digests of the layouts of which all ranks have made plans.
+    `where` is the log's directory, for errors.
+    """
 
     world: int
     attempt: Attempt
@@ -72,13 +76,13 @@ class CoordinatorState:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not spoken in this phase."""
+        """Ranks that have not reported in this phase."""
         spoken = self.attempt.spoken(self.sides)
         return [rank for rank in range(self.world) if rank not in spoken]
 
     @property
     def num_spoken(self) -> int:
-        """How many have."""
+        """How many ranks have reported in this phase."""
         return len(self.attempt.spoken(self.sides))
 
 
@@ -86,20 +90,20 @@ Step: TypeAlias = tuple[CoordinatorState, list[Action]]
 
 
 def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Record) -> Step:
-    """A rank has spoken; `record` is what the log says."""
+    """Take a rank's message; `record` is the log's."""
     attempt, before = state.attempt, list[Action]()
     if isinstance(message, Enter):
         if state.lost:
             gone = ", ".join(state.lost.values())
             fault = Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
             return state, [Tell(Stop(0, fault, committed=False), rank)]
-        if attempt.phase != "enter":  # it has given the attempt up
+        if attempt.phase != "enter":  # the rank has given the attempt up
             text = "has given up, and begins another attempt"
             state, before = stop(state, attempt.fault(f"update rank {rank}", text))
             attempt = state.attempt
         attempt = replace(attempt, entered={**attempt.entered, rank: message})
     elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
-        return state, []  # of an attempt that is over
+        return state, []  # the message belongs to an attempt that is over
     elif isinstance(message, Fault):
         return stop(state, message)
     elif isinstance(message, Settled) and attempt.phase == "settle":
@@ -121,7 +125,7 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
 
 
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
-    """The attempt has its number."""
+    """The log has numbered the attempt."""
     attempt = state.attempt
     left = tuple(member.worker for member in attempt.left if member.worker >= state.world)
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
@@ -130,24 +134,24 @@ def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
 
 
 def decided(state: CoordinatorState) -> Step:
-    """The decision outlives this process: it may be told."""
+    """The decision is on disk: tell the ranks."""
     attempt = replace(state.attempt, committed=True)
     return _proceed(replace(state, attempt=attempt))
 
 
 def stop(state: CoordinatorState, fault: Fault) -> Step:
-    """Ends the attempt on all ranks."""
+    """End the attempt on all ranks."""
     told = Stop(state.attempt.epoch, fault, state.attempt.committed)
     return replace(state, attempt=Attempt(state.world), sides={}), [Tell(told)]
 
 
 def joined(state: CoordinatorState, rank: int) -> CoordinatorState:
-    """A rank that is new knows nobody's layout."""
+    """A rank has joined. A new rank knows no layouts, so all are told again."""
     return replace(state, lost={r: name for r, name in state.lost.items() if r != rank}, known={})
 
 
 def lost(state: CoordinatorState, rank: int, name: str, text: str) -> Step:
-    """A rank's connection has ended, and with it the attempt, if there is one."""
+    """A rank's connection has ended. That ends the attempt, if there is one."""
     state = replace(state, lost={**state.lost, rank: name})
     if not state.attempt.entered:
         return state, []
@@ -155,17 +159,17 @@ def lost(state: CoordinatorState, rank: int, name: str, text: str) -> Step:
 
 
 def fault_of_log(state: CoordinatorState, error: Exception) -> Fault:
-    """The coordinator's own trouble."""
+    """The fault of a coordinator that cannot write its log."""
     return state.attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}")
 
 
 def _advance(state: CoordinatorState, record: Record) -> Step:
-    """All ranks have spoken in this phase."""
+    """All ranks have reported in this phase: go on to the next."""
     attempt = state.attempt
     if attempt.phase == "enter":
         attempt.refuse_entries(record, state.where)
         state = replace(state, attempt=replace(attempt, left=tuple(attempt.leaving(record))))
-        return state, [Open(attempt.next_epoch(), attempt.start_from(record), attempt.members)]
+        return state, [Open(attempt.last_epoch(), attempt.start_from(record), attempt.members)]
     if attempt.phase == "settle":
         attempt.refuse_strangers()
         if attempt.digests == state.known:
@@ -183,7 +187,7 @@ def _lay_out(state: CoordinatorState, record: Record, catalogue: bytes | None) -
     layouts: Layouts | None = attempt.layouts(record, catalogue)
     if layouts is None:
         return replace(state, attempt=Attempt(state.world)), [Tell(Proceed(attempt.epoch, "open"))]
-    known = state.known if catalogue is None else {}  # until all have made their plans of it
+    known = state.known if catalogue is None else {}  # until all ranks have made their plans of it
     return replace(state, attempt=replace(attempt, phase="plan"), known=known), [Tell(layouts)]
 
 

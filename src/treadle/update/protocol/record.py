@@ -1,4 +1,4 @@
-"""What a log says: its identity, the committed version, and the set of workers that it was committed on."""
+"""The content of a commit log: its id, the committed version, and the workers that it was committed on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from treadle.update.protocol.messages import Status
 
 MOST = 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-"""What fits into a message."""
+"""A number that fits into a message."""
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker of the set. `slot` names its place, held by one process at a time; `incarnation` is that process's."""
+    """A worker of the set. `slot` is the id of its slot, `incarnation` that of the endpoint that held it."""
 
     worker: int
     slot: str
@@ -25,15 +25,15 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The worker's name for error messages."""
         return f"worker {self.worker} (process {self.pid}{f' on {self.host}' if self.host else ''})"
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`version` was committed by the attempts `epochs`: the first moved it, later ones brought it to lost workers.
+    """The committed `version`, and the attempts that committed it: the first, and later recoveries.
 
-    `id` is the log's own, empty in files of before logs had one. `took` are logs that committed this version before
-    this one took their workers over.
+    `id` is the log's own; files written before logs had ids have none. `took` are logs that committed this version
+    before this log took their workers over.
     """
 
     version: Count | None = None
@@ -44,21 +44,21 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def member_of(worker: int, status: Status) -> Member:
-    """A worker as the log will know it."""
+    """A worker as the log records it."""
     return Member(worker, status.slot, status.incarnation, status.pid, status.host)
 
 
 def committed(record: Record, version: int, epoch: int, members: tuple[Member, ...]) -> Record:
-    """The record after a decision; the same version again is a recovery."""
+    """The record after a decision. The same version again is a recovery."""
     if record.version == version:
         return msgspec.structs.replace(record, epochs=(*record.epochs, epoch), members=members)
     return Record(version, (epoch,), record.id, members)
 
 
 def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member, ...]) -> Record:
-    """The record of a log that takes workers over from one that is lost.
+    """The record of a log that takes workers over from a lost one.
 
-    An empty one commits to what all of them serve, if that is one version of one log: they go on serving it.
+    An empty log commits to the version that they all serve, if it is one version of one log: they go on serving it.
     """
     logs, versions = {status.log for status in statuses}, {status.version for status in statuses}
     all_serve = all(status.state == "serving" for status in statuses)
@@ -70,15 +70,15 @@ def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member
 
 
 def missing_members(record: Record, workers: Iterable[int]) -> list[Member]:
-    """Members that no update rank speaks for."""
+    """Members without an update rank."""
     present = set(workers)
     return [member for member in record.members if member.worker not in present]
 
 
 def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member]:
-    """Members whose slot is not the one of the worker that is there now: nothing says that they ended.
+    """Members in whose place a worker with another slot is now: they may still serve elsewhere.
 
-    A new process in the same slot got it only when the one before had closed or ended.
+    A new process in the same slot is no such case: it got the slot when the one before had closed or ended.
     """
     return [
         member
@@ -88,5 +88,5 @@ def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member
 
 
 def is_foreign(record: Record, log: str) -> bool:
-    """Does a worker belong to another log."""
+    """True where a worker's log is neither this one nor one that this one took over."""
     return bool(log) and log != record.id and log not in record.took

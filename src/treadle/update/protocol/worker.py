@@ -5,11 +5,11 @@
        └── nothing to ───┴── abort, settle ───┘                begin
            go back to
 
-Each function returns the moves to be made, one after the other: what the engine does, and the state after it or after
-its failure. Nothing is done by a function that raises RefusalError.
+Each function returns the moves to make, one after the other: what the engine does, the state after that, and the state
+after its failure. Where a function raises MessageRefusedError, nothing is done.
 
-A worker belongs to the log whose version it holds, from its vote on to the one that it has voted for. It takes a
-message of another log only if that says so (`takeover`). Closing keeps what is held: its own log opens it again.
+A worker belongs to the log whose version it holds; from its vote on, to the log it voted for. It takes messages of
+another log only with `takeover`. A worker that is closed keeps its weights: its own log can open it again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from treadle.host.errors import TreadleError
 from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Reason, Settle, State
 
 Act: TypeAlias = Literal["close", "begin", "load", "finish", "invalidate", "open", "reopen", "abort", "restore"]
-"""What the engine does. `open` is of a new version, `reopen` of the one held; `abort` leaves a load, `restore` too, and
-loads the version before."""
+"""What the engine does. `open` serves a new version, `reopen` the one held; `abort` leaves a load, `restore` leaves it
+and loads the rollback copy."""
 
 
 class MessageRefusedError(TreadleError):
-    """Why a message is not obeyed. `code` is for programs."""
+    """A message that the worker does not obey; the text says why. `code` is for programs."""
 
     def __init__(self, code: Reason, text: str) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class MessageRefusedError(TreadleError):
 
 @dataclass(frozen=True)
 class Content:
-    """Which weights are held, whole: the version that attempt `epoch` of log `log` committed."""
+    """The weights that a worker holds, whole: the version that attempt `epoch` of log `log` committed."""
 
     log: str
     version: int
@@ -44,10 +44,10 @@ class Content:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """`log` is the one that this worker belongs to while it holds something, `attempt` that of attempt `epoch`.
+    """A worker's state. `log` is the log it belongs to while it holds weights, `attempt` the log of attempt `epoch`.
 
-    `served`: the version held was open when a load began. `touched`: some of it has been overwritten.
-    `holds_slot`: no other process serves as this worker. `retired`: another has taken its place.
+    `served`: the version held was served when the load began. `touched`: the load has overwritten some of it.
+    `holds_slot`: no other process serves as this worker. `retired`: another process has taken its place.
     """
 
     worker: int
@@ -64,12 +64,12 @@ class WorkerState:
 
     @property
     def version(self) -> int | None:
-        """What is served, or could be gone back to."""
+        """The version that is served, or can be gone back to."""
         return self.held.version if self.held is not None else None
 
     @property
     def bound(self) -> str:
-        """The log that this worker belongs to, nothing if none."""
+        """The log that this worker belongs to; empty if none."""
         if self.state == "prepared" and self.begun is not None:
             return self.begun.log
         return self.log if self.held is not None else ""
@@ -77,7 +77,7 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Move:
-    """One step of the engine, and the states it leads to."""
+    """One step of the engine, and the states that its success and its failure lead to."""
 
     act: Act
     ok: WorkerState
@@ -89,7 +89,7 @@ Moves: TypeAlias = tuple[list[Move], WorkerState]
 
 
 def settle(state: WorkerState, message: Settle, *, can_restore: bool) -> Moves:
-    """Learns what is committed: opens what it has voted for or holds, if that is it; else closes, and keeps it."""
+    """Learn what is committed. Serve the version voted for or held, if that is it; else close, and keep the weights."""
     _fresh(state, message.epoch)
     _placed(state)
     foreign = state.bound and state.bound not in (message.log, *message.took)
@@ -106,19 +106,19 @@ def settle(state: WorkerState, message: Settle, *, can_restore: bool) -> Moves:
     elif state.state in ("loading", "prepared"):
         moves, state = _back(state, can_restore=can_restore, reopen=False)
     held = state.held
-    origins = ("", message.log, *message.took)  # nothing: committed by a log of before they had names
+    origins = ("", message.log, *message.took)  # empty: committed by a log written before logs had ids
     if held is not None and held.version == message.version and held.epoch in message.epochs and held.log in origins:
         state = replace(state, log=message.log)
         if state.state != "serving":
             moves, state = _then(moves, *_reopen(state))
-    else:  # an engine may be open though nothing is known of what it serves
+    else:  # close even an unknown version: an engine may have been open before its endpoint was
         closed = replace(state, state="closed")
         moves, state = _then(moves, [Move("close", closed, state)], closed)
     return moves, replace(state, epoch=message.epoch, attempt=message.log)
 
 
 def begin(state: WorkerState, message: Begin) -> Moves:
-    """Closes and makes ready to load; the same again is no change."""
+    """Close and get ready to load. The same message again changes nothing."""
     _fresh(state, message.epoch)
     _placed(state)
     if state.state == "loading" and message == state.begun and not state.touched:
@@ -139,14 +139,14 @@ def begin(state: WorkerState, message: Begin) -> Moves:
 
 
 def load(state: WorkerState, epoch: int) -> Moves:
-    """Takes a bucket in; from the first one on what was held is not whole any more."""
+    """Load a bucket. From the first one on, the version held is torn."""
     _during(state, epoch, "loading")
     touched = replace(state, touched=True)
     return [Move("load", touched, touched)], touched
 
 
 def finish(state: WorkerState, message: Finish) -> Moves:
-    """Votes."""
+    """Make the version whole and vote for it."""
     _during(state, message.epoch, "loading", "prepared")
     if state.state == "prepared":
         return [], state
@@ -155,7 +155,7 @@ def finish(state: WorkerState, message: Finish) -> Moves:
 
 
 def commit(state: WorkerState, message: Commit) -> Moves:
-    """Opens what it has voted for; the same again is no change."""
+    """Serve the version voted for. The same message again changes nothing."""
     _fresh(state, message.epoch)
     held = state.held
     if state.state == "serving" and held is not None and (held.epoch, held.version) == (message.epoch, message.version):
@@ -167,7 +167,7 @@ def commit(state: WorkerState, message: Commit) -> Moves:
 
 
 def abort(state: WorkerState, message: Abort, *, can_restore: bool) -> Moves:
-    """Goes back to the version before."""
+    """Go back to the version before."""
     _fresh(state, message.epoch)
     if message.epoch == state.epoch and state.state in ("loading", "prepared"):
         return _back(state, can_restore=can_restore, reopen=True)
@@ -175,14 +175,14 @@ def abort(state: WorkerState, message: Abort, *, can_restore: bool) -> Moves:
 
 
 def release(state: WorkerState, *, can_restore: bool) -> Moves:
-    """Its update rank is gone: goes back, unless it has voted."""
+    """The update rank is gone: go back, unless this worker has voted."""
     if state.state != "loading" or state.retired:
         return [], state
     return _back(state, can_restore=can_restore, reopen=True)
 
 
 def retire(state: WorkerState) -> Moves:
-    """Another process has taken its place: closes for good. Its slot is free once it has."""
+    """Another process has taken this worker's place: close for good. The slot may be released after that."""
     gone = replace(state, retired=True)
     if state.state != "serving":
         return [], gone
@@ -190,7 +190,7 @@ def retire(state: WorkerState) -> Moves:
     return [Move("close", closed, gone)], closed
 
 
-# ---- what they come to -----------------------------------------------------------------------------------------------
+# ---- moves -----------------------------------------------------------------------------------------------------------
 
 
 def _open_new(state: WorkerState, begun: Begin) -> Moves:
@@ -206,7 +206,7 @@ def _reopen(state: WorkerState) -> Moves:
 
 
 def _back(state: WorkerState, *, can_restore: bool, reopen: bool) -> Moves:
-    """To the version before, if it is still there; it is opened only if it was open when the load began."""
+    """Moves to the version before, if it is still there; it is opened if it was served when the load began."""
     kept = replace(state, state="closed", begun=None)
     lost = replace(kept, held=None)
     if state.held is None or (state.touched and not (state.served and can_restore)):

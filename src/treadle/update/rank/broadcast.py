@@ -1,4 +1,4 @@
-"""The communicator of buckets: made by all update ranks, broken off when an attempt fails, and made again then."""
+"""The process group of buckets: all update ranks make it, a failed attempt breaks it off, the next makes another."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from treadle.host.errors import TreadleError
 from treadle.update.rank.inbox import Inbox
 
 MOST_PORTS = 8
-"""At most so many does a rank's gloo listen at: one for each of its interfaces."""
+"""Most ports that a rank's gloo listens at: one for each network interface."""
 
 
 class BroadcastError(TreadleError, RuntimeError):
-    """What was done together with the other ranks did not end, or not well; who is to blame, this rank cannot tell."""
+    """A collective failed or did not end. This rank cannot tell which rank is to blame."""
 
 
 class Buckets(Group):
-    """All update ranks, over the backend of their devices, whatever the world's groups are made of."""
+    """The group of all update ranks, over gloo on hosts and NCCL on GPUs, whatever backend the world has."""
 
     def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
         store = PrefixStore(f"treadle/update/{name}", _get_default_store())
@@ -44,9 +44,9 @@ class Buckets(Group):
 
 
 class Waiter:
-    """Waits for broadcasts in a thread of its own, which is left behind where gloo does not come back.
+    """Waits for broadcasts in a thread, which is left behind where gloo never returns.
 
-    A connection that is shut ends a wait in gloo, but not always one that is just being begun.
+    Shutting gloo's connections ends a wait in it, but not always one that is just beginning.
     """
 
     def __init__(self, inbox: Inbox, deadline: timedelta) -> None:
@@ -68,7 +68,7 @@ class Waiter:
             self._inbox.stir()
 
     def wait(self, work: Any) -> None:
-        """Until the broadcast is done. Raises Broken, or the bad news, whatever gloo does."""
+        """Wait for a broadcast. Raises BroadcastError, or the bad news of the inbox, whatever gloo does."""
         self._ended.clear()
         self._works.put(work)
         self.stuck = True
@@ -81,14 +81,14 @@ class Waiter:
             raise BroadcastError(f"a broadcast broke off: {ended}") from ended
 
     def end(self) -> None:
-        """Nothing more is to be waited for."""
+        """End the thread."""
         self._works.put(None)
 
 
 class Broadcasts:
-    """One communicator at a time. `break_off` ends waits in it from another thread.
+    """One process group at a time. `break_off` ends waits in it from another thread.
 
-    `name` is the updater's; `made` the attempt that made the communicator, 0 if there is none that can be used.
+    `name` is the updater's; `made` is the attempt that made the group, 0 where there is none that can be used.
     """
 
     def __init__(self, name: str, rank: int, world: int, deadline_s: float, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Broadcasts:
         self._sockets = Sockets()
 
     def group_of(self, epoch: int, inbox: Inbox) -> Group:
-        """The communicator of that attempt; all ranks ask alike. Meeting can be broken off by bad news, too."""
+        """The group made by that attempt; all ranks ask for the same. Bad news ends the wait for it, too."""
         if self._group is None or self.made != epoch:
             self.drop()
             made: list[Any] = []
@@ -121,7 +121,7 @@ class Broadcasts:
         return self._group
 
     def make(self, what: str) -> Buckets:
-        """A communicator of its own; all ranks make it under this name."""
+        """Make another group; all ranks make it under the same name."""
         return Buckets(f"{self.name}/{what}", self.rank, self.world, self.device, self.deadline)
 
     def _make(self, epoch: int, made: list[Any]) -> None:
@@ -137,14 +137,14 @@ class Broadcasts:
             made.append(error)
 
     def break_off(self) -> None:
-        """Whoever waits in it raises; it cannot be used again."""
+        """End all waits in the group, which then raise. The group cannot be used again."""
         self.made = 0
         self._sockets.shut()
         if self._group is not None and self.device.type == "cuda":
             self._group.communicator.abort()
 
     def drop(self) -> bool:
-        """The next attempt makes a new one. True where a wait in the old one goes on, with the buffer it was for."""
+        """Forget the group. True where a wait in it goes on, which may still write to its buffer."""
         waiter, self.waiter, self._group, self.made = self.waiter, None, None, 0
         if waiter is not None:
             waiter.end()

@@ -1,7 +1,7 @@
-"""Buckets on their way: packed by their source, broadcast into the IPC buffers, loaded by the workers.
+"""The bucket loop: each bucket is packed by its source, broadcast into the IPC buffers, and loaded by the workers.
 
-While a worker loads bucket i from one buffer, bucket i + 1 is broadcast into the other; where there is an H2D buffer, a
-source packs its next bucket meanwhile, in a thread of its own.
+While a worker loads bucket i from one IPC buffer, bucket i + 1 is broadcast into the other. A source with an H2D buffer
+packs its next bucket meanwhile, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from treadle.update.rank.worker_client import WorkerClient
 
 
 class Fill(Protocol):
-    """Puts a bucket of this rank's into a buffer."""
+    """Fills a buffer with a bucket of which this rank is the source."""
 
     def __call__(self, buffer: Buffer, number: int) -> None:
-        """All of it, digests included."""
+        """Put bucket `number` and its digests into the buffer."""
         ...
 
 
 @dataclass
 class BucketTimes:
-    """When this rank's ops of each bucket ran, in nanoseconds of the host's clock."""
+    """When this rank's ops of each bucket ran: (start, end) in nanoseconds of the host's monotonic clock."""
 
     h2d: dict[int, tuple[int, int]] = field(default_factory=dict)
     broadcast: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -42,14 +42,14 @@ class BucketTimes:
 
 @dataclass
 class Where:
-    """How far it is, for whoever has to say what failed: `on_worker` while waiting for it."""
+    """How far a loop has come, for error messages. `on_worker`: it waits for the worker."""
 
     bucket: int = -1
     on_worker: bool = False
 
 
 class BucketLoop:
-    """One attempt's buckets on one rank. `ipc` are the buffers the worker has mapped, `h2d` this rank's own."""
+    """Moves one attempt's buckets on one rank. `compare(buffer, bucket)` sees each bucket of another rank."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BucketLoop:
         self._arrived: tuple[Buffer, int] | None = None
 
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
-        """Until the worker has loaded all of its part; `loads`: it has one."""
+        """Move all buckets, until the worker has loaded its part; `loads`: it has one."""
         plan = self.shares.plan
         self._packed = _Packed(self.h2d, self.own, fill, self.times) if self.h2d and self.own else None
         try:
@@ -104,7 +104,7 @@ class BucketLoop:
                 self._packed.stop()
 
     def _place(self, number: int, fill: Fill) -> tuple[int, int]:
-        """When the broadcast begins, and which buffer it is from or into, counted over IPC and then H2D buffers.
+        """When the broadcast begins, and the index of its buffer, counted over IPC and then H2D buffers.
 
         A source broadcasts from its H2D buffer, and its own worker loads from there, which saves a copy.
         """
@@ -132,16 +132,16 @@ class BucketLoop:
         self.wait(work)
 
     def _look(self) -> None:
-        """Compares the bucket before with this rank's own weights while the next one is on its way.
+        """Compare the bucket before with this rank's own weights, while the next one is broadcast.
 
-        With two IPC buffers it is not overwritten before the one after that.
+        With two IPC buffers its memory is overwritten only by the bucket after the next.
         """
         arrived, self._arrived = self._arrived, None
         if arrived is not None and self._compare is not None:
             self._compare(*arrived)
 
     def _await_loaded(self, last: int) -> None:
-        """Until the worker is done with the buckets up to this one."""
+        """Wait until the worker has loaded the buckets up to this one."""
         while self._waiting and self._waiting[0] <= last:
             self.where.bucket, self.where.on_worker = self._waiting[0], True
             loaded = self.worker.expect(Loaded, self.deadline_s)
@@ -153,7 +153,7 @@ class BucketLoop:
 
 
 class _Packed:
-    """Packs a rank's buckets in turn into its H2D buffers, ahead of when they are needed.
+    """Packs a rank's buckets in turn into its H2D buffers, in a thread, ahead of their broadcasts.
 
     A lone buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links. One
     of two is filled again as soon as its bucket was broadcast and loaded.
@@ -185,11 +185,11 @@ class _Packed:
 
     @property
     def last(self) -> int:
-        """The last bucket whose buffer is in use."""
+        """The last bucket whose buffer is in use, -1 if none is."""
         return max(self._used, default=-1)
 
     def next(self, number: int, deadline_s: float) -> int:
-        """The buffer with this bucket, packed."""
+        """Wait for this bucket to be packed; the index of its buffer."""
         try:
             packed = self._full.get(timeout=deadline_s)
         except queue.Empty:
@@ -201,22 +201,22 @@ class _Packed:
         return packed
 
     def done(self, number: int) -> None:
-        """A bucket was broadcast, and loaded by the worker beside if it takes any of it."""
+        """A bucket was broadcast, and loaded by this rank's worker if it takes any of it: its buffer is free."""
         if number in self._used and not self._alone:
             self._free.put(self._used.pop(number))
 
     def held_over(self, number: int) -> bool:
-        """Is round `number` a new one, while a lone buffer waits for its turn."""
+        """True where round `number` is a new one, and a lone buffer waits for it."""
         return self._alone and number != self._round
 
     def turn(self, number: int) -> None:
-        """Round `number` begins, and nothing reads the lone buffer any more."""
+        """Round `number` begins: nothing reads the lone buffer any more."""
         self._round = number
         while self._used:
             self._free.put(self._used.popitem()[1])
 
     def stop(self) -> None:
-        """Nothing more is needed; waits for the bucket that is being packed."""
+        """End the thread; waits for the bucket that is being packed."""
         self._free.put(None)
         self._thread.join()
 
@@ -224,7 +224,7 @@ class _Packed:
 def exporting(
     worker: WorkerClient, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool
 ) -> Fill:
-    """Buckets that the worker fills itself, from what it serves."""
+    """A `Fill` that has the worker export its own weights into the buffer."""
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(ipc) if own is buffer)

@@ -1,4 +1,4 @@
-"""Weights from a directory of safetensors files: each rank reads its part, so that all together read it once."""
+"""A source from a directory of safetensors files. Each rank reads its part; all together read each byte once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST_HEADER = 100 << 20
 
 
 def described(directory: Path) -> dict[Tensor, Path]:
-    """The tensors of all files, and where each lies; no bytes of them are read."""
+    """The tensors of all files, and the file of each. Reads headers only."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no .safetensors files; give the directory of a checkpoint")
@@ -47,7 +47,7 @@ def described(directory: Path) -> dict[Tensor, Path]:
 
 
 def read_checkpoint(directory: Path, rank: int, world: int) -> Source:
-    """Rank's part: whole tensors, about as many bytes on every rank."""
+    """One rank's part: whole tensors, about as many bytes on every rank."""
     found = described(directory)
     tensors = {tensor.name: tensor for tensor in found}
     where = {tensor.name: file for tensor, file in found.items()}
@@ -62,7 +62,7 @@ def read_checkpoint(directory: Path, rank: int, world: int) -> Source:
 
 
 def _header(file: Path) -> list[Tensor]:
-    """What a file holds, without its bytes: a length, then JSON."""
+    """The tensors of a file, from its header: a length of 8 bytes, then JSON."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > _LONGEST_HEADER:

@@ -1,8 +1,8 @@
-"""Compares ranks that hold the same weights: what a rank receives with its own copy of it.
+"""Compares ranks that have the same pieces: each rank compares what it receives with its own copy.
 
-Ranks that say they hold version 7 may not hold the same: one loaded another checkpoint, or missed a step. Each piece
-comes from one of them, so workers would get a mixture, every byte of which matches its source. As every bucket reaches
-every rank, a rank that has any of it compares while the next bucket is on its way. A difference refuses the update
+Ranks that say they have version 7 may differ in it: one loaded another checkpoint, or missed a step. Each piece comes
+from one of them, so workers would get a mixture, every byte of which matches its source. Every bucket reaches every
+rank, so a rank compares a bucket with its own weights while the next one is broadcast. A difference fails the update
 before the vote, and workers go back.
 
     sample   of every piece one block of 4 KiB in sixteen, and at least one; the next update takes the blocks after them
@@ -33,7 +33,7 @@ _MOST_NAMED = 4
 
 @dataclass
 class SourceComparison:
-    """One rank's, for one update. `turn` says which blocks are looked at: after `EVERY` turns all of them were."""
+    """One rank's comparison in one update. `turn` chooses the blocks of a sample: `EVERY` turns cover all of them."""
 
     plan: UpdatePlan
     source: WeightSource
@@ -41,12 +41,12 @@ class SourceComparison:
     every: int
     turn: int
     equal: set[int] = field(default_factory=set)
-    """Ranks that sent what this one has."""
+    """Ranks whose pieces were the same as this rank's."""
     different: dict[int, list[Piece]] = field(default_factory=dict)
-    """What other ranks sent that this one has otherwise."""
+    """Pieces that differ from this rank's, by the rank that sent them."""
 
     def look(self, buffer: Buffer, number: int) -> None:
-        """Compares a bucket that has arrived with this rank's own weights."""
+        """Compare a bucket that has arrived with this rank's own weights."""
         bucket = self.plan.buckets[number]
         for item in bucket.items:
             for common in self._overlaps(item.piece):
@@ -79,7 +79,7 @@ class SourceComparison:
         return boxed(raw, 0, box.shape, dtype)
 
     def refusal(self, version: int) -> tuple[str, str] | None:
-        """Who differs and in what; None where nobody does, as far as was looked."""
+        """Who differs, and the error text; None where no difference was seen."""
         if not self.different:
             return None
         found = [piece for some in self.different.values() for piece in some]
@@ -99,14 +99,14 @@ class SourceComparison:
 def comparison(
     plan: UpdatePlan, source: WeightSource | None, rank: int, compare: CompareSources, turn: int
 ) -> SourceComparison | None:
-    """None where there is nothing to compare."""
+    """A comparison, or None where it is off or this rank has no source."""
     if compare == "off" or source is None:
         return None
     return SourceComparison(plan, source, rank, EVERY if compare == "sample" else 1, turn)
 
 
 def same(one: Array, other: Array, every: int, turn: int) -> bool:
-    """Are two arrays the same, bit by bit: all of them, or the blocks of this turn."""
+    """True where two arrays are the same bit by bit: all of it, or the blocks of this turn."""
     if one.flags.c_contiguous and other.flags.c_contiguous:
         one, other = one.reshape(-1), other.reshape(-1)
     if every == 1:
@@ -114,7 +114,7 @@ def same(one: Array, other: Array, every: int, turn: int) -> bool:
     axis, rows = _blocks(one.shape, one.itemsize, every)
     one, other = (np.moveaxis(array, axis, 0) for array in (one, other))
     whole = len(one) // rows
-    if not np.array_equal(one[whole * rows :], other[whole * rows :]):  # less than a block
+    if not np.array_equal(one[whole * rows :], other[whole * rows :]):  # the rest, less than a block
         return False
     if not whole:
         return True
@@ -124,7 +124,7 @@ def same(one: Array, other: Array, every: int, turn: int) -> bool:
 
 
 def _blocks(shape: tuple[int, ...], itemsize: int, every: int) -> tuple[int, int]:
-    """Along which dimension blocks follow each other, and how many of its indices a block has."""
+    """The dimension that is cut into blocks, and how many of its indices a block has."""
     row_bytes = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis = next(axis for axis, size in enumerate(row_bytes) if size <= BLOCK_BYTES or shape[axis] >= every)
     return axis, max(1, BLOCK_BYTES // row_bytes[axis])

@@ -19,13 +19,13 @@ WHY_S = 1.0
 
 
 class CoordinatorClient:
-    """Speaks to the coordinator; it is never found again once it is lost."""
+    """Sends messages to the coordinator. A lost connection is final: the update ranks must be started again."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
         self.inbox, self.options = inbox, options
         self.epoch = 0
         self.stop: Stop | None = None
-        """What the coordinator said of the end of this attempt."""
+        """The coordinator's Stop of this attempt, if it has sent one."""
         self.lost = False
         self.why_lost = ""
         self._link, self.name = rendezvous.call(options.deadline_s)
@@ -40,11 +40,11 @@ class CoordinatorClient:
                 self.inbox.fail(UpdateError(message.fault, committed=message.committed))
             return True
         if isinstance(message, Go) and not self.epoch:
-            self.epoch = message.epoch  # here already: the next message may be of it
+            self.epoch = message.epoch  # at once: the next message may belong to this attempt
         return bool(message.epoch != self.epoch)
 
     def begin(self) -> None:
-        """An attempt: what still comes of an earlier one is not for it."""
+        """Begin an attempt; late messages of earlier ones are dropped."""
         self.epoch, self.stop = 0, None
 
     def _gone(self, text: str) -> None:
@@ -52,20 +52,20 @@ class CoordinatorClient:
         self.inbox.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
 
     def send(self, message: Any, phase: Phase) -> None:
-        """Raises UpdateError where the coordinator is gone."""
+        """Send a message. Raises UpdateError where the coordinator is gone."""
         try:
             self._link.send(message)
         except OSError as error:
-            self.inbox.wait_bad(WHY_S)  # the thread that reads may be about to learn why
+            self.inbox.wait_bad(WHY_S)  # the reading thread may be about to learn why
             raise self.inbox.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
     def report(self, fault: Fault) -> None:
-        """Tells of a fault, if there is anybody to tell."""
+        """Report a fault, if the coordinator is still there."""
         with suppress(OSError):
             self._link.send(fault, timeout_s=2.0)
 
     def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
-        """The next message, of one of these kinds."""
+        """The next message. Raises UpdateError where it is late, or of another kind."""
         try:
             message = self.inbox.wait("coordinator", self.options.phase_s + 3)
         except (TimeoutError, PeerGoneError) as error:
@@ -77,5 +77,5 @@ class CoordinatorClient:
         return message  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """The coordinator takes it for a loss, unless it ends too."""
+        """Close the connection; a coordinator that goes on takes this rank for lost."""
         self._link.shut()

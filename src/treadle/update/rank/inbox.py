@@ -1,7 +1,7 @@
-"""What reaches an update rank: messages from its worker and from the coordinator, and the end of either.
+"""An update rank's inbox: messages from its worker and from the coordinator, and the ends of both connections.
 
-A thread for each connection puts messages here; the thread that runs the update waits here, with a deadline, for what
-it needs next. Bad news ends any wait at once, and calls those who can break off a wait elsewhere.
+A thread for each connection puts messages in; the thread that runs the update waits here, with a deadline, for the next
+one. Bad news (the attempt is over) ends any wait at once, and calls `on_bad`, which ends waits elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Side: TypeAlias = Literal["worker", "coordinator"]
 
 
 class Inbox:
-    """One rank's inbox."""
+    """One rank's inbox. Thread-safe. `bad` is the error that ended the attempt, if any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,21 +34,21 @@ class Inbox:
         self.on_bad: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """A new attempt: what is left of the last one is dropped."""
+        """Begin an attempt: drop what is left of the last one."""
         with self._changed:
             for box in self._boxes.values():
                 box.clear()
             self.bad = None
 
     def put(self, side: Side, connection: int, message: Any) -> None:
-        """A message has come, over the connection with that number."""
+        """Add a message that came over the connection with that number."""
         with self._changed:
             if self._connection[side] == connection:
                 self._boxes[side].append(message)
                 self._changed.notify_all()
 
     def fail(self, error: UpdateError) -> None:
-        """Bad news; the first of an attempt counts."""
+        """End the attempt with an error; the first one of an attempt counts."""
         with self._changed:
             if self.bad is not None:
                 return
@@ -57,14 +57,14 @@ class Inbox:
         self.on_bad()
 
     def lose(self, side: Side, connection: int, text: str) -> None:
-        """A connection ended."""
+        """Note that a connection ended."""
         with self._changed:
             if self._connection[side] == connection:
                 self._gone[side] = text
                 self._changed.notify_all()
 
     def find(self, side: Side, pid: int) -> int:
-        """A connection was made; its number. What still comes over an earlier one is of no interest."""
+        """Note a new connection; its number. Messages of earlier connections are dropped from then on."""
         with self._changed:
             self._pid[side] = pid
             self._gone.pop(side, None)
@@ -73,12 +73,12 @@ class Inbox:
             return self._connection[side]
 
     def wait(self, side: Side, deadline_s: float, *, heed: bool = True) -> Any:
-        """The next message from a side. Raises Gone, TimeoutError, or the bad news (not with `heed=False`)."""
+        """The next message from a side. Raises PeerGoneError, TimeoutError, or with `heed` the bad news."""
         until = time.monotonic() + deadline_s
         with self._changed:
             while True:
                 if side == "coordinator" and self._boxes[side]:
-                    return self._boxes[side].popleft()  # it said so before whatever ended the attempt
+                    return self._boxes[side].popleft()  # sent before whatever ended the attempt
                 if heed and self.bad is not None:
                     raise self.bad
                 if self._boxes[side]:
@@ -91,12 +91,12 @@ class Inbox:
                 self._changed.wait(left)
 
     def stir(self) -> None:
-        """Something that `until` waits for may have come about."""
+        """Have `until` look at its condition again."""
         with self._changed:
             self._changed.notify_all()
 
     def until(self, ready: Callable[[], bool], deadline_s: float) -> bool:
-        """Waits for something that another thread brings about and then stirs; raises the bad news."""
+        """Wait for a condition, of which another thread calls `stir`; whether it holds. Raises the bad news."""
         with self._changed:
             done = self._changed.wait_for(lambda: self.bad is not None or ready(), deadline_s)
             if self.bad is not None:
@@ -104,7 +104,7 @@ class Inbox:
             return done
 
     def wait_bad(self, deadline_s: float) -> UpdateError | None:
-        """The bad news, if it comes in time."""
+        """Wait for bad news; None if there is none in time."""
         with self._changed:
             self._changed.wait_for(lambda: self.bad is not None, deadline_s)
             return self.bad
@@ -113,7 +113,11 @@ class Inbox:
 def read_into(
     inbox: Inbox, side: Side, link: Link[Any], take: Callable[[Any], bool], lost: Callable[[str], None]
 ) -> None:
-    """Starts a thread that reads a connection to its end. `take` handles what needs no waiting for, or raises Gone."""
+    """Start a thread that reads a connection to its end.
+
+    `take` sees each message first: True keeps it out of the inbox, PeerGoneError ends the connection. `lost` is called
+    with the reason when it has ended.
+    """
     connection = inbox.find(side, link.pid)
 
     def read() -> None:

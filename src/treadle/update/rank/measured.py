@@ -1,4 +1,4 @@
-"""What happened in an update, as a Trace of the Program that was planned."""
+"""An update's measured times, as a Trace of the planned Program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
 
 
 def noted(times: BucketTimes, num_buckets: int) -> Longs:
-    """`[kind, bucket, start or end]` of one rank, -1 for what it did not do."""
+    """One rank's times as an array `[kind, bucket, start or end]`, -1 for ops it did not run."""
     both = np.full((len(_KINDS), num_buckets, 2), -1, np.int64)
     for kind, by_bucket in enumerate((times.h2d, times.broadcast, times.reload)):
         for bucket, (start, end) in by_bucket.items():
@@ -26,9 +26,10 @@ def noted(times: BucketTimes, num_buckets: int) -> Longs:
 
 
 def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
-    """All ranks' times, on one clock. A broadcast begins when the last rank has come to it, and ends on each by itself.
+    """The Trace of all ranks' times, which are on one clock.
 
-    A device whose worker takes nothing of a bucket has a reload of no length behind its broadcast.
+    A broadcast starts when the last rank has come to it, and ends on each rank by itself. A device whose worker takes
+    nothing of a bucket has a reload of length 0 after its broadcast.
     """
     program = lower_update(stream_of(plan))
     device, bucket = program.lane_rank[program.lane_of], program.cell
@@ -54,7 +55,7 @@ def _begin_together(program: Program, start: Longs, end: Longs) -> None:
 
 
 def _in_turn(program: Program, start: Longs, end: Longs, idle: Longs) -> None:
-    """A reload of nothing stands behind the reload before it."""
+    """Put a reload of length 0 after the reload before it on its lane."""
     for op in np.flatnonzero(idle):
         if op > program.lane_ptr[program.lane_of[op]]:
             start[op] = end[op] = max(end[op], end[op - 1])

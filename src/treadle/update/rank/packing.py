@@ -1,4 +1,4 @@
-"""A source's part of an update: its pieces into a bucket, with the digests of what each worker will take."""
+"""Packs a source's pieces into a bucket, with the digests of the boxes that workers will take."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_APART = 64
 
 
 class Packer:
-    """Fills buffers with this rank's buckets."""
+    """Fills buffers with buckets of a source; `checked`: with digests."""
 
     def __init__(self, shares: Shares, source: WeightSource, *, checked: bool) -> None:
         self.shares, self.source, self.checked = shares, source, checked
 
     def fill(self, buffer: Buffer, number: int) -> None:
-        """Bucket and table."""
+        """Put bucket `number` and its table of digests into the buffer."""
         if buffer.tensor.device.type != "cpu":
             self._fill_device(buffer.tensor, number)
             return
@@ -48,7 +48,7 @@ class Packer:
             raw[at : at + DIGEST_BYTES] = bytearray(made)
 
     def _fill_device(self, tensor: torch.Tensor, number: int) -> None:
-        """On a GPU: copies on its stream, digests of what the host holds."""
+        """Fill a GPU buffer: copies on its stream, digests made on the host."""
         bucket, table, plan = self.shares.plan.buckets[number], self.shares.tables[number], self.shares.plan
         for item in bucket.items:
             local, dtype = self.source.local(item.piece), getattr(torch, plan.tensors[item.piece.tensor].dtype)
@@ -63,7 +63,7 @@ class Packer:
 
 
 def _apart(box: Box, parts: list[Box]) -> bool:
-    """Do the parts cover the box without overlap, so that copying them one by one copies all of it once."""
+    """True where the parts cover the box without overlap: copying each then copies the box once."""
     if len(parts) > _MOST_APART or sum(part.num_elements for part in parts) != box.num_elements:
         return False
     return all(a.meet(b) is None for a, b in itertools.combinations(parts, 2))

@@ -1,4 +1,4 @@
-"""From what all ranks said to plans, each made once."""
+"""Plans of updates, made of the layouts of all ranks and kept for the next update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_PLANS = 4
 
 
 class UnplannableError(TreadleError, ValueError):
-    """Why there is no plan, and who is to blame: all ranks make it of the same layouts, so none of them alone."""
+    """No plan can be made. All ranks make it of the same layouts, so `who` is not the rank that raises."""
 
     def __init__(self, who: str, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class UnplannableError(TreadleError, ValueError):
 
 
 class Plans:
-    """What is known of all ranks, and the plans made of it."""
+    """The layouts of all ranks, and the plans made of them."""
 
     def __init__(self, memory: Memory | None) -> None:
         self._memory = memory
@@ -35,7 +35,7 @@ class Plans:
         self._made: dict[tuple[object, ...], Shares] = {}
 
     def of(self, layouts: Layouts) -> Shares:
-        """The plan of an attempt. Raises Unplannable."""
+        """The plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue."""
         if layouts.catalogue is not None:
             self._known = read_layouts(layouts.catalogue)
             self._made.clear()
@@ -57,7 +57,7 @@ class Plans:
             plan = plan_update(have, want, memory, layouts.only)
         except ValueError as error:
             raise UnplannableError("the update ranks", f"{error}{_instead(layouts)}") from error
-        return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker gives into the IPC buffer
+        return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker exports into the IPC buffer
 
 
 def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding) -> None:
@@ -70,7 +70,7 @@ def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding
 
 
 def _instead(layouts: Layouts) -> str:
-    """The way out where workers were to give what they serve."""
+    """The way out, for an error in a recovery from peers."""
     if not layouts.holds:
         return ""
     version = layouts.version

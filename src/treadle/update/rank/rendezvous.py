@@ -1,6 +1,6 @@
-"""How update ranks find their coordinator: rank 0 leaves word in torch's store, the others read it.
+"""How update ranks find their coordinator: rank 0 writes its contact to torch's store, the others read it.
 
-On one host it is a Unix socket in the directory of sockets; with a key, a port that other hosts reach.
+Without a key the coordinator listens at a Unix socket in the directory of sockets; with one, at a TCP port.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from treadle.wire.link import Link
 from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
 
 _NUMBERS = itertools.count()
-"""All ranks make updaters in the same order, so they count alike."""
+"""Numbers updaters. All ranks make them in the same order, so the numbers agree."""
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the coordinator is: `number` is its host's, `port` 0 for a Unix socket. Or why there is none."""
+    """Where the coordinator is, or why there is none (`error`). `number` is its host's; `port` 0: a Unix socket."""
 
     number: int = 0
     host: str = ""
@@ -39,7 +39,7 @@ class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Rendezvous:
-    """One meeting of the update ranks, for one updater of each; `name` is the same on all of them."""
+    """Connects the updaters of all ranks that were made together; `name` is the same on all of them."""
 
     def __init__(self, directory: Path, key: bytes | None, address: str | None) -> None:
         self.path, self.key, self.address = directory / "coordinator.sock", key, address
@@ -47,52 +47,52 @@ class Rendezvous:
         self.name = str(next(_NUMBERS))
 
     def host(self, make: Callable[[Listener], Any]) -> Any:
-        """On rank 0: opens the door, has the coordinator made, and leaves word, of a failure too."""
+        """On rank 0: open the listener, make the coordinator, and publish the contact, or the failure."""
         try:
-            door: Listener = self._door()
+            listener: Listener = self._listener()
             try:
-                made = make(door)
+                made = make(listener)
             except BaseException:
-                door.close()
+                listener.close()
                 raise
         except Exception as error:
-            self._leave(CoordinatorContact(error=f"{type(error).__name__}: {error}"))
+            self._publish(CoordinatorContact(error=f"{type(error).__name__}: {error}"))
             raise
-        where = (door.address, door.port) if isinstance(door, KeyedListener) else ("", 0)
-        self._leave(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), *where))
+        where = (listener.address, listener.port) if isinstance(listener, KeyedListener) else ("", 0)
+        self._publish(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), *where))
         return made
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
-        """A connection to the coordinator, and what to call it."""
-        word = self._word(deadline_s)
-        if word.error:
-            raise RuntimeError(f"update rank 0 could not start its coordinator: {word.error}")
-        if bool(word.port) != (self.key is not None):
+        """A connection to the coordinator, and its name for error messages."""
+        contact = self._contact(deadline_s)
+        if contact.error:
+            raise RuntimeError(f"update rank 0 could not start its coordinator: {contact.error}")
+        if bool(contact.port) != (self.key is not None):
             keyed, bare = ("this rank", "update rank 0") if self.key is not None else ("update rank 0", "this rank")
             raise ValueError(f"{keyed} was given a key and {bare} none; give all ranks the same one, or none any")
-        name = f"the coordinator (update rank 0, process {word.pid}"
+        name = f"the coordinator (update rank 0, process {contact.pid}"
         if self.key is not None:
-            link = call_port(word.address, word.port, self.key, FromCoordinator, deadline_s)
-            return link, f"{name} on {word.host})"
-        if word.number != host_number():
+            link = call_port(contact.address, contact.port, self.key, FromCoordinator, deadline_s)
+            return link, f"{name} on {contact.host})"
+        if contact.number != host_number():
             raise ValueError(
-                f"this rank is on {socket.gethostname()} and update rank 0 on {word.host}: on several hosts all ranks "
-                "need the same key, a file that only its owner can read; give it with key= or --key"
+                f"this rank is on {socket.gethostname()} and update rank 0 on {contact.host}: on several hosts all "
+                "ranks need the same key, a file that only its owner can read; give it with key= or --key"
             )
         return call_path(self.path, FromCoordinator, deadline_s), f"{name})"
 
-    def _door(self) -> Listener:
+    def _listener(self) -> Listener:
         if self.key is None:
             return UnixListener(self.path)
         return KeyedListener(self.address if self.address is not None else own_address(), self.key)
 
-    def _leave(self, word: CoordinatorContact) -> None:
-        self._store.set(self.name, msgspec.json.encode(word).decode())
+    def _publish(self, contact: CoordinatorContact) -> None:
+        self._store.set(self.name, msgspec.json.encode(contact).decode())
 
-    def _word(self, deadline_s: float) -> CoordinatorContact:
+    def _contact(self, deadline_s: float) -> CoordinatorContact:
         try:
             self._store.wait([self.name], timedelta(seconds=deadline_s))
-        except Exception as error:  # a store raises what it likes
+        except Exception as error:  # stores raise various types
             raise TimeoutError(
                 f"update rank 0 has not said within {deadline_s:g} s where its coordinator is; do all ranks make "
                 f"their updaters in the same order?{short_of_cores()}"

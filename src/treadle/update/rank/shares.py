@@ -1,7 +1,7 @@
-"""From a plan to each worker's part of it, and the table of digests behind each bucket.
+"""Each worker's part of a plan, and the table of digests behind each bucket.
 
-A bucket is followed by one digest for each box that somebody takes of it, in the order in which workers and their takes
-name them first. Replicas that take the same box share a digest.
+A bucket is followed by one digest for each box that a worker takes of it, in the order in which workers and their takes
+first name the boxes. Replicas that take the same box share a digest.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Table:
-    """The checks of one bucket: which boxes, and where their digests lie."""
+    """The digests of one bucket: of which boxes, and at which offset."""
 
     takes: tuple[Take, ...]
     offset_bytes: int
 
     @property
     def end_bytes(self) -> int:
-        """Bytes of bucket and table together."""
+        """Bytes of the bucket with its table."""
         return self.offset_bytes + DIGEST_BYTES * len(self.takes)
 
     @cached_property
     def of_item(self) -> dict[int, tuple[tuple[int, Take], ...]]:
-        """The takes of each item, with their places in the table."""
+        """The takes of each item, with their indices in the table."""
         made: dict[int, list[tuple[int, Take]]] = {}
         for at, take in enumerate(self.takes):
             made.setdefault(take.item, []).append((at, take))
@@ -39,28 +39,28 @@ class Table:
 
     @cached_property
     def index(self) -> dict[tuple[int, Box], int]:
-        """The place of each box in the table."""
+        """The index of each (item, box) in the table."""
         return {(take.item, take.box): at for at, take in enumerate(self.takes)}
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A plan with its tables; equal plans give equal ones."""
+    """A plan with its tables of digests. The same plan makes the same tables on all ranks."""
 
     plan: UpdatePlan
 
     @cached_property
     def digest(self) -> str:
-        """The plan's."""
+        """The plan's digest."""
         return self.plan.digest()
 
     def name(self, *, exports: bool) -> str:
-        """Under which a worker keeps its part: one that gives has more of the same plan than one that does not."""
+        """The name under which a worker keeps its part: one that exports has more of the same plan."""
         return self.digest + "+" if exports else self.digest
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """One for each bucket."""
+        """The table of each bucket."""
         made, distinct = [], list({id(taken): taken for taken in self.plan.takes}.values())
         for number, bucket in enumerate(self.plan.buckets):
             takes: dict[tuple[int, Box], Take] = {}
@@ -72,11 +72,11 @@ class Shares:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """What a buffer must hold."""
+        """Bytes of the largest bucket with its table."""
         return max((table.end_bytes for table in self.tables), default=0)
 
     def of_worker(self, worker: int, *, exports: bool) -> TakePlan:
-        """What a worker needs to know; `can_export`: it is the source of its rank's buckets."""
+        """A worker's part of the plan; `exports`: it is the source of its rank's buckets."""
         shares, named = [], set()
         for number, takes in enumerate(self.plan.takes[worker]):
             if takes:

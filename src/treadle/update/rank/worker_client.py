@@ -1,4 +1,4 @@
-"""An update rank's connection to the worker of its device."""
+"""An update rank's connection to its worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=FromWorker)
 
 
 class WorkerClient:
-    """Speaks to one worker; connects again where the connection was lost."""
+    """Sends messages to one worker, and reconnects where the connection was lost. `lost(text)` hears of its end."""
 
     def __init__(self, directory: Path, worker: int, inbox: Inbox, lost: Callable[[str], None]) -> None:
         self.path, self.worker, self.inbox = worker_path(directory, worker), worker, inbox
@@ -56,11 +56,11 @@ class WorkerClient:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The worker's name for error messages."""
         return f"worker {self.worker}" + (f" (process {self._link.pid})" if self._link is not None else "")
 
     def connect(self, rank: int, deadline_s: float) -> None:
-        """Meets the worker, unless it is there still: another process may have taken its place."""
+        """Connect, unless the connection stands and no other process has taken the worker's place."""
         there = place_of(self.path)
         if self._link is not None and there in (None, self._place):
             return
@@ -68,10 +68,10 @@ class WorkerClient:
         until, turned_away = time.monotonic() + deadline_s, 0
         while True:
             try:
-                self._place = place_of(self.path)  # before: a socket that comes after it is another
+                self._place = place_of(self.path)  # before the call: a later socket is another process's
                 link, welcome = self._call(rank, until)
                 break
-            except PeerGoneError as error:  # it may be started again just now, or have had too many visitors
+            except PeerGoneError as error:  # it may be restarting, or have too many connections
                 turned_away += 1
                 if time.monotonic() + PAUSE_S > until:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
@@ -81,7 +81,7 @@ class WorkerClient:
         read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
-        """Raises Gone where another try may help."""
+        """One try to connect. Raises PeerGoneError where another may help, else UpdateError."""
         try:
             link: Link[FromWorker] = call_path(self.path, FromWorker, max(0.1, until - time.monotonic()))
         except OSError as error:
@@ -110,24 +110,24 @@ class WorkerClient:
             self._lost(text)
 
     def drop(self) -> None:
-        """Lets go of the connection; a worker that has not voted goes back then."""
+        """Close the connection; a worker that has not voted goes back then."""
         link, self._link = self._link, None
         if link is not None:
             link.shut()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Raises Gone."""
+        """Send a message. Raises PeerGoneError."""
         if self._link is None:
             raise PeerGoneError(f"worker {self.worker} is not connected")
         self._link.send(message, fds=fds, timeout_s=5.0)
 
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
-        """Sends and waits for the answer. Raises RefusedError, Gone, TimeoutError or the bad news."""
+        """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news."""
         self.send(message)
         return self.expect(kind, deadline_s, heed=heed)
 
     def expect(self, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
-        """The next answer, of this kind."""
+        """The next answer. Raises WireError where it is of another kind."""
         answer = self.inbox.wait("worker", deadline_s, heed=heed)
         if isinstance(answer, Refused):
             raise WorkerRefusedError(answer)
@@ -136,7 +136,7 @@ class WorkerClient:
         return answer
 
     def settled_in(self, deadline_s: float) -> Status:
-        """How the worker stands, once a process that was in its place has closed or ended, or at the deadline."""
+        """The worker's status, once it holds its slot: an earlier process in its place may still have to close."""
         until = time.monotonic() + deadline_s
         while True:
             status = self.ask(GetStatus(), Status, deadline_s)
@@ -154,7 +154,7 @@ class WorkerClient:
             self.drop()
 
     def layout(self, deadline_s: float) -> WeightLayout:
-        """What the worker wants; asked once a connection. Raises WireError where that is no layout."""
+        """The layout that the worker wants, asked once for each connection. Raises WireError for an invalid one."""
         if self._layout is None:
             wants = self.ask(GetLayout(), WeightLayout, deadline_s)
             check_layout(wants)
@@ -162,7 +162,7 @@ class WorkerClient:
         return self._layout
 
     def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:
-        """Hands the buffers over, once a connection."""
+        """Send the buffers, unless the worker has mapped these already."""
         if len(self._mapped) == len(buffers) and all(map(operator.is_, self._mapped, buffers)):
             return
         self._mapped = ()
@@ -173,21 +173,21 @@ class WorkerClient:
         self._mapped = tuple(buffers)
 
     def take_plan(self, plan: TakePlan, deadline_s: float) -> None:
-        """Hands a plan over, once; both ends forget the oldest alike."""
+        """Send a plan, unless the worker has it. Both ends forget the oldest of MOST_PLANS."""
         if plan.digest not in self._plans:
             self.ask(plan, Planned, deadline_s)
             self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
 
 
 def _heed_end(message: FromWorker) -> bool:
-    """A worker that goes over to another rank says so last; that is why the connection ends."""
+    """Raise a worker's last message, that another rank has taken it over, as the reason why the connection ends."""
     if isinstance(message, Refused) and message.code == "taken":
         raise PeerGoneError(message.text)
     return False
 
 
 class WorkerRefusedError(TreadleError):
-    """A worker said no."""
+    """A worker refused a message."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.text)
@@ -195,7 +195,7 @@ class WorkerRefusedError(TreadleError):
 
 
 def dismiss(directory: Path, workers: Sequence[int], go: Go, options: UpdateOptions) -> tuple[int, ...]:
-    """Closes workers that are out of the set, as far as they are in this directory: those that are closed now."""
+    """Close workers that left the set, as far as they listen in this directory; those that are closed now."""
     settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
     return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
 
@@ -220,7 +220,7 @@ def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
 
 
 def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:
-    """What a wait for a worker ended with, as all ranks will hear it."""
+    """The error of a failed wait for a worker, as all ranks will raise it."""
     if isinstance(error, UpdateError):
         return error
     corrupt = isinstance(error, WorkerRefusedError) and error.refused.code == "corrupt"

@@ -1,4 +1,4 @@
-"""What reaches a worker: a box of a tensor, staged in a buffer, with the digest its source made."""
+"""A box of a tensor that has reached a worker: staged in a buffer, with the digest that its source made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from treadle.weights.pieces import Box
 
 @dataclass
 class Arrival:
-    """`staged` is valid until `load` returns: whoever keeps it copies it.
+    """A box of tensor `name`. `staged` is valid until `load` returns: an engine that needs it longer copies it.
 
-    `copy_into` checks on the way. An arrival that an adapter reads otherwise is checked by the engine after `load`,
-    which costs another pass.
+    `copy_into` makes the digest on the way. Where an adapter reads `staged` by other means, the worker makes it after
+    `load`, which costs another pass over the bytes.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Arrival:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The staged elements with their meaning; shape is the box's."""
+        """The staged elements as a torch tensor of the box's shape: the same memory."""
         return meaning(self.staged, self.dtype)
 
     def copy_into(self, target: torch.Tensor | Array) -> None:
-        """Copies to a tensor of the box's shape, and hashes where a digest is expected."""
+        """Copy to a tensor of the box's shape, and make the digest where one is expected."""
         if isinstance(target, torch.Tensor):
             if target.device.type != "cpu":
                 target.copy_(self.tensor)
@@ -50,7 +50,7 @@ class Arrival:
 
     @property
     def wrong(self) -> bool:
-        """Do the bytes differ from those of the source."""
+        """True where the bytes differ from the source's."""
         if self.expected is None:
             return False
         if self.found is None:
@@ -59,13 +59,13 @@ class Arrival:
 
 
 class Assembly:
-    """Pieces put together from their parts, for engines that want whole ones."""
+    """Puts pieces together from their parts, for engines that need whole ones."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, Box], tuple[Arrival, int]] = {}
 
     def add(self, part: Arrival, wanted: Box) -> Arrival | None:
-        """The wanted piece once all of it is there; a part that is all of it passes through."""
+        """Add a part; the wanted piece once it is complete, else None. A part that is all of it passes through."""
         if part.box == wanted:
             return part
         key = part.name, wanted
@@ -82,5 +82,5 @@ class Assembly:
 
     @property
     def missing(self) -> list[str]:
-        """Names of what is there in part."""
+        """Names of tensors with incomplete pieces."""
         return sorted({name for name, _ in self._parts})

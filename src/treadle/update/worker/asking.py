@@ -1,4 +1,4 @@
-"""Asking a worker from another process of the same user; for examples, canaries and tests."""
+"""Asks a worker from another process of the same user; for examples, canaries and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treadle.wire.link import Link
 
 
 def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> tuple[int, bytes]:
-    """The version that answered, and its answer. Raises Closed where nothing is served, RuntimeError on failure."""
+    """The version that answered, and the answer. Raises ClosedError at a closed gate, RuntimeError on failure."""
     link: Link[FromWorker] = Link(connect(worker_path(directory, worker)), FromWorker)
     try:
         link.trust()

@@ -1,4 +1,4 @@
-"""The endpoint of a worker: a socket that takes updates and questions, served by threads beside the engine."""
+"""The endpoint of a worker: a socket for updates and questions, served by threads beside the engine."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from treadle.wire.link import HELLO_S, Link, accepting
 
 MOST_ASKERS = 32
 MOST_STRANGERS = 32
-"""Connections that have not said yet who they are; so an update rank finds a place however many ask."""
+"""Most connections that have not said yet who they are. Askers have places of their own, so update ranks find one."""
 
 WATCH_S = 0.1
-"""How often an endpoint looks whether another process has taken its place, or has left it."""
+"""Seconds between two looks at whether another process has taken the worker's place, or left it."""
 
 RETIRE_S = 2.0
-"""How long requests may take to break off in an engine whose place another process has taken."""
+"""Seconds that requests get to break off in an engine whose place another process has taken."""
 
 Answering = Callable[[bytes], tuple[int, bytes]]
 
 
 def worker_path(directory: Path, worker: int) -> Path:
-    """Where a worker listens."""
+    """The path of a worker's socket."""
     return directory / f"worker-{worker}.sock"
 
 
 class Endpoint:
-    """Listens for one worker until it is closed. `answer` serves Ask: it returns the version that answered, and what.
+    """Listens for one worker until it is closed.
 
-    `spill` is a directory for `rollback="disk"`. One process at a time has the worker's slot, and serves: where another
-    has put its socket in this one's place, this one closes the engine and gives the slot back, and the other gets it.
+    `answer(body)` serves Ask: it returns the version that answered, and the answer. `spill` is a directory for
+    `rollback="disk"`. One process at a time holds the worker's slot, and only it serves: where another process has put
+    its socket at this path, this endpoint closes the engine and releases the slot, which the other then takes.
     """
 
     def __init__(
@@ -96,15 +97,15 @@ class Endpoint:
         return len(self._askers)
 
     def close(self) -> None:
-        """Takes no more; the engine stays as it is. One that serves keeps its slot until its process ends."""
+        """Stop listening; the engine stays as it is. A worker that serves keeps its slot until its process ends."""
         self._over.set()
-        self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps it
+        self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps the thread
         self._leave()
         if self.worker.state != "serving":
             self._slot.give_back()
 
     def _leave(self) -> None:
-        """Takes no more."""
+        """Close the socket and all connections."""
         self._closing = True
         close_server(self._server, self.path, self._place)
         self._thread.join()
@@ -115,7 +116,7 @@ class Endpoint:
 
     def _watch_place(self) -> None:
         while not self._over.wait(WATCH_S):
-            if place_of(self.path) not in (None, self._place):  # a path that is gone is nobody else's
+            if place_of(self.path) not in (None, self._place):  # a path that is gone is not taken
                 if self.worker.retire(RETIRE_S):
                     self._slot.give_back()
                     self._stop_updates()
@@ -125,7 +126,7 @@ class Endpoint:
                 self.worker.place(holds_slot=True)
 
     def _stop_updates(self) -> None:
-        """Update ranks look for who is in this place now; those who ask are told that nothing is served."""
+        """Disconnect the update rank, which then finds the other process. Askers stay, and are told it is closed."""
         with self._guard:
             master, self._master = self._master, None
         if master is not None:
@@ -164,7 +165,7 @@ class Endpoint:
                 self.worker.release(lambda: self._master is not None)
 
     def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
-        """Says why, if the other end listens, before a connection ends."""
+        """Send the reason for which a connection is about to end, if the peer still listens."""
         with suppress(OSError, WireError):
             link.send(Refused(code, text), timeout_s=1.0)
 
@@ -184,7 +185,7 @@ class Endpoint:
             link.send(answer)
 
     def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
-        """Has it a place, now that it has said who it is."""
+        """Give a connection its place, now that it has said who it is; False where there is none."""
         with self._guard:
             self._strangers.discard(link)
             if hello.role != "update":
@@ -192,7 +193,7 @@ class Endpoint:
                 if not full:
                     self._askers.add(link)
                 return not full
-            before, self._master = self._master, link  # an older one's end means nothing any more
+            before, self._master = self._master, link  # the end of an older connection means nothing any more
         if before is not None:
             who = f"update rank {hello.rank} of process {link.pid}"
             self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
@@ -219,6 +220,6 @@ class Endpoint:
             version, body = self.answer(message.body)
         except ClosedError as closed:
             return Refused("closed", str(closed))
-        except Exception as error:  # an engine's code: whatever it raises is its answer
+        except Exception as error:  # the engine's code may raise anything
             return Refused("failed", f"{type(error).__name__}: {error}")
         return Answer(version, body)

@@ -1,4 +1,4 @@
-"""The gate of a worker: requests pass while it is open, an update waits until they are through."""
+"""The gate in front of an engine: requests pass while it is open; an update closes it and waits for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from treadle.host.errors import TreadleError
 
 
 class ClosedError(TreadleError, RuntimeError):
-    """Nothing is served now."""
+    """The gate is closed: no version is served now."""
 
 
 class Gate:
-    """Open on one version, or closed. It starts closed: what an engine holds when it starts may be of any age."""
+    """A gate that is open on one version, or closed. It starts closed: an engine's first weights have no version."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,7 +25,7 @@ class Gate:
 
     @property
     def version(self) -> int | None:
-        """What is served; None while closed."""
+        """The version served; None while closed."""
         return self._version
 
     @property
@@ -35,12 +35,12 @@ class Gate:
 
     @property
     def hurry(self) -> bool:
-        """Are requests asked to break off: those that can look at this, do."""
+        """True while requests are asked to break off. A request that can then ends early."""
         return self._hurry
 
     @contextmanager
     def serving(self) -> Iterator[int]:
-        """Around a request; gives the version that answers it. Raises Closed."""
+        """Pass the gate with a request; yields the version that answers it. Raises ClosedError."""
         with self._changed:
             if self._version is None:
                 raise ClosedError("closed for an update, or waiting for its first; try again")
@@ -54,7 +54,10 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self, how: str, deadline_s: float) -> str | None:
-        """Lets nobody in and waits until all are out; `how="abort"` asks them to hurry. Says what keeps it, if so."""
+        """Let nobody in and wait for the requests inside; `how="abort"` asks them to end early.
+
+        Where they do not end within `deadline_s`, opens the gate again and returns what is wrong.
+        """
         with self._changed:
             was = self._version
             self._version = None
@@ -68,6 +71,6 @@ class Gate:
         return None
 
     def open(self, version: int) -> None:
-        """Serves this version from here on."""
+        """Serve this version."""
         with self._changed:
             self._version = version

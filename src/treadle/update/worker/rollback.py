@@ -1,8 +1,8 @@
-"""The way back: where the old version waits until commit, and what that costs.
+"""The rollback copy of a worker: the old version, kept until commit.
 
-An engine that can hand out what it holds is read before an update closes it, and the copy costs what is overwritten. Of
-one that cannot, every version is kept as it arrives, so that during an update two are. Memory and files stay with the
-worker for the next update, until one comes with rollback="none".
+An engine that can export is read before an update closes it; the copy has the size of what will be overwritten. For one
+that cannot, every version is kept as it arrives, so that there are two copies during an update. Memory and files stay
+with the worker for the next update, until an update with rollback="none".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treadle.weights.pieces import Box, Piece
 
 
 class RollbackCopy:
-    """What one worker keeps."""
+    """One worker's rollback copy."""
 
     def __init__(self, adapter: Adapter, spill: Path | None) -> None:
         self.adapter, self.spill = adapter, spill
@@ -28,16 +28,16 @@ class RollbackCopy:
 
     @property
     def size_bytes(self) -> int:
-        """What is held until commit."""
+        """Bytes held until commit."""
         return sum(store.held_bytes for store in (self._old, self._new) if store is not None)
 
     @property
     def can_restore(self) -> bool:
-        """Is the old version there."""
+        """True where the old version is there, whole."""
         return self._has_old and self._old is not None
 
     def prepare(self, plan: TakePlan, begin: Begin, *, has_version: bool) -> str | None:
-        """Makes room and keeps what will be overwritten, or says why not."""
+        """Make room, and copy what the plan will overwrite; None, or what is wrong."""
         rollback = begin.rollback
         if rollback == "none":
             self._old = self._new = None
@@ -48,7 +48,7 @@ class RollbackCopy:
         where = self.spill if rollback == "disk" else None
         boxes = _boxes(plan)
         if not self.adapter.can_export:
-            if begin.partial:  # its parts would not make a version to go back to
+            if begin.partial:  # a part of a version is nothing to go back to
                 return "this engine takes all tensors or none"
             self._new = _room(self._new, where)
             return _reserve(self._new, boxes)
@@ -67,19 +67,19 @@ class RollbackCopy:
         return None
 
     def stash(self, arrivals: Sequence[Arrival]) -> None:
-        """Keeps what arrives, for an engine that cannot give it back later."""
+        """Copy what arrives, for an engine that cannot export it later."""
         if self.adapter.can_export or self._new is None:
             return
         for arrival in arrivals:
             arrival.copy_into(self._new.array(arrival.name, arrival.box))
 
     def arrivals(self) -> list[Arrival]:
-        """The old version, to be loaded again."""
+        """The old version, as arrivals to be loaded again."""
         assert self._old is not None
         return [Arrival(name, box, dtype, array) for name, box, dtype, array in self._old.items()]
 
     def commit(self) -> None:
-        """What was new is what to go back to next time; of an engine that gives, nothing is held meanwhile."""
+        """The new version becomes the rollback copy. Engines that can export their weights need none."""
         if not self.adapter.can_export and self._new is not None:
             self._old, self._new, self._has_old = self._new, self._old, True
         elif self._old is not None:

@@ -1,7 +1,4 @@
-"""Where a version waits that may be needed again: host memory or a file.
-
-What was allocated stays allocated for the next update, also while nothing waits in it.
-"""
+"""Storage for a rollback copy: host memory or a file. It stays allocated for the next update."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _ALIGN = 64
 
 
 class RollbackStore:
-    """Boxes of tensors by name, in one stretch of memory. `where` is None for the host, else a directory."""
+    """Boxes of tensors in one allocation. `where` is None for host memory, else a directory for a file."""
 
     def __init__(self, where: Path | None) -> None:
         self.where = where
@@ -30,11 +27,11 @@ class RollbackStore:
         self._places: dict[tuple[str, Box], tuple[int, str]] = {}
 
     def needs(self, boxes: Sequence[tuple[str, Box, str]]) -> int:
-        """Bytes for these (name, box, dtype)."""
+        """Bytes that these boxes take, given as (name, box, dtype)."""
         return sum(_padded(box, dtype) for _, box, dtype in boxes)
 
     def refusal(self, need_bytes: int) -> str | None:
-        """Why so much would not fit, if it does not. What is held already is used again."""
+        """None, or why there is no room for so many bytes. The present allocation is used again."""
         more = need_bytes - len(self._raw)
         if more <= 0:
             return None
@@ -44,7 +41,7 @@ class RollbackStore:
         return None
 
     def reserve(self, boxes: Sequence[tuple[str, Box, str]]) -> str | None:
-        """Room for exactly these, or why there is none after all; what was held is gone."""
+        """Make room for exactly these boxes, dropping what was held; None, or why there is no room."""
         need, self._places, at = self.needs(boxes), {}, 0
         if need > len(self._raw):
             self._raw = np.empty(0, np.uint8)
@@ -60,21 +57,21 @@ class RollbackStore:
         return None
 
     def forget(self) -> None:
-        """Holds nothing; the memory stays for the next time."""
+        """Drop what is held; the memory stays allocated."""
         self._places = {}
 
     @property
     def held_bytes(self) -> int:
-        """Of what is held now."""
+        """Bytes of the boxes held now."""
         return sum(_padded(box, dtype) for (_, box), (_, dtype) in self._places.items())
 
     def array(self, name: str, box: Box) -> Array:
-        """Where the elements of a box are kept."""
+        """The memory of a box's elements."""
         at, dtype = self._places[name, box]
         return boxed(self._raw, at, box.shape, dtype)
 
     def items(self) -> Iterator[tuple[str, Box, str, Array]]:
-        """All that is held: (name, box, dtype, elements)."""
+        """All boxes held, as (name, box, dtype, elements)."""
         for (name, box), (_, dtype) in self._places.items():
             yield name, box, dtype, self.array(name, box)
 
@@ -94,14 +91,14 @@ def _padded(box: Box, dtype: str) -> int:
 
 
 def _on_disk(where: Path, size_bytes: int) -> Raw:
-    """A file without a name, so that it goes with its process; without holes, as one that cannot be filled kills."""
+    """Map a file without a name, which ends with its process. Without holes: filling one on a full disk kills."""
     with tempfile.TemporaryFile(dir=where, prefix="treadle-old-") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)
         return np.memmap(file, np.uint8, "w+", shape=(size_bytes,))
 
 
 def free_host_bytes() -> int:
-    """Memory this process could still get: of the machine, and of its control group where that has a limit."""
+    """Bytes that this process can still allocate: of the machine, and of its control group if that has a limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     left = left_in_group(Path("/sys/fs/cgroup"))
@@ -109,7 +106,7 @@ def free_host_bytes() -> int:
 
 
 def left_in_group(group: Path) -> int | None:
-    """Of a control group's limit, if there is one. Files that it has read count as used, but make room when asked."""
+    """Bytes left of a control group's limit, None without one. The page cache counts as used, but can be reclaimed."""
     try:
         most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
         parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -1,8 +1,8 @@
-"""A worker's place in its directory, held by one process at a time: only its holder serves.
+"""A worker's slot: a lock on a file beside its socket, held by one process at a time. Only its holder serves.
 
-A lock on a file beside the socket. It outlives the socket's file, which anybody may unlink to start a worker in another
-process; the lock goes with the process that holds it, or when that has closed its engine. The file says a random id:
-two workers that show the same id cannot both hold it.
+The lock outlives the socket's file, which anybody may unlink to start the worker in another process. Its holder
+releases it by ending, or after closing its engine. The file contains a random id: of two workers with the same id only
+one can hold the slot.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _FLOCK = struct.Struct("hhqqi4x")  # of 64-bit Linux: type, whence, start, lengt
 
 
 class Slot:
-    """Of one endpoint. `lockf` is of a process, and lost when any descriptor of the file closes: so it is opened once.
+    """The slot of one endpoint. A second endpoint of the same process takes it from the first.
 
-    A second endpoint of the same process takes it from the first.
+    A `lockf` lock belongs to the process, which loses it when it closes any descriptor of the file: so each process
+    opens the file once.
     """
 
     _files: ClassVar[dict[tuple[int, Path], tuple[int, Slot]]] = {}
@@ -42,7 +43,7 @@ class Slot:
         self.take()
 
     def take(self) -> bool:
-        """Whether it is held; tries to get it if not."""
+        """Try to take the slot; whether it is held."""
         if self._fd is not None and not self.held:
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +54,7 @@ class Slot:
         return self.held
 
     def holder(self) -> int:
-        """The process that holds it; 0 where that is this one, or cannot be told."""
+        """The pid of the holder; 0 where that is this process, or unknown."""
         if self._fd is None or self.held:
             return 0
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -61,7 +62,7 @@ class Slot:
         return pid if kind != fcntl.F_UNLCK else 0
 
     def give_back(self) -> None:
-        """May be called again."""
+        """Release the slot; may be called again."""
         with self._guard:
             if self._fd is not None:
                 os.close(self._fd)
@@ -69,7 +70,7 @@ class Slot:
             self._fd, self.held = None, False
 
     def _read_id(self) -> str:
-        """Whoever holds it first writes it."""
+        """The slot's id; its first holder writes it."""
         assert self._fd is not None
         found = os.pread(self._fd, 64, 0).decode(errors="replace")
         if not found:

@@ -1,4 +1,4 @@
-"""Between a buffer and an engine: what a worker's share of a bucket says, as arrivals; and the other way, giving."""
+"""Between a buffer and an engine: a worker's share of a bucket as arrivals, and the export of one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.weights.pieces import Box, Piece
 
 
 def check_plan(plan: TakePlan) -> None:
-    """Refuses what would read outside of a tensor or an item."""
+    """Raise ValueError for a plan that would read outside of a tensor or an item."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     for share in (*plan.shares, *plan.exports):
         if len(share.takes) != len(share.checks) or share.table_bytes < 0 or min(share.checks, default=0) < 0:
@@ -38,14 +38,14 @@ def _within(box: Box, outer: Box) -> bool:
 
 
 def shortfall(plan: TakePlan, wanted: Sequence[Piece]) -> list[str]:
-    """Names of tensors of which a plan brings more or less than is wanted."""
+    """Names of tensors of which a plan brings more or fewer elements than are wanted."""
     comes: dict[str, int] = {}
     for share in plan.shares:
         for take in share.takes:
             name = share.items[take.item].piece.tensor
             comes[name] = comes.get(name, 0) + take.box.num_elements
     for name, boxes in _by_name(wanted).items():
-        apart = disjoint(boxes) if len(boxes) > 1 else boxes  # what lies in two of them comes once
+        apart = disjoint(boxes) if len(boxes) > 1 else boxes  # elements in two boxes come once
         comes[name] = comes.get(name, 0) - sum(box.num_elements for box in apart)
     return sorted(name for name, elements in comes.items() if elements)
 
@@ -61,7 +61,7 @@ def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
 
 
 def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> list[Arrival]:
-    """What a worker takes of a bucket that is in a buffer."""
+    """The boxes that a worker takes of a bucket in a buffer."""
     dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
     items = [boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]) for item in share.items]
     made = []
@@ -75,7 +75,7 @@ def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> lis
 
 
 def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Piece]) -> list[Arrival]:
-    """The pieces that these parts complete; a part may belong to several."""
+    """The wanted pieces that these parts complete. A part may belong to several pieces."""
     boxes, whole = _by_name(wanted), []
     for part in parts:
         meeting = [(box, common) for box in boxes[part.name] if (common := part.box.meet(box)) is not None]
@@ -89,14 +89,14 @@ def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Pie
 
 
 def _part_of(part: Arrival, box: Box) -> Arrival:
-    """A part of a part; the digest is that of all of it, which is checked after `load` then."""
+    """A part of an arrival. It has no digest: that of the whole arrival is checked after `load`."""
     if box == part.box:
         return part
     return Arrival(part.name, box, part.dtype, cut(part.staged, box.slices(part.box)))
 
 
 def export_bucket(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
-    """Puts what an engine holds of a bucket, and its digests, into a buffer; or says why not."""
+    """Copy a bucket of an engine's weights, and its digests, into a buffer; None, or what went wrong."""
     dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
     out = []
     for item in share.items:

@@ -1,7 +1,7 @@
-"""A worker's side of an update: the engine does what `protocol/worker.py` decides.
+"""A worker's side of an update: it takes messages, and has its engine do what `protocol/worker.py` decides.
 
-Until it has voted (`prepared`), a worker may go back by itself: no version is committed without every worker of the
-set. From then on it stays closed until it learns what was decided.
+Until it has voted (`prepared`), a worker may go back to the old version by itself: no version is committed without the
+vote of every worker. From then on it stays closed until it learns the decision.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BUSY_S = 2.0
 
 
 class Worker:
-    """One engine and its state. `handle` takes a message and returns the answer; it never raises."""
+    """One engine and its state. `handle` takes a message and returns the answer; it never raises. Thread-safe."""
 
     def __init__(self, adapter: Adapter, worker: int, spill: Path | None = None) -> None:
         self.adapter, self.worker = adapter, worker
@@ -62,7 +62,7 @@ class Worker:
         self.incarnation = secrets.token_hex(8)
         self.slot = ""
         self.before: Callable[[], int] = lambda: 0
-        """The process that holds the slot, where this one does not."""
+        """The pid of the process that holds the slot, where this one does not."""
         self.rollbacks = 0
         self.plans: dict[str, TakePlan] = {}
         self._held = ""
@@ -95,12 +95,12 @@ class Worker:
 
     @property
     def state(self) -> State:
-        """Closed, loading, prepared or serving."""
+        """One of closed, loading, prepared and serving."""
         return self.now.state
 
     @property
     def status(self) -> Status:
-        """How it stands."""
+        """The worker's state as a message."""
         now = self.now
         return Status(
             self.worker,
@@ -120,39 +120,39 @@ class Worker:
         )
 
     def handle(self, message: Any) -> FromWorker:
-        """Does what a message says if it is its time."""
+        """Do what a message asks, if the worker's state allows it; the answer."""
         step = self._steps.get(type(message))
         if step is None:
             return Refused("order", f"{type(message).__name__} has no place here")
         return self._alone(type(message).__name__, lambda: step(message))
 
     def map(self, message: Map, fds: list[int]) -> FromWorker:
-        """Maps the buffers; takes the descriptors."""
+        """Map the buffers; takes ownership of the file descriptors."""
         return self._alone("Map", lambda: self._map(message, fds))
 
     def release(self, taken_over: Callable[[], bool] = lambda: False) -> None:
-        """The update rank is gone, and its buffers with it; one that took over settles and maps its own.
+        """The update rank is gone: go back to the old version, unless this worker has voted, and unmap its buffers.
 
-        A worker that has voted stays as it is.
+        Does nothing where another rank has taken over: that one settles, and maps its own buffers.
         """
         with self._one:
             if taken_over():
                 return
-            with suppress(Exception):  # what an engine raises leaves it closed
+            with suppress(Exception):  # an engine that raises stays closed
                 self._make(deciding.release(self.now, can_restore=self._rollback.can_restore))
             self._unmap()
 
     def place(self, *, holds_slot: bool) -> None:
-        """Whether this process is the only one that serves as this worker."""
+        """Set whether this process holds the worker's slot; without it the worker is neither settled nor loaded."""
         with self._one:
             self.now = replace(self.now, holds_slot=holds_slot)
 
     def retire(self, drain_s: float) -> bool:
-        """Another process has taken its place: closes for good. False while the engine does not close."""
+        """Another process has taken this worker's place: close for good. False where the engine did not close."""
         with self._one:
             try:
                 self._make(deciding.retire(self.now), lambda: self.adapter.close("abort", drain_s))
-            except Exception:  # an engine's code; it is asked again
+            except Exception:  # the engine's code may raise anything
                 return False
             return True
 
@@ -164,7 +164,7 @@ class Worker:
             return step()
         except MessageRefusedError as refusal:
             return Refused(refusal.code, str(refusal))
-        except Exception as error:  # an engine's code: whatever it raises is its answer
+        except Exception as error:  # the engine's code may raise anything
             return Refused("failed", f"{type(error).__name__}: {error}")
         finally:
             self._one.release()
@@ -216,7 +216,7 @@ class Worker:
             if refusal is not None:
                 raise MessageRefusedError("memory", refusal)
             self._loaded, self._assembly = set(), Assembly()
-            # Closing comes last: until here requests are served.
+            # The engine serves until here: closing comes last.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
         return Begun(message.epoch, self._rollback.size_bytes)
 
@@ -282,7 +282,7 @@ class Worker:
         self._make(deciding.abort(self.now, message, can_restore=self._rollback.can_restore))
         return self.status
 
-    # ---- what the engine does ----------------------------------------------------------------------------------------
+    # ---- moves of the engine -----------------------------------------------------------------------------------------
 
     def _make(
         self,
@@ -290,9 +290,9 @@ class Worker:
         close: Callable[[], str | None] = lambda: None,
         load: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Makes the moves in turn; one that fails leaves the state that it says, and those after it are not made."""
+        """Make the moves in turn. A move that fails leads to its `failed` state, and later ones are not made."""
         for move in moves[0]:
-            self.now = move.failed  # unless it succeeds, whatever an engine raises
+            self.now = move.failed  # unless it succeeds, whatever the engine raises
             if move.act == "close":
                 self._do(close())
             elif move.act == "load":

@@ -13,7 +13,7 @@ from treadle.wire.link import HELLO_S, Link, accepting
 
 
 class Listening:
-    """Listens until closed. `answer(worker, pid, message)` returns an error or None, `lose(worker, why)` hears of ends."""
+    """Listens until closed. `answer(worker, pid, message)` returns None or an error; `lose(worker, why)` hears ends."""
 
     def __init__(
         self, path: Path, answer: Callable[[int, int, FromVllm], str | None], lose: Callable[[int, str], None]
