@@ -1,8 +1,8 @@
 """Train a little, update the engine, generate; three times: torchrun --nproc-per-node 2 examples/rl_loop.py
 
-Each rank trains beside an engine in a process of its own, which serves a model of random weights until the first update
-and knows of newer ones by updates alone. The task: after each token t comes 5 t + 7 (mod 32). What the engine writes
-gets better with each version.
+Each rank trains beside an engine in a process of its own. The engine starts closed, with random weights, and gets every
+version by an update. The task: token t is followed by 5 t + 7 (mod 32). The engine's answers get better with each
+version.
 """
 
 import os
@@ -33,7 +33,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def serve(directory: Path, worker: int) -> None:
-    """The engine: asked for what follows some tokens, it answers with the version that it answered by."""
+    """The engine: it continues the tokens it is asked for, and answers with the version that did so."""
     engine = Transformers(make_model(seed=100 + worker).eval())
 
     def answer(body: bytes) -> tuple[int, bytes]:

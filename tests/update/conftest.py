@@ -11,6 +11,6 @@ import pytest
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Short enough for a socket, and nobody else's."""
+    """A private directory whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="treadle-u") as name:
         yield Path(name)

@@ -270,7 +270,7 @@ def no_space(version: int, epoch: int) -> None:
 
 
 def test_a_decision_that_cannot_be_written_is_none_and_the_next_one_may() -> None:
-    """And closing twice does no harm."""
+    """Closing twice does no harm, too."""
     _, want = layouts()
     with Workers(want) as workers:
         for told in run(workers, full_disk):
@@ -321,7 +321,7 @@ def gives_up(updater: Updater, rank: int, have: Holding) -> tuple[str, float]:
 
 
 def test_a_worker_that_hangs_is_waited_for_once() -> None:
-    """For the deadline, and not again for its farewell: it goes back by itself, when it finds itself alone."""
+    """It is waited for until the deadline, and not again for its farewell: it goes back when its connection ends."""
     _, want = layouts()
     with Workers(want) as workers:
         workers.tell(1, Trouble("hang", "load", 1, hang_s=60))

@@ -1,4 +1,4 @@
-"""What ranks tell each other of layouts: each once, whatever many devices share it, and nothing is lost on the way."""
+"""The catalogue of layouts: each is sent once, however many devices share it, and arrives unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES = ("q", "k", "v", "o")
 
 @st.composite
 def layouts(draw: st.DrawFn) -> WeightLayout:
-    """Any, with tensors that it has no piece of, and others than another has under the same name."""
+    """Any layout: with tensors without pieces, and tensors that differ from another layout's of the same name."""
     tensors = [Tensor(name, draw(lengths), "float32") for name in draw(st.sets(st.sampled_from(NAMES)))]
     pieces = []
     for tensor in tensors:
@@ -151,7 +151,7 @@ WHOLE, LOW, HIGH = (WeightLayout((Q,), (Piece("q", Box((a,), (b,))),)) for a, b 
 
 
 def entered(wants: list[WeightLayout]) -> Attempt:
-    """All have the whole of it."""
+    """An attempt that all ranks entered; every source has all of tensor q."""
     attempt = Attempt(len(wants), epoch=3)
     for rank, layout in enumerate(wants):
         status = Status(rank, 1, "serving", None, 0, 0)

@@ -79,7 +79,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
 
 
 def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(place: Path) -> None:
-    """As where it is started again: the connection was made to the process before."""
+    """A restarted worker: the connection was made to the process before."""
     path = worker_path(place, 0)
     dying = listen(path)
     post = Inbox()
@@ -106,7 +106,7 @@ def test_a_connection_that_says_nothing_is_told_so_when_it_ends(place: Path, mon
 
 
 def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
-    """As the reason for which its connection ended, wherever it waits; not as an answer to what it asked."""
+    """The rank hears it as the reason why its connection ended, not as the answer to a question."""
     told: SimpleQueue[str] = SimpleQueue()
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
         first, second = (WorkerClient(place, 0, Inbox(), told.put) for _ in range(2))

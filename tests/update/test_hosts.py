@@ -218,7 +218,7 @@ def test_a_rank_with_another_key_is_not_let_in() -> None:
 
 
 def pester(port: int, stop: threading.Event, tried: list[int]) -> None:
-    """Connections that say nothing, too much, or what they please."""
+    """Opens connections that send nothing, too much, or garbage."""
     silent = []
     while not stop.is_set():
         with suppress(OSError):

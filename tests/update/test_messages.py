@@ -1,4 +1,4 @@
-"""Words of errors: what a person reads where keys, names, logs or processes are not as they should be."""
+"""Error texts about keys, names, logs and processes that are wrong."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def decides_by_a_majority(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_that_it_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that takes what is half loaded for what it was."""
+    """A worker that takes half-loaded weights for the old version."""
     load = worker.load
 
     def careless(state: WorkerState, epoch: int) -> worker.Moves:

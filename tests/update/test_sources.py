@@ -66,7 +66,7 @@ def replicas(num: int) -> tuple[Holding, Holding]:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a rank holds otherwise than the others: one element of a tensor, or all of it."""
+    """A rank's difference from the others: one element of a tensor, or all of it."""
 
     rank: int
     tensor: str
@@ -149,7 +149,7 @@ def test_ranks_that_are_alike_pass(compare: CompareSources) -> None:
 
 
 def test_a_mixture_passes_only_where_nobody_looks() -> None:
-    """What comparing is for: without it every byte matches its source, and two ranks' weights are served as one."""
+    """Without a comparison every byte matches its source, and two ranks' weights are served as one version."""
     have, want = replicas(2)
     options = replace(OPTIONS, compare_sources="off", rollback="none")
     with Workers(want) as workers:
@@ -161,7 +161,7 @@ def test_a_mixture_passes_only_where_nobody_looks() -> None:
 
 
 def arrived(have: Holding, want: Holding, theirs: list[Source], rank: int, compare: CompareSources, turn: int) -> Any:
-    """What a rank finds when it has looked at all buckets of the others."""
+    """The differences a rank finds in all buckets of the others."""
     from treadle.update.rank.packing import Packer
 
     shares = Shares(plan_update(have, want, SMALL))

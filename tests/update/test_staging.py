@@ -1,4 +1,4 @@
-"""What is held, wanted and named: pieces that do not fit, pieces wanted twice, tied weights."""
+"""Pieces that do not fit their names, pieces wanted twice, tied weights."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def update_ranks(
 
 
 def bare(d: Updated) -> Updated:
-    """Without what is only of use in its process."""
+    """The result without the fields that cannot leave its process."""
     return Updated(d.version, d.epoch, d.size_bytes, d.rollback_bytes, d.rollbacks, d.seconds, d.notes)
 
 

@@ -1,4 +1,4 @@
-"""Which version is served: recovery from peers, what is lost, changes only, epochs, decisions that last."""
+"""The version served: after recovery from peers, losses, partial updates, old messages, and restarts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_only_what_changed_moves_where_the_base_is_served() -> None:
 
 
 def silence(adapter: Troubled) -> None:
-    """An engine that cannot hand out what it holds, and wants whole pieces, as vLLM."""
+    """Make an engine like vLLM: it cannot export, and needs whole pieces."""
     adapter.can_export, adapter.whole = False, True
 
 

@@ -146,7 +146,7 @@ def test_tokens_are_those_of_a_fresh_load_three_times(dense: Served) -> None:
 
 
 def test_all_tensors_move_where_only_one_is_said_to_have_changed(dense: Served) -> None:
-    """All have: what is served would be wrong if only that one had moved."""
+    """All tensors have changed in truth: tokens would be wrong if only that one had moved."""
     if not dense.version:
         dense.update(1)
     dense.version += 1
@@ -210,7 +210,7 @@ def test_no_mixture_is_served_and_the_next_try_succeeds(name: str, dense: Served
 
 
 def is_lost(dense: Served, text: str) -> None:
-    """The gate says so at once, and what the engine's processes had in shared memory goes without the test's doing."""
+    """The gate says so at once, and the replica removes the shared memory of the engine's processes."""
     answer = dense.engine.generate()
     assert text in answer["closed"], answer
     until = time.monotonic() + 40
@@ -233,7 +233,7 @@ def moe(models: dict[str, Models], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def plugin(directory: Path) -> Path:
-    """As an installed package would declare it."""
+    """The entry point as an installed package declares it."""
     about = directory / "treadle_plugin-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: treadle-plugin\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""A worker and its engine: when the worker closes it, and what it lets go of."""
+"""A worker and its engine: when the worker closes the engine, and when it unmaps buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of update ranks: where one is killed, and a byte that changes on its way."""
+"""Faults of update ranks: a rank that is killed, and a byte that changes between source and worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECISIONS = ("before commit", "after commit", "amid telling")
 
 @dataclass(frozen=True)
 class Crash:
-    """Where an update rank is killed: at a bucket, before or after it says that a phase is done, or as it decides."""
+    """Kills an update rank: at a bucket, before or after it reports a phase, or around the decision."""
 
     rank: int
     when: str
@@ -32,14 +32,14 @@ class Crash:
 
 @dataclass(frozen=True)
 class Flip:
-    """A byte of a bucket in a buffer changes after it was broadcast, before the worker reads it."""
+    """Changes a byte of a bucket after its broadcast, before the worker reads it."""
 
     rank: int
     bucket: int
 
 
 def arm(updater: Updater, crash: Crash | None, flip: Flip | None, marks: Path) -> None:
-    """Has the rank that is meant get into trouble."""
+    """Arm the fault on the rank that it names."""
     if crash is not None and crash.rank == updater.rank:
         _arm_crash(updater, crash, marks)
     if flip is not None and flip.rank == updater.rank:

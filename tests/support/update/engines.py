@@ -44,7 +44,7 @@ def state(shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, torch.T
 
 
 class Noting(Plain):
-    """Notes how it was closed, and whether requests were served while the way back was kept."""
+    """A plain engine that notes how it was closed, and whether it served while it was exported."""
 
     late = False
 

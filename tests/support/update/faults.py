@@ -1,4 +1,4 @@
-"""One fault at a time: what to break, who breaks it, what is seen from outside meanwhile, and if all is well after.
+"""One fault at a time: the fault, who commits it, what askers see meanwhile, and whether all is well after.
 
 A set of workers lives through many cases. Each case has update ranks of its own; those that survive try again, and
 where one was lost, new ranks do.
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def culprit(self) -> str:
-        """What the error must name."""
+        """The name that the error must contain."""
         if self.crash is not None:
             return "the coordinator (update rank 0" if self.crash.rank == 0 else f"update rank {self.crash.rank} "
         if self.flip is not None:
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def deadline_s(self) -> float:
-        """Only a process that hangs is found by its deadline."""
+        """Short only for a process that hangs: other faults are noticed at once."""
         return 1.5 if self.trouble is not None and self.trouble.act == "hang" else 15.0
 
 
 def draw(number: int, world: int, num_buckets: int) -> Case:
-    """A case by its number: which fault, where."""
+    """The case with this number: a random fault at a random place."""
     chance = random.Random(number)
     kind = chance.choice(KINDS)
     if kind in ("rank", "decision"):
@@ -68,7 +68,7 @@ def draw(number: int, world: int, num_buckets: int) -> Case:
 
 @dataclass
 class Report:
-    """What an update rank saw."""
+    """The outcome of an update on one rank."""
 
     error: str = ""
     who: str = ""
@@ -82,7 +82,7 @@ class Report:
 def attempt(
     rank: int, workers: tuple[Path, Path], make: Callable[[int, int], Source], version: int, case: Case, marks: Path
 ) -> Report:
-    """An update that goes wrong, and tries until it does not."""
+    """Update with a fault, then try until an update succeeds."""
     options = _options(case)
     report = Report()
     with Updater(workers[0], ledger=workers[1], options=options) as updater:
@@ -100,7 +100,7 @@ def attempt(
 
 
 def again(updater: Updater, source: Source, version: int, report: Report) -> None:
-    """Tries until it succeeds: a worker that hangs is busy for a while, one that was killed starts again."""
+    """Try until an update succeeds: a worker that hangs is busy for a while, one that was killed restarts."""
     until = time.monotonic() + 30
     while True:
         report.retried += 1
@@ -117,7 +117,7 @@ def again(updater: Updater, source: Source, version: int, report: Report) -> Non
 def fresh(
     rank: int, workers: tuple[Path, Path], make: Callable[[int, int], Source], version: int, case: Case
 ) -> Report:
-    """New ranks, after some were lost."""
+    """Update from new ranks, after some were lost."""
     report = Report()
     with Updater(workers[0], ledger=workers[1], options=_options(case)) as updater:
         again(updater, make(rank, version), version, report)
@@ -144,7 +144,7 @@ class Seen:
 
 @dataclass
 class Watcher(Watching):
-    """Asks every worker over and over, from a process that has no part in updates; starts killed ones again."""
+    """Asks every worker in a loop, from a process outside of the update; restarts killed workers."""
 
     workers: Workers
     seen: list[Seen] = field(default_factory=list)
@@ -187,7 +187,7 @@ def mixtures(seen: list[Seen], right: Callable[[int, int], str]) -> list[str]:
 
 
 def play(workers: Workers, case: Case, version: int, make: Any, right: Callable[[int, int], str]) -> int:
-    """Plays a case on workers that serve `version`, raises AssertionError, and returns the version they serve then."""
+    """Play a case on workers that serve `version`; the version they serve then. Raises AssertionError."""
     marks = workers.directory / f"mark{case.number}"
     places = workers.sockets, workers.ledger
     world = len(workers.want.pieces)
@@ -217,7 +217,7 @@ def play(workers: Workers, case: Case, version: int, make: Any, right: Callable[
 
 
 def _judge(case: Case, outcomes: list[Outcome[Report]], marks: Path, version: int, told: str) -> int:
-    """Every survivor raised in time and named who; returns the version that is served if all tried again."""
+    """Check that every survivor raised in time and named the culprit; the version served if all tried again."""
     for outcome in outcomes:
         if case.crash is not None and outcome.rank == case.crash.rank:
             assert outcome.exitcode == -signal.SIGKILL, told
@@ -258,7 +258,7 @@ def _committed(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Marker:
-    """Has a worker write down when its trouble begins."""
+    """Have a worker note when its fault happens."""
 
     path: Path
 
@@ -267,7 +267,7 @@ class Marker:
 
 
 OTHERS = ("vllm", "psm_", "sem.mp-")
-"""Names that engines and Python's multiprocessing give, in other processes of the machine; updates have none."""
+"""Names that engines and multiprocessing give in other processes of this machine; updates make none."""
 
 
 def shared_memory() -> set[str]:

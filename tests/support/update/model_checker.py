@@ -71,7 +71,7 @@ Event: TypeAlias = tuple[str, World]
 
 
 def events(world: World, sizes: Sizes) -> Iterator[Event]:
-    """All that may happen next, in words."""
+    """All events that may happen next, with a description of each."""
     for number, run in enumerate(world.runs):
         yield from _run_events(world, number, run, sizes)
     for process in world.processes:
@@ -151,7 +151,7 @@ def _give_up(world: World, link: Link, *, heard: bool) -> World:
 
 
 def _decisions(what: str, number: int, act: Callable[[str], World], world: World) -> Iterator[Event]:
-    """If the coordinator decides by this, it may end just before or just after it has written that down."""
+    """If this leads to a decision, the coordinator may end just before or just after it has written it."""
     if not world.left[CRASHES]:
         return
     for crash in ("before", "after"):
@@ -198,7 +198,7 @@ def _retire(world: World, process: Process) -> World:
 
 
 def _free(world: World, slot: int) -> World:
-    """The slot goes to who waits for it, if nobody holds it."""
+    """Give a slot that nobody holds to the process that waits for it."""
     there = [p for p in world.processes if p.slot == slot and not p.state.retired]
     if any(p.state.holds_slot for p in there):
         return world
@@ -215,7 +215,7 @@ def _end(world: World, process: Process) -> World:
 
 
 def _born(world: World, slot: int, sizes: Sizes) -> World:
-    """A worker's process starts: empty, and closed until it is told otherwise."""
+    """Start a worker's process: empty and closed."""
     others = any(p.slot == slot and not p.state.retired and p.state.holds_slot for p in world.processes)
     holds = not others or "slots" not in sizes.rules
     named = {p.incarnation for p in world.processes} | {m.incarnation for log in world.logs for m in log.members}
@@ -246,7 +246,7 @@ def _starts(world: World, sizes: Sizes) -> Iterator[Event]:
 
 
 def _stopped(world: World) -> World:
-    """Ranks that have nothing to do leave."""
+    """End all idle ranks."""
     for number, run in enumerate(world.runs):
         for r in reversed(range(run.world)):
             if run.ranks[r] is not None and not world.runs[number].is_over:
@@ -256,7 +256,7 @@ def _stopped(world: World) -> World:
 
 
 def _swept(world: World) -> World:
-    """Without runs of which nothing is left: worlds that go on alike look alike."""
+    """Drop runs that have ended: worlds with the same future then have the same key."""
     heard_of = {link[0] for p in world.processes for link in (p.master, *(q[0] for q in p.queue)) if link is not None}
     kept = [n for n, run in enumerate(world.runs) if n in heard_of or any(run.ranks)]
     if len(kept) == len(world.runs):
@@ -277,7 +277,7 @@ def _swept(world: World) -> World:
 
 
 def violation(world: World) -> str:
-    """What is wrong with a world, in words; nothing if it is as it should be."""
+    """The rule that a world violates, in words; empty if none."""
     if world.wrong:
         return world.wrong
     for p in world.processes:
@@ -297,7 +297,7 @@ def violation(world: World) -> str:
 
 @dataclass(frozen=True)
 class Explored:
-    """How many states there are, and the shortest way to one that is wrong, if there is any."""
+    """The number of states, and the shortest trace to a violation, if there is any."""
 
     states: int
     seconds: float
@@ -306,7 +306,7 @@ class Explored:
 
 
 def explore(sizes: Sizes, most_states: int = 100_000_000) -> Explored:
-    """All states, nearest first; ends at the first that is wrong.
+    """Explore all states, nearest first, up to the first violation.
 
     Of states that were seen their hashes are kept, of 64 bits: among a million, two that are taken for one are as
     likely as one in thirty million.
@@ -343,7 +343,7 @@ def _trace(parents: list[tuple[int, str]], at: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Explores, and prints what it found."""
+    """Explore, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 2), ("workers", 2), ("updates", 2), ("crashes", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -41,7 +41,7 @@ def trained(tensors: list[Tensor], layers: int) -> Holding:
 
 
 def served(tensors: list[Tensor]) -> Holding:
-    """TP4: what goes up is cut along its rows, what comes down along its columns, which are strided."""
+    """TP4: up projections are cut along rows, down projections along columns, which are strided."""
     rule = lambda name: None if "norm" in name else (1 if "down" in name else 0)  # noqa: E731
     return Parallel(tp=4, dim=rule).holding(tensors)
 
@@ -73,7 +73,7 @@ def source_of(have: Holding, rank: int, version: int) -> Source:
 
 
 def expected(want: Holding, worker: int, version: int) -> str:
-    """What a plain worker's digest must be."""
+    """The digest that a plain worker must have."""
     hashed = xxhash.xxh3_128()
     for piece in sorted(want.pieces[worker], key=lambda piece: piece.tensor):
         part = numbers(want.tensors[piece.tensor], piece.box, version)
@@ -83,7 +83,7 @@ def expected(want: Holding, worker: int, version: int) -> str:
 
 @dataclass(frozen=True)
 class Compare:
-    """Compares, in a worker's process, every element it holds with what it should be; names what differs."""
+    """Compares every element that a worker holds with its expected value, in its process; names tensors that differ."""
 
     version: int
 

@@ -28,7 +28,7 @@ def random_tensors(tensors: dict[str, Tensor], seed: int = 0) -> dict[str, Array
 
 
 def held_by(rank: int, holding: Holding, whole: dict[str, Array]) -> dict[Piece, Array]:
-    """What a rank has: its pieces, and nothing else of the tensors."""
+    """A rank's pieces, and nothing else of the tensors."""
     return {
         piece: whole[piece.tensor][piece.box.slices(Box.whole(whole[piece.tensor].shape))].copy()
         for piece in holding.pieces[rank]
@@ -36,7 +36,7 @@ def held_by(rank: int, holding: Holding, whole: dict[str, Array]) -> dict[Piece,
 
 
 def pack(plan: UpdatePlan, bucket: int, have: Holding, whole: dict[str, Array]) -> Array:
-    """The bytes of a bucket, from the pieces of its source alone; what no item covers stays 0xEE."""
+    """The bytes of a bucket, made from its source's pieces alone; bytes outside of items stay 0xEE."""
     mine = held_by(plan.buckets[bucket].source, have, whole)
     buffer = np.full(plan.buckets[bucket].size_bytes, 0xEE, np.uint8)
     for item in plan.buckets[bucket].items:
@@ -67,7 +67,7 @@ def unpack(plan: UpdatePlan, worker: int, bucket: int, buffer: Array, onto: Came
 
 
 def carry_out(plan: UpdatePlan, have: Holding, whole: dict[str, Array]) -> list[Came]:
-    """For each worker and tensor what came (0 where nothing did), and how often each element came."""
+    """For each worker and tensor the elements that came (else 0), and how often each came."""
     workers = [
         {name: (np.zeros(t.shape, BYTES[t.itemsize]), np.zeros(t.shape, np.int64)) for name, t in plan.tensors.items()}
         for _ in plan.takes

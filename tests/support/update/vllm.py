@@ -95,7 +95,7 @@ def _spawn(task: dict[str, Any], env: dict[str, str], log: Path) -> tuple[subpro
 
 
 def fresh_tokens(models: list[dict[str, Any]], log: Path) -> list[list[list[int]]]:
-    """What engines generate that have just loaded these models: by model, by prompt."""
+    """The tokens of engines that have just loaded these models, by model and prompt."""
     task = {"kind": "fresh", "models": models, "prompts": PROMPTS, "num": NUM_TOKENS}
     process, stream = _spawn(task, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, log)
     stream.settimeout(START_S)
@@ -110,7 +110,7 @@ def fresh_tokens(models: list[dict[str, Any]], log: Path) -> list[list[list[int]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All of its group: vLLM's processes are its children's children. They have time: the last tidies shared memory."""
+    """End a process group, which has vLLM's processes in it. They get time: the last one removes shared memory."""
     until = time.monotonic() + 60
     with suppress(ProcessLookupError):
         while time.monotonic() < until:
@@ -174,7 +174,7 @@ class Engine:
             assert answer["answers"] == [None, None], answer
 
     def stop(self) -> None:
-        """As it should; killed where it does not."""
+        """Stop the engine; kill it where it does not end."""
         with suppress(OSError):
             self.order("stop")
         _end(self.process)
@@ -212,7 +212,7 @@ def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world
 
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
-    """Says that one tensor changed, and returns what came of that."""
+    """Update with one changed tensor; the notes."""
     with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
         changed = ["model.layers.0.self_attn.q_proj.weight"]
@@ -222,7 +222,7 @@ def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world:
 def attempt(
     rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int, case: Case, mark: Path
 ) -> Report:
-    """An update that goes wrong."""
+    """Update with a fault."""
     hangs = case.trouble is not None and case.trouble.act == "hang"
     report = Report()
     with Updater(
@@ -239,7 +239,7 @@ def attempt(
 
 
 def _machine() -> dict[str, float]:
-    """Seconds, since it started, in which the machine was away, or something in it had to wait, where it tells that."""
+    """Seconds since boot in which the machine was stolen from, or processes waited, where the kernel tells."""
     stolen = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
     told = {"seconds": time.monotonic(), "stolen": int(stolen) / os.sysconf("SC_CLK_TCK")}
     for what in ("cpu", "io"):

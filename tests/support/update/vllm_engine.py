@@ -35,7 +35,7 @@ COMMON = {
 
 
 class Server:
-    """Takes orders until there are no more, each in a thread of its own."""
+    """Takes orders to the end, each in a thread of its own."""
 
     def __init__(
         self, fd: int, replica: Replica, generate: Callable[[list[int], int], list[int]], fresh: list[int]

@@ -1,4 +1,4 @@
-"""A vLLM worker that gets into trouble, for tests of weight updates. Imported by vLLM in its workers."""
+"""A vLLM worker extension with faults, for tests of weight updates. vLLM imports it in its workers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from treadle.update.worker.endpoint import Endpoint
 
 
 class TroubledExtension(Extension):
-    """As ever, until trouble is asked for."""
+    """The extension, until a fault is asked for."""
 
     def treadle_trouble(self, worker: int, act: str, method: str, at: int, hang_s: float, mark: str) -> str | None:
-        """At the `at`-th call of the adapter's method, once."""
+        """Commit a fault at the `at`-th call of the adapter's method, once."""
         endpoint = self.treadle_endpoint
         if endpoint is None or endpoint.worker.worker != worker:
             return None

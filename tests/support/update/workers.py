@@ -1,4 +1,4 @@
-"""Inference workers in processes of their own, for tests of weight updates, and what to ask them from outside."""
+"""Inference workers in processes of their own, for tests of weight updates, and clients that ask them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from treadle.wire.link import Link
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a worker does at the `at`-th call of a method, once."""
+    """A fault that a worker's engine commits at the `at`-th call of a method, once."""
 
     act: str
     method: str
@@ -55,7 +55,7 @@ class Trouble:
 
 
 class Troubled(Plain):
-    """A plain engine that gets into trouble."""
+    """A plain engine with faults."""
 
     trouble: Trouble | None = None
     endpoint: Endpoint | None = None
@@ -143,7 +143,7 @@ def _worker_main(directory: Path, worker: int, want: Holding, pipe: Connection) 
 
 
 def resident_bytes() -> tuple[int, int]:
-    """What this process holds on its own, and of memory shared with others."""
+    """Bytes resident in this process: private, and shared with others."""
     fields = Path("/proc/self/statm").read_text().split()
     page = os.sysconf("SC_PAGE_SIZE")
     return (int(fields[1]) - int(fields[2])) * page, int(fields[2]) * page
@@ -195,7 +195,7 @@ class Workers:
         self.pipes[worker].close()
 
     def tell(self, worker: int, order: Trouble | str | Callable[[Troubled], Any]) -> Any:
-        """Has a worker do something; `order` is importable."""
+        """Have a worker do something and return the answer; `order` must be importable."""
         self.pipes[worker].send(order)
         assert self.pipes[worker].poll(60)
         return self.pipes[worker].recv()
@@ -276,7 +276,7 @@ class Asker:
 
 
 def ask_once(directory: Path, worker: int) -> Answer | Refused | None:
-    """None where nobody is there."""
+    """Ask once; None where nobody listens."""
     try:
         asker = Asker(directory, worker)
     except OSError:

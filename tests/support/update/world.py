@@ -1,4 +1,4 @@
-"""What the model checker of weight updates moves about: logs, ranks, workers, and the sockets between them.
+"""The world of the model checker of weight updates: logs, ranks, workers, and the sockets between them.
 
 Decisions are those of `treadle.update.protocol`; here is what carries them out in place of sockets, disks and engines.
 """
@@ -31,7 +31,7 @@ Link: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much may happen. `crashes` counts all that goes wrong: processes that end, and ranks that give up waiting."""
+    """Bounds of a world. `crashes` counts faults: processes that end, and ranks that give up waiting."""
 
     ranks: int = 2
     workers: int = 2
@@ -44,7 +44,7 @@ class Sizes:
 
 
 class Process(NamedTuple):
-    """An inference worker: its state as it knows it, its engine as it is, and what its update rank has sent."""
+    """An inference worker: its own state, its engine's true weights, and the messages its update rank has sent."""
 
     slot: int
     incarnation: str
@@ -89,7 +89,7 @@ class Run(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. `logs` are on disk; `on` which slots each was committed on; `left` what may still happen."""
+    """The whole state. `logs` are on disk, `on[log]` the slots it was committed on, `left` the bounds not used up."""
 
     logs: tuple[Record, ...]
     counters: tuple[int, ...]
@@ -102,7 +102,7 @@ class World(NamedTuple):
     wrong: str = ""
 
     def key(self) -> Any:
-        """Equal for worlds that go on alike."""
+        """A key that worlds with the same future share."""
         runs = tuple((r.log, r.world, _core_key(r.core), r.ranks, r.down, r.asked) for r in self.runs)
         rest = self.counters, self.on, self.version, self.left, self.members
         return self.logs, self.processes, runs, rest
@@ -194,7 +194,7 @@ def find(world: World, incarnation: str) -> Process | None:
 
 
 def send(world: World, link: Link, message: Any) -> World:
-    """To the rank's worker, if that is there and has not gone over to another rank."""
+    """Send to the rank's worker, if it is there and has not gone over to another rank."""
     me = world.runs[link[0]].ranks[link[1]]
     process = find(world, me.link) if me is not None else None
     if process is None or process.master != link:
@@ -260,7 +260,7 @@ def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> 
 
 
 def _bare(message: Any) -> Any:
-    """Without the words, which would make states of one."""
+    """Drop error texts, which would make several states of one."""
     if not isinstance(message, Stop):
         return message
     return Stop(message.epoch, Fault(message.epoch, "", "enter", -1, ""), message.committed)
@@ -343,7 +343,7 @@ def fail(world: World, link: Link, *, heard: bool = True) -> World:
 
 
 def leave(world: World, link: Link, told: Stop | None) -> World:
-    """The worker hears what the rank knows."""
+    """A rank leaves an attempt that ended early: it says farewell to its worker."""
     number, r = link
     me = world.runs[number].ranks[r]
     assert me is not None
@@ -375,7 +375,7 @@ def kill(world: World, link: Link, *, keep: bool) -> World:
 
 
 def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "") -> World:
-    """What the rank does next, up to where it waits."""
+    """Run a rank's actions up to where it waits."""
     state, action = step
     while True:
         me = world.runs[link[0]].ranks[link[1]]
@@ -401,7 +401,7 @@ def _asked(world: World, link: Link, message: Any) -> World:
 
 
 def _done(world: World, number: int) -> World:
-    """All ranks have been told that all is well: is it."""
+    """Once all ranks have succeeded, check that every worker they found serves the committed version."""
     run = world.runs[number]
     if not all(r is not None and r.waits == "done" for r in run.ranks):
         return world
@@ -461,7 +461,7 @@ def _decide(process: Process, message: Any) -> worker.Moves:
 
 
 def engine(p: Process, act: worker.Act, link: Link | None, message: Any, world: World) -> Process:
-    """What the engine comes to hold and serve."""
+    """The engine after an act."""
     if act == "close":
         p = replace(p, open=False)
         return replace(p, before=p.weights if p.state.state == "serving" else None) if isinstance(message, Begin) else p
