@@ -195,7 +195,7 @@ def hand_step(work: Work) -> Contender:
     schedule, rank, placement = work.schedule, work.rank, work.schedule.placement
     stages, doings = work.stages(), plan(work.schedule, work.rank)
     modules = [stages[stage] for stage in placement.stages[rank]]
-    halves = [split.Halves() for _ in modules]
+    halves = [split.WeightGradQueue() for _ in modules]
     rows = schedule.columns
     for chunk in set(rows.chunk[rows.kind == treadle.Kind.W].tolist()):
         split.apply(split.examine(modules[chunk]).linears, halves[chunk])
