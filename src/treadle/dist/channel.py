@@ -25,6 +25,9 @@ Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 _LEAVING = 4
 """Tensors that may be on their way at once, besides those of the last message, whose receive may not be posted yet."""
 
+_SMALL_BYTES = 1 << 18
+"""As long as fewer bytes are on their way the number does not matter: keeping them is cheaper than waiting."""
+
 
 class _Leaving(NamedTuple):
     """A message on its way. Its tensors must stay as they are until it has left: `versions` tell if they did."""
@@ -33,6 +36,7 @@ class _Leaving(NamedTuple):
     tensors: list[Tensor]
     versions: list[int]
     works: list[dist.Work]
+    size_bytes: int
 
 
 class Channel:
@@ -45,6 +49,7 @@ class Channel:
         self.communicator, self.peer, self.device, self.wait = communicator, peer, device, wait
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving = 0
+        self._leaving_bytes = 0
 
     def send(self, tensors: Sequence[Tensor], told: str) -> None:
         """Launches a message, and waits for earlier ones so that few stay alive. `told` is what errors call it."""
@@ -52,9 +57,11 @@ class Channel:
             return
         sent = [tensor.contiguous() for tensor in tensors]
         works = [self.communicator.send([tensor], self.peer, 0) for tensor in sent]
-        self._leaving.append(_Leaving(told, sent, versions(sent), works))
+        size_bytes = sum([tensor.nbytes for tensor in sent])
+        self._leaving.append(_Leaving(told, sent, versions(sent), works, size_bytes))
         self._num_leaving += len(works)
-        while self._num_leaving > _LEAVING and len(self._leaving) > 1:
+        self._leaving_bytes += size_bytes
+        while self._leaving_bytes > _SMALL_BYTES and self._num_leaving > _LEAVING and len(self._leaving) > 1:
             self._wait_for_oldest()
 
     def drain(self) -> None:
@@ -65,6 +72,7 @@ class Channel:
     def _wait_for_oldest(self) -> None:
         message = self._leaving.popleft()
         self._num_leaving -= len(message.works)
+        self._leaving_bytes -= message.size_bytes
         for work in message.works:
             self.wait(work)
         refuse_reused(message.tensors, message.versions, message.told)

@@ -1,42 +1,48 @@
-"""A rank's part of a Program at the grain of cells: its list of instructions, walked by one thread."""
+"""A rank's part of a Program at the grain of cells: its list of instructions, post_early, walked by one thread."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from treadle.dist.device import Device
+from treadle.dist.device import Device, Host
 from treadle.ir.program import Longs, Program
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.run.ops import RankProgram, instructions, walk, where
+from treadle.runtime.run.ops import RankProgram, instructions, post_early, walk, where
 from treadle.runtime.run.recorder import Recorder
 
 
 class CellExecutor:
-    """The list, and what the last step noted of it."""
+    """Runs a rank's ops at cell granularity. `listed` is the order of the first step, which learns the shapes."""
 
     def __init__(self, part: RankProgram, device: Device) -> None:
         self.program: Program = part.program
         self.listed = instructions(part)
         self.device = device
         self.recorder = Recorder(part.program, self.listed, device)
+        self._known: Recorder | None = None
+        """The list of steps whose shapes are known, on a CPU: its receives are posted early."""
 
     def run(self, guard: Guard) -> None:
         """A step."""
+        self.recorder = recorder = self._known or Recorder(self.program, self.listed, self.device)
         ends: list[Any] = []
-        self.recorder.ends = ends
+        recorder.ends = ends
         try:
-            walk(self.listed, guard.slots, self.device.now, ends)
+            walk(recorder.listed, guard.slots, self.device.now, ends)
             self.device.catch_up()
         except Exception as error:
-            at = where(self.listed, ends)
+            at = where(recorder.listed, ends)
             guard.blame(error, at.op, at.peer)
+        if self._known is None and isinstance(self.device, Host):
+            self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)
 
     def times(self) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
         return self.recorder.times()
 
     def forget_shapes(self) -> None:
-        """The list is the same whatever the shapes."""
+        """The next step runs `listed` again: its receives wait for headers."""
+        self._known = None
 
     def close(self) -> None:
         """Nothing to give back."""

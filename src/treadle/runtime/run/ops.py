@@ -85,6 +85,28 @@ def instructions(part: RankProgram) -> list[Instruction]:
     return made + last
 
 
+def post_early(listed: Sequence[Instruction], program: Program) -> list[Instruction]:
+    """Moves each receive up to where its buffer is free: behind the ops that it depends on.
+
+    Receives of one channel keep their order. A rank whose receives are posted sooner blocks less often, and its peer
+    too. Only once headers have come, which a post would wait for, and only on gloo: a receive of NCCL's that waits for
+    its peer holds up what is launched behind it.
+    """
+    place: dict[int, int] = {}
+    last: dict[int, int] = {}
+    turn = []
+    for at, instruction in enumerate(listed):
+        index = instruction.op
+        is_post = index not in place and program.op(index).kind.is_recv
+        place.setdefault(index, at)
+        behind = at
+        if is_post:
+            lane = int(program.lane_of[index])
+            behind = last[lane] = max([last.get(lane, -1), *(place[dep] for dep in program.deps(index))])
+        turn.append((behind, is_post, at))
+    return [listed[at] for _, _, at in sorted(turn)]
+
+
 def _compute(part: RankProgram, op: Op) -> Callable[[], None]:
     stage, mb = part.stages[op.chunk], op.mb
     assert isinstance(stage, Stage)
@@ -220,7 +242,7 @@ def _as_told(stage: Chunk, mb: int, grads: Grads, boundary: Boundary, device: to
     return message
 
 
-def walk(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
+def walk(listed: Sequence[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
     """Runs a step. `slots` shows others where this rank is; `ends` gets the times, as `now` tells them."""
     note = ends.append
     note(now())
@@ -231,6 +253,6 @@ def walk(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], e
         note(now())
 
 
-def where(listed: list[Instruction], ends: list[Any]) -> Instruction:
+def where(listed: Sequence[Instruction], ends: list[Any]) -> Instruction:
     """The instruction that a step which failed was at; behind the last it is the last."""
     return listed[min(len(ends), len(listed)) - 1]
