@@ -57,7 +57,7 @@ from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.layers import LayerExecutor
-from treadle.runtime.run.ops import RankProgram
+from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
 
 

@@ -36,7 +36,8 @@ from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.run.cells import CellExecutor
-from treadle.runtime.run.ops import Instruction, RankProgram, instructions
+from treadle.runtime.run.ops import Instruction, instructions
+from treadle.runtime.run.rank_program import RankProgram
 from treadle.schedules import SCHEDULES, Size
 
 SEED = 20250711

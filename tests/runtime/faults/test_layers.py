@@ -41,14 +41,13 @@ from tests.runtime.faults.test_cells import (
     side_by_side,
 )
 from tests.support.ranks import Outcome, run_ranks
-from treadle.dist.channel import Posted
 from treadle.ir.program import Op, OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.faults.watch import EXIT_LOST
-from treadle.runtime.run import layers as weave_module
-from treadle.runtime.run.ops import RankProgram
+from treadle.runtime.run.handlers import HANDLERS, OpCalls
+from treadle.runtime.run.rank_program import RankProgram
 
 __all__ = ["side_by_side"]
 
@@ -126,7 +125,7 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
     program, name = pipe.program, partial(pipe._guard.name, VICTIM)
     mine = (program.lane_rank[program.lane_of] == VICTIM // EP) & (program.kind == case.kind)
     target = int(np.flatnonzero(mine)[0])
-    calls, run_of = iter(range(1_000_000)), weave_module._run
+    calls, handler = iter(range(1_000_000)), HANDLERS[case.kind]
 
     def fault() -> None:
         if next(calls) != case.step:
@@ -138,16 +137,16 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
         if case.fault in OWN_ERRORS:
             raise OWN_ERRORS[case.fault]
 
-    def with_fault(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
-        run = run_of(part, op, posted)
+    def with_fault(part: RankProgram, op: Op) -> OpCalls:
+        made = handler(part, op)
 
         def faulty() -> None:
             fault()
-            run()
+            made.all()
 
-        return faulty if op.index == target else run
+        return OpCalls(faulty) if op.index == target else made
 
-    weave_module._run = with_fault
+    HANDLERS[case.kind] = with_fault
 
 
 def take_part(rank: int, case: Case, deadline_s: float, directory: Path) -> None:

@@ -1,38 +1,44 @@
-"""A rank's part of a Program at the grain of cells: its list of instructions, post_early, walked by one thread."""
+"""A rank's part of a Program at cell granularity: its list of instructions, run by one thread."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from treadle.dist.device import Device, Host
-from treadle.ir.program import Longs, Program
+from treadle.ir.program import Longs, OpKind, Program
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.run.ops import RankProgram, instructions, post_early, walk, where
+from treadle.runtime.run.handlers import HANDLERS, Handler
+from treadle.runtime.run.ops import instructions, labelled, post_early, walk, where
+from treadle.runtime.run.own_error import Row
+from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import Recorder
 
 
 class CellExecutor:
     """Runs a rank's ops at cell granularity. `listed` is the order of the first step, which learns the shapes."""
 
-    def __init__(self, part: RankProgram, device: Device) -> None:
+    def __init__(self, part: RankProgram, device: Device, handlers: Mapping[OpKind, Handler] = HANDLERS) -> None:
         self.program: Program = part.program
-        self.listed = instructions(part)
+        self.rank = part.global_rank(part.pp_rank)
+        self.listed = instructions(part, handlers)
         self.device = device
         self.recorder = Recorder(part.program, self.listed, device)
         self._known: Recorder | None = None
         """The list of steps whose shapes are known, on a CPU: its receives are posted early."""
 
     def run(self, guard: Guard) -> None:
-        """A step."""
+        """Run a step."""
         self.recorder = recorder = self._known or Recorder(self.program, self.listed, self.device)
         ends: list[Any] = []
         recorder.ends = ends
         try:
-            walk(recorder.listed, guard.slots, self.device.now, ends)
+            walk(labelled(recorder.listed, self.program), guard.slots, self.device.now, ends)
             self.device.catch_up()
         except Exception as error:
-            at = where(recorder.listed, ends)
-            guard.blame(error, at.op, at.peer)
+            failed = where(recorder.listed, ends)
+            row = Row(self.program, self.rank, list(dict.fromkeys(i.op for i in recorder.listed)))
+            row.blame(guard, error, failed.op, failed.peer)
         if self._known is None and isinstance(self.device, Host):
             self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)
 

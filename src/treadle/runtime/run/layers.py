@@ -8,13 +8,12 @@ paced, that was 3 % instead of 9 % over the prediction: benchmarks/overlap.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
 
-from treadle.dist.channel import Channel, Posted
+from treadle.dist.channel import Channel
 from treadle.dist.device import GpuLateError, LateError
 from treadle.dist.groups import Group
 from treadle.ir.program import LaneKind, Longs, Op, OpKind
@@ -23,10 +22,12 @@ from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
-from treadle.runtime.model.layered import LayeredStage
+from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
-from treadle.runtime.run.ops import RankProgram, arrive, post, send, then_backward, then_forward
+from treadle.runtime.run.ops import in_range, is_profiled
+from treadle.runtime.run.own_error import Row
+from treadle.runtime.run.rank_program import RankProgram
 
 PACE = {
     LaneKind.COMPUTE: Pace.AFTER,
@@ -45,11 +46,18 @@ _TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
 
 
 class LayerExecutor:
-    """What `Walk` is to cells. `own` are the rank's ops in the order in which they are launched; lanes know them so."""
+    """Runs a rank's ops at layer granularity. `own[i]` is the i-th op launched; lanes identify ops by i."""
 
-    def __init__(self, part: RankProgram, ticks: Longs, make_lanes: Callable[[int, list[Op]], Lanes]) -> None:
+    def __init__(
+        self,
+        part: RankProgram,
+        ticks: Longs,
+        make_lanes: Callable[[int, list[Op]], Lanes],
+        handlers: Mapping[OpKind, Handler] = HANDLERS,
+    ) -> None:
         program = part.program
         self.program = program
+        self.rank = part.global_rank(part.pp_rank)
         self.own = [program.op(int(index)) for index in host_order(program, ticks)[part.pp_rank]]
         lanes = sorted({op.lane for op in self.own}, key=lambda lane: (lane.kind, lane.peer))
         assert lanes[0].kind is LaneKind.COMPUTE
@@ -63,10 +71,11 @@ class LayerExecutor:
             wait_target=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
             of_lane=[[at for at, of in enumerate(self._lane) if of == lane] for lane in range(len(lanes))],
         )
-        self._runs = [self._shown(at, _run(part, op, {})) for at, op in enumerate(self.own)]
+        self._runs = [self._shown(at, handlers[op.kind](part, op).all) for at, op in enumerate(self.own)]
         self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
         self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
         self._known = False
+        self._profiled = False
         self._under_way: RankProgress | None = None
         self._last_sends = [
             (place[op.index], part.outgoing[op.lane.peer])
@@ -77,7 +86,8 @@ class LayerExecutor:
         self.lanes = make_lanes(len(lanes), self.own)
 
     def run(self, guard: Guard) -> None:
-        """A step."""
+        """Run a step."""
+        self._profiled = is_profiled()  # asked once: a range costs even where nobody profiles
         under_way = self._under_way = RankProgress(self._rows, guard.slots)
         for wait in self._waits:
             wait.step = under_way
@@ -117,17 +127,19 @@ class LayerExecutor:
             under_way.show(at, self._rows.wait_target[at] if talks else NOBODY)
         if talks:
             under_way.suspect_itself()
-        guard.blame(error, op.index, ALL if talks else NOBODY)
+        row = Row(self.program, self.rank, self._rows.index)
+        row.blame(guard, error, op.index, ALL if talks else NOBODY)
 
     def _shown(self, at: int, run: Callable[[], None]) -> Callable[[], None]:
-        """Lets the step know when an op runs."""
+        """Return `run` with the step told when the op begins and ends, and in a profiler range if one runs."""
+        ranged = in_range(str(self.own[at]), run)
 
         def shown() -> None:
             under_way = self._under_way
             assert under_way is not None
             under_way.begin(at)
             try:
-                run()
+                ranged() if self._profiled else run()
             except BaseException:
                 under_way.fail()
                 raise
@@ -157,32 +169,3 @@ def _talkers(part: RankProgram) -> list[Group | Channel]:
     groups = (*ep_groups.values(), part.gradients.group, part.gradients.expert_dp_group)
     channels = (*part.outgoing.values(), *part.incoming.values())
     return [*channels, *(group for group in groups if group is not None)]
-
-
-def _run(part: RankProgram, op: Op, posted: dict[int, Posted]) -> Callable[[], None]:
-    if op.kind.is_recv:
-        return partial(_one_after_the_other, post(part, op, posted), arrive(part, op, posted))
-    if op.kind.is_send:
-        return send(part, op)
-    if op.kind is OpKind.REDUCE_GRAD:
-        return partial(_reduce, part, op.chunk)
-    stage = part.stages[op.chunk]
-    assert isinstance(stage, LayeredStage)
-    run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
-    layout = part.program.layout
-    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
-        return then_forward(part, op, run)
-    if op.kind is layout.backward[-1] and op.layer == 0:
-        return then_backward(part, op, run)
-    return run
-
-
-def _reduce(part: RankProgram, chunk: int) -> None:
-    part.gradients.gather(chunk)
-    part.gradients.reduce(chunk)
-    part.gradients.arrive(chunk)
-
-
-def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
