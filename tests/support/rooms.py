@@ -1,6 +1,6 @@
 """The rooms of the package and who imports whom, read from the imports; and as ARCHITECTURE.md draws them.
 
-    python -m tests.support.rooms            prints the drawing's lines as the imports are now
+python -m tests.support.rooms            prints the drawing's lines as the imports are now
 """
 
 from __future__ import annotations

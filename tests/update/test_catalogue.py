@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
-from treadle.update.coordinator.attempt import Attempt, AttemptRefusedError
 from treadle.update.coordinator.commit_log import CommitLog, Record
 from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.protocol.control import (
     Agreed,

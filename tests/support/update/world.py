@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from treadle.update.coordinator.attempt import Attempt
 from treadle.update.options import UpdateOptions
 from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Enter, Fault, Kind, Stop
 from treadle.update.protocol.coordinator import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Load, Settle, Status

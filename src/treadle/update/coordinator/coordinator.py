@@ -13,11 +13,11 @@ from __future__ import annotations
 import threading
 import time
 
-from treadle.update.coordinator.attempt import Attempt
 from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.coordinator.lateness import WaitReports, late_ranks
 from treadle.update.coordinator.rank_links import RankLink, RankLinks
 from treadle.update.protocol import coordinator as protocol
+from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Fault, ToCoordinator
 from treadle.wire.codec import encode
 from treadle.wire.errors import WireError, WrongKeyError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from treadle.update.coordinator.attempt import Attempt, AttemptRefusedError
+from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.control import (
     Agreed,
     Enter,

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 from treadle.host.sockets import close_server, listen, place_of
-from treadle.update.adapters.interface import Adapter
 from treadle.update.protocol.messages import (
     PROTOCOL,
     Answer,
@@ -24,6 +23,7 @@ from treadle.update.protocol.messages import (
     ToWorker,
     Welcome,
 )
+from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.gate import ClosedError
 from treadle.update.worker.slot import Slot
 from treadle.update.worker.worker import Worker

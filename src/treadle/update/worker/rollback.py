@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.update.adapters.interface import Adapter
 from treadle.update.protocol.messages import Begin, TakePlan
+from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival
 from treadle.update.worker.rollback_store import RollbackStore
 from treadle.weights.pieces import Box, Piece

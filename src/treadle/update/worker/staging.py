@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from treadle.update.adapters.interface import Adapter
 from treadle.update.memory.copying import DIGEST_BYTES, boxed, cut, digest
 from treadle.update.memory.host import Raw
 from treadle.update.protocol.messages import Share, TakePlan
+from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.weights.geometry import disjoint
 from treadle.weights.pieces import Box, Piece

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle.update.adapters.interface import Adapter
 from treadle.update.memory.host import Buffer, HostBuffer
 from treadle.update.protocol import worker as deciding
 from treadle.update.protocol.messages import (
@@ -45,6 +44,7 @@ from treadle.update.protocol.messages import (
     TakePlan,
 )
 from treadle.update.protocol.worker import Act, MessageRefusedError, Moves, WorkerState
+from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
