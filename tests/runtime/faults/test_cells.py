@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import treadle
+from tests.support.faults import AGREEMENT, CallName, Faults, meet_with, note
 from tests.support.oracle import chunks_of, make_mesh
 from tests.support.ranks import Failure, Outcome, run_ranks
 from treadle.ir.program import Op, OpKind, Program
@@ -35,8 +37,7 @@ from treadle.runtime import build as assembly
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.run.cells import CellExecutor
-from treadle.runtime.run.ops import Instruction, instructions
+from treadle.runtime.run.ops import instructions
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.schedules import SCHEDULES, Size
 
@@ -55,7 +56,6 @@ SOON_S = 5.0
 END_S = 4.0
 """A rank that hangs is given this long to react before it ends itself."""
 
-AGREEMENT = "the agreement on the loss"
 KINDS = {"kill": "killed", "stop": "hung", "sleep": "hung", "raise": "raised"}
 HANGS = ("stop", "sleep")
 SHAPES = [(2, 1), (4, 1), (2, 2)]
@@ -65,11 +65,13 @@ SHAPES = [(2, 1), (4, 1), (2, 2)]
 
 
 class Place(NamedTuple):
-    """Something a rank does in a step: where in its list, behind which is the agreement, and its op as it is told."""
+    """Something a rank does in a step: where in its list, its op as told and as faults name it, and the call."""
 
     at: int
     sort: str
     op: str
+    name: str
+    call: CallName
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,23 @@ def places(name: str, pp: int, dp: int, rank: int) -> list[Place]:
     listed = instructions(
         RankProgram(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
     )
-    found, seen = [], set()
+    found: list[Place] = []
+    times: Counter[int] = Counter()
     for index, instruction in enumerate(listed):
         op = program.op(instruction.op)
-        launch = "wait" if op.index in seen else "launch"  # what talks comes twice, first when it is launched
+        call = calls_of(op.kind)[times[op.index]]
+        launch = "wait" if times[op.index] else "launch"  # what talks comes twice, first when it is launched
         sort = op.kind.name if op.kind <= OpKind.W else f"{launch} {op.kind.name}"
-        seen.add(op.index)
-        found.append(Place(index, sort, told(op, rank, dp)))
-    return [*found, Place(len(listed), "AGREE", AGREEMENT)]
+        times[op.index] += 1
+        found.append(Place(index, sort, told(op, rank, dp), str(op), call))
+    return [*found, Place(len(listed), "AGREE", AGREEMENT, AGREEMENT, "launch")]
+
+
+def calls_of(kind: OpKind) -> tuple[CallName, ...]:
+    """The calls of an op in the order of the list."""
+    if kind is OpKind.REDUCE_GRAD:
+        return "prepare", "launch", "finish"
+    return ("launch", "drain") if kind.is_send else ("launch", "finish")
 
 
 def draw(number: int) -> Case:
@@ -191,56 +202,19 @@ def run_steps(pipe: treadle.Pipeline, num_steps: int) -> None:
             pipe.step(batch, batch)
 
 
-def note(directory: Path, rank: int, what: str, text: str) -> None:
-    (directory / f"{what}{rank}").write_text(text)
-
-
-def meet_with(kind: str, rank: int, directory: Path) -> None:
-    note(directory, rank, "fault", str(time.monotonic()))
-    match kind:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(1e6)  # another thread may be the one that is told to stop them all, a moment later
-        case "sleep":
-            time.sleep(1e6)
-        case "raise":
-            raise ValueError("bad batch")
-
-
-def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
-    """Puts the fault before or after what the place does, in the step of the case."""
-    calls = iter(range(1_000_000))
-
-    def faulty(run: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*args: object) -> object:
-            is_now = next(calls) == case.step
-            if is_now and not case.after:
-                meet_with(case.kind, case.rank, directory)
-            value = run(*args)
-            if is_now and case.after:
-                meet_with(case.kind, case.rank, directory)
-            return value
-
-        return wrapped
-
-    assert isinstance(pipe._with_reduce, CellExecutor)
-    listed = pipe._with_reduce.listed
-    if case.place.at == len(listed):
-        pipeline_module.agree = faulty(pipeline_module.agree)  # type: ignore[attr-defined, assignment]
-        return
-    op, run, peer = listed[case.place.at]
-    assert told(pipe.program.op(op), case.rank, case.dp) == case.place.op
-    listed[case.place.at] = Instruction(op, faulty(run), peer)  # type: ignore[arg-type]
+def arm(case: Case, directory: Path) -> None:
+    """Put the fault before or after its call, in the step of the case."""
+    before, after = ("", case.place.name) if case.after else (case.place.name, "")
+    faults = Faults(directory)
+    faults.add(case.kind, rank=case.rank, step=case.step, before=before, after=after, call=case.place.call)
+    faults.arm(case.rank)
 
 
 def take_part(rank: int, case: Case, deadline_s: float, directory: Path) -> None:
     note(directory, rank, "pid", str(os.getpid()))
-    pipe = make_pipe(case.name, case.pp, case.dp, deadline_s)
     if rank == case.rank:
-        inject(pipe, case, directory)
-    run_steps(pipe, case.step + 3)
+        arm(case, directory)
+    run_steps(make_pipe(case.name, case.pp, case.dp, deadline_s), case.step + 3)
 
 
 # -- what is asked of them ---------------------------------------------------------------------------------------------
@@ -429,9 +403,9 @@ def in_stage(rank: int, kind: str, directory: Path) -> None:
 def staying(rank: int, kind: str, directory: Path) -> None:
     """Survivors do not end for a while, so nobody comes out of a wait because another's connections closed."""
     note(directory, rank, "pid", str(os.getpid()))
-    pipe = make_pipe("zb-v", 4, 1, LONG_S)
     if rank == VICTIM:
-        inject(pipe, Case("zb-v", 4, 1, rank, 1, places("zb-v", 4, 1, rank)[10], kind, False), directory)
+        arm(Case("zb-v", 4, 1, rank, 1, places("zb-v", 4, 1, rank)[10], kind, False), directory)
+    pipe = make_pipe("zb-v", 4, 1, LONG_S)
     try:
         run_steps(pipe, 3)
     except treadle.RankLostError:

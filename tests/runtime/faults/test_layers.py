@@ -34,12 +34,11 @@ from tests.runtime.faults.test_cells import (
     all_hold,
     failure_of,
     look_at_victim,
-    meet_with,
-    note,
     nothing_left,
     run_steps,
     side_by_side,
 )
+from tests.support.faults import meet_with, note
 from tests.support.ranks import Outcome, run_ranks
 from treadle.ir.program import Op, OpKind
 from treadle.moe import MoELayer

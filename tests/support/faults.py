@@ -1,0 +1,135 @@
+"""Faults as sentences, injected through the handlers of ops.
+
+    faults = Faults(directory).kill(rank=2, before="F3.1", step=1)
+    faults.arm(rank)                    # in the process of each rank, before its Pipeline is made
+
+An op goes by `str(op)` with its pipeline's own ranks: "F3.1", "receive F3.1 from rank 0", "attn_f 0.1 L0". An op of a
+message or a reduction has several calls (`treadle.runtime.run.handlers.OpCalls`, and `drain` behind the last send of a
+channel); `call` says at which of them the fault happens. Steps count from 0. A real fault happens in a real process: it
+is killed, stopped, asleep for good, or raises.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+from treadle.ir.program import Op
+from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime.run.handlers import HANDLERS, Call, Handler, OpCalls
+from treadle.runtime.run.rank_program import RankProgram
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CallName = Literal["prepare", "launch", "finish", "drain"]
+AGREEMENT = "the agreement on the loss"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` happens to `rank` before or after a call of an op, in one step."""
+
+    kind: str
+    rank: int
+    op: str
+    step: int
+    after: bool
+    call: CallName
+
+
+class Faults:
+    """The faults of one case. The time of each is left in `directory / f"fault{rank}"`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._listed: list[Fault] = []
+
+    def kill(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
+        """SIGKILL."""
+        return self.add("kill", rank=rank, step=step, before=before, after=after, call=call)
+
+    def stop(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
+        """SIGSTOP."""
+        return self.add("stop", rank=rank, step=step, before=before, after=after, call=call)
+
+    def sleep(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
+        """The thread sleeps for good; the rest of the process goes on."""
+        return self.add("sleep", rank=rank, step=step, before=before, after=after, call=call)
+
+    def fail(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
+        """ValueError."""
+        return self.add("raise", rank=rank, step=step, before=before, after=after, call=call)
+
+    def add(
+        self, kind: str, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch"
+    ) -> Faults:
+        """Add a fault by the name of its kind: kill, stop, sleep or raise."""
+        assert bool(before) != bool(after), "a fault is before an op or after one"
+        self._listed.append(Fault(kind, rank, before or after, step, bool(after), call))
+        return self
+
+    def arm(self, rank: int) -> None:
+        """Wrap this process's handlers of ops that a fault of this rank names."""
+        for fault in self._listed:
+            if fault.rank != rank:
+                continue
+            if fault.op == AGREEMENT:
+                pipeline_module.agree = self._faulty(fault, pipeline_module.agree)  # type: ignore[attr-defined]
+                continue
+            for kind, handler in list(HANDLERS.items()):
+                HANDLERS[kind] = self._with_fault(fault, handler)
+
+    def _with_fault(self, fault: Fault, handler: Handler) -> Handler:
+        def handle(part: RankProgram, op: Op) -> OpCalls:
+            calls = handler(part, op)
+            if str(op) != fault.op:
+                return calls
+            if fault.call == "drain":
+                channel = part.outgoing[op.lane.peer]
+                channel.drain = self._faulty(fault, channel.drain)  # type: ignore[method-assign]
+                return calls
+            run: Call | None = getattr(calls, fault.call)
+            assert run is not None, f"{op} has no call {fault.call}"
+            return calls._replace(**{fault.call: self._faulty(fault, run)})
+
+        return handle
+
+    def _faulty(self, fault: Fault, run: Callable[P, T]) -> Callable[P, T]:
+        calls = iter(range(1_000_000))
+
+        def faulty(*args: P.args, **kwargs: P.kwargs) -> T:
+            is_now = next(calls) == fault.step
+            if is_now and not fault.after:
+                meet_with(fault.kind, fault.rank, self.directory)
+            value = run(*args, **kwargs)
+            if is_now and fault.after:
+                meet_with(fault.kind, fault.rank, self.directory)
+            return value
+
+        return faulty
+
+
+def note(directory: Path, rank: int, what: str, text: str) -> None:
+    """Leave a text of a rank for the test."""
+    (directory / f"{what}{rank}").write_text(text)
+
+
+def meet_with(kind: str, rank: int, directory: Path) -> None:
+    """Let a fault happen to this process, now."""
+    note(directory, rank, "fault", str(time.monotonic()))
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1e6)  # another thread may be the one that is told to stop them all, a moment later
+        case "sleep":
+            time.sleep(1e6)
+        case "raise":
+            raise ValueError("bad batch")
