@@ -1,1 +1,1 @@
-"""What torch.distributed is used for: devices, groups, channels, a rank's position in the mesh, one clock."""
+"""The layer over torch.distributed: devices, groups, channels, a rank's position in the mesh, one clock."""

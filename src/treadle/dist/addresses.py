@@ -1,4 +1,4 @@
-"""The address of this host at which other ranks can call."""
+"""The address at which other ranks reach this host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 
 def own_address() -> str:
-    """The address at which neighbours can call this process.
+    """Returns the address at which other ranks reach this process.
 
-    It is the one from which the store is reached, as the other ranks reach the store too; where there is no such
-    store, what the host's name stands for, or the address of the default route if that is a loopback.
+    It is the address from which this process reaches torch's store, as the other ranks reach the store too. Without a
+    TCP store it is the address of the host's name, or that of the default route if the name stands for a loopback.
     """
-    with suppress(Exception):  # a private way to the store: any failure leaves the ways below
+    with suppress(Exception):  # private names of torch: after any failure the ways below are tried
         store = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
@@ -30,7 +30,7 @@ def own_address() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address this process has towards `host`: a datagram socket is given one without sending anything."""
+    """Returns this process's address towards `host`. A datagram socket has one without sending anything."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

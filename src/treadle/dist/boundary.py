@@ -1,7 +1,7 @@
-"""What crosses from one stage to the next: some tensors, each of one shape and type for all micro-batches.
+"""The boundary between two stages: the tensors sent, each of one shape and dtype for all micro-batches.
 
-The first time a stage's output is sent, a header goes before it, so that its reader knows what to make room for; from
-then on receives are posted ahead. The header is numbers in a tensor of fixed size.
+Before a stage's first output a header is sent, so that its reader can allocate; from then on receives are posted
+ahead. The header is numbers in a tensor of fixed size.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FLAGS_SIZE = 1 + _MOST_TENSORS
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor's shape and type, and whether a gradient comes back for it."""
+    """One tensor's shape and dtype, and whether a gradient may come back for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for it."""
+        """Allocates such a tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     @property
@@ -54,16 +54,16 @@ class Spec:
 Boundary = tuple[Spec, ...]
 
 Flags = tuple[bool, ...]
-"""For each output of a stage that a gradient may come back for: whether one does. What nobody reads gets none."""
+"""For each output of a stage that may get a gradient: whether it does. Outputs that are not read get none."""
 
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
-    """The specs of a stage's outputs."""
+    """Returns the specs of a stage's outputs."""
     return tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
 def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
-    """Are these tensors what the boundary says."""
+    """True if the tensors have the boundary's shapes, dtypes and `requires_grad`."""
     if len(tensors) != len(boundary):
         return False
     for tensor, spec in zip(tensors, boundary, strict=True):
@@ -73,7 +73,7 @@ def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
 
 
 def to_header(boundary: Boundary, stage: int) -> Tensor:
-    """The boundary as numbers."""
+    """Returns the boundary as numbers. Raises ValueError for what a header cannot hold."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
     if len(boundary) > _MOST_TENSORS:
         raise ValueError(
@@ -94,7 +94,7 @@ def to_header(boundary: Boundary, stage: int) -> Tensor:
 
 
 def from_header(header: Tensor) -> Boundary:
-    """The boundary that `to_header` wrote down."""
+    """Returns the boundary that `to_header` wrote."""
     values = header.tolist()
     specs = []
     for number in range(values[0]):
@@ -104,12 +104,12 @@ def from_header(header: Tensor) -> Boundary:
 
 
 def all_flags(boundary: Boundary) -> Flags:
-    """The flags where a gradient comes back for every output that may have one."""
+    """Returns the flags for gradients of every output that may have one."""
     return tuple(True for spec in boundary if spec.grad)
 
 
 def to_flags(flags: Flags) -> Tensor:
-    """The flags as numbers."""
+    """Returns the flags as numbers."""
     header = torch.zeros(FLAGS_SIZE, dtype=torch.int64)
     header[0] = len(flags)
     header[1 : 1 + len(flags)] = torch.tensor(flags, dtype=torch.int64)
@@ -117,6 +117,6 @@ def to_flags(flags: Flags) -> Tensor:
 
 
 def from_flags(header: Tensor) -> Flags:
-    """The flags that `to_flags` wrote down."""
+    """Returns the flags that `to_flags` wrote."""
     num, *flags = header.tolist()
     return tuple(map(bool, flags[:num]))

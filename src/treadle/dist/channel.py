@@ -1,8 +1,8 @@
-"""One end of a channel: what one rank sends another, in order, over a communicator of their own.
+"""One end of a channel: messages from one rank to another, in order, over a communicator of their own.
 
-Nothing depends on tags: the k-th message sent is the k-th received, and the verifier has seen that these have the
-same name. A receive's tensors are made when it is posted and belong to its reader; how many are posted ahead the
-Program says. A sent tensor stays alive until its send has ended, which is asked when a later message leaves.
+Messages have no tags: the k-th sent is the k-th received, and the verifier has checked that the two have the same
+name. A receive's tensors are allocated when it is posted and belong to its reader; the Program says how many are
+posted ahead. A sent tensor is kept alive until its send has ended, which is checked when a later message is sent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 
 
 _LEAVING = 4
-"""Tensors that may be on their way at once, besides those of the last message, whose receive may not be posted yet."""
+"""Tensors that may be in flight at once, besides those of the last message, whose receive may not be posted yet."""
 
 _SMALL_BYTES = 1 << 18
 """As long as fewer bytes are on their way the number does not matter: keeping them is cheaper than waiting."""
 
 
 class _Leaving(NamedTuple):
-    """A message on its way. Its tensors must stay as they are until it has left: `versions` tell if they did."""
+    """A message in flight. Its tensors must not be written to until it has left; `versions` tell if they were."""
 
     told: str
     tensors: list[Tensor]
@@ -52,7 +52,7 @@ class Channel:
         self._leaving_bytes = 0
 
     def send(self, tensors: Sequence[Tensor], told: str) -> None:
-        """Launches a message, and waits for earlier ones so that few stay alive. `told` is what errors call it."""
+        """Launches a message, and waits for earlier ones so that few stay alive. Errors call the message `told`."""
         if not tensors:
             return
         sent = [tensor.contiguous() for tensor in tensors]
@@ -65,7 +65,7 @@ class Channel:
             self._wait_for_oldest()
 
     def drain(self) -> None:
-        """Waits until everything sent has left."""
+        """Waits until all messages have left."""
         while self._leaving:
             self._wait_for_oldest()
 
@@ -78,19 +78,19 @@ class Channel:
         refuse_reused(message.tensors, message.versions, message.told)
 
     def post(self, boundary: Boundary) -> Posted:
-        """Launches the receive of a message."""
+        """Launches the receive of a message into new tensors."""
         tensors = tuple([spec.empty(self.device) for spec in boundary])
         return tensors, [self.communicator.recv([tensor], self.peer, 0) for tensor in tensors]
 
     def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
-        """The message, once it is there."""
+        """Waits for a posted message and returns its tensors."""
         tensors, works = posted
         for work in works:
             self.wait(work)
         return tensors
 
     def send_header(self, header: Tensor) -> None:
-        """Tells the reader what the messages of a stage will be like."""
+        """Sends the header of a stage's messages to their reader."""
         self.send([header.to(self.device)], "a header")
 
     def receive_header(self, size: int) -> Tensor:
@@ -100,19 +100,19 @@ class Channel:
         return header
 
     def close(self) -> None:
-        """Gives the communicator back, and forgets what did not leave."""
+        """Closes the communicator, and drops messages that did not leave."""
         communicator, self.communicator = self.communicator, CLOSED
         self._leaving.clear()
         close_communicator(communicator)
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each tensor's memory was written to, as autograd counts it; views of one memory count together."""
+    """Returns autograd's count of writes to each tensor's memory, which views of one storage share."""
     return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
 
 
 def refuse_reused(tensors: Sequence[Tensor], before: Sequence[int], told: str) -> None:
-    """Raises ValueError if tensors were written to since they had these versions."""
+    """Raises ValueError if a tensor was written to since it had the version `before`."""
     if versions(tensors) != before:
         raise ValueError(
             f"{told} was written to before it was sent on or read: the stage uses the memory of an output again, for "

@@ -1,4 +1,4 @@
-"""Ranks' clocks as one: hosts' clocks are compared by asking back and forth and believing the quickest answer."""
+"""One clock for all ranks: the offset between hosts' clocks, from the quickest of several round trips."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_number() -> int:
-    """A number for this host since it was started; ranks with the same one share a clock."""
+    """Returns a number for this host since its start, 0 if unknown. Ranks with the same number share a clock."""
     boot = _BOOT.read_bytes() if _BOOT.exists() else b""
     return int.from_bytes(hashlib.sha256(boot).digest()[:7], "big") if boot else 0
 
 
 def clock_offset(group: Group, device: torch.device) -> int:
-    """What to add to this rank's times to have them on the clock of the group's first rank. All of it ask."""
+    """Returns the nanoseconds to add to this rank's times for the clock of the group's first rank. A collective."""
     hosts = group.all_gather(torch.tensor([host_number()], dtype=torch.int64, device=device))
     offset = 0
     for other in range(1, len(hosts)):
@@ -35,7 +35,7 @@ def clock_offset(group: Group, device: torch.device) -> int:
 
 
 def _ask(group: Group, other: int, device: torch.device) -> None:
-    """Asks for the other's time again and again, and tells it what the quickest answer says about its clock."""
+    """Asks for the other's time _PINGS times, and sends it the offset of its clock by the quickest answer."""
     message = torch.zeros(1, dtype=torch.int64, device=device)
     answers = []
     for _ in range(_PINGS):

@@ -1,8 +1,8 @@
-"""What differs between a CPU with gloo and a GPU with NCCL: how a wait ends, how time is told, when a step is over.
+"""The differences between a CPU with gloo and a GPU with NCCL: waits, time, the end of a step.
 
-On a CPU a wait blocks this thread, with a deadline. On a GPU it only has the compute stream wait, so the thread runs
-ahead; time is told by events on that stream, and the deadline is kept where the thread catches up, at the end of a
-step.
+On a CPU a wait blocks the calling thread, with a deadline. On a GPU a wait only blocks the compute stream, so the
+thread runs ahead. Time is then read from events on that stream, and the deadline applies where the thread catches up,
+at the end of a step.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ Wait = Callable[[dist.Work], Any]
 
 
 class LateError(TreadleError, TimeoutError):
-    """A wait for this rank's own lanes has reached the deadline. A TimeoutError of its model's is something else."""
+    """A wait for this rank's own lanes has reached the deadline. A TimeoutError of the model is not a LateError."""
 
 
 class GpuLateError(LateError):
-    """The same for its GPU, which does not show whether it computes, or for which rank it waits."""
+    """A wait for this rank's GPU has reached the deadline. A GPU shows neither that it computes nor its wait target."""
 
 
 class Device(Protocol):
     """One rank's device."""
 
     wait: Wait
-    """Waits for a communication, within the deadline."""
+    """Waits for a communication; raises after the deadline."""
 
     now: Callable[[], Any]
-    """The time, as this device tells it: something that `nanoseconds` understands."""
+    """Returns the time in a form of this device, which `nanoseconds` converts."""
 
     def catch_up(self) -> None:
-        """Waits until everything launched so far is done, within the deadline."""
+        """Waits until everything launched so far is done; raises LateError after the deadline."""
         ...
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """Noted times as nanoseconds of this host's clock."""
+        """Converts times from `now` to nanoseconds of this host's clock."""
         ...
 
 
 class Host:
-    """A CPU: whatever ran has ended."""
+    """A CPU: calls return when their work is done."""
 
     def __init__(self, deadline: timedelta) -> None:
         self.wait: Wait = methodcaller("wait", deadline)
         self.now: Callable[[], Any] = perf_counter_ns
 
     def catch_up(self) -> None:
-        """Nothing is left."""
+        """Returns at once: no work is left."""
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """They are that already."""
+        """Returns the times as they are."""
         return noted
 
 
 class Cuda:
-    """A GPU: ops are launched on the current stream, and communication beside it."""
+    """A GPU: ops are launched on the current stream, communication on streams of its own."""
 
     POLL_S = 0.0005
 
     def __init__(self, device: torch.device, deadline: timedelta) -> None:
         self.device, self.deadline_s = device, deadline.total_seconds()
-        self.wait: Wait = methodcaller("wait")  # given a timeout, NCCL's would block the thread
+        self.wait: Wait = methodcaller("wait")  # with a timeout, NCCL's wait blocks the thread
         self.now: Callable[[], Any] = self._event
         self._anchor = self._event(), perf_counter_ns()
 
@@ -80,7 +80,7 @@ class Cuda:
         return event
 
     def catch_up(self) -> None:
-        """Polls, as a thread that blocks in the driver could not be told of a loss."""
+        """Polls an event: a thread blocked in the driver could not be told of a loss."""
         last, until = self.now(), time.monotonic() + self.deadline_s
         while not last.query():
             if time.monotonic() > until:
@@ -89,11 +89,11 @@ class Cuda:
         self._anchor = last, perf_counter_ns()
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """By how long they were before the event whose time on the host's clock is known."""
+        """Converts events by their distance to the last one, whose time on the host's clock is known."""
         last, at_ns = self._anchor
         return [at_ns - round(event.elapsed_time(last) * 1e6) for event in noted]
 
 
 def device_of(device: torch.device, deadline: timedelta) -> Device:
-    """How this device is waited for and timed."""
+    """Returns the waits and times of a torch device."""
     return Cuda(device, deadline) if device.type == "cuda" else Host(deadline)

@@ -1,7 +1,7 @@
-"""Communicators: made by their members only, used with a deadline.
+"""Groups of ranks, made by their members only, with a deadline on every wait.
 
-They are made from torch's backends directly: `new_group` has to be called by the whole world, and with
-`use_local_synchronization` names a group by how many its rank has already, which differs along a pipe.
+Communicators are made from torch's backends directly: `new_group` must be called by the whole world, and with
+`use_local_synchronization` it names a group by the number of groups its rank has, which differs along a pipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from treadle.dist.mesh_position import MeshPosition
 
 
 class Communicator(Protocol):
-    """What is used of a communicator: torch's process groups and their backends both have it."""
+    """The methods used of a communicator: torch's process groups and their backends both have them."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
         """Launches a send."""
@@ -34,26 +34,26 @@ class Communicator(Protocol):
         ...
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
-        """Launches a gathering."""
+        """Launches an all-gather."""
         ...
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
     ) -> dist.Work:
-        """Launches an exchange of rows."""
+        """Launches an all-to-all of rows."""
         ...
 
     def abort(self) -> None:
-        """Gives up what is under way, where the backend can."""
+        """Aborts pending communication, where the backend can."""
         ...
 
     def shutdown(self) -> None:
-        """Ends the communicator, where the backend has to be told."""
+        """Ends the communicator, where the backend needs the call."""
         ...
 
 
 def make_communicator(name: str, ranks: list[int], rank: int, deadline: timedelta) -> Communicator:
-    """A communicator of these ranks, who all make it under this name, with the backend of the world."""
+    """Makes a communicator of `ranks` with the backend of the world. All of them make it under the same name."""
     store, at = PrefixStore(f"treadle/{name}", _get_default_store()), ranks.index(rank)
     backend = dist.get_backend()
     if backend == "gloo":
@@ -71,13 +71,13 @@ def make_communicator(name: str, ranks: list[int], rank: int, deadline: timedelt
 
 
 def next_name(position: MeshPosition) -> str:
-    """A name for the next thing that the ranks of a mesh make together; they make such things in the same order."""
+    """Returns a name for the next pipeline of a mesh. All ranks of the mesh make their pipelines in one order."""
     mesh = hashlib.sha1(repr(position.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
     return f"{mesh}/{_get_default_store().add(f'treadle/{mesh}/made by {position.rank}', 1)}"
 
 
 class ClosedCommunicator:
-    """Stands where a communicator was, so that nothing keeps the communicator itself alive."""
+    """Replaces a closed communicator, so that nothing keeps the communicator itself alive."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"{name} on a communicator that is closed; make a new Pipeline")
@@ -87,36 +87,36 @@ CLOSED: Communicator = ClosedCommunicator()
 
 
 def close_communicator(communicator: Communicator) -> None:
-    """Ends what a backend keeps beside its sockets. gloo's ends with the last reference."""
+    """Ends a backend's threads and memory. gloo ends them itself with the last reference."""
     if communicator is not CLOSED and dist.is_initialized() and dist.get_backend() == "nccl":
         communicator.shutdown()
 
 
 class Group:
-    """Ranks that gather, reduce and exchange together."""
+    """A group of ranks with their own communicator; `group_rank` is this rank's number in it."""
 
     def __init__(self, name: str, ranks: list[int], rank: int, deadline: timedelta, wait: Wait) -> None:
         self.ranks, self.group_rank, self.wait = ranks, ranks.index(rank), wait
         self.communicator = make_communicator(name, ranks, rank, deadline)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everyone's tensor, in the order of `ranks`."""
-        gathered = [tensor.clone() for _ in self.ranks]  # on torch's fake backend everyone looks like this rank
+        """Returns every rank's tensor, in the order of `ranks`."""
+        gathered = [tensor.clone() for _ in self.ranks]  # torch's fake backend writes nothing: all ranks look like this one
         self.wait(self.communicator.allgather([gathered], [tensor]))
         return gathered
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
-        """Everyone's sum, or the largest, in place."""
+        """Replaces the tensor by the sum over all ranks, or by the largest."""
         self.wait(self.launch_reduce(tensor, largest=largest))
 
     def launch_reduce(self, tensor: Tensor, *, largest: bool = False) -> dist.Work:
-        """As `all_reduce`, to be waited for by the caller."""
+        """Launches an all-reduce; the caller waits for it."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return self.communicator.allreduce([tensor], options)
 
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Sends `send[r]` rows to each rank r and takes `receive[r]` from it; either may be nothing."""
+        """Sends `send[r]` rows to each rank r and returns `receive[r]` rows of each; either may be 0."""
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
         self.wait(self.communicator.alltoall_base(arrived, rows.contiguous(), receive, send))
         return arrived
@@ -130,6 +130,6 @@ class Group:
         self.wait(self.communicator.recv([tensor], peer, 0))
 
     def close(self) -> None:
-        """Gives the communicator back, whoever still holds the group."""
+        """Closes the communicator, even if others still refer to the group."""
         communicator, self.communicator = self.communicator, CLOSED
         close_communicator(communicator)

@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh."""
+"""A rank's position in the mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIMENSIONS = ("pp", "dp", "ep")
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """`ranks[pp][replica]` are the ranks' numbers in the world; replica `d * ep + e` is the one at (d, e)."""
+    """A rank's coordinates. `ranks[pp][replica]` are numbers in the world; replica `d * ep + e` is that at (d, e)."""
 
     pp_rank: int
     dp_rank: int
@@ -20,12 +20,12 @@ class MeshPosition:
 
     @property
     def rank(self) -> int:
-        """Its number in the world."""
+        """This rank's number in the world."""
         return self.ranks[self.pp_rank][self.dp_rank]
 
     @property
     def dp(self) -> int:
-        """Pipelines side by side, expert groups' members among them: each has tokens of its own."""
+        """The number of pipelines with tokens of their own: members of an expert group count each."""
         return len(self.ranks[0])
 
     @property
@@ -35,22 +35,22 @@ class MeshPosition:
 
     @property
     def dp_ranks(self) -> list[int]:
-        """The ranks that have this one's place in all pipelines."""
+        """The ranks with this one's position along pp, in all pipelines."""
         return list(self.ranks[self.pp_rank])
 
     @property
     def copies_ranks(self) -> list[int]:
-        """The ranks that have this one's stages where micro-batches enter at both ends, in all pipelines."""
+        """The ranks with this one's stages where micro-batches enter at both ends, in all pipelines."""
         return [rank for pp_rank in self._both_ends for rank in self.ranks[pp_rank]]
 
     @property
     def ep_ranks(self) -> list[int]:
-        """The ranks of this one's expert group: together they have all experts."""
+        """The ranks of this one's expert group, which together hold all experts."""
         first = self.dp_rank - self.dp_rank % self.ep
         return list(self.ranks[self.pp_rank][first : first + self.ep])
 
     def with_same_experts(self, *, two_ended: bool) -> list[int]:
-        """The ranks that have this one's experts, in other expert groups or at the pipe's other end."""
+        """Returns the ranks with this one's experts: in other expert groups, and at the pipe's other end."""
         pp_ranks = self._both_ends if two_ended else [self.pp_rank]
         return [rank for pp_rank in pp_ranks for rank in self.ranks[pp_rank][self.dp_rank % self.ep :: self.ep]]
 
@@ -59,12 +59,12 @@ class MeshPosition:
         return sorted({self.pp_rank, len(self.ranks) - 1 - self.pp_rank})
 
     def neighbour(self, pp_rank: int) -> int:
-        """The rank at another place of the same pipeline."""
+        """Returns the rank at another position of the same pipeline."""
         return self.ranks[pp_rank][self.dp_rank]
 
 
 def mesh_position(mesh: DeviceMesh) -> MeshPosition:
-    """Where this rank is in a mesh with a dimension `pp`, and perhaps `dp` and `ep`."""
+    """Returns this rank's position in a mesh with the dimension `pp`, and perhaps `dp` and `ep`."""
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or not set(names) <= set(DIMENSIONS):
         raise ValueError(

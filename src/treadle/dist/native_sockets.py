@@ -1,8 +1,7 @@
-"""Getting a main thread out of a native wait.
+"""The sockets of native communicators, shut to get a thread out of a native wait.
 
-gloo's `abort()` does not end a pending receive, nor does anything else it offers. Shutting the TCP connections that a
-group made does: the wait raises as if its peer had closed. Listening sockets are left out, as gloo terminates the
-process when one of those fails.
+No function of gloo ends a pending receive, `abort()` included. Shutting the group's TCP connections does: the wait
+raises as if its peer had closed. Listening sockets are left alone, as gloo terminates the process when one fails.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pathlib import Path
 
 
 class Sockets:
-    """The sockets that came into being while groups were made.
+    """The sockets that were opened while groups were made.
 
         sockets = Sockets()
         with sockets.recording():
             group = dist.new_group(...)
         watch.on_alarm(sockets.shut)
 
-    Record what makes groups and nothing else: not `init_process_group` (its store is none of a group's), not
-    `Watch.join`. Where a backend connects on first use, record the first use. What other threads opened meanwhile is
-    recorded too: where there may be any, ranks tell each other their `ports` and `keep` what is between those.
+    Record calls that make groups and nothing else: not `init_process_group`, whose store is no group's, and not
+    `Watch.join`. Where a backend connects on first use, record the first use. Sockets that other threads open
+    meanwhile are recorded too: to exclude them, ranks exchange their `ports` and `keep` connections between those.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class Sockets:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Takes note of the sockets that are there at the end and were not at the beginning."""
+        """Records the sockets that are open at the end of the block and were not at its beginning."""
         before = set(_open_sockets().items())
         try:
             yield
@@ -46,11 +45,11 @@ class Sockets:
 
     @property
     def ports(self) -> list[int]:
-        """The ports at which recorded sockets listen."""
+        """The ports of recorded sockets that listen."""
         return [own for own, _, listens in map(_ends, self._inodes, self._inodes.values()) if listens]
 
     def keep(self, ports: Iterable[int]) -> None:
-        """Forgets what is neither from nor to one of these ports."""
+        """Forgets sockets that are neither at nor connected to one of these ports."""
         kept, known = {}, set(ports) - {0}
         for fd, inode in self._inodes.items():
             own, other, _ = _ends(fd, inode)
@@ -59,16 +58,16 @@ class Sockets:
         self._inodes = kept
 
     def shut(self) -> None:
-        """Shuts the connections that were recorded and are still there. Any thread may call it, more than once."""
+        """Shuts the recorded connections that are still open. Any thread may call it, more than once."""
         for fd, inode in list(self._inodes.items()):
             _shut(fd, inode)
 
 
 def _open_sockets() -> dict[int, int]:
-    """The inode of each open socket, which unlike its number is never given again."""
+    """Returns the inode of each open socket: unlike a descriptor, an inode is not used again."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed since: the directory's own, or another thread's
+        with suppress(OSError):  # closed since, by the iteration itself or another thread
             status = path.stat()
             if stat.S_ISSOCK(status.st_mode):
                 found[int(path.name)] = status.st_ino
@@ -76,14 +75,14 @@ def _open_sockets() -> dict[int, int]:
 
 
 def _shut(fd: int, inode: int) -> None:
-    """Shuts a connection."""
+    """Shuts a connection; listening sockets are left alone."""
     with suppress(OSError), _copy(fd, inode) as connection:
         if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def _ends(fd: int, inode: int) -> tuple[int, int, bool]:
-    """The ports of a TCP socket's ends, 0 where there is none, and whether it listens."""
+    """Returns the own and the peer's port of a TCP socket, 0 for none, and whether it listens."""
     with suppress(OSError), _copy(fd, inode) as connection:
         own = int(connection.getsockname()[1])
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -93,7 +92,7 @@ def _ends(fd: int, inode: int) -> tuple[int, int, bool]:
 
 
 def _copy(fd: int, inode: int) -> socket.socket:
-    """The TCP socket with this inode, as a copy that nobody else closes; OSError if `fd` is no longer that one."""
+    """Returns a duplicate of the TCP socket with this inode. Raises OSError if `fd` is another socket by now."""
     copy = os.dup(fd)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)

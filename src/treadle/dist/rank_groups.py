@@ -1,7 +1,7 @@
 """All communicators of a rank: one for each channel's direction, and groups for reductions and agreement.
 
-Few, as each takes memory on a GPU, and each made by its members only, in one order over the whole Program, so that
-making them neither blocks nor grows with the world. Each is used by one lane.
+There are few, as each takes memory on a GPU. Each is made by its members only, in one order over the whole Program, so
+that making them cannot deadlock and its cost does not grow with the world. Each is used by one lane.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.native_sockets import Sockets
 
 MOST = 8
-"""Communicators a rank may have."""
+"""The most communicators a rank may have."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Groups:
         return cls(name, position, deadline, wait, pp_group, dp_group, sockets=sockets)
 
     def connect(self, program: Program, device: torch.device) -> None:
-        """Makes the rank's channels. Ranks meet pair by pair, in the order of the channels, the same for all."""
+        """Makes the rank's channels and further groups, in the order of the channels, which is the same on all ranks."""
         position, own = self.position, _own_channels(program, self.position.pp_rank)
         two_ended = program.layout.placement.num_pipes > 1
         alike = position.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
@@ -91,12 +91,12 @@ class Groups:
 
     @property
     def reduce_group(self) -> Group | None:
-        """Where gradients meet, if they have to."""
+        """The group over which gradients are reduced, or None."""
         return self.copies_group if self.copies_group is not None else self.dp_group
 
     @property
     def communicators(self) -> list[Communicator]:
-        """All of them."""
+        """The communicators of all channels and groups."""
         channels = [channel.communicator for side in (self.outgoing, self.incoming) for channel in side.values()]
         groups = (self.pp_group, self.dp_group, self.copies_group, self.ep_group, self.expert_dp_group)
         return channels + [group.communicator for group in groups if group is not None]
@@ -105,7 +105,7 @@ class Groups:
         return len(self.communicators)
 
     def close(self) -> None:
-        """Gives all communicators back: their connections, threads and memory."""
+        """Closes all communicators: their connections, threads and memory."""
         for channel in (*self.outgoing.values(), *self.incoming.values()):
             channel.close()
         for group in (self.pp_group, self.dp_group, self.copies_group, self.ep_group, self.expert_dp_group):
@@ -113,7 +113,7 @@ class Groups:
                 group.close()
 
     def break_off(self) -> None:
-        """Gets a thread that waits on any of them out of its wait, which then raises."""
+        """Ends the wait of any thread on these communicators; the wait raises."""
         self.sockets.shut()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             for communicator in self.communicators:
@@ -121,7 +121,7 @@ class Groups:
 
 
 def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
-    """(from, to) of each channel of a rank, in the order of all channels."""
+    """Returns (from, to) of each channel of a rank, in the order of all channels."""
     sends = program.lane_kind == LaneKind.SEND
     ends = zip(program.lane_rank[sends].tolist(), program.lane_peer[sends].tolist(), strict=True)
     return sorted(channel for channel in ends if pp_rank in channel)

@@ -1,1 +1,1 @@
-"""What this host tells: its processes, its sockets, its cores; and errors that travel between processes."""
+"""The host: its processes, sockets and cores; and errors that can be sent between processes."""

@@ -1,4 +1,4 @@
-"""The base of Treadle's errors. They can be pickled, as frameworks that run ranks (Ray) do with what ranks raise."""
+"""The bases of Treadle's errors. They can be pickled, as frameworks that run ranks (Ray) do with ranks' errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TreadleError(Exception):
 
 
 class PortableError(TreadleError):
-    """An error with an `__init__` of its own. What pickle does by itself would call that with the text alone."""
+    """The base of errors with an `__init__` of their own, which plain pickling would call with the text alone."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made without `__init__`, with all that it has."""
+        """Has unpickling skip `__init__` and restore all attributes."""
         return _made, (type(self), *self.args), vars(self)
 
 

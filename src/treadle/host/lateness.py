@@ -1,4 +1,4 @@
-"""Why processes say nothing: they were stopped, or this host is short of cores."""
+"""Reasons for the silence of processes: they were stopped, or this host is short of cores."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from treadle.host.processes import stopped
 
 
 def why_late(*pids: int) -> str:
-    """An aside to end an error about lateness with; nothing where nothing is known."""
+    """Returns a note to end an error about lateness with, or an empty text where no reason is known."""
     return "".join(map(stopped, pids)) or short_of_cores()

@@ -1,4 +1,4 @@
-"""Whether this host was short of cores: what is late for want of one looks as if it hung."""
+"""Whether this host was short of cores: a process that waits for a core looks as if it hung."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MUCH = 50.0
 
 
 def short_of_cores(path: Path = _PRESSURE) -> str:
-    """An aside to end an error about lateness with; nothing where the host has cores to spare, or does not tell."""
+    """Returns a note to end an error about lateness with; empty where cores are free or the host does not tell."""
     try:
         told = re.search(r"^some avg10=([\d.]+)", path.read_text())
     except OSError:

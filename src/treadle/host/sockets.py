@@ -1,7 +1,7 @@
 """Unix sockets that only their owner can open.
 
-They lie in a directory of mode 0700, and both ends look at the other's uid: the mode alone would trust whoever made the
-directory first, the uid alone would let anybody queue.
+They lie in a directory of mode 0700, and both ends check the other's uid. The mode alone would trust whoever made the
+directory first; the uid alone would let other users fill the queue.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST = 107  # of sun_path, less the zero behind it
+_LONGEST = 107  # bytes of sun_path, less the terminating zero
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end."""
+    """The process at the other end."""
 
     pid: int
     uid: int
 
 
 def own_directory(path: Path, why: str = "others could reach the sockets in it") -> Path:
-    """Makes the directory, or refuses one that others could reach into; `why` that matters is part of the error."""
+    """Makes the directory. Raises PermissionError if other users could reach into it; `why` completes the error."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -39,7 +39,7 @@ def own_directory(path: Path, why: str = "others could reach the sockets in it")
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that takes connections at `path`; one that is left over from a process that ended is replaced."""
+    """Returns a server at `path`. The socket of a process that has ended is replaced."""
     own_directory(path.parent)
     if len(os.fsencode(path)) > _LONGEST:
         raise ValueError(f"{path} is longer than the {_LONGEST} bytes a Unix socket's path may have; use a shorter one")
@@ -59,7 +59,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def place_of(path: Path) -> tuple[int, int] | None:
-    """Which file is at `path`, however it is called; None for none."""
+    """Returns the identity of the file at `path`, or None if there is none."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -68,16 +68,16 @@ def place_of(path: Path) -> tuple[int, int] | None:
 
 
 def close_server(server: socket.socket, path: Path, place: tuple[int, int] | None = None) -> None:
-    """Ends a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
+    """Closes a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
     if place is None or place_of(path) == place:
-        path.unlink(missing_ok=True)  # first: once it is closed, the path may be a successor's
+        path.unlink(missing_ok=True)  # first: after the close, the path may be a successor's
     with suppress(OSError):
         server.shutdown(socket.SHUT_RDWR)
     server.close()
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to whoever listens at `path`, if that is the same user."""
+    """Returns a connection to the server at `path`. Raises PermissionError if it is another user's."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.connect(os.fspath(path))
@@ -89,14 +89,14 @@ def connect(path: Path) -> socket.socket:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The process that made the other end, as the kernel knows it."""
+    """Returns the process that made the other end, as the kernel knows it."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return Peer(pid, uid)
 
 
 def refuse_strangers(connection: socket.socket) -> Peer:
-    """Who is at the other end; another user's process is refused."""
+    """Returns the process at the other end. Raises PermissionError if it is another user's."""
     peer = peer_of(connection)
     if peer.uid != os.getuid():
         raise PermissionError(f"process {peer.pid} belongs to uid {peer.uid}, this one to {os.getuid()}; refused")

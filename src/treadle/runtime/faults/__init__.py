@@ -1,1 +1,1 @@
-"""Finding out which rank failed first, and at which op."""
+"""Detection of lost ranks: which rank failed first, and at which op."""

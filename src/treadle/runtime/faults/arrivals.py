@@ -1,7 +1,7 @@
-"""Which ranks have come to make a pipeline, written in torch's store.
+"""The arrival of ranks that make a pipeline, recorded in torch's store.
 
-Before ranks are connected nothing tells one that another will not come, or has raised: a communicator's own error is
-that of a store, after the deadline, and names nobody. So each rank writes that it is here, or why it has given up.
+Before ranks are connected, a rank cannot tell that another will not come or has raised: a communicator's own error
+comes from the store, after the deadline, and names no rank. So each rank records its arrival, or its error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_TEXT = 600
 
 
 class Arrivals:
-    """The ranks that make the pipeline called `name` together. A rank waits for those it will be connected to."""
+    """The arrivals for the pipeline called `name`. A rank waits for the ranks it will be connected to."""
 
     def __init__(self, name: str, position: MeshPosition, deadline: timedelta) -> None:
         self._position, self._deadline = position, deadline
@@ -30,7 +30,7 @@ class Arrivals:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Around making the pipeline: an error is written down, and that of a wait becomes the loss behind it."""
+        """Wraps the making of the pipeline: records an error, and replaces that of a wait by the loss behind it."""
         if dist.get_backend() == "fake":
             yield
             return
@@ -42,13 +42,13 @@ class Arrivals:
             lost = self._behind(error)
             if lost is not None:
                 raise lost from error
-            if not isinstance(error, RankLostError):  # the lost rank's own word says more
-                with suppress(Exception):  # the store may be gone; the error itself must get through
+            if not isinstance(error, RankLostError):  # the lost rank has recorded its own error
+                with suppress(Exception):  # the store may be gone; the error itself must be raised
                     self._store.set(str(self._position.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
             raise
 
     def _wait(self) -> None:
-        """Returns when the ranks of this pipeline, and those with this rank's place in others, are there."""
+        """Waits for the ranks of this pipeline and those at this rank's position in others."""
         wanted = sorted({*self._position.pp_ranks, *self._position.dp_ranks} - {self._position.rank})
         if wanted:
             self._store.wait([str(rank) for rank in wanted], self._deadline)
@@ -57,7 +57,7 @@ class Arrivals:
                 raise lost
 
     def _behind(self, error: BaseException) -> RankLostError | None:
-        """The loss behind an error, if it is one of a wait: a rank that did not come, or has given up."""
+        """Returns the loss behind the error of a wait: a rank did not come, or has given up. None for other errors."""
         own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
         if own or not isinstance(error, (RuntimeError, OSError)):
             return None

@@ -1,7 +1,7 @@
-"""A step under watch: what goes wrong in it is told to all ranks, and each of them raises the same loss.
+"""Steps under watch: errors are reported to all ranks, and every other rank raises the same loss.
 
-A rank's own error is told to the others and goes on up as it is. An error of a wait is somebody else's fault, so the
-watch finds out whose.
+A rank's own error is reported and raised unchanged. The error of a wait is another rank's fault; the watch finds out
+which, and that loss is raised instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from treadle.runtime.faults.watch import RankLostError, Watch
 
 
 class Guard:
-    """A rank's watch, and its place in the program that others can see. Without a watch errors go on up.
+    """A rank's watch and the progress that it shows to others. Without a watch, errors are raised unchanged.
 
-    Numbers from the program's last op on stand for what is done beside the ops: agreeing on the loss, and so on.
+    Op numbers from the program's number of ops on stand for the activities in AFTER.
     """
 
     AFTER = ("the agreement on the loss", "the trace", "making the pipeline")
@@ -37,7 +37,7 @@ class Guard:
         self._agreed = False
 
     def join(self, groups: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
-        """Meets the other ranks; from here on their loss is noticed."""
+        """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
         self.position = groups.position
         rings = [group for group in (groups.pp_group, groups.reduce_group) if group is not None]
         pp_ranks, alike = groups.pp_group.ranks, groups.reduce_group.ranks if groups.reduce_group is not None else []
@@ -55,29 +55,27 @@ class Guard:
         self.slots = self.watch.slots
 
     def name(self, rank: int, op: int) -> str:
-        """What an op number of a rank stands for; ops of all pipelines are numbered alike."""
+        """Returns the text of an op number of a rank. All pipelines number their ops alike."""
         assert self.program is not None
         if op >= self.program.num_ops:
             return self.AFTER[op - self.program.num_ops]
         named = self.program.op(op)
         if self.position is not None and (named.kind.is_send or named.kind.is_recv):
             dp_rank = next(row.index(rank) for row in self.position.ranks if rank in row)
-            peer = self.position.ranks[named.lane.peer][
-                dp_rank
-            ]  # in the world, where the program counts along the pipe
+            peer = self.position.ranks[named.lane.peer][dp_rank]  # its number in the world, not along the pipe
             named = replace(named, lane=replace(named.lane, peer=peer))
         return str(named)
 
     def raise_known(self) -> None:
-        """Raises a loss that is known already."""
+        """Raises the loss if one is known."""
         if self.watch is not None and self.watch.alarm is not None:
             raise self.watch.noticed()
 
     @contextmanager
     def step(self, number: int, *, own_first: bool = False) -> Iterator[None]:
-        """While a step runs others can see that it does. A loss that is known already is raised at once.
+        """Wraps a step and shows it to others. Raises a known loss before the step.
 
-        `own_first`: not at once, but when the caller says `raise_known`, behind what may be wrong on this rank itself.
+        `own_first`: the caller checks this rank's own input first, and then calls `raise_known` itself.
         """
         if not own_first:
             self.raise_known()
@@ -85,8 +83,8 @@ class Guard:
         self._agreed = False
         try:
             yield
-        except BaseException as error:  # an interrupt is no less a loss to the others
-            if not self._agreed:  # else all ranks raise it, and none is lost
+        except BaseException as error:  # also an interrupt: the others lose this rank
+            if not self._agreed:  # else all ranks raise the error, and none is lost
                 self._tell(error)
             raise
         finally:
@@ -94,9 +92,10 @@ class Guard:
 
     @contextmanager
     def making(self, *, all_refuse: bool = False) -> Iterator[None]:
-        """Around what is left to do in making a pipeline: an error is told, and the watch is over.
+        """Wraps the rest of making a pipeline: reports an error to all ranks and closes the watch.
 
-        `all_refuse`: a ValueError is raised by all ranks, so it is no loss. Told, it would overtake a slow rank's own.
+        `all_refuse`: all ranks raise a ValueError themselves, so it is not reported: a report could overtake a slow
+        rank's own error.
         """
         try:
             with self.step(-1), self.together("making the pipeline"):
@@ -111,7 +110,7 @@ class Guard:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around something that all ranks do together, one of `AFTER`."""
+        """Wraps an activity that all ranks do together, one of AFTER."""
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
         self.slots[1] = ALL
@@ -122,13 +121,13 @@ class Guard:
         self._agreed = True
 
     def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
-        """Raises what an op's error comes to: itself, if it is this rank's own, as it waited for nobody."""
+        """Raises the loss behind an op's error, or the error itself if the op waited for no other rank."""
         if peer == NOBODY:
             raise error
         self._raise(error, self._name_own(op))
 
     def _raise(self, error: Exception, waiting_for: str) -> NoReturn:
-        """Raises the loss behind an error of a wait."""
+        """Raises the loss behind the error of a wait, or the error itself if it is this rank's own."""
         if self.watch is None or not _of_a_wait(error):
             raise error
         raise self.watch.failed(error, waiting_for) from error
@@ -142,17 +141,17 @@ class Guard:
 
     @property
     def is_lost(self) -> bool:
-        """Has a rank been lost, as far as this one knows."""
+        """True once this rank knows that a rank is lost."""
         return self.watch is not None and self.watch.alarm is not None
 
     def close(self) -> None:
-        """Says goodbye, and leaves the page that neighbours saw."""
+        """Closes the watch with a goodbye; later writes to `slots` are not seen by others."""
         if self.watch is not None:
             self.watch.close()
             self.watch.slots = self.slots = memoryview(array("q", [NOBODY] * 4))
 
 
 def _of_a_wait(error: Exception) -> bool:
-    """Is it what waits raise. Memory that is not there is this rank's own trouble, wherever it comes to that."""
+    """True for errors raised by a failed wait. Out of memory is always this rank's own fault."""
     own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
     return isinstance(error, (RuntimeError, OSError)) and not own

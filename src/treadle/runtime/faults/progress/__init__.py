@@ -1,1 +1,1 @@
-"""What this rank is doing and whom it waits for, readable by other processes."""
+"""A rank's progress, readable by other processes: its op, and the ranks it waits for."""

@@ -1,8 +1,8 @@
-"""Where a rank is, in memory that outlives it.
+"""A rank's progress in memory that outlives it.
 
-A rank writes the number of its op into a page of its own at each op: some 50 ns, no call into the kernel. The page is
-an anonymous file, so nothing is left in /dev/shm. Neighbours that share its pid namespace map the same page, and so
-can read the exact op of a rank that was killed or stopped, which cannot tell any more.
+A rank writes the number of each op into a page of its own: some 50 ns, without a system call. The page is an anonymous
+file, so nothing is left in /dev/shm. Neighbours in the same pid namespace map the page, and can read the exact op of a
+rank that was killed or stopped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 OP, WAITS_FOR, STEP = range(3)
-"""The slots the main thread writes: the op it is at, the rank it waits for, the number of the step."""
+"""The slots that the main thread writes: the number of its op, its wait target, the number of the step."""
 
 OUTSIDE = -1
-"""In slot OP: not in a step."""
+"""In slot OP: the rank is not in a step."""
 
 COMPUTING = -1
-"""In slot WAITS_FOR: not waiting."""
+"""In slot WAITS_FOR: the rank waits for no other."""
 
 _NUM_SLOTS = 4  # the last holds the mark
 _SIZE_BYTES = 8 * _NUM_SLOTS
@@ -38,7 +38,7 @@ class Snapshot(NamedTuple):
 
 
 class ProgressPage:
-    """The page of this rank. `mark` lets a neighbour tell it from another file that came to have its number."""
+    """The page of this rank. Its `mark` tells it from another file that has the same descriptor later."""
 
     def __init__(self, mark: int) -> None:
         self.fd = os.memfd_create("treadle-progress")
@@ -48,11 +48,11 @@ class ProgressPage:
         self.slots = page[:3]
 
     def look(self) -> Snapshot:
-        """A copy of the slots now."""
+        """Returns a copy of the slots."""
         return Snapshot(*self.slots)
 
     def close(self) -> None:
-        """Closes the file. The page itself lives as long as someone has its slots, so a late write does no harm."""
+        """Closes the file. The page itself lives as long as its slots are referred to, so a late write does no harm."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -60,14 +60,14 @@ class ProgressPage:
 
 
 class PageReader:
-    """What can be seen and done about a rank in the same pid namespace without its help."""
+    """The page and the process of another rank in the same pid namespace."""
 
     def __init__(self, pidfd: int, page: mmap.mmap) -> None:
         self.pidfd, self._page = pidfd, page
 
     @classmethod
     def open(cls, pid: int, fd: int, mark: int) -> PageReader | None:
-        """Opens the page of a living process, or None where that is not allowed or not what it was said to be."""
+        """Opens the page of a living process. Returns None where that is not permitted or the mark differs."""
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -82,17 +82,17 @@ class PageReader:
                 return cls(pidfd, page)
             page.close()
         except (OSError, ValueError):
-            pass  # not ours to read, or gone: heartbeats have to do
+            pass  # not permitted, or ended: heartbeats must do
         os.close(pidfd)
         return None
 
     def look(self) -> Snapshot:
-        """The slots as the other rank wrote them last, whether it lives or not."""
+        """Returns the slots as the other rank wrote them last, whether it is alive or not."""
         with memoryview(self._page) as page, page.cast("q") as slots:
             return Snapshot(slots[OP], slots[WAITS_FOR], slots[STEP])
 
     def kill(self) -> None:
-        """SIGKILL, to that very process: a pidfd does not pass to a later one with the same number."""
+        """Sends SIGKILL by pidfd: a later process with the same pid cannot be hit."""
         with suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -105,10 +105,10 @@ class PageReader:
 
 
 def namespace_id(kind: str) -> bytes:
-    """16 bytes that processes share exactly if they share a host and its namespace of this kind ("pid", "net")."""
+    """Returns 16 bytes that two processes share exactly if they share a host and its namespace ("pid", "net")."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         inode = Path(f"/proc/self/ns/{kind}").stat().st_ino
     except OSError:
-        return os.urandom(16)  # no other process has it: nobody is taken for a process of this host
+        return os.urandom(16)  # unique: no process is taken for one of this host
     return blake2b(f"{boot.strip()} {kind} {inode}".encode(), digest_size=16).digest()

@@ -1,9 +1,9 @@
-"""What a rank is at, where several lanes are at once: shown to others as one op and whom that op waits for.
+"""The progress of a rank that runs several lanes at once, shown to others as one op and its wait target.
 
-The thread that computes shows the op it computes. While it waits, it shows what holds it up: from the op it wants to
-start, along what that needs and what is before it on its lane, to one that has started or could. That one waits for
-other ranks while its lane's thread is in a wait, and else for nobody. Others follow who waits for whom from there, as
-at the grain of cells.
+While the compute thread computes, it shows the op it computes. While it waits, it shows the op that holds it up: from
+the op it wants to start, along dependencies and earlier ops of lanes, to one that has started or could start. That op
+waits for other ranks while its lane's thread is in a wait, and else for none. Other ranks follow wait targets from
+there, as at the grain of cells.
 
     compute  attn 1.0 . . . . mlp 0.0           shown:  attn 1.0   dispatch 0.0   mlp 0.0
     ep       dispatch 0.0 . . .
@@ -26,16 +26,16 @@ from treadle.runtime.faults.progress.wait_target import NOBODY
 
 OWN_LANE = 0
 SUSPECT_S = 0.5
-"""For how long an op that waits for nobody has to stay where it is, after a wait has failed, to be taken for hung."""
+"""After a failed wait: how long an op without a wait target must not end to be taken for hung."""
 
 _NOTHING = -1
 
 
 @dataclass(frozen=True)
 class OpTable:
-    """A rank's ops, by their place in the order of launches: numbers in the Program, lanes, needs, whom each waits for.
+    """A rank's ops in launch order: numbers in the Program, lanes, dependencies and wait targets.
 
-    `of_lane[lane]`: the places of a lane's ops, in order.
+    `of_lane[lane]` are the positions in launch order of a lane's ops.
     """
 
     index: Sequence[int]
@@ -46,7 +46,7 @@ class OpTable:
 
 
 class RankProgress:
-    """One step: which ops have started and ended, and which wait. `slots` are what others see."""
+    """The progress of one step: ops that have started, wait and have ended. Other ranks see `slots`."""
 
     def __init__(self, rows: OpTable, slots: memoryview) -> None:
         self._rows, self._slots, size = rows, slots, len(rows.index)
@@ -58,17 +58,17 @@ class RankProgress:
         self._lock = threading.Lock()
 
     def want(self, at: int) -> None:
-        """The thread that computes has come to an op of its own, which may have to wait."""
+        """The compute thread has reached op `at`, which may have to wait."""
         with self._lock:
             self._wanted = at
             self._show()
 
     def want_all(self) -> None:
-        """It has come to the end of the step, and waits for the other lanes."""
+        """The compute thread has reached the end of the step, and waits for the other lanes."""
         self.want(len(self._rows.index))
 
     def begin(self, at: int) -> None:
-        """An op starts. What the thread that computes does itself is what this rank is at."""
+        """An op starts. An op of the compute thread is shown as this rank's op."""
         thread = threading.get_ident()
         with self._lock:
             self._started[at] = 1
@@ -88,12 +88,12 @@ class RankProgress:
             self._show()
 
     def fail(self) -> None:
-        """The op of this thread has failed: it counts as where it was, and what needs it is not about to start."""
+        """The op of this thread has failed. It stays started and not ended, so ops that need it cannot start."""
         with self._lock:
             self._at.pop(threading.get_ident(), None)
 
     def wait(self, begins: bool) -> None:
-        """The op of this thread begins to wait for other ranks, or has waited."""
+        """The op of this thread begins (or ends) a wait for other ranks."""
         at = self._at.get(threading.get_ident())
         if at is not None:
             with self._lock:
@@ -101,16 +101,16 @@ class RankProgress:
                 self._show()
 
     def over(self) -> None:
-        """The step has failed: what is shown stays, whatever other lanes still do."""
+        """The step has failed. The shown op stays, whatever other lanes still do."""
         with self._lock:
             self._wanted = _NOTHING
 
     def show(self, at: int, wait_target: int) -> None:
-        """Lets others see that this rank is at an op, and whom it waits for there."""
+        """Shows an op and its wait target to other ranks."""
         self._slots[0], self._slots[1] = self._rows.index[at], wait_target
 
     def suspect_itself(self) -> None:
-        """After a wait has failed: shows an op of another lane that has started, waits for nobody, and does not end."""
+        """After a failed wait: shows an op of another lane that runs without a wait target and does not end."""
         suspects = self._busy()
         if suspects:
             time.sleep(SUSPECT_S)
@@ -119,7 +119,7 @@ class RankProgress:
                 self.show(hung[0], NOBODY)
 
     def _busy(self) -> list[int]:
-        """Ops under way in other lanes that wait for nobody."""
+        """Returns the running ops of other lanes that are in no wait."""
         with self._lock:
             return [at for at in self._at.values() if not self._waits[at]]
 
@@ -134,7 +134,7 @@ class RankProgress:
             self.show(at, NOBODY if busy else self._rows.wait_target[at])
 
     def _before(self, at: int) -> int | None:
-        """What an op that has not started waits for next, if anything."""
+        """Returns the next op that an op which has not started waits for, or None."""
         rows = self._rows
         if at == len(rows.index):
             heads = (row[turn] for row, turn in zip(rows.of_lane, self._turn, strict=True) if turn < len(row))
@@ -149,28 +149,28 @@ class RankProgress:
 
 
 class ObservedWait:
-    """A communicator's wait, of which the step that is under way gets to know."""
+    """A communicator's wait that notes its begin and end in the progress of the current step."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
         self.step: RankProgress | None = None
 
     @classmethod
-    def of(cls, talkers: Iterable[Group | Channel]) -> list[ObservedWait]:
-        """Has the waits of some communicators noted."""
+    def of(cls, waiting: Iterable[Group | Channel]) -> list[ObservedWait]:
+        """Replaces the waits of groups and channels by observed ones, and returns these."""
         noted = []
-        for talker in talkers:
-            if not isinstance(talker.wait, ObservedWait):
-                talker.wait = ObservedWait(talker.wait)
-            noted.append(talker.wait)
+        for each in waiting:
+            if not isinstance(each.wait, ObservedWait):
+                each.wait = ObservedWait(each.wait)
+            noted.append(each.wait)
         return noted
 
     def __call__(self, work: dist.Work) -> Any:
-        """Waits."""
+        """Waits for the work, and notes the wait."""
         step = self.step
         if step is None:
             return self._wait(work)
         step.wait(True)
         waited = self._wait(work)
-        step.wait(False)  # not where it failed: a rank that waited in vain is not busy
+        step.wait(False)  # not after a failure: a rank that waited in vain is not busy
         return waited

@@ -1,4 +1,4 @@
-"""The error that every rank raises when one is lost, and its words."""
+"""RankLostError, which every rank raises when one is lost, and its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_LOST = 75
 """The exit code of a process that was ended because a rank was lost and its main thread did not react."""
 
 Naming: TypeAlias = Callable[[int, int], str]
-"""The text of an op of a rank, such as "F3.0", from the rank and the op's number."""
+"""Returns the text of an op, such as "F3.0", from its rank and its number."""
 
 _TIMED_OUT = ("timed out", "timeout")
 _NETWORK = (*_TIMED_OUT, "connection closed", "connection reset", "connection refused", "broken pipe")
@@ -23,11 +23,11 @@ _INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
 
 
 class RankLostError(PortableError, RuntimeError):
-    """A rank of the pipeline was lost; every other rank raises this, and all name the same one.
+    """A rank of the pipeline was lost; every other rank raises this error, and all name the same rank.
 
     `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it said goodbye while others still needed
-    it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the pipeline). `op` is what
-    the lost rank was at, `waiting_for` what this rank waited for.
+    it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the pipeline). `op` is the
+    op of the lost rank, `waiting_for` the op or rank that this rank waited for.
     """
 
     def __init__(self, message: str, *, rank: int, kind: str, op: str | None, waiting_for: str | None) -> None:
@@ -38,7 +38,7 @@ class RankLostError(PortableError, RuntimeError):
 def rank_lost(
     lost: Lost, *, rank: int, here: Snapshot, name: Naming, deadline_s: float, waiting_for: str | None = None
 ) -> RankLostError:
-    """The error that this rank, which is at `here`, raises about `lost`."""
+    """Returns the error of rank `rank`, which is at `here`, about a loss."""
     first = f"rank {lost.rank} was lost first: {_what(lost, name)}{_place(lost, name)}{_details(lost, deadline_s)}"
     if waiting_for is None and here.waits_for >= 0:
         waiting_for = f"rank {here.waits_for}"
@@ -50,12 +50,12 @@ def rank_lost(
 
 
 def timed_out(error: BaseException) -> bool:
-    """Did a wait reach its deadline, going by what backends write; else its peer has closed."""
+    """True if a wait reached its deadline, by the texts of backends; else its peer has closed."""
     return isinstance(error, TimeoutError) or any(word in str(error).lower() for word in _TIMED_OUT)
 
 
 def from_network(error: BaseException) -> bool:
-    """Is it what a wait raises when the peer is gone or late, rather than an error of this rank's own."""
+    """True for errors that a wait raises when its peer is gone or late; false for this rank's own."""
     return isinstance(error, ConnectionError) or any(word in str(error).lower() for word in _NETWORK)
 
 
@@ -64,7 +64,7 @@ def _op(rank: int, op: int, name: Naming) -> str | None:
         return None
     try:
         return name(rank, op)
-    except Exception:  # the number may come from a rank that was torn down: the loss itself must be told
+    except Exception:  # a broken rank may have sent any number: the loss itself must be told
         return f"op {op}"
 
 
