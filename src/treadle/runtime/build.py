@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,13 +33,12 @@ from treadle.runtime.model.seeding import Seeds, layers_of
 from treadle.runtime.model.segments import Plan, is_segmented
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.model.weight_grad import WeightGradQueue, WeightGradSplit
+from treadle.runtime.options import LanesName, SavedName
 from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.layers import PACE
 from treadle.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
-LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
-SavedName: TypeAlias = Literal["leave", "count", "offload"]
 
 _SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
@@ -249,8 +248,8 @@ def bind(modules: Modules, groups: Groups) -> None:
 
 
 @dataclass(frozen=True)
-class StageBuilder:
-    """Makes the chunks of a rank. `boundaries` are what stages send on, where that is known beforehand."""
+class StageRecipe:
+    """What the stages of a rank are built from. `boundaries[stage]` is what it sends on, where that is known."""
 
     schedule: Schedule
     position: MeshPosition
@@ -262,52 +261,58 @@ class StageBuilder:
     loss_fn: LossFn
     boundaries: Mapping[int, Boundary]
     store: SavedTensors | None
+    trains: bool = True
 
-    def chunks(self, modules: Modules) -> dict[int, Chunk]:
-        """All of them."""
-        return {chunk: self._chunk(chunk, module) for chunk, module in modules.items()}
-
-    def evaluating(self, modules: Modules) -> dict[int, Chunk]:
-        """The same chunks for evaluations: they save nothing, and find out their own shapes."""
+    def evaluating(self) -> StageRecipe:
+        """Return the recipe of the same stages for evaluations: they save nothing, and find out their own shapes."""
         shape = replace(self.shape, split=(), offload=False) if self.shape is not None else None
-        chunks = replace(self, splits={}, boundaries={}, store=None, shape=shape).chunks(modules)
-        for chunk in chunks.values():
-            chunk.trains = False
-        return chunks
+        return replace(self, splits={}, boundaries={}, store=None, shape=shape, trains=False)
 
-    def _chunk(self, chunk: int, module: nn.Module) -> Chunk:
-        placement, schedule = self.schedule.placement, self.schedule
-        number = placement.stage(self.position.pp_rank, chunk)
-        first, num_layers = sum(self.depths[:number]), sum(self.depths)
-        seeds = Seeds(module, self.device, first, num_layers) if self.seed is not None else None
-        in_pipe = placement.pipes[chunk] * schedule.microbatches_per_pipe
-        offset = self.position.dp_rank * schedule.num_microbatches + in_pipe
-        made: Chunk
-        if self.shape is None:
-            made = Stage(number, module, self._halves(chunk), seeds, offset)
-        else:
-            made = LayeredStage(number, module, self._halves(chunk) or WeightGradQueue(), seeds, offset)
-            made.deferred = tuple(WEIGHT_OF[half] for half in self.shape.split)
-            made.store = self.store
-        made.loss_fn = CheckedLoss(self.loss_fn, module) if number == placement.num_stages - 1 else None
-        if number in self.boundaries:
-            made.boundary, made.header_due = self.boundaries[number], False
-            made.output_flags = all_flags(self.boundaries[number])
-        if number - 1 in self.boundaries:
-            made.input_flags = all_flags(self.boundaries[number - 1])
-        return made
 
-    def _halves(self, chunk: int) -> WeightGradQueue | None:
-        """Where the chunk's linears put their weight halves, if those run apart."""
-        if chunk not in self.splits or not self.splits[chunk].possible or (self.shape and not self.shape.split):
-            return None
-        halves = WeightGradQueue()
-        split.apply(self.splits[chunk].linears, halves)
-        return halves
+def build_stages(modules: Modules, recipe: StageRecipe) -> dict[int, Chunk]:
+    """Return the stages of this rank by chunk."""
+    return {chunk: _build_stage(chunk, module, recipe) for chunk, module in modules.items()}
 
-    def incoming(self, chunks: Mapping[int, Chunk]) -> dict[int, Boundary]:
-        """What arrives at each chunk, as far as that is known."""
-        return {c: self.boundaries[k.number - 1] for c, k in chunks.items() if k.number - 1 in self.boundaries}
+
+def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
+    placement = recipe.schedule.placement
+    number = placement.stage(recipe.position.pp_rank, chunk)
+    first, num_layers = sum(recipe.depths[:number]), sum(recipe.depths)
+    seeds = Seeds(module, recipe.device, first, num_layers) if recipe.seed is not None else None
+    in_pipe = placement.pipes[chunk] * recipe.schedule.microbatches_per_pipe
+    offset = recipe.position.dp_rank * recipe.schedule.num_microbatches + in_pipe
+    queue = _weight_grad_queue(chunk, recipe)
+    made: Chunk
+    if recipe.shape is None:
+        made = Stage(number, module, queue, seeds, offset)
+    else:
+        made = LayeredStage(number, module, queue or WeightGradQueue(), seeds, offset)
+        made.deferred = tuple(WEIGHT_OF[kind] for kind in recipe.shape.split)
+        made.store = recipe.store
+    made.trains = recipe.trains
+    made.loss_fn = CheckedLoss(recipe.loss_fn, module) if number == placement.num_stages - 1 else None
+    if number in recipe.boundaries:
+        made.boundary, made.header_due = recipe.boundaries[number], False
+        made.output_flags = all_flags(recipe.boundaries[number])
+    if number - 1 in recipe.boundaries:
+        made.input_flags = all_flags(recipe.boundaries[number - 1])
+    return made
+
+
+def _weight_grad_queue(chunk: int, recipe: StageRecipe) -> WeightGradQueue | None:
+    """Let the chunk's linears defer their weight gradients to a queue, if those are ops of their own."""
+    splits = recipe.splits
+    if chunk not in splits or not splits[chunk].possible or (recipe.shape and not recipe.shape.split):
+        return None
+    queue = WeightGradQueue()
+    split.apply(splits[chunk].linears, queue)
+    return queue
+
+
+def known_inputs(stages: Mapping[int, Chunk], recipe: StageRecipe) -> dict[int, Boundary]:
+    """Return the shapes that arrive at each chunk, as far as they are known beforehand."""
+    known = recipe.boundaries
+    return {chunk: known[stage.number - 1] for chunk, stage in stages.items() if stage.number - 1 in known}
 
 
 def make_lanes(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from treadle.costs import UNIT_COSTS, Costs
 from treadle.dist.boundary import Boundary
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import device_of
@@ -26,15 +25,15 @@ from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.plan.running import join_halves
 from treadle.runtime.build import (
-    LanesName,
-    SavedName,
-    StageBuilder,
+    StageRecipe,
     bind,
+    build_stages,
     check_modules,
     depth_of,
     depths,
     device_in,
     examine,
+    known_inputs,
     make_lanes,
     make_store,
     plan,
@@ -54,27 +53,30 @@ from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
 from treadle.runtime.model.weight_grad import WeightGradSplit
+from treadle.runtime.options import RunOptions, RunOptionsChanges
 from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
 
+DEFAULTS = RunOptions()
+
 
 class Pipeline:
     """A rank's part of a pipeline that runs `schedule`.
 
-    `stages`: for each of this rank's chunks its module. `mesh`: a DeviceMesh with pp, and perhaps dp and ep.
-    `loss_fn(output, target)`: one number for a micro-batch, on the ranks that hold the last stage.
-    `deadline_s`: how long a rank waits for another before it takes it for lost.
-    `seed`: what randomness in the stages starts from; None leaves it alone.
-    `boundaries`: for each stage what it sends on, if that is known beforehand; else the first step finds out.
-    `lanes`: where stages' layers name their segments, what they run on (`treadle.runtime.run.lanes`): thread, paced,
-    serial or virtual; a GPU has streams.
-    `costs`: under which such ops are ordered, and which paced lanes take.
-    `saved`: what becomes of what such layers save for backward: leave it, count it (`report.saved`), or offload it to
-    the host as the Program says: into pinned memory from a GPU, else into a file without a name in `pool_directory`.
-    `address`: where other hosts reach this one, if it is not the address from which this one reaches torch's store.
+    Args:
+        stages: For each of this rank's chunks its module.
+        schedule: The same on all ranks.
+        mesh: A DeviceMesh with the dimension pp, and perhaps dp and ep.
+        loss_fn: `loss_fn(output, target)` returns one number for a micro-batch, on ranks that hold the last stage.
+        options: How it runs.
+        changes: Fields of `RunOptions` by name: `Pipeline(..., lanes="serial")` replaces that field of `options`.
+
+    Raises:
+        ValueError: On all ranks, if the modules of one do not fit the schedule or each other.
+
     """
 
     def __init__(
@@ -84,59 +86,25 @@ class Pipeline:
         *,
         mesh: DeviceMesh,
         loss_fn: LossFn,
-        deadline_s: float = 600.0,
-        seed: int | None = 0,
-        boundaries: Mapping[int, Boundary] | None = None,
-        address: str | None = None,
-        lanes: LanesName = "thread",
-        costs: Costs = UNIT_COSTS,
-        saved: SavedName = "leave",
-        pool_directory: Path | None = None,
+        options: RunOptions = DEFAULTS,
+        **changes: Unpack[RunOptionsChanges],
     ) -> None:
+        self.options = replace(options, **changes)
         self.position = mesh_position(mesh)
-        self.device = device_in(stages, mesh)
-        self._control = torch.device("cpu") if self.device.type == "meta" else self.device
-        self.splits: dict[int, WeightGradSplit] = {}
-        self._deadline, self._seed, self._step = timedelta(seconds=deadline_s), seed, 0
         self._modules = dict(stages)
-        self._lanes, self._costs = lanes, costs
-        self._device = device_of(self.device, self._deadline)
+        self._choose_devices(mesh)
         self._guard = Guard()
         name = next_name(self.position)
         with Arrivals(name, self.position, self._deadline).making():
             self.groups = Groups.make(name, self.position, self._deadline, self._device.wait)
-            met = self._meet(schedule, f"{costs!r} {saved}")
-            self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-            self._shape = shape_of(self._modules, met, self.schedule, saved)
-            reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
-            self.program, self._ticks = plan(self.schedule, self._shape, costs, reduce=reduce)
-            self.groups.connect(self.program, self.device)
-            bind(self._modules, self.groups)
-            self._guard.program = self.program
-            if dist.get_backend() != "fake":
-                self._guard.join(self.groups, deadline_s, self._control, address)
+            met = self._meet(schedule)
+            self._plan(schedule, met)
+            self._connect()
         with self._guard.making(all_refuse=True):
-            order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
-            self.gradients = Gradients(
-                self._modules, order, self.groups.reduce_group, self.groups.expert_dp_group, self.position.ep
-            )
-            check_copies(self.groups, self._modules, self.gradients, self._control)
+            self._prepare_gradients()
         with self._guard.making():
-            self._store = make_store(self._modules, saved, self.device, pool_directory)
-            maker = self._maker = StageBuilder(
-                schedule=self.schedule,
-                position=self.position,
-                shape=self._shape,
-                splits=self.splits,
-                depths=depths(met, schedule),
-                device=self.device,
-                seed=seed,
-                loss_fn=loss_fn,
-                boundaries=boundaries or {},
-                store=self._store,
-            )
-            self.stages = maker.chunks(self._modules)
-        self._boundaries = maker.incoming(self.stages)
+            self._build(loss_fn, depths(met, schedule))
+        self._step = 0
         self._parameters = Parameters(self._modules)
         self._evaluating: dict[int, Chunk] = {}
         self._evaluated: dict[int, Boundary] = {}
@@ -146,8 +114,16 @@ class Pipeline:
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, schedule: Schedule, terms: str) -> Handshake:
-        """Holds this rank's modules against the schedule, and what the other ranks have."""
+    def _choose_devices(self, mesh: DeviceMesh) -> None:
+        """Find where the modules are, and where ranks agree on things: a dry run's meta tensors carry no numbers."""
+        self.device = device_in(self._modules, mesh)
+        self._control = torch.device("cpu") if self.device.type == "meta" else self.device
+        self._deadline = timedelta(seconds=self.options.deadline_s)
+        self._device = device_of(self.device, self._deadline)
+
+    def _meet(self, schedule: Schedule) -> Handshake:
+        """Check this rank's modules against the schedule, and exchange what ranks have."""
+        self.splits: dict[int, WeightGradSplit] = {}
         problem: ValueError | None = None
         modules, chunks = self._modules, range(schedule.vpp)
         try:
@@ -160,7 +136,49 @@ class Pipeline:
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
         embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
         stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
+        terms = f"{self.options.costs!r} {self.options.saved}"
         return meet(self.groups, schedule, terms, stages, problem, self._control)
+
+    def _plan(self, schedule: Schedule, met: Handshake) -> None:
+        """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
+        self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
+        self._shape = shape_of(self._modules, met, self.schedule, self.options.saved)
+        reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
+        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce)
+
+    def _connect(self) -> None:
+        """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
+        self.groups.connect(self.program, self.device)
+        bind(self._modules, self.groups)
+        self._guard.program = self.program
+        if dist.get_backend() != "fake":
+            self._guard.join(self.groups, self.options.deadline_s, self._control, self.options.address)
+
+    def _prepare_gradients(self) -> None:
+        """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
+        order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
+        reduce_group, expert_dp_group = self.groups.reduce_group, self.groups.expert_dp_group
+        self.gradients = Gradients(self._modules, order, reduce_group, expert_dp_group, self.position.ep)
+        check_copies(self.groups, self._modules, self.gradients, self._control)
+
+    def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
+        """Make the rank's stages, and the store that their saved tensors go through."""
+        options = self.options
+        self._store = make_store(self._modules, options.saved, self.device, options.pool_directory)
+        self._recipe = StageRecipe(
+            schedule=self.schedule,
+            position=self.position,
+            shape=self._shape,
+            splits=self.splits,
+            depths=depths,
+            device=self.device,
+            seed=options.seed,
+            loss_fn=loss_fn,
+            boundaries=options.boundaries or {},
+            store=self._store,
+        )
+        self.stages = build_stages(self._modules, self._recipe)
+        self._boundaries = known_inputs(self.stages, self._recipe)
 
     @cached_property
     def _with_reduce(self) -> CellExecutor | LayerExecutor:
@@ -168,14 +186,14 @@ class Pipeline:
 
     @cached_property
     def _without_reduce(self) -> CellExecutor | LayerExecutor:
-        planned = plan(self.schedule, self._shape, self._costs, reduce=False)
+        planned = plan(self.schedule, self._shape, self.options.costs, reduce=False)
         return self._make_walk(*planned, self.stages, self._boundaries)
 
     @cached_property
     def _forward(self) -> CellExecutor | LayerExecutor:
         """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
-        planned = plan_forward(self.schedule, self._shape, self._costs, self.program)
-        self._evaluating = self._maker.evaluating(self._modules)
+        planned = plan_forward(self.schedule, self._shape, self.options.costs, self.program)
+        self._evaluating = build_stages(self._modules, self._recipe.evaluating())
         return self._make_walk(*planned, self._evaluating, self._evaluated)
 
     def _make_walk(
@@ -193,8 +211,8 @@ class Pipeline:
         )
         if self._shape is None:
             return CellExecutor(part, self._device)
-        deadline_s = self._deadline.total_seconds()
-        return LayerExecutor(part, ticks, partial(make_lanes, self._lanes, self._device, ticks, deadline_s))
+        deadline_s = self.options.deadline_s
+        return LayerExecutor(part, ticks, partial(make_lanes, self.options.lanes, self._device, ticks, deadline_s))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -300,9 +318,9 @@ class Pipeline:
     def _run(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
         generator = generator_of(self.device)
-        state = generator.get_state() if self._seed is not None or stages is self._evaluating else None
-        if self._seed is not None:
-            base = step_seed(self._seed, self._step)
+        state = generator.get_state() if self.options.seed is not None or stages is self._evaluating else None
+        if self.options.seed is not None:
+            base = step_seed(self.options.seed, self._step)
             for stage in stages.values():
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)

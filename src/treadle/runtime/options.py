@@ -1,0 +1,66 @@
+"""How a Pipeline runs: everything that is not the model, the schedule, the mesh or the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, TypedDict
+
+from treadle.costs import UNIT_COSTS, Costs
+from treadle.dist.boundary import Boundary
+
+LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
+SavedName: TypeAlias = Literal["leave", "count", "offload"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a Pipeline. `costs` and `saved` are the same on all ranks: the plan is made from them."""
+
+    deadline_s: float = 600.0
+    """Seconds that a rank waits for another before it takes that rank for lost.
+
+    A first step that compiles, or a checkpoint written between two steps, counts: it must fit in.
+    """
+
+    seed: int | None = 0
+    """The seed of randomness in the stages (dropout); each micro-batch and layer has its own, whatever the schedule.
+
+    None leaves torch's generator alone: results then depend on the order of ops.
+    """
+
+    boundaries: Mapping[int, Boundary] | None = None
+    """For each stage the shapes and types of the tensors it sends on. None: the first step finds out."""
+
+    address: str | None = None
+    """The address under which other hosts reach this one. None: the one from which it reaches torch's store."""
+
+    lanes: LanesName = "thread"
+    """What runs the lanes of layers that name their segments: thread, paced, serial or virtual (`runtime.run.lanes`).
+
+    Ignored on a GPU, where lanes are streams, and at cell granularity, which has one thread.
+    """
+
+    costs: Costs = UNIT_COSTS
+    """How long ops take. Ops of layers are ordered by them, and paced lanes take that long."""
+
+    saved: SavedName = "leave"
+    """What becomes of the tensors that layers save for backward: `leave` them, `count` them (`report.saved`), or
+    `offload` them to the host as the Program says. Only for layers that name their segments."""
+
+    pool_directory: Path | None = None
+    """Where a CPU puts offloaded tensors: into a file without a name in this directory. A GPU uses pinned memory."""
+
+
+class RunOptionsChanges(TypedDict, total=False):
+    """The fields of `RunOptions` as keyword arguments, each with its default left out."""
+
+    deadline_s: float
+    seed: int | None
+    boundaries: Mapping[int, Boundary] | None
+    address: str | None
+    lanes: LanesName
+    costs: Costs
+    saved: SavedName
+    pool_directory: Path | None
