@@ -120,7 +120,7 @@ PLANTS = {
     ),
     "ledger-without-lock": Plant(
         "saved bytes are counted by several threads without a lock",
-        "treadle.runtime.model.saved.ledger",
+        "treadle.runtime.model.saved.live_bytes",
         (
             (
                 "        with self._lock:\n            self._settle()\n            holders =",

@@ -244,7 +244,7 @@ class Pipeline:
             self._guard.raise_known()
             self.gradients.begin(reduce=reduce)  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
-                self._store.begin([s for stage in self.stages.values() for s in (stage.inputs, stage.targets)])
+                self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
             self._run(chosen, self.stages)
             self._step += 1
             self.gradients.finish(reduce=reduce)
@@ -309,11 +309,13 @@ class Pipeline:
                 if stage.trains:
                     refuse_graph(inputs, "inputs")
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
-                stage.inputs.update((mb, _cut_off(x)) for mb, x in enumerate(mine))
+                for mb, x in enumerate(mine):
+                    stage.at(mb).put_inputs(_cut_off(x))
             if stage.number == last:
                 if stage.trains:
                     refuse_graph(targets, "targets")
-                stage.targets.update(enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]))
+                for mb, target in enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]):
+                    stage.at(mb).put_target(target)
 
     def _run(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
@@ -334,9 +336,9 @@ class Pipeline:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
         for chunk, stage in stages.items():
-            for mb, parts in stage.losses.items() if self.device.type != "meta" else ():
-                for part in parts:
-                    losses[placement.pipes[chunk] * per_pipe + mb] += part
+            for microbatch in stage.microbatches() if self.device.type != "meta" else ():
+                for part in microbatch.losses:
+                    losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
         with self._guard.together("the agreement on the loss"):
             loss, losses, num_bad, alike = agree(self.groups, losses, scale, num_bad)
         if not alike:

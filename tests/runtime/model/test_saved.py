@@ -42,15 +42,15 @@ def test_leaves_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
     module.zero_grad()
     store = SavedTensors([module], FilePool(tmp_path))
     out = saved_in(store, module, x)
-    held = store.ledger.live_bytes
+    held = store.live.live_bytes
     store.offload(KEY)
     assert held > 0
-    assert store.ledger.live_bytes == 0
+    assert store.live.live_bytes == 0
     store.onload(KEY)
-    assert store.ledger.live_bytes == held
+    assert store.live.live_bytes == held
     torch.autograd.backward(out.sum())
     del out
-    assert store.ledger.live_bytes == 0
+    assert store.live.live_bytes == 0
     assert all(torch.equal(a, cast(Tensor, p.grad)) for a, p in zip(wanted, module.parameters(), strict=True))
     assert store.report().moved == held
     assert list(tmp_path.iterdir()) == []  # the file has no name
@@ -60,7 +60,7 @@ def test_parameters_buffers_and_the_batch_stay_where_they_are(tmp_path: Path) ->
     module, x = nn.Linear(8, 8, bias=False), torch.randn(1000, 8)[:4]
     store = SavedTensors([module], FilePool(tmp_path))
     out = saved_in(store, module, x)
-    assert store.ledger.live_bytes == 0
+    assert store.live.live_bytes == 0
     store.offload(KEY)
     assert store.report().moved == 0
     torch.autograd.backward(out.sum())
@@ -74,7 +74,7 @@ def test_views_of_one_storage_count_once() -> None:
         h = x * 2
         a, b = h.chunk(2, dim=1)
         out = (a * b).sum() + (h * h).sum()
-    assert store.ledger.live_bytes == h.nbytes
+    assert store.live.live_bytes == h.nbytes
     torch.autograd.backward(out)
 
 
@@ -83,9 +83,9 @@ def test_what_weight_halves_hold_counts() -> None:
     store.begin()
     half = WeightGrad(nn.Linear(8, 8), x, torch.randn(4, 8))
     store.hold_halves(KEY, "attn", [half, replace(half, grad=torch.randn(4, 8))])
-    assert store.ledger.live_bytes == 3 * x.nbytes
+    assert store.live.live_bytes == 3 * x.nbytes
     store.drop_halves(KEY, "attn")
-    assert store.ledger.live_bytes == 0
+    assert store.live.live_bytes == 0
 
 
 def test_a_change_in_place_is_refused() -> None:
@@ -279,7 +279,7 @@ def many_steps(rank: int) -> tuple[list[int], set[int], int]:
     pipe, x = make(rank, Case("interleaved-overlap", ep=1, microbatches=6, layers=1), "offload")
     memory, pools = [], set()
     assert pipe._store is not None
-    pipe._store.ledger = Watchful()
+    pipe._store.live = Watchful()
     for step in range(200):
         pipe.step(x, x)
         if step >= 50:
@@ -287,7 +287,7 @@ def many_steps(rank: int) -> tuple[list[int], set[int], int]:
             assert pipe.report is not None
             assert pipe.report.saved is not None
             pools.add(pipe.report.saved.pool)
-    live = pipe._store.ledger.live_bytes
+    live = pipe._store.live.live_bytes
     pipe.close()
     return memory, pools, live
 

@@ -1,8 +1,8 @@
-"""One chunk of a rank, as messages see it: what has come for it and what is to leave it, by micro-batch."""
+"""A stage as messages see it: its module, the shapes that cross its ends, and its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from treadle.dist.boundary import Boundary, Flags, boundary_of, fits
-from treadle.dist.channel import refuse_reused, versions
+from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
 
-Tensors: TypeAlias = tuple[Tensor, ...]
-Grads: TypeAlias = tuple[Tensor | None, ...]
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 
 
@@ -35,51 +33,26 @@ class Chunk:
         """For which outputs gradients come, once the stage behind has told."""
         self.input_flags: Flags | None = None
         """For which inputs this stage sends gradients, once it has told the stage before."""
-        self.inputs: dict[int, Tensors] = {}
-        self.targets: dict[int, Any] = {}
-        self.outputs: dict[int, Tensors] = {}
-        self.output_grads: dict[int, Grads] = {}
-        self.input_grads: dict[int, Grads] = {}
-        self.losses: dict[int, list[Tensor]] = {}
-        self.given_by: dict[int, Chunk] = {}
-        """The stage before, where it is on the same rank: whose output an input is."""
-        self._versions: dict[int, list[int]] = {}
+        self._microbatches: dict[int, Microbatch] = {}
         self._scales: dict[torch.dtype, Tensor] = {}
 
     def begin_step(self, scale: Tensor) -> None:
         """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
-        for left in (self.inputs, self.targets, self.outputs, self.output_grads, self.input_grads, self.losses):
-            left.clear()
-        self._versions.clear()
-        self.given_by.clear()
+        self._microbatches = {}
         self._scales = {scale.dtype: scale}
 
     def forget_shape(self) -> None:
         """The next micro-batches may have another shape; its reader is told again."""
         self.boundary, self.header_due = None, True
 
-    def put_outputs(self, mb: int, outputs: Tensors) -> None:
-        """Keeps the outputs of a micro-batch until they are sent on or read."""
-        self.outputs[mb] = outputs
-        self._versions[mb] = versions(outputs)
+    def at(self, mb: int) -> Microbatch:
+        """Return the data of a micro-batch. Lanes' threads may ask at once, and get the same."""
+        found = self._microbatches.get(mb)
+        return found if found is not None else self._microbatches.setdefault(mb, Microbatch(self.number, mb))
 
-    def take_outputs(self, mb: int) -> Tensors:
-        """Returns the outputs of a micro-batch, which must be as they were when it was made."""
-        outputs, before = self.outputs.pop(mb), self._versions.pop(mb)
-        if versions(outputs) != before:
-            refuse_reused(outputs, before, self.told(mb))
-        return outputs
-
-    def take_inputs(self, mb: int) -> Tensors:
-        """Returns what a forward starts from."""
-        inputs, before = self.inputs.pop(mb), self.given_by.pop(mb, None)
-        if before is not None:
-            before.take_outputs(mb)
-        return inputs
-
-    def told(self, mb: int) -> str:
-        """What errors call the outputs of a micro-batch."""
-        return f"the output of stage {self.number} for micro-batch {mb}"
+    def microbatches(self) -> Collection[Microbatch]:
+        """Return the data of all micro-batches of this step so far."""
+        return self._microbatches.values()
 
     def keep_shape(self, mb: int, outputs: Tensors) -> None:
         """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
@@ -91,10 +64,6 @@ class Chunk:
                 f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
                 "one shape: pad them, or make a new Pipeline for the new shape"
             )
-
-    def add_loss(self, mb: int, loss: Tensor) -> None:
-        """Keeps one of a micro-batch's losses. They may differ in type; the step adds them up in float64."""
-        self.losses.setdefault(mb, []).append(loss.detach())
 
     def scale_as(self, dtype: torch.dtype) -> Tensor:
         """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.

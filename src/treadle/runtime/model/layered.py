@@ -189,18 +189,18 @@ class LayeredStage(Chunk):
 
     def _enter(self, mb: int) -> None:
         passage = self._passing[mb] = _Passage()
-        (x,) = self.take_inputs(mb)
+        (x,) = self.at(mb).take_inputs()
         passage.first = passage.values["x"] = Value(x, x.requires_grad)
 
     def _exit(self, mb: int, out: Value) -> None:
         """What the last layer made is to be sent."""
         self._check(mb, out)
-        self.put_outputs(mb, (out.thing,))
+        self.at(mb).put_outputs((out.thing,))
         out.thing = None
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
         """The head and the loss, from what the last layer made."""
-        out, target, loss_fn, head = passage.last, self.targets.pop(mb), self.loss_fn, self._head
+        out, target, loss_fn, head = passage.last, self.at(mb).take_target(), self.loss_fn, self._head
         assert out is not None
         assert loss_fn is not None
         values = {"x": out}
@@ -223,13 +223,13 @@ class LayeredStage(Chunk):
         check_losses((loss,))
         if value.needs_grad:
             value.grad = self.scale_as(loss.dtype)
-        self.add_loss(mb, loss)
+        self.at(mb).add_loss(loss)
 
     def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:
         passage = self._passing[mb]
         if self.loss_fn is None and layer == self.num_layers - 1 and name == list(self.plans[layer].segments)[-1]:
             assert passage.last is not None
-            passage.last.grad = self.output_grads.pop(mb)[0] if passage.last.needs_grad else None
+            passage.last.grad = self.at(mb).take_output_grads()[0] if passage.last.needs_grad else None
         self._seed(name, mb, layer)  # for what is computed again
         if defer:
             self.halves.open()
@@ -245,9 +245,7 @@ class LayeredStage(Chunk):
         if kind is OpKind.ATTN_B and layer == 0:
             first = passage.first
             assert first is not None
-            self.input_grads[mb] = ()
-            if first.needs_grad:
-                self.input_grads[mb] = (first.grad,)
+            self.at(mb).put_input_grads((first.grad,) if first.needs_grad else ())
         if not passage.cuts and not passage.halves:
             del self._passing[mb]
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from treadle.dist.boundary import fits
-from treadle.runtime.model.chunk import Chunk, Grads, Tensors, check_losses
+from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.edge import edge_of
+from treadle.runtime.model.microbatch import Grads, Tensors
 from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
@@ -59,13 +60,14 @@ class Stage(Chunk):
 
     def forward(self, mb: int) -> None:
         """F: from `inputs` to `outputs`, or to the loss on the last stage."""
-        inputs = self.take_inputs(mb)
+        microbatch = self.at(mb)
+        inputs = microbatch.take_inputs()
         result = self._run(mb, inputs)
         aux: tuple[Tensor, ...] = ()
         if isinstance(result, StageOutput):
             aux, result = (result.aux_loss,), result.output
         if self.loss_fn is not None:
-            main = self.loss_fn(result, self.targets.pop(mb))
+            main = self.loss_fn(result, microbatch.take_target())
             self._keep_loss(mb, inputs, (main, *aux))
             return
         outputs = result if isinstance(result, tuple) else (result,)
@@ -74,10 +76,10 @@ class Stage(Chunk):
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
         if aux:
             check_losses(aux)
-            self.add_loss(mb, aux[0])
+            microbatch.add_loss(aux[0])
         if self.trains:
             self._kept[mb] = _Kept(inputs, roots, aux)
-        self.put_outputs(mb, tuple([o.detach() for o in outputs]))
+        microbatch.put_outputs(tuple([o.detach() for o in outputs]))
 
     def _run(self, mb: int, inputs: Tensors) -> Any:
         try:
@@ -96,7 +98,7 @@ class Stage(Chunk):
         if self.trains:
             self._kept[mb] = _Kept(inputs, (), losses)
         for loss in losses:
-            self.add_loss(mb, loss)
+            self.at(mb).add_loss(loss)
 
     def _check(self, mb: int, outputs: Tensors) -> None:
         """What a stage returns is tensors, in the shape of the first."""
@@ -124,11 +126,11 @@ class Stage(Chunk):
                 torch.autograd.backward(starts, grads)
         elif starts:
             torch.autograd.backward(starts, grads)
-        self.input_grads[mb] = tuple([x.grad for x in inputs if x.requires_grad])
+        self.at(mb).put_input_grads(tuple([x.grad for x in inputs if x.requires_grad]))
 
     def _grads(self, mb: int) -> Grads:
         """The gradients of the outputs; None for those that nobody read."""
-        return self.output_grads.pop(mb) if self.loss_fn is None else ()
+        return self.at(mb).take_output_grads() if self.loss_fn is None else ()
 
     def input_half(self, mb: int) -> None:
         """I: as B, but the linears' weight gradients are put off."""

@@ -24,8 +24,9 @@ from treadle.dist.boundary import (
 )
 from treadle.dist.channel import Posted
 from treadle.ir.program import Op, OpKind
-from treadle.runtime.model.chunk import Chunk, Grads, Tensors
+from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.layered import COPIES, SEGMENT_OF, LayeredStage
+from treadle.runtime.model.microbatch import Grads, Tensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.run.rank_program import RankProgram
 
@@ -106,8 +107,9 @@ def _then_forward(part: RankProgram, op: Op, run: Call) -> Call:
     def forward_here() -> None:
         run()
         assert chunk.boundary is not None
-        after.inputs[mb] = _as_leaves(chunk.outputs[mb], chunk.boundary)
-        after.given_by[mb] = chunk
+        made = chunk.at(mb)
+        _as_leaves(made.outputs, chunk.boundary)
+        after.at(mb).put_inputs_from(made)
 
     return forward_here
 
@@ -120,7 +122,7 @@ def _then_backward(part: RankProgram, op: Op, run: Call) -> Call:
 
     def backward_here() -> None:
         run()
-        before.output_grads[mb] = chunk.input_grads.pop(mb)
+        before.at(mb).put_output_grads(chunk.at(mb).take_input_grads())
 
     return backward_here
 
@@ -147,7 +149,7 @@ def receive_forward(part: RankProgram, op: Op) -> OpCalls:
         posted[:] = [channel.post(boundaries[chunk])]
 
     def arrive() -> None:
-        stage.inputs[mb] = _as_leaves(channel.wait_for(posted.pop()), boundaries[chunk])
+        stage.at(mb).put_inputs(_as_leaves(channel.wait_for(posted.pop()), boundaries[chunk]))
 
     return OpCalls(post, arrive)
 
@@ -169,7 +171,8 @@ def receive_gradient(part: RankProgram, op: Op) -> OpCalls:
         assert flags is not None, "its receive was posted"
         came = channel.wait_for(posted.pop())
         rest = iter(came)
-        stage.output_grads[mb] = came if all(flags) else tuple([next(rest) if flag else None for flag in flags])
+        grads = came if all(flags) else tuple([next(rest) if flag else None for flag in flags])
+        stage.at(mb).put_output_grads(grads)
 
     return OpCalls(post, arrive)
 
@@ -178,14 +181,14 @@ def send_forward(part: RankProgram, op: Op) -> OpCalls:
     """SEND_F: the outputs of the stage that made them; the label is the reader's."""
     channel, mb = part.outgoing[op.lane.peer], op.mb
     stage = part.stages[_made_by(part, op)]
-    told = stage.told(mb)
+    told = f"the output of stage {stage.number} for micro-batch {mb}"
 
     def send() -> None:
         if stage.header_due:
             stage.header_due = False
             assert stage.boundary is not None, "its forward has run"
             channel.send_header(to_header(stage.boundary, stage.number))
-        channel.send(stage.take_outputs(mb), told)
+        channel.send(stage.at(mb).take_outputs(), told)
 
     return OpCalls(send)
 
@@ -197,7 +200,7 @@ def send_gradient(part: RankProgram, op: Op) -> OpCalls:
     told = f"the input gradient of stage {stage.number} for micro-batch {mb}"
 
     def send() -> None:
-        grads = stage.input_grads.pop(mb)
+        grads = stage.at(mb).take_input_grads()
         if stage.input_flags is None:
             stage.input_flags = tuple([grad is not None for grad in grads])
             channel.send_header(to_flags(stage.input_flags))

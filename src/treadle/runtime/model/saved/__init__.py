@@ -3,7 +3,7 @@
 `SavedTensors` is what saved tensors go through, `pool` where they wait on the host, `LiveBytes` counts bytes alive.
 """
 
-from treadle.runtime.model.saved.ledger import LiveBytes
+from treadle.runtime.model.saved.live_bytes import LiveBytes
 from treadle.runtime.model.saved.pool import FilePool, PinnedPool, Pool, pool_for
 from treadle.runtime.model.saved.store import SavedReport, SavedTensors
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from treadle.ir.program import OpKind
-from treadle.runtime.model.saved.ledger import LiveBytes
+from treadle.runtime.model.saved.live_bytes import LiveBytes
 from treadle.runtime.model.saved.pool import Pool
 from treadle.runtime.model.weight_grad import WeightGrad
 
@@ -59,16 +59,16 @@ class SavedReport:
 class Saved:
     """One storage that autograd saved: here, or in a piece of the pool."""
 
-    __slots__ = ("__weakref__", "_address", "_ledger", "_pool", "_version", "device", "room", "size_bytes", "tensor")
+    __slots__ = ("__weakref__", "_address", "_live", "_pool", "_version", "device", "room", "size_bytes", "tensor")
 
-    def __init__(self, tensor: Tensor, ledger: LiveBytes) -> None:
+    def __init__(self, tensor: Tensor, live: LiveBytes) -> None:
         self.size_bytes, self.device = tensor.untyped_storage().nbytes(), tensor.device
         self.tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
         self.room: Tensor | None = None
         self._pool: Pool | None = None
-        self._ledger = ledger
-        self._address = ledger.hold(tensor)
+        self._live = live
+        self._address = live.hold(tensor)
 
     def storage(self) -> torch.UntypedStorage:
         """The bytes, which are here."""
@@ -87,7 +87,7 @@ class Saved:
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage())
         self.room, self._pool = pool.take(self.size_bytes), pool
         self.room[: self.size_bytes].copy_(flat, non_blocking=True)
-        self._ledger.release(self._address, self.size_bytes)
+        self._live.release(self._address, self.size_bytes)
         self.tensor = None
 
     def come_back(self) -> None:
@@ -98,11 +98,11 @@ class Saved:
         flat.copy_(self.room[: self.size_bytes], non_blocking=True)
         self._pool.give_back(self.room)
         self.room, self.tensor, self._version = None, flat, flat._version
-        self._address = self._ledger.hold(flat)
+        self._address = self._live.hold(flat)
 
     def __del__(self) -> None:
         if self.tensor is not None:
-            self._ledger.release(self._address, self.size_bytes)
+            self._live.release(self._address, self.size_bytes)
         elif self.room is not None and self._pool is not None:
             self._pool.give_back(self.room)
 
@@ -130,14 +130,14 @@ class Shelf:
         self._by_address: dict[int, weakref.ref[Saved]] = {}
         self._all: list[weakref.ref[Saved]] = []
 
-    def place(self, tensor: Tensor, ledger: LiveBytes) -> tuple[Saved, bool]:
+    def place(self, tensor: Tensor, live: LiveBytes) -> tuple[Saved, bool]:
         """Where a tensor's storage is kept, and whether it is new there."""
         address = tensor.untyped_storage().data_ptr()
         known = self._by_address.get(address)
         saved = known() if known is not None else None
         if saved is not None:
             return saved, False
-        saved = Saved(tensor, ledger)
+        saved = Saved(tensor, live)
         self._by_address[address] = weakref.ref(saved)
         self._all.append(weakref.ref(saved))
         return saved, True
@@ -151,7 +151,7 @@ class SavedTensors:
     """All that a rank's layers save. With a pool it can be offloaded; without, it is only counted."""
 
     def __init__(self, modules: Iterable[nn.Module], pool: Pool | None) -> None:
-        self.pool, self.ledger = pool, LiveBytes()
+        self.pool, self.live = pool, LiveBytes()
         self._modules = tuple(modules)
         self._own: frozenset[int] = frozenset()
         self._shelves: dict[Key, Shelf] = {}
@@ -173,7 +173,7 @@ class SavedTensors:
         self._shelves.clear()
         self._bytes, self._layers = {}, {}
         self._kept = self._moved = 0
-        self.ledger.begin()
+        self.live.begin()
 
     # -- a forward ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class SavedTensors:
         def pack(tensor: Tensor) -> Any:
             if not _has_storage(tensor) or tensor.untyped_storage().data_ptr() in self._own:
                 return tensor.detach()  # the very tensor would be a cycle where its node never runs
-            saved, is_new = shelf.place(tensor, self.ledger)
+            saved, is_new = shelf.place(tensor, self.live)
             if is_new:
                 self._bytes[part] = self._bytes.get(part, 0) + saved.size_bytes
             return Handle(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -210,7 +210,7 @@ class SavedTensors:
 
     def hold_halves(self, key: Key, part: str, halves: list[WeightGrad]) -> None:
         """Counts what weight halves keep until they run."""
-        held = [(self.ledger.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
+        held = [(self.live.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
         self._halves[key, part] = held
         self._kept += sum(
             {half.x.untyped_storage().data_ptr(): half.x.untyped_storage().nbytes() for half in halves}.values()
@@ -219,7 +219,7 @@ class SavedTensors:
     def drop_halves(self, key: Key, part: str) -> None:
         """They have run."""
         for address, size_bytes in self._halves.pop((key, part)):
-            self.ledger.release(address, size_bytes)
+            self.live.release(address, size_bytes)
 
     # -- what it came to ---------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class SavedTensors:
         """Of the last step."""
         total = sum(self._bytes.values())
         return SavedReport(
-            peak=self.ledger.peak_bytes,
+            peak=self.live.peak_bytes,
             parts={part: round(size / len(self._layers[part])) for part, size in self._bytes.items()},
             kept=self._kept / total if total else 0.0,
             moved=self._moved,
