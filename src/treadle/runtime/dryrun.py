@@ -6,8 +6,8 @@ it says about messages, communicators and memory is counted from what the step d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from treadle.dist.boundary import Boundary, Spec
 from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
-from treadle.ir.program import LaneKind, Program
+from treadle.ir.program import LaneKind, Op, OpKind, Program
+from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.model.weight_grad import AddGradient
+from treadle.runtime.options import RunOptions
 from treadle.runtime.pipeline import Pipeline
+from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
+from treadle.runtime.run.rank_program import RankProgram
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,118 @@ class _Meter:
         self._held.pop(key, None)
 
 
+class RehearsalRecorder:
+    """Counts what a rank's ops send, receive and save. `handlers` and `channels` stand in for the runtime's own."""
+
+    def __init__(self, pp_rank: int) -> None:
+        self.pp_rank = pp_rank
+        self.saved, self.buffers = _Meter(), _Meter()
+        self.traffic: dict[tuple[int, int], list[int]] = {}
+
+    def channels(self, part: RankProgram) -> RankProgram:
+        """Return the same with channels that count."""
+        here = self.pp_rank
+        outgoing = {peer: self._channel(channel, (here, peer)) for peer, channel in part.outgoing.items()}
+        incoming = {peer: self._channel(channel, (peer, here)) for peer, channel in part.incoming.items()}
+        return replace(part, outgoing=outgoing, incoming=incoming)
+
+    def _channel(self, channel: Channel, key: tuple[int, int]) -> Channel:
+        return _CountingChannel(channel, self.traffic.setdefault(key, []), self.buffers)
+
+    def handlers(self) -> dict[OpKind, Handler]:
+        """Return handlers that count what autograd saves until a backward, and weight gradients hold until they run."""
+        counted = {
+            OpKind.F: self._forward,
+            OpKind.B: self._backward,
+            OpKind.I: self._input_grad,
+            OpKind.W: self._backward,
+        }
+        return {kind: counted[kind](handler) if kind in counted else handler for kind, handler in HANDLERS.items()}
+
+    def _forward(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run = handler(part, op).launch
+            own = {p.untyped_storage()._cdata for p in part.stages[op.chunk].module.parameters()}
+
+            def forward() -> None:
+                seen = set(own)
+
+                def pack(tensor: Tensor) -> Tensor:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in seen:
+                        seen.add(storage._cdata)
+                        self.saved.hold((op.chunk, op.mb), storage.nbytes())
+                    return tensor
+
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    run()
+
+            return OpCalls(forward)
+
+        return counting
+
+    def _backward(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run = handler(part, op).launch
+
+            def backward() -> None:
+                run()
+                self.saved.free((op.chunk, op.mb))
+
+            return OpCalls(backward)
+
+        return counting
+
+    def _input_grad(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run, stage = self._backward(handler)(part, op).launch, part.stages[op.chunk]
+            assert isinstance(stage, Stage)
+
+            def input_grad() -> None:
+                run()
+                self.saved.hold((op.chunk, op.mb), sum(put_off.size_bytes for put_off in stage.halves_of(op.mb)))
+
+            return OpCalls(input_grad)
+
+        return counting
+
+
+class _CountingChannel(Channel):
+    """A channel that notes the bytes of its messages in `sizes`. A receive buffer counts until its reader has it."""
+
+    def __init__(self, channel: Channel, sizes: list[int], buffers: _Meter) -> None:
+        super().__init__(channel.communicator, channel.peer, channel.device, channel.wait)
+        self._sizes, self._buffers = sizes, buffers
+
+    def send(self, tensors: Sequence[Tensor], told: str) -> None:
+        self._sizes.append(sum(t.nbytes for t in tensors))
+        super().send(tensors, told)
+
+    def post(self, boundary: Boundary) -> Posted:
+        posted = super().post(boundary)
+        self._sizes.append(sum(t.nbytes for t in posted[0]))
+        self._buffers.hold(id(posted[1]), self._sizes[-1])
+        return posted
+
+    def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
+        self._buffers.free(id(posted[1]))
+        return super().wait_for(posted)
+
+
+class _RehearsedPipeline(Pipeline):
+    """A Pipeline whose ops and channels tell a recorder."""
+
+    def __init__(
+        self, recorder: RehearsalRecorder, stages: Mapping[int, nn.Module], schedule: Schedule, **given: Any
+    ) -> None:
+        self._recorder = recorder
+        self.handlers = recorder.handlers()
+        super().__init__(stages, schedule, **given)
+
+    def rank_program(self, program: Program, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> RankProgram:
+        return self._recorder.channels(super().rank_program(program, stages, boundaries))
+
+
 def rehearse(schedule: Schedule, world: int, rank: int, toy: Toy) -> Rehearsal:
     """Runs a step as rank `rank` of a world of `world`. Makes the default process group, and takes it away again."""
     pp = schedule.pp
@@ -117,8 +232,10 @@ def rehearse(schedule: Schedule, world: int, rank: int, toy: Toy) -> Rehearsal:
         mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "dp"))
         stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
         known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
-        pipe = Pipeline(stages, schedule, mesh=mesh, loss_fn=_loss, boundaries=known, seed=None)
-        return _run(pipe, toy)
+        recorder = RehearsalRecorder(rank // (world // pp))
+        options = RunOptions(boundaries=known, seed=None)
+        pipe = _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=_loss, options=options)
+        return _run(pipe, toy, recorder)
     finally:
         dist.destroy_process_group()
 
@@ -127,94 +244,23 @@ def _loss(output: Tensor, _: Any) -> Tensor:
     return output.float().square().mean()
 
 
-def _run(pipe: Pipeline, toy: Toy) -> Rehearsal:
-    saved, buffers = _Meter(), _Meter()
-    for chunk, stage in pipe.stages.items():
-        assert isinstance(stage, Stage)
-        _meter_stage(stage, chunk, saved)
-    traffic: dict[tuple[int, int], list[int]] = {}
-    here = pipe.position.pp_rank
-    for peer, channel in pipe.groups.outgoing.items():
-        _meter_sends(channel, traffic.setdefault((here, peer), []))
-    for peer, channel in pipe.groups.incoming.items():
-        _meter_receives(channel, traffic.setdefault((peer, here), []), buffers)
+def _run(pipe: Pipeline, toy: Toy, recorder: RehearsalRecorder) -> Rehearsal:
     batch = [toy.microbatch() for _ in range(pipe.schedule.num_microbatches)]
     pipe.step(batch, batch)
     groups = {"pipe": pipe.groups.pp_group, "replicas": pipe.groups.dp_group, "copies": pipe.groups.copies_group}
     params = [p for module in pipe.stages.values() for p in module.module.parameters()]
     return Rehearsal(
-        pp_rank=here,
+        pp_rank=pipe.position.pp_rank,
         dp_rank=pipe.position.dp_rank,
         program=pipe.program,
-        channels={key: Sent(len(sizes), sum(sizes)) for key, sizes in traffic.items()},
+        channels={key: Sent(len(sizes), sum(sizes)) for key, sizes in recorder.traffic.items()},
         groups={name: len(group.ranks) for name, group in groups.items() if group is not None},
         num_communicators=len(pipe.groups),
         parameter_bytes=sum(p.nbytes for p in params),
         gradient_bytes=sum(p.numel() * max(4, p.itemsize) for p in params if p.grad is not None),
-        peak_saved_bytes=saved.peak,
-        peak_buffer_bytes=buffers.peak,
+        peak_saved_bytes=recorder.saved.peak,
+        peak_buffer_bytes=recorder.buffers.peak,
     )
-
-
-def _meter_stage(stage: Stage, chunk: int, meter: _Meter) -> None:
-    """Counts what autograd saves of a forward until its backward, and what weight halves hold until they run."""
-    own = {p.untyped_storage()._cdata for p in stage.module.parameters()}
-    forward, backward, input_half, weight_half = stage.forward, stage.backward, stage.input_half, stage.weight_half
-
-    def metered_forward(mb: int) -> None:
-        seen = set(own)
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                meter.hold((chunk, mb), storage.nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            forward(mb)
-
-    def metered_backward(mb: int) -> None:
-        backward(mb)
-        meter.free((chunk, mb))
-
-    def metered_input_half(mb: int) -> None:
-        input_half(mb)  # runs `backward`, which gives up what was saved
-        meter.hold((chunk, mb), sum(half.size_bytes for half in stage.halves_of(mb)))
-
-    def metered_weight_half(mb: int, add: AddGradient) -> None:
-        weight_half(mb, add)
-        meter.free((chunk, mb))
-
-    stage.forward, stage.backward = metered_forward, metered_backward  # type: ignore[method-assign]
-    stage.input_half, stage.weight_half = metered_input_half, metered_weight_half  # type: ignore[method-assign]
-
-
-def _meter_sends(channel: Channel, sizes: list[int]) -> None:
-    send = channel.send
-
-    def metered(tensors: Sequence[Tensor], told: str) -> None:
-        sizes.append(sum(t.nbytes for t in tensors))
-        send(tensors, told)
-
-    channel.send = metered  # type: ignore[method-assign]
-
-
-def _meter_receives(channel: Channel, sizes: list[int], meter: _Meter) -> None:
-    """A buffer is one until its reader has it; from then on it is what a forward saved."""
-    post, wait_for = channel.post, channel.wait_for
-
-    def metered_post(boundary: Boundary) -> Posted:
-        posted = post(boundary)
-        sizes.append(sum(t.nbytes for t in posted[0]))
-        meter.hold(id(posted[1]), sizes[-1])
-        return posted
-
-    def metered_wait_for(posted: Posted) -> tuple[Tensor, ...]:
-        meter.free(id(posted[1]))
-        return wait_for(posted)
-
-    channel.post, channel.wait_for = metered_post, metered_wait_for  # type: ignore[method-assign]
 
 
 def differences(done: Rehearsal) -> list[str]:

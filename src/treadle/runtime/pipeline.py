@@ -20,7 +20,7 @@ from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
 from treadle.ir import Schedule
-from treadle.ir.program import Longs, Program
+from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.plan.running import join_halves
@@ -56,6 +56,7 @@ from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.options import RunOptions, RunOptionsChanges
 from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
+from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
@@ -182,24 +183,35 @@ class Pipeline:
 
     @cached_property
     def _with_reduce(self) -> CellExecutor | LayerExecutor:
-        return self._make_walk(self.program, self._ticks, self.stages, self._boundaries)
+        return self._make_executor(self.program, self._ticks, self.stages, self._boundaries)
 
     @cached_property
     def _without_reduce(self) -> CellExecutor | LayerExecutor:
         planned = plan(self.schedule, self._shape, self.options.costs, reduce=False)
-        return self._make_walk(*planned, self.stages, self._boundaries)
+        return self._make_executor(*planned, self.stages, self._boundaries)
 
     @cached_property
     def _forward(self) -> CellExecutor | LayerExecutor:
         """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
         planned = plan_forward(self.schedule, self._shape, self.options.costs, self.program)
         self._evaluating = build_stages(self._modules, self._recipe.evaluating())
-        return self._make_walk(*planned, self._evaluating, self._evaluated)
+        return self._make_executor(*planned, self._evaluating, self._evaluated)
 
-    def _make_walk(
+    def _make_executor(
         self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
     ) -> CellExecutor | LayerExecutor:
-        part = RankProgram(
+        part = self.rank_program(program, stages, boundaries)
+        if self._shape is None:
+            return CellExecutor(part, self._device, self.handlers)
+        make = partial(make_lanes, self.options.lanes, self._device, ticks, self.options.deadline_s)
+        return LayerExecutor(part, ticks, make, self.handlers)
+
+    handlers: Mapping[OpKind, Handler] = HANDLERS
+    """The calls that run each kind of op; a subclass may have its own, to measure them."""
+
+    def rank_program(self, program: Program, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> RankProgram:
+        """Return what the handlers of a Program's ops work on; a subclass may have its own channels."""
+        return RankProgram(
             program,
             self.position.pp_rank,
             stages,
@@ -209,10 +221,6 @@ class Pipeline:
             self.position.neighbour,
             boundaries,
         )
-        if self._shape is None:
-            return CellExecutor(part, self._device)
-        deadline_s = self.options.deadline_s
-        return LayerExecutor(part, ticks, partial(make_lanes, self.options.lanes, self._device, ticks, deadline_s))
 
     # -- running it --------------------------------------------------------------------------------------------------
 
