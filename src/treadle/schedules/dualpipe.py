@@ -48,15 +48,19 @@ class _DualPipeRank:
 def phases(ahead: int, behind: int, num_steady: int, *, near: int, far: int) -> Iterator[Cell]:
     """DualPipe's eight phases on a rank with `ahead` ranks between it and its near end, `behind` to the middle."""
     rank = _DualPipeRank(near, far)
+    # 1. F of the near direction: fill the pipe up to the middle
     for _ in range(2 * behind):
         yield rank.forward(near)
+    # 2. (F F) of both directions: until the far direction's first backward can come
     for _ in range(ahead + 1):
         yield rank.forward(near)
         yield rank.forward(far)
+    # 3. (I W F) of the far direction: weight halves fill the wait
     for _ in range(behind):
         yield rank.input_half(far)
         yield rank.weight_half()
         yield rank.forward(far)
+    # 4. (F|B F|B) steady: near forward with far backward, then far forward with near backward
     for step in range(num_steady):
         if step == 0 and behind == 0:  # in the middle the first pair's halves would wait for each other
             yield rank.forward(near)
@@ -64,17 +68,20 @@ def phases(ahead: int, behind: int, num_steady: int, *, near: int, far: int) -> 
         else:
             yield rank.forward(near) | rank.backward(far)
         yield rank.forward(far) | rank.backward(near)
+    # 5. (B F|B): the near direction has no forwards left
     for _ in range(behind):
         yield rank.backward(far)
         yield rank.forward(far) | rank.backward(near)
-    # Split from the middle of this phase on: the weight halves left over fill the end.
+    # 6. (B B), from the middle on (I I), of both directions: no forwards are left; later W fill the end
     num_whole = 2 * ((ahead + 1) // 2) + (0 if ahead % 2 else 1)
     for step in range(2 * (ahead + 1)):
         direction = far if step % 2 == 0 else near
         yield rank.backward(direction) if step < num_whole else rank.input_half(direction)
+    # 7. (W I) of the near direction: weight halves fill the wait for its last gradients
     for _ in range(behind):
         yield rank.weight_half()
         yield rank.input_half(near)
+    # 8. W: the weight halves left over
     for _ in range(ahead + 1):
         yield rank.weight_half()
 

@@ -19,7 +19,9 @@ from treadle.schedules.family import Family, Size, any_size
 def row(size: Size, rank: int) -> Iterator[Cell]:
     """The same on every rank."""
     del rank
+    # 1. F: all micro-batches forward
     yield from (F(mb) for mb in range(size.microbatches))
+    # 2. B: all micro-batches backward
     yield from (B(mb) for mb in range(size.microbatches))
 
 

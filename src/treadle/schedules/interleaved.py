@@ -49,10 +49,13 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
     forwards, backwards = order(size)
     warmup = min(num_warmup(size, rank), len(forwards))
     num_steady = len(forwards) - warmup
+    # 1. F: fill the pipe, in groups through one chunk after the other
     yield from forwards[:warmup]
+    # 2. (F B) steady
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         yield forward
         yield backward
+    # 3. B: drain
     yield from backwards[num_steady:]
 
 

@@ -23,8 +23,11 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
     forwards, backwards = order(size)
     warmup = min(num_warmup(size, rank) + 1, len(forwards))
     num_steady = len(forwards) - warmup
+    # 1. F: fill the pipe, one forward more than interleaved
     yield from forwards[:warmup]
+    # 2. (F|B) steady: the forward and the backward of a pair are of different micro-batches
     yield from map(Pair, forwards[warmup:], backwards)
+    # 3. B: drain
     yield from backwards[num_steady:]
 
 

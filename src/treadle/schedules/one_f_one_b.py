@@ -20,10 +20,13 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
     """Warm up until the first gradient can arrive, then a backward after each forward."""
     num_mb = size.microbatches
     warmup = min(size.pp - 1 - rank, num_mb)
+    # 1. F: fill the pipe, one forward for each rank behind
     yield from (F(mb) for mb in range(warmup))
+    # 2. (F B) steady
     for k in range(num_mb - warmup):
         yield F(warmup + k)
         yield B(k)
+    # 3. B: drain
     yield from (B(mb) for mb in range(num_mb - warmup, num_mb))
 
 

@@ -19,13 +19,16 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
     """1F1B's order of forwards and input halves, with weight half k-r after input half k."""
     num_mb = size.microbatches
     warmup = min(size.pp - 1 - rank, num_mb)
+    # 1. F: fill the pipe, as 1F1B does
     yield from (F(mb) for mb in range(warmup))
+    # 2. (F I W) steady, then (I W) without forwards; W starts r input halves late
     for k in range(num_mb):
         if warmup + k < num_mb:
             yield F(warmup + k)
         yield I(k)
         if k >= rank:
             yield W(k - rank)
+    # 3. W: the r weight halves held back fill the end
     yield from (W(mb) for mb in range(max(0, num_mb - rank), num_mb))
 
 

@@ -51,27 +51,34 @@ class _ZbvRank:
 
 
 def row(size: Size, rank: int) -> Iterator[Cell]:
-    """Six phases: down the V, along both arms, turn, steady, back along both arms, weight halves."""
+    """Yield the cells of a rank in seven phases."""
     after = size.pp - rank
     state = _ZbvRank(size.microbatches)
+    # 1. F of chunk 0: down the V
     for _ in range(2 * after - 1):
         yield from state.forward(0)
+    # 2. (F F) of chunks 1 and 0: along both arms
     for _ in range(rank):
         yield from state.forward(1)
         yield from state.forward(0)
+    # 3. (F I W) of chunk 1: the turn, the first gradients come back
     for _ in range(after):
         yield from state.forward(1)
         yield from state.one_of_each(1)
+    # 4. (F I W F I W) of chunks 0 and 1: steady; without F of chunk 0 once it has none left
     while state.forwards[1] < size.microbatches:
         yield from state.forward(0)
         yield from state.one_of_each(0)
         yield from state.forward(1)
         yield from state.one_of_each(1)
+    # 5. (I I) of chunks 0 and 1: back along both arms, weight halves held back
     for _ in range(rank):
         yield from state.input_half(0)
         yield from state.input_half(1)
+    # 6. (I W) of chunk 0: up the V
     for _ in range(after):
         yield from state.one_of_each(0)
+    # 7. W of chunk 1, then of chunk 0: the weight halves left over
     for chunk in (1, 0):
         while state.pending[chunk]:
             yield from state.weight_half(chunk)
