@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from treadle.ir.kernel import kernel
+from treadle.ir.columns import GroupTable, Waits
+from treadle.ir.kernel import inlined, kernel
 from treadle.ir.program import Bools, Bytes, Ints, Longs, Program, Shorts
 
 
@@ -42,21 +43,22 @@ class Ticks(NamedTuple):
 
 
 def execute(program: Program, dur: Longs | Ticks, *, after: Ints | None = None) -> Times:
-    """When each op starts and ends, if op i takes `dur[i]`. Ops that go together take the longest of their times.
+    """Compute when each op starts and ends. Times are in the unit of `dur`.
 
-    `after[i]` is one more op that op i waits for, or -1.
+    `dur[i]` is how long op i takes; ops that go together take the longest of their times. `after[i]` is one more op
+    that op i waits for, or -1.
     """
-    lanes = (program.lane_ptr, program.lane_group, *program.groups)
+    lanes = _Lanes(program.lane_ptr, program.lane_group)
     joined = program.joined if program.joined.any() else None
-    each = factor = labels = table = None
-    pair = 0
+    each = factor = table = None
     if isinstance(dur, Ticks):
-        labels, table, pair = (program.kind, program.layer), dur.table, dur.pair
+        table = _TickTable(program.kind, program.layer, dur.table, dur.pair)
         factor = dur.factor[program.lane_rank] if (dur.factor != 1.0).any() else None
     else:
         each = dur
-    # Each thing that is None is a branch that the compiled kernel does not have.
-    return Times(*_sweep(*lanes, program.dep_ptr, program.dep, after, joined, each, labels, table, pair, factor))
+    at, groups, waits = _Progress.at_start(program), GroupTable.of(program), Waits.of(program)
+    num_left = _sweep(at, lanes, groups, waits, after, joined, each, table, factor)
+    return Times(at.start, at.end, num_left)
 
 
 def leaders(program: Program) -> Ints:
@@ -79,130 +81,225 @@ def leaders(program: Program) -> Ints:
     return lead
 
 
+class _Lanes(NamedTuple):
+    """`ptr[l]` to `ptr[l + 1]` are the ops of lane l, `group[l]` its group or -1."""
+
+    ptr: Longs
+    group: Ints
+
+
+class _TickTable(NamedTuple):
+    """`table[kind, layer]` is how long an op takes, `pair` how long joined ops take."""
+
+    kind: Bytes
+    layer: Shorts
+    table: Longs
+    pair: int
+
+
+class _Progress(NamedTuple):
+    """How far the sweep has come.
+
+    start, end          of each op; `end` is -1 until the op has run
+    head, free          of each lane: its next op, and when it has finished the one before
+    ready               of each lane that waits for the others of its group: since when
+    arrived, longest    of each group: how many lanes wait there, and the longest duration among their ops
+    first_waiter        of each op: a lane that waits for it, or -1
+    next_waiter         of each waiting lane: the next one that waits for the same op, or -1
+    todo                a stack of lanes that can go on
+    """
+
+    start: Longs
+    end: Longs
+    head: Longs
+    free: Longs
+    ready: Longs
+    arrived: Ints
+    longest: Longs
+    first_waiter: Ints
+    next_waiter: Ints
+    todo: Ints
+
+    @classmethod
+    def at_start(cls, program: Program) -> _Progress:
+        """Nothing has run; all lanes are to do, the first one first."""
+        num_ops, num_lanes, num_groups = program.num_ops, program.num_lanes, len(program.groups[0])
+        return cls(
+            start=np.empty(num_ops, np.int64),  # ops that never start get theirs at the end
+            end=np.full(num_ops, -1, np.int64),
+            head=program.lane_ptr[:-1].copy(),
+            free=np.zeros(num_lanes, np.int64),
+            ready=np.zeros(num_lanes, np.int64),
+            arrived=np.zeros(num_groups, np.int32),
+            longest=np.zeros(num_groups, np.int64),
+            first_waiter=np.full(num_ops, -1, np.int32),
+            next_waiter=np.full(num_lanes, -1, np.int32),
+            todo=np.arange(num_lanes - 1, -1, -1, dtype=np.int32),
+        )
+
+
+_CLEAR = -2
+"""No op holds this one up. -1 (NEVER) is a dependency that nothing provides."""
+
+
 @kernel
 def _sweep(
-    lane_ptr: Longs,
-    lane_group: Ints,
-    group_ptr: Longs,
-    group_lane: Ints,
-    dep_ptr: Longs,
-    dep: Ints,
+    at: _Progress,
+    lanes: _Lanes,
+    groups: GroupTable,
+    waits: Waits,
     more: Ints | None,
     joined: Bools | None,
     each: Longs | None,
-    labels: tuple[Bytes, Shorts] | None,
-    table: Longs | None,
-    pair: int,
+    table: _TickTable | None,
     factor: npt.NDArray[np.float64] | None,
-) -> tuple[Longs, Longs, int]:
-    num_lanes, num_ops = len(lane_group), len(dep_ptr) - 1
-    start = np.empty(num_ops, np.int64)  # of what never starts: set at the end
-    end = np.full(num_ops, -1, np.int64)
-    head = lane_ptr[:-1].copy()
-    free = np.zeros(num_lanes, np.int64)
-    ready = np.zeros(num_lanes, np.int64)
-    longest = np.zeros(len(group_ptr), np.int64)
-    arrived = np.zeros(len(group_ptr), np.int32)
-    first_waiter = np.full(num_ops, -1, np.int32)
-    next_waiter = np.full(num_lanes, -1, np.int32)
-    todo = np.empty(num_lanes, np.int32)
-    count = 0
-    for lane in range(num_lanes - 1, -1, -1):
-        todo[count] = lane
-        count += 1
+) -> int:
+    """Run each lane until it has to wait, then the next that can go on, until none can."""
+    count = len(lanes.group)
     while count:
         count -= 1
-        lane = todo[count]
-        last = lane_ptr[lane + 1]
-        group = lane_group[lane]
-        time = free[lane]
-        op = head[lane]
+        lane = at.todo[count]
+        op, last, group = at.head[lane], lanes.ptr[lane + 1], lanes.group[lane]
         while op < last:
-            after = op + 1
-            if joined is not None:
-                while after < last and joined[after]:
-                    after += 1
-            blocker = -2
-            for k in range(dep_ptr[op], dep_ptr[after]):
-                wanted = dep[k]
-                if wanted < 0 or end[wanted] < 0:
-                    blocker = wanted
-                    break
-                time = max(time, end[wanted])
-            if more is not None and blocker == -2 and more[op] >= 0:
-                if end[more[op]] < 0:
-                    blocker = more[op]
-                else:
-                    time = max(time, end[more[op]])
-            if blocker != -2:
-                head[lane] = op
+            after = _end_of_joined(joined, op, last)
+            time, blocker = _earliest(waits, at.end, op, after, at.free[lane])
+            if blocker == _CLEAR:
+                time, blocker = _earliest_after(more, at.end, op, time)
+            if blocker != _CLEAR:
+                at.head[lane] = op
                 if blocker >= 0:
-                    next_waiter[lane] = first_waiter[blocker]
-                    first_waiter[blocker] = lane
+                    _put_aside(at, lane, blocker)
                 break
-            takes = np.int64(0)
-            if each is not None:
-                takes = each[op]
-                if joined is not None:
-                    for half in range(op + 1, after):
-                        takes = max(takes, each[half])
-            if labels is not None and table is not None:
-                takes = table[labels[0][op], labels[1][op]]
-                if joined is not None and after > op + 1:
-                    takes = np.int64(pair)
-                if factor is not None:
-                    takes = np.int64(round(takes * factor[lane]))
-            if group < 0:
-                start[op] = time
-                if joined is not None:
-                    for half in range(op + 1, after):
-                        start[half] = time
-                        end[half] = time + takes
-                        waiter = first_waiter[half]
-                        while waiter >= 0:
-                            todo[count] = waiter
-                            count += 1
-                            waiter = next_waiter[waiter]
-                time += takes
-                end[op] = time
-                free[lane] = time
-                waiter = first_waiter[op]
-                while waiter >= 0:
-                    todo[count] = waiter
-                    count += 1
-                    waiter = next_waiter[waiter]
-                op = after
-                continue
-            head[lane] = op
-            ready[lane] = time
-            longest[group] = max(longest[group], takes)
-            arrived[group] += 1
-            if arrived[group] == group_ptr[group + 1] - group_ptr[group]:
-                for m in range(group_ptr[group], group_ptr[group + 1]):
-                    time = max(time, ready[group_lane[m]])
-                ends = time + longest[group]
-                arrived[group] = 0
-                longest[group] = 0
-                for m in range(group_ptr[group], group_ptr[group + 1]):
-                    member = group_lane[m]
-                    mine = head[member]
-                    start[mine] = time
-                    end[mine] = ends
-                    free[member] = ends
-                    head[member] = mine + 1
-                    waiter = first_waiter[mine]
-                    while waiter >= 0:
-                        todo[count] = waiter
-                        count += 1
-                        waiter = next_waiter[waiter]
-                    todo[count] = member
-                    count += 1
-            break
+            takes = _duration(each, joined, table, factor, op, after, lane)
+            if group >= 0:
+                count = _meet(at, groups, lane, group, op, time, takes, count)
+                break
+            count = _run(at, op, after, time, time + takes, count)
+            at.free[lane] = time + takes
+            op = after
+    return _mark_left(lanes, at.start, at.end)
+
+
+@inlined
+def _end_of_joined(joined: Bools | None, op: int, last: int) -> int:
+    """The op behind those that start with `op`."""
+    after = op + 1
+    if joined is not None:
+        while after < last and joined[after]:
+            after += 1
+    return after
+
+
+@inlined
+def _earliest(waits: Waits, end: Longs, op: int, after: int, time: int) -> tuple[int, int]:
+    """When ops `op` to `after` can start, from `time` on, and the first dependency that has not ended, or _CLEAR."""
+    first, last, dep = waits.ptr[op], waits.ptr[after], waits.dep
+    for k in range(first, last):
+        wanted = dep[k]
+        if wanted < 0 or end[wanted] < 0:
+            return time, wanted
+        time = max(time, end[wanted])
+    return time, _CLEAR
+
+
+@inlined
+def _earliest_after(more: Ints | None, end: Longs, op: int, time: int) -> tuple[int, int]:
+    """The same for the one more op that `op` waits for."""
+    if more is not None and more[op] >= 0:
+        if end[more[op]] < 0:
+            return time, more[op]
+        time = max(time, end[more[op]])
+    return time, _CLEAR
+
+
+@inlined
+def _put_aside(at: _Progress, lane: int, blocker: int) -> None:
+    """The lane stops; the end of op `blocker` wakes it."""
+    at.next_waiter[lane] = at.first_waiter[blocker]
+    at.first_waiter[blocker] = lane
+
+
+@inlined
+def _wake(at: _Progress, op: int, count: int) -> int:
+    """Put the lanes that wait for `op` on the stack, whose new height is returned."""
+    todo, next_waiter = at.todo, at.next_waiter
+    waiter = at.first_waiter[op]
+    while waiter >= 0:
+        todo[count] = waiter
+        count += 1
+        waiter = next_waiter[waiter]
+    return count
+
+
+@inlined
+def _duration(
+    each: Longs | None,
+    joined: Bools | None,
+    table: _TickTable | None,
+    factor: npt.NDArray[np.float64] | None,
+    op: int,
+    after: int,
+    lane: int,
+) -> int:
+    """How long ops `op` to `after` take together: the longest of them."""
+    takes = np.int64(0)
+    if each is not None:
+        takes = each[op]
+        if joined is not None:
+            for half in range(op + 1, after):
+                takes = max(takes, each[half])
+    if table is not None:
+        takes = table.table[table.kind[op], table.layer[op]]
+        if joined is not None and after > op + 1:
+            takes = np.int64(table.pair)
+        if factor is not None:
+            takes = np.int64(round(takes * factor[lane]))
+    return int(takes)
+
+
+@inlined
+def _run(at: _Progress, op: int, after: int, start: int, end: int, count: int) -> int:
+    """Run ops `op` to `after` of a lane without a group."""
+    for half in range(op + 1, after):
+        at.start[half], at.end[half] = start, end
+        count = _wake(at, half, count)
+    at.start[op], at.end[op] = start, end
+    return _wake(at, op, count)
+
+
+@inlined
+def _meet(at: _Progress, groups: GroupTable, lane: int, group: int, op: int, time: int, takes: int, count: int) -> int:
+    """The lane arrives at its group with `op`; the last to arrive runs the ops of all members."""
+    at.head[lane] = op
+    at.ready[lane] = time
+    at.longest[group] = max(at.longest[group], takes)
+    at.arrived[group] += 1
+    first, last = groups.ptr[group], groups.ptr[group + 1]
+    if at.arrived[group] < last - first:
+        return count
+    for k in range(first, last):
+        time = max(time, at.ready[groups.lane[k]])
+    end = time + at.longest[group]
+    at.arrived[group], at.longest[group] = 0, 0
+    for k in range(first, last):
+        member = groups.lane[k]
+        mine = at.head[member]
+        at.start[mine], at.end[mine] = time, end
+        at.free[member], at.head[member] = end, mine + 1
+        count = _wake(at, mine, count)
+        at.todo[count] = member
+        count += 1
+    return count
+
+
+@inlined
+def _mark_left(lanes: _Lanes, start: Longs, end: Longs) -> int:
+    """Set the start of ops that never started to -1, and count them."""
     num_left = 0
-    for lane in range(num_lanes):
-        for op in range(lane_ptr[lane + 1] - 1, lane_ptr[lane] - 1, -1):
+    for lane in range(len(lanes.group)):
+        for op in range(lanes.ptr[lane + 1] - 1, lanes.ptr[lane] - 1, -1):
             if end[op] >= 0:
                 break
             start[op] = -1
             num_left += 1
-    return start, end, num_left
+    return num_left

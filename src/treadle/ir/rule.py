@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from treadle.ir.dependency import WEIGHT_OF
-from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bytes, Ints, Layout, OpKind
+from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bools, Bytes, Ints, Layout, OpKind
 
 LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
 FORWARD_PART, BACKWARD_PART, FOLLOWS, SEND, OFFLOAD, ONLOAD, REDUCE, HEAD_PART, NOTHING = range(9)
-"""What a kind is to the rule: the numbers in `Rule.tables`. FOLLOWS needs the kind in `before`, of its own label."""
+"""What a kind is to the rule: the numbers in `Tables.role`. FOLLOWS needs the kind in `before`, of its own label."""
+
+
+class Tables(NamedTuple):
+    """A Rule as kernels take it: its arrays, and the sizes of the index over rank, chunk, micro-batch, layer, kind.
+
+    The properties of `Rule` say what each array holds.
+    """
+
+    num_replicas: int
+    num_ranks: int
+    num_chunks: int
+    num_mb: int
+    num_layers: int
+    num_slots: int
+    stage: Ints
+    pipe: Ints
+    holder: Ints
+    depth: Ints
+    slot: Ints
+    only: Ints
+    makes_gradient: Bools
+    role: Bytes
+    before: Ints
+    last_forward: int
+    first_backward: int
+    last_backward: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +106,28 @@ class Rule:
         return only
 
     @cached_property
-    def tables(self) -> tuple[Bytes, Ints]:
+    def tables(self) -> Tables:
+        """All of it for kernels."""
+        layout, (role, before) = self.layout, self._roles
+        return Tables(
+            layout.num_replicas,
+            *self.shape,
+            stage=self.stage,
+            pipe=self.pipe,
+            holder=self.holder,
+            depth=self.depth,
+            slot=self.slot,
+            only=self.only,
+            makes_gradient=self.makes_gradient,
+            role=role,
+            before=before,
+            last_forward=int(layout.forward[-1]),
+            first_backward=int(layout.backward[0]),  # reads what was saved, and so waits for an onload
+            last_backward=int(layout.backward[-1]),
+        )
+
+    @property
+    def _roles(self) -> tuple[Bytes, Ints]:
         """`role[kind]` and `before[kind]`: the part it follows, or -1 for the first of a chain."""
         role, before = np.full(len(OpKind), NOTHING, np.uint8), np.full(len(OpKind), NEVER, np.int32)
         for chain, part in ((self.layout.forward, FORWARD_PART), (self.layout.backward, BACKWARD_PART)):
@@ -107,12 +154,7 @@ class Rule:
         return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
 
     @property
-    def first_reader(self) -> int:
-        """The backward part that first reads what was saved, and so waits for an onload."""
-        return int(self.layout.backward[0])
-
-    @property
-    def makes_gradient(self) -> npt.NDArray[np.bool_]:
+    def makes_gradient(self) -> Bools:
         """`[kind]`: does its end add to a weight gradient."""
         made = np.zeros(len(OpKind), bool)
         layout = self.layout

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.action import Kind
+from treadle.ir.index import Index
 from treadle.ir.kernel import kernel
-from treadle.ir.needs import Index
+from treadle.ir.needs import needs_of
 from treadle.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import lower_cells
@@ -206,7 +207,7 @@ def _number_groups(lanes: list[LaneColumns]) -> Ints:
 
 def with_needs(program: Program) -> Program:
     """Writes down what each op needs by the rule, besides what it waits for already; its own lane's order it has."""
-    ptr, need = Index.of(program).needs(program)
+    ptr, need = needs_of(program, Index.of(program))
     dep_ptr, dep = _merge(ptr, need, program.dep_ptr, program.dep, program.lane_of)
     return replace(program, dep_ptr=dep_ptr, dep=dep)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.ir.needs import Index
+from treadle.ir.index import Index
 from treadle.ir.program import NEVER, Ints, LaneKind, Layout, OpKind, Program
 
 

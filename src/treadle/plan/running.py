@@ -17,11 +17,12 @@ from treadle.ir import Action, Cell, Kind, Schedule
 from treadle.ir.execute import execute, leaders
 from treadle.ir.program import NEVER, Ints, LaneKind, Longs, OpKind, Program
 from treadle.passes.cells import lower_cells
+from treadle.passes.edges import launch_edges
 from treadle.passes.launch import order_launches
 from treadle.passes.lower import lower_layers
 from treadle.passes.reduce import with_reduce
+from treadle.passes.ring import with_ring
 from treadle.plan.lowering import LoweringOptions, choose
-from treadle.verify.graph import launch_edges, with_ring
 
 _TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8}
 _MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there

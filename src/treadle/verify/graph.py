@@ -8,7 +8,7 @@ node can never end for another reason (no match, a need that nothing provides).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from treadle.ir.execute import leaders
 from treadle.ir.kernel import kernel
-from treadle.ir.program import NEVER, Bools, Bytes, Ints, LaneKind, Longs, Program
+from treadle.ir.program import Bools, Bytes, Ints, LaneKind, Longs, Program
+from treadle.passes.edges import launch_edges, need_edges
+from treadle.passes.ring import ring_edges
 from treadle.verify.finding import Finding
 
 
@@ -95,66 +97,6 @@ def lane_edges(program: Program) -> tuple[Ints, Ints]:
     after &= ~program.joined
     target = np.flatnonzero(after).astype(np.int32)
     return target - 1, target
-
-
-def need_edges(program: Program) -> tuple[Ints, Ints]:
-    """From what is waited for to who waits."""
-    target = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
-    real = program.dep != NEVER
-    return program.dep[real], target[real]
-
-
-def ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
-    """From the reader of a receive to the receive `ring` places behind it on the same lane."""
-    source, target = need_edges(program)
-    lane = program.lane_of
-    read = program.lane_kind[lane[source]] == LaneKind.RECV
-    recv, reader = source[read], target[read]
-    later = recv + ring
-    inside = later < program.lane_ptr[lane[recv] + 1]
-    return reader[inside], later[inside].astype(np.int32)
-
-
-def with_ring(program: Program, ring: int | None) -> Program:
-    """The same program with `ring` receive buffers on each channel: a receive waits until its buffer is free."""
-    if ring is None:
-        return program
-    if ring < 1:
-        raise ValueError(f"a ring has at least 1 buffer, got {ring}")
-    freed_by, receive = ring_edges(program, ring)
-    return _with_deps(program, receive, freed_by)
-
-
-def _with_deps(program: Program, op: Ints, waits_for: Ints) -> Program:
-    """More dependencies; `op` may come in any order."""
-    order = np.argsort(op, kind="stable")
-    ptr = np.searchsorted(op[order], np.arange(program.num_ops + 1))
-    dep_ptr, dep = _merged(program.dep_ptr, program.dep, ptr, waits_for[order])
-    return replace(program, dep_ptr=dep_ptr, dep=dep)
-
-
-@kernel
-def _merged(ptr: Longs, dep: Ints, more_ptr: Longs, more: Ints) -> tuple[Longs, Ints]:
-    merged_ptr = ptr + more_ptr
-    merged = np.empty(len(dep) + len(more), np.int32)
-    for op in range(len(ptr) - 1):
-        at = merged_ptr[op]
-        for k in range(ptr[op], ptr[op + 1]):
-            merged[at] = dep[k]
-            at += 1
-        for k in range(more_ptr[op], more_ptr[op + 1]):
-            merged[at] = more[k]
-            at += 1
-    return merged_ptr, merged
-
-
-def launch_edges(program: Program) -> tuple[Ints, Ints]:
-    """From each communication op to the one its rank launches next."""
-    ops = np.flatnonzero(program.launch >= 0)
-    rank = program.lane_rank[program.lane_of[ops]]
-    order = ops[np.lexsort((program.launch[ops], rank))].astype(np.int32)
-    same = np.diff(np.sort(rank)) == 0
-    return order[:-1][same], order[1:][same]
 
 
 @kernel

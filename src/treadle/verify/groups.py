@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.kernel import kernel
+from treadle.ir.columns import GroupTable
+from treadle.ir.kernel import inlined, kernel
 from treadle.ir.program import Bytes, Ints, LaneKind, Longs, Op, OpKind, Program, Shorts
 from treadle.verify.finding import MOST, Finding
 
@@ -18,22 +20,17 @@ _SURPLUS, _UNLIKE, _CROSSED = 0, 1, 2
 
 def check_groups(program: Program) -> Iterator[Finding]:
     """T202, T204, T205: too few on one side, different kinds or sizes, different labels."""
-    group_ptr, group_lane = program.groups
-    stages = np.array(program.layout.placement.stages, np.int32)
-    found, count = _check(
+    meeting = _Meeting(
         program.kind,
         program.mb,
         program.chunk,
         program.layer,
         program.size_bytes,
-        program.lane_ptr,
         program.lane_kind,
         program.lane_rank // program.layout.num_replicas,
-        group_ptr,
-        group_lane,
-        stages,
-        MOST,
+        np.array(program.layout.placement.stages, np.int32),
     )
+    found, count = _check(meeting, program.lane_ptr, GroupTable.of(program), MOST)
     tell = (_surplus, _unlike, _crossed)
     for what in range(3):
         for op, other in found[what, : min(MOST, int(count[what]))]:
@@ -75,65 +72,91 @@ def _crossed(program: Program, op: Op, other: int) -> Finding:
     return Finding.at("T204", op, message)
 
 
+class _Meeting(NamedTuple):
+    """What two ops that go together have in common: columns over ops, columns over lanes, `stages[pp, chunk]`."""
+
+    kind: Bytes
+    mb: Ints
+    chunk: Shorts
+    layer: Shorts
+    size_bytes: Longs
+    lane_kind: Bytes
+    lane_pp: Ints
+    stages: Ints
+
+
 @kernel
-def _check(
-    kind: Bytes,
-    mb: Ints,
-    chunk: Shorts,
-    layer: Shorts,
-    size_bytes: Longs,
-    lane_ptr: Longs,
-    lane_kind: Bytes,
-    lane_pp: Ints,
-    group_ptr: Longs,
-    group_lane: Ints,
-    stages: Ints,
-    most: int,
-) -> tuple[Ints, Longs]:
-    """For each of the three objections up to `most` ops, each with what it is held against."""
+def _check(meeting: _Meeting, lane_ptr: Longs, groups: GroupTable, most: int) -> tuple[Ints, Longs]:
+    """For each of the three objections up to `most` ops, each with what it is held against, and how many there are."""
     found = np.empty((3, most, 2), np.int32)
     count = np.zeros(3, np.int64)
-    num_chunks = stages.shape[1]
-    for group in range(len(group_ptr) - 1):
-        lanes = group_lane[group_ptr[group] : group_ptr[group + 1]]
-        if len(lanes) == 0:
-            continue
-        shortest = lane_ptr[lanes[0] + 1] - lane_ptr[lanes[0]]
-        for lane in lanes:
-            shortest = min(shortest, lane_ptr[lane + 1] - lane_ptr[lane])
+    for group in range(len(groups.ptr) - 1):
+        lanes = groups.lane[groups.ptr[group] : groups.ptr[group + 1]]
+        shortest = _shortest(lane_ptr, lanes)
         for lane in lanes:
             for op in range(lane_ptr[lane] + shortest, lane_ptr[lane + 1]):
-                if count[_SURPLUS] < most:
-                    found[_SURPLUS, count[_SURPLUS], 0] = op
-                    found[_SURPLUS, count[_SURPLUS], 1] = shortest
-                count[_SURPLUS] += 1
-        first = lanes[0]
+                _note(found, count, _SURPLUS, op, shortest)
         for lane in lanes[1:]:
-            channel = lane_kind[first] == _SEND and lane_kind[lane] == _RECV
+            first = lanes[0]
+            channel = meeting.lane_kind[first] == _SEND and meeting.lane_kind[lane] == _RECV
             for place in range(shortest):
                 a, b = lane_ptr[first] + place, lane_ptr[lane] + place
-                message = channel and (kind[a] == _SEND_F or kind[a] == _SEND_B)
-                message = message and (kind[b] == _RECV_F or kind[b] == _RECV_B)
-                what = -1
-                if size_bytes[a] != size_bytes[b] or (kind[a] != kind[b] and not message):
-                    what = _UNLIKE
-                if what >= 0:
-                    if count[what] < most:
-                        found[what, count[what], 0] = b
-                        found[what, count[what], 1] = a
-                    count[what] += 1
-                differ = mb[a] != mb[b]
-                if channel:
-                    carried = (kind[a] - _SEND_F) % 2 if _SEND_F <= kind[a] <= _RECV_B else kind[a] + 2
-                    expected = (kind[b] - _SEND_F) % 2 if _SEND_F <= kind[b] <= _RECV_B else kind[b] + 2
-                    differ = differ or chunk[a] != chunk[b] or carried != expected
-                else:
-                    one = stages[lane_pp[first], chunk[a]] if 0 <= chunk[a] < num_chunks else -1
-                    two = stages[lane_pp[lane], chunk[b]] if 0 <= chunk[b] < num_chunks else -1
-                    differ = differ or layer[a] != layer[b] or one != two
-                if differ:
-                    if count[_CROSSED] < most:
-                        found[_CROSSED, count[_CROSSED], 0] = b
-                        found[_CROSSED, count[_CROSSED], 1] = a
-                    count[_CROSSED] += 1
+                if _are_unlike(meeting, a, b, channel):
+                    _note(found, count, _UNLIKE, b, a)
+                crossed = _carry_different(meeting, a, b) if channel else _are_of_different(meeting, first, lane, a, b)
+                if crossed:
+                    _note(found, count, _CROSSED, b, a)
     return found, count
+
+
+@inlined
+def _shortest(lane_ptr: Longs, lanes: Ints) -> int:
+    """How many ops the shortest of the lanes has; 0 if there are no lanes."""
+    shortest = lane_ptr[lanes[0] + 1] - lane_ptr[lanes[0]] if len(lanes) else 0
+    for lane in lanes:
+        shortest = min(shortest, lane_ptr[lane + 1] - lane_ptr[lane])
+    return shortest
+
+
+@inlined
+def _note(found: Ints, count: Longs, objection: int, op: int, other: int) -> None:
+    """Keep an op and what it is held against, while there is room."""
+    if count[objection] < found.shape[1]:
+        found[objection, count[objection], 0] = op
+        found[objection, count[objection], 1] = other
+    count[objection] += 1
+
+
+@inlined
+def _are_unlike(meeting: _Meeting, a: int, b: int, channel: bool) -> bool:
+    """Do the two ops differ in size or kind; on a channel a send and a receive are alike."""
+    one, two = meeting.kind[a], meeting.kind[b]
+    message = channel and one in (_SEND_F, _SEND_B) and two in (_RECV_F, _RECV_B)
+    return meeting.size_bytes[a] != meeting.size_bytes[b] or (one != two and not message)
+
+
+@inlined
+def _carry_different(meeting: _Meeting, a: int, b: int) -> bool:
+    """Do a send and its receive name different messages."""
+    one, two = _message(meeting.kind[a]), _message(meeting.kind[b])
+    return meeting.mb[a] != meeting.mb[b] or meeting.chunk[a] != meeting.chunk[b] or one != two
+
+
+@inlined
+def _message(kind: int) -> int:
+    """0 for an activation, 1 for a gradient, more for an op that is no message."""
+    return (kind - _SEND_F) % 2 if _SEND_F <= kind <= _RECV_B else kind + 2
+
+
+@inlined
+def _are_of_different(meeting: _Meeting, lane_a: int, lane_b: int, a: int, b: int) -> bool:
+    """Are two members of a collective at different micro-batches, layers or stages."""
+    one, two = _stage(meeting, lane_a, a), _stage(meeting, lane_b, b)
+    return meeting.mb[a] != meeting.mb[b] or meeting.layer[a] != meeting.layer[b] or one != two
+
+
+@inlined
+def _stage(meeting: _Meeting, lane: int, op: int) -> int:
+    """The stage that an op works for, -1 if its rank has no such chunk."""
+    chunk, stages = meeting.chunk[op], meeting.stages
+    return stages[meeting.lane_pp[lane], chunk] if 0 <= chunk < stages.shape[1] else -1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.kernel import kernel
-from treadle.ir.needs import UNKNOWN, Index
-from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bytes, Ints, Lane, LaneKind, Longs, Op, OpKind, Program
+from treadle.ir.index import UNKNOWN, Index
+from treadle.ir.kernel import inlined, kernel
+from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bools, Bytes, Ints, Lane, LaneKind, Op, OpKind, Program
+from treadle.ir.rule import Tables
 from treadle.verify.finding import MOST, Finding
 
 _NOWHERE = Lane(NEVER, LaneKind.COMPUTE, NEVER)
@@ -24,37 +26,26 @@ def check_labels(program: Program, index: Index) -> Iterator[Finding]:
     if index.num_unknown:
         for op in np.flatnonzero(index.key == UNKNOWN)[:MOST]:
             yield _unknown(program.op(int(op)))
-    rule = index.rule
     if index.num_double:
         for place in np.flatnonzero(index.count > 1)[:MOST]:
             again = program.op(int(np.flatnonzero(index.key == place)[-1]))
             yield Finding.at("T102", again, f"{again} runs more than once")
-    layout = program.layout
-    shape = np.array(rule.shape, np.int64)
-    codes = np.zeros(len(OpKind), np.int32)
-    codes[list(layout.forward)] = codes[list(layout.backward)] = codes[list(layout.weights)] = 1
-    codes[[*EMBEDDING, *HEAD[:2]]] = 1  # those that the layout lacks are not among the rule's kinds
-    missing = _missing(
-        index.count,
-        shape,
-        layout.num_replicas,
-        rule.stage,
-        rule.pipe,
-        rule.holder,
-        rule.depth,
-        np.array(rule.kinds, np.int32),
-        rule.slot,
-        rule.only,
-        codes,
-        layout.by_layer,
-        MOST,
-    )
-    for rank, chunk, mb, layer, kind in missing:
+    for rank, chunk, mb, layer, kind in _list_missing(program, index):
         op = Op(NEVER, OpKind(int(kind)), _NOWHERE, int(mb), int(chunk), int(layer), NEVER)
         what = f"send of what {op.label} makes" if op.kind.is_send else op.label
         yield Finding("T101", int(rank), None, f"{f'receive of {what}' if op.kind.is_recv else what} is missing")
     yield from _check_doubled_halves(program, index)
     yield from _check_reductions(program, index)
+
+
+def _list_missing(program: Program, index: Index) -> Ints:
+    """(rank, chunk, mb, layer, kind) of each op that is not there, up to MOST."""
+    layout, rule = program.layout, index.rule
+    always = np.zeros(len(OpKind), np.bool_)
+    always[[*layout.forward, *layout.backward, *layout.weights]] = True
+    always[[*EMBEDDING, *HEAD[:2]]] = True  # those that the layout lacks are not among the rule's kinds
+    expected = _Expected(np.array(rule.kinds, np.int32), always, layout.by_layer)
+    return _missing(index.count, expected, rule.tables, MOST)
 
 
 def _unknown(op: Op) -> Finding:
@@ -99,55 +90,68 @@ def _check_reductions(program: Program, index: Index) -> Iterator[Finding]:
         yield Finding.at("T102", op, f"{op} runs more than once")
 
 
+class _Expected(NamedTuple):
+    """Which kinds a layout has: `kinds[slot]`, and those that every layer of every micro-batch has."""
+
+    kinds: Ints
+    always: Bools
+    by_layer: bool
+
+
+class _LayerPlace(NamedTuple):
+    """A layer of a micro-batch of a chunk; does its stage receive from the stage before, and from the one after."""
+
+    base: int  # its first place in the index
+    stage: int
+    layer: int
+    before: bool
+    after: bool
+
+
 @kernel
-def _missing(
-    count: Bytes,
-    shape: Longs,
-    num_replicas: int,
-    stage: Ints,
-    pipe: Ints,
-    holder: Ints,
-    depth: Ints,
-    kinds: Ints,
-    slot: Ints,
-    only: Ints,
-    always: Ints,
-    by_layer: bool,
-    most: int,
-) -> Ints:
+def _missing(count: Bytes, expected: _Expected, tables: Tables, most: int) -> Ints:
     """(rank, chunk, mb, layer, kind) of what is not there, up to `most`."""
-    num_ranks, num_chunks, num_mb, num_layers, num_slots = shape
-    num_stages = holder.shape[1]
     found = np.empty((most, 5), np.int32)
     filled = 0
-    for rank in range(num_ranks):
-        pp = rank // num_replicas
-        for chunk in range(num_chunks):
-            s = stage[pp, chunk]
-            before = s > 0 and holder[pipe[chunk], s - 1, 0] != pp
-            after = s < num_stages - 1 and holder[pipe[chunk], s + 1, 0] != pp
-            for mb in range(num_mb):
-                for layer in range(depth[s]):
-                    base = (((rank * num_chunks + chunk) * num_mb + mb) * num_layers + layer) * num_slots
-                    for k in range(num_slots):
-                        if count[base + k] > 0:
-                            continue
-                        kind = kinds[k]
-                        wanted = always[kind] == 1 and (only[kind] < 0 or (only[kind] == s and layer == 0))
-                        if not by_layer and _B <= kind <= _W:
-                            whole, split = count[base + slot[_B]], count[base + slot[_I]] + count[base + slot[_W]]
-                            wanted = whole == 0 and (kind == _B) == (split == 0)
-                        elif kind in (_SEND_F, _RECV_B):
-                            wanted = after and layer == 0
-                        elif kind in (_SEND_B, _RECV_F):
-                            wanted = before and layer == 0
-                        elif kind in (_OUT, _IN):
-                            wanted = count[base + slot[_OUT]] + count[base + slot[_IN]] > 0
-                        if wanted and filled < most:
-                            found[filled, 0] = rank
-                            found[filled, 1] = chunk
-                            found[filled, 2] = mb
-                            found[filled, 3] = layer
-                            found[filled, 4] = kind
+    for rank in range(tables.num_ranks):
+        for chunk in range(tables.num_chunks):
+            at, before, after = _neighbours(tables, rank // tables.num_replicas, chunk)
+            for mb in range(tables.num_mb):
+                for layer in range(tables.depth[at]):
+                    row = ((rank * tables.num_chunks + chunk) * tables.num_mb + mb) * tables.num_layers + layer
+                    spot = _LayerPlace(row * tables.num_slots, at, layer, before, after)
+                    for slot in range(tables.num_slots):
+                        if filled < most and _is_missing(count, expected, tables, spot, slot):
+                            kind = expected.kinds[slot]
+                            found[filled, 0], found[filled, 1], found[filled, 2] = rank, chunk, mb
+                            found[filled, 3], found[filled, 4] = layer, kind
                             filled += 1
     return found[:filled]
+
+
+@inlined
+def _neighbours(tables: Tables, pp: int, chunk: int) -> tuple[int, bool, bool]:
+    """The stage of a chunk, and whether the stages before and after it are on other ranks."""
+    holder, pipe, stage = tables.holder, tables.pipe[chunk], tables.stage[pp, chunk]
+    before = stage > 0 and holder[pipe, stage - 1, 0] != pp
+    after = stage < holder.shape[1] - 1 and holder[pipe, stage + 1, 0] != pp
+    return stage, before, after
+
+
+@inlined
+def _is_missing(count: Bytes, expected: _Expected, tables: Tables, spot: _LayerPlace, slot: int) -> bool:
+    """Should there be an op of this kind, and is there none."""
+    base, kind, places = spot.base, expected.kinds[slot], tables.slot
+    if count[base + slot] > 0:
+        return False
+    if not expected.by_layer and _B <= kind <= _W:  # either B, or I and W
+        whole, split = count[base + places[_B]], count[base + places[_I]] + count[base + places[_W]]
+        return bool(whole == 0 and (kind == _B) == (split == 0))
+    if kind in (_SEND_F, _RECV_B):
+        return spot.after and spot.layer == 0
+    if kind in (_SEND_B, _RECV_F):
+        return spot.before and spot.layer == 0
+    if kind in (_OUT, _IN):  # both, or neither
+        return bool(count[base + places[_OUT]] + count[base + places[_IN]] > 0)
+    only = tables.only[kind]
+    return bool(expected.always[kind]) and (only < 0 or (only == spot.stage and spot.layer == 0))

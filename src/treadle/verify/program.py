@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from treadle.ir.execute import execute
+from treadle.ir.index import Index
 from treadle.ir.kernel import kernel
 from treadle.ir.memory import peaks
-from treadle.ir.needs import Index
+from treadle.ir.needs import unmet_needs
 from treadle.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
+from treadle.passes.ring import with_ring
 from treadle.verify.finding import Finding, VerifyReport, worst_first
-from treadle.verify.graph import Graph, deadlock, with_ring
+from treadle.verify.graph import Graph, deadlock
 from treadle.verify.groups import check_groups
 from treadle.verify.labels import check_labels
 from treadle.verify.waits import check_never, check_waits
@@ -34,7 +36,7 @@ def verify_program(
         executed = pool.submit(execute, program, dur)
         launched = pool.submit(_launches, program, dur)
         index = Index.of(program)
-        unmet = index.unmet(program)
+        unmet = unmet_needs(program, index)
         times, launch_findings = executed.result(), launched.result()
     findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
     findings += check_waits(program, unmet, times)

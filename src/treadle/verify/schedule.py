@@ -12,8 +12,9 @@ from treadle.ir.execute import execute
 from treadle.ir.program import NEVER, LaneKind, Op, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import ReceiveOrder, lower_cells
+from treadle.passes.ring import with_ring
 from treadle.verify.finding import MOST, Finding, VerifyReport, worst_first
-from treadle.verify.graph import Graph, deadlock, with_ring
+from treadle.verify.graph import Graph, deadlock
 from treadle.verify.groups import check_groups
 from treadle.verify.structure import check_actions, check_limit, peak_activations
 

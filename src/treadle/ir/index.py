@@ -1,0 +1,113 @@
+"""An index of a Program's ops by label: rank, chunk, micro-batch, layer and kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.ir.columns import LaneTable, OpLabels
+from treadle.ir.kernel import inlined, kernel
+from treadle.ir.program import NEVER, Bytes, Ints, Longs, OpKind, Program
+from treadle.ir.rule import LANES, Rule, Tables
+
+UNKNOWN = -2
+"""Stands in `Index.key` for an op whose label the layout has no place for."""
+
+# Kernels see plain numbers.
+_SEND_F, _SEND_B, _RECV_B = int(OpKind.SEND_F), int(OpKind.SEND_B), int(OpKind.RECV_B)
+_REDUCE_GRAD = int(OpKind.REDUCE_GRAD)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where each labelled op is.
+
+    `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction, which has no micro-batch.
+    `first[place]` is the first op of a place, or NEVER; `count[place]` how many there are, up to 255.
+    `last_gradient[rank * vpp + chunk]` is the last op of a chunk that adds to a weight gradient, or NEVER.
+    """
+
+    rule: Rule
+    key: Longs
+    first: Ints
+    count: Bytes
+    last_gradient: Ints
+    num_unknown: int
+    num_double: int
+
+    @classmethod
+    def of(cls, program: Program) -> Index:
+        """Make the index in one pass over the ops."""
+        rule = Rule(program.layout)
+        labels, lanes = OpLabels.of(program), LaneTable.of(program)
+        return cls(rule, *_index(labels, lanes, LANES, rule.tables))
+
+
+@kernel
+def _index(
+    labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables
+) -> tuple[Longs, Ints, Bytes, Ints, int, int]:
+    kind, makes_gradient = labels.kind, tables.makes_gradient
+    num_chunks = tables.num_chunks
+    of_chunk = tables.num_mb * tables.num_layers * tables.num_slots
+    key = np.empty(len(kind), np.int64)
+    first = np.full(tables.num_ranks * num_chunks * of_chunk, -1, np.int32)
+    count = np.zeros(len(first), np.uint8)
+    last_gradient = np.full(tables.num_ranks * num_chunks, -1, np.int32)
+    num_unknown, num_double = 0, 0
+    for lane in range(len(lanes.rank)):
+        rank, peer, lane_kind = lanes.rank[lane], lanes.peer[lane], lanes.kind[lane]
+        for op in range(lanes.ptr[lane], lanes.ptr[lane + 1]):
+            place = _place(labels, tables, op, rank, peer) if belongs[kind[op]] == lane_kind else UNKNOWN
+            key[op] = place
+            if place < 0:
+                num_unknown += place == UNKNOWN
+                continue
+            if first[place] < 0:
+                first[place] = op
+            else:
+                num_double += 1
+            if count[place] < 255:
+                count[place] += 1
+            chunk = place // of_chunk  # of all ranks
+            if makes_gradient[kind[op]] and op > last_gradient[chunk]:
+                last_gradient[chunk] = op
+    return key, first, count, last_gradient, num_unknown, num_double
+
+
+@inlined
+def _place(labels: OpLabels, tables: Tables, op: int, rank: int, peer: int) -> int:
+    """The op's place in the index, NEVER for a reduction, or UNKNOWN."""
+    kind, mb, chunk, layer = labels.kind[op], labels.mb[op], int(labels.chunk[op]), labels.layer[op]
+    slot, only, num_replicas = tables.slot[kind], tables.only[kind], tables.num_replicas
+    stage, depth = tables.stage, tables.depth
+    pp = rank // num_replicas
+    if chunk < 0 or chunk >= tables.num_chunks or layer < 0:
+        return UNKNOWN
+    if kind == _REDUCE_GRAD:
+        return NEVER if mb == NEVER and layer == 0 else UNKNOWN
+    if slot < 0 or mb < 0 or mb >= tables.num_mb:
+        return UNKNOWN
+    is_message = _SEND_F <= kind <= _RECV_B
+    if kind in (_SEND_F, _SEND_B):
+        if peer < 0 or peer % num_replicas != rank % num_replicas:
+            return UNKNOWN
+        chunk = _sending_chunk(tables, pp, peer // num_replicas, chunk, kind)
+        if chunk < 0:
+            return UNKNOWN
+    at = stage[pp, chunk]
+    if layer >= depth[at] or (is_message and layer > 0) or (only >= 0 and (layer > 0 or at != only)):
+        return UNKNOWN
+    row = ((rank * tables.num_chunks + chunk) * tables.num_mb + mb) * tables.num_layers + layer
+    return int(row * tables.num_slots + slot)
+
+
+@inlined
+def _sending_chunk(tables: Tables, pp: int, peer: int, chunk: int, kind: int) -> int:
+    """The chunk of `pp` that makes what chunk `chunk` of `peer` reads, or -1. A message is named by its reader."""
+    holder, pipe = tables.holder, tables.pipe[chunk]
+    maker = tables.stage[peer, chunk] + (1 if kind == _SEND_B else -1)
+    if maker < 0 or maker >= holder.shape[1] or holder[pipe, maker, 0] != pp:
+        return -1
+    return int(holder[pipe, maker, 1])
