@@ -1,4 +1,4 @@
-"""What Python users call besides the data types: schedules, programs and traces from files and text, and back."""
+"""Reading and writing schedules, programs and traces: files and text."""
 
 from __future__ import annotations
 
@@ -11,27 +11,78 @@ from treadle.ir.trace import Trace
 
 
 def loads(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
-    """A schedule from text in any of the forms that `dumps` writes.
+    """Read a schedule from text in any of the forms that `dumps` writes.
 
-    `placement` is for rows without the lines that name one; the default there is loop.
+    Args:
+        text: rows, torch's CSV or JSON.
+        source: the name that errors give the text.
+        placement: for rows without the lines that name one: loop (the default), v, bidirectional, or a table.
+
+    Raises:
+        ValueError: the text holds no schedule; the message names the line.
+
+    Example:
+        >>> schedule = treadle.generate("zb-h1", pp=2, microbatches=4)
+        >>> loads(dumps(schedule)) == schedule
+        True
+
     """
     return parse_any(text, source, placement=placement)
 
 
 def load(path: str | Path, *, placement: str | None = None) -> Schedule:
-    """A schedule from a file in any of the forms that `dumps` writes."""
+    """Read a schedule from a file in any of the forms that `dumps` writes.
+
+    Raises:
+        ValueError: the file holds no schedule.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> _ = Path("rows.txt").write_text(dumps(treadle.generate("gpipe", pp=2, microbatches=2)))
+        >>> load("rows.txt").name
+        'gpipe'
+
+    """
     return loads(_read_text(Path(path)), str(path), placement=placement)
 
 
 def dumps(schedule: Schedule, format: str = "text") -> str:
-    """The schedule as text, torch-csv or json."""
+    """Write a schedule as text.
+
+    Args:
+        schedule: any.
+        format: text, torch-csv or json.
+
+    Raises:
+        ValueError: there is no such format.
+
+    Example:
+        >>> "F0.0" in dumps(treadle.generate("gpipe", pp=2, microbatches=2))
+        True
+
+    """
     if format not in FORMATS:
         raise ValueError(f"{format!r} is not a form of a schedule; use {', '.join(FORMATS)}")
     return FORMATS[format].dump(schedule)
 
 
 def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Program | Trace:
-    """What a file holds: a schedule, a program (.npz) or a trace (.npz, .json, .json.gz)."""
+    """Read a file: a schedule, a program (.npz) or a trace (.npz, .json, .json.gz).
+
+    Args:
+        path: of the file.
+        placement: for rows of a schedule without the lines that name one.
+
+    Raises:
+        ValueError: the file holds none of these.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> _ = Path("rows.json").write_text(dumps(treadle.generate("gpipe", pp=2, microbatches=2), "json"))
+        >>> type(load_any("rows.json")).__name__
+        'Schedule'
+
+    """
     name = str(path)
     if name.endswith(".npz"):
         return npz.load(path)
@@ -44,7 +95,7 @@ def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Pr
 
 
 def load_traces(directory: str | Path) -> Trace:
-    """Traces in the files of a directory, one rank or some ranks a file, as one."""
+    """Read the traces in a directory, of one or some ranks a file, as one trace."""
     paths = sorted(p for p in Path(directory).iterdir() if p.name.endswith((".json", ".json.gz")))
     if not paths:
         raise ValueError(f"{directory}: no traces; they are files that end in .json or .json.gz")
@@ -52,7 +103,24 @@ def load_traces(directory: str | Path) -> Trace:
 
 
 def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) -> None:
-    """Writes a trace in the form that the name's ending says; only some `ranks` of it as JSON."""
+    """Write a trace to a file.
+
+    Args:
+        trace: predicted or measured.
+        path: its ending chooses the form: .json and .json.gz (Chrome's, for Perfetto) or .npz (columns).
+        ranks: only these, as JSON; None for all.
+
+    Raises:
+        ValueError: another ending, or `ranks` with .npz.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit), unit)
+        >>> save_trace(trace, "trace.json.gz")
+        >>> treadle.load_any("trace.json.gz").makespan == trace.makespan
+        True
+
+    """
     name = str(path)
     if name.endswith(".npz"):
         if ranks is not None:

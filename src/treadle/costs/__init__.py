@@ -21,7 +21,19 @@ PRESETS = ("deepseek-v3-h800",)
 
 
 def load_costs(name: str) -> Costs:
-    """`unit`, a preset, or a TOML file."""
+    """Load costs by name.
+
+    Args:
+        name: `unit` (F = I = W = 1, communication free), a preset, or the path of a TOML file.
+
+    Raises:
+        ValueError: no preset has this name, or the file does not hold costs.
+
+    Example:
+        >>> load_costs("deepseek-v3-h800").clock.unit
+        'us'
+
+    """
     if name == "unit":
         return UNIT_COSTS
     if name in PRESETS:

@@ -58,7 +58,14 @@ _CLOCKS = {"unit": UNIT, "us": MICROSECONDS, "ms": Clock("ms", 1_000_000)}
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in ticks of the clock, sizes in bytes. Absent entries are 0."""
+    """Times in ticks of the clock, sizes in bytes. Absent entries are 0.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> unit.clock.show(unit.cell("fb"))
+        3
+
+    """
 
     name: str
     clock: Clock

@@ -13,7 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 
 class Kind(IntEnum):
-    """What an action does. The name is the letter, the value is what columns hold."""
+    """The work of an action. The name is the letter, the value is what columns hold.
+
+    Example:
+        >>> Kind["F"].value
+        0
+
+    """
 
     F = 0
     B = 1
@@ -22,7 +28,13 @@ class Kind(IntEnum):
 
 
 class Action(NamedTuple):
-    """One kind of work on one micro-batch in one of a rank's chunks."""
+    """One kind of work on one micro-batch in one of a rank's chunks.
+
+    Example:
+        >>> str(Action(Kind.F, 3, 1))
+        'F3.1'
+
+    """
 
     kind: Kind
     mb: int
@@ -43,7 +55,13 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """An overlapped cell: a forward and a whole backward that start and end together."""
+    """An overlapped cell: a forward and a whole backward that start and end together.
+
+    Example:
+        >>> str(Pair(F(4, 1), B(3, 1)))
+        '(F4.1|B3.1)'
+
+    """
 
     forward: Action
     backward: Action
@@ -61,20 +79,60 @@ Cell: TypeAlias = Action | Pair
 
 
 def F(mb: int, chunk: int = 0) -> Action:
-    """Forward."""
+    """Return the forward of a micro-batch in a chunk.
+
+    Args:
+        mb: the micro-batch, numbered from 0 in its pipe.
+        chunk: the rank's own number of the stage; in DualPipe the direction.
+
+    Example:
+        >>> str(F(3, 1))
+        'F3.1'
+
+    """
     return Action(Kind.F, mb, chunk)
 
 
 def B(mb: int, chunk: int = 0) -> Action:
-    """Whole backward."""
+    """Return the whole backward of a micro-batch in a chunk.
+
+    Args:
+        mb: the micro-batch, numbered from 0 in its pipe.
+        chunk: the rank's own number of the stage; in DualPipe the direction.
+
+    Example:
+        >>> str(B(3, 1))
+        'B3.1'
+
+    """
     return Action(Kind.B, mb, chunk)
 
 
 def I(mb: int, chunk: int = 0) -> Action:
-    """Input-gradient half of a backward."""
+    """Return the input-gradient half of the backward of a micro-batch in a chunk.
+
+    Args:
+        mb: the micro-batch, numbered from 0 in its pipe.
+        chunk: the rank's own number of the stage; in DualPipe the direction.
+
+    Example:
+        >>> str(I(3, 1))
+        'I3.1'
+
+    """
     return Action(Kind.I, mb, chunk)
 
 
 def W(mb: int, chunk: int = 0) -> Action:
-    """Weight-gradient half of a backward."""
+    """Return the weight-gradient half of the backward of a micro-batch in a chunk.
+
+    Args:
+        mb: the micro-batch, numbered from 0 in its pipe.
+        chunk: the rank's own number of the stage; in DualPipe the direction.
+
+    Example:
+        >>> str(W(3, 1))
+        'W3.1'
+
+    """
     return Action(Kind.W, mb, chunk)

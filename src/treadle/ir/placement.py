@@ -25,6 +25,14 @@ class Placement:
 
     There is one pipe, except where micro-batches enter at both ends (DualPipe): then each direction
     is a pipe of its own, with its own micro-batches and its own copy of every stage.
+
+    Raises:
+        ValueError: a stage is missing or double, or ranks hold different numbers of chunks.
+
+    Example:
+        >>> Placement.loop(2, 2).stages
+        ((0, 2), (1, 3))
+
     """
 
     name: str

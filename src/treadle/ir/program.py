@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treadle.ir.notebook import ShownInNotebooks
 from treadle.ir.placement import Placement
 
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -246,14 +247,20 @@ COLUMNS = (*_OP_COLUMNS, *_LANE_COLUMNS, "dep_ptr", "dep")
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """Columns over ops, columns over lanes, and dependencies.
+class Program(ShownInNotebooks):
+    """Ops on lanes: columns over ops, columns over lanes, and dependencies.
 
     `cell[i]`: which cell of its rank's row an op runs in or beside (a send with its maker, a receive with its reader),
     or -1.
     `joined[i]`: op i starts and ends together with op i - 1 of its lane (the halves of an overlapped cell).
     `launch[i]`: the op's place in the order in which its rank launches communication, or -1.
     `lane_group[l]`: lanes of one group do their ops together; -1 for a lane on its own.
+
+    Example:
+        >>> program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), treadle.load_costs("unit"))
+        >>> str(program.op(0)), str(program.lane(0))
+        ('F0.0', 'rank 0 compute')
+
     """
 
     layout: Layout

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.action import Action, Cell, Kind, Pair
+from treadle.ir.notebook import ShownInNotebooks
 from treadle.ir.placement import Placement
 
 Channel: TypeAlias = tuple[int, int]
@@ -51,12 +52,21 @@ class Actions:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What each rank computes, in order.
+class Schedule(ShownInNotebooks):
+    """The cells that each rank computes, in order.
 
     Messages follow from the rows: what an action makes for another rank is sent when it is made, and
     received in the sender's order. `receives` says otherwise for a channel, message by message; a
     message is named by the action that reads it (F3.1, or B3.1 for the gradient that B or I reads).
+
+    Raises:
+        ValueError: rows and placement do not fit each other.
+
+    Example:
+        >>> rows = ((F(0), B(0)), (F(0), B(0)))
+        >>> Schedule("mine", Placement.loop(2, 1), 1, rows).num_cells
+        4
+
     """
 
     name: str

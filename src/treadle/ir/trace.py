@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from treadle.ir.notebook import ShownInNotebooks
 from treadle.ir.program import Longs, Program
 
 
@@ -25,8 +26,16 @@ MICROSECONDS = Clock("us", 1000)
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
-    """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured."""
+class Trace(ShownInNotebooks):
+    """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured.
+
+    Example:
+        >>> schedule, unit = treadle.generate("1f1b", pp=2, microbatches=2), treadle.load_costs("unit")
+        >>> trace = treadle.simulate(treadle.lower(schedule, unit), unit)
+        >>> trace.clock.show(trace.makespan)
+        9
+
+    """
 
     program: Program
     start: Longs

@@ -37,27 +37,57 @@ _SAMPLE_MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """How a schedule is lowered. Without `layers` the grain is the cell, and nothing else applies but the mesh.
+    """How a schedule is lowered.
 
-    `hold`: attention's weight half waits for the next slot; `early`: a lone backward runs the experts' weight half
-    during its dispatch. Where they are None, whatever simulates faster is taken.
-    `embedding`, `head`: does the first stage have one before its layers, and the last one (with the loss) behind them.
-    Where they are None, they are there if the costs give them a time.
+    Raises:
+        ValueError: a number is out of its range, or options need `layers` and there are none.
+
+    Example:
+        >>> LoweringOptions(layers=4, ep=8).moe
+        True
+
     """
 
     layers: int | tuple[int, ...] | None = None
+    """Layers of a stage: one number for all stages, or one for each. None lowers to whole cells; then no other field
+    applies but `ep`, `dp` and `every_gpu`."""
+
     moe: bool = True
+    """Layers exchange tokens with experts: dispatch and combine on a lane of their own."""
+
     padded: bool = False
+    """Experts take a fixed number of tokens, so no counts are exchanged and no host waits for them."""
+
     embedding: bool | None = None
+    """The first stage has an embedding before its layers. None: if the costs give it a time."""
+
     head: bool | None = None
+    """The last stage has a head, which ends in the loss, behind its layers. None: if the costs give it a time."""
+
     split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
+    """Weight halves that run apart from their backward. A part left out here runs both halves in one op."""
+
     offload: bool = False
+    """Saved activations are copied to the host and back, layer by layer. Needs `layers`."""
+
     hold: bool | None = None
+    """Attention's weight half waits for the next slot of its cell. None: whichever simulates faster."""
+
     early: bool | None = None
+    """A lone backward runs the experts' weight half during its dispatch. None: whichever simulates faster."""
+
     kept: float = 1.0
+    """Fraction of the saved bytes, 0 to 1, that stays after the input half until the weight half has run."""
+
     ep: int = 1
+    """Ranks of an expert group. More than 1 needs `layers` and `moe`."""
+
     dp: int = 1
+    """Replicas of each expert group, whose gradients are reduced."""
+
     every_gpu: bool = False
+    """Give every GPU of the mesh lanes of its own: `ep * dp` times as many ops. Otherwise one pipeline stands for all,
+    as they are alike."""
 
     def __post_init__(self) -> None:
         if self.layers is None and self.offload:
@@ -71,8 +101,23 @@ class LoweringOptions:
             raise ValueError("expert parallelism needs MoE layers; add --layers N --moe")
 
 
-def lower(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Program:
-    """The Program of a schedule, verified or not; every pipeline of the mesh is alike, so one is made and spread."""
+def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = LoweringOptions()) -> Program:  # noqa: B008
+    """Lower a schedule to a Program: ops on lanes, with what they wait for.
+
+    Args:
+        schedule: verified or not.
+        costs: durations, by which launches are ordered and `hold` and `early` are chosen, and sizes in bytes.
+        options: by default whole cells.
+
+    Raises:
+        ValueError: options do not fit the schedule.
+
+    Example:
+        >>> schedule, costs = treadle.generate("1f1b", pp=2, microbatches=4), treadle.load_costs("deepseek-v3-h800")
+        >>> lower(schedule, costs, LoweringOptions(layers=1)).num_ranks
+        2
+
+    """
     if options.layers is None:
         program = lower_cells(schedule)
     else:

@@ -65,7 +65,22 @@ def family(name: str) -> Family:
 
 
 def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -> Schedule:
-    """The schedule of this name and size."""
+    """Generate a schedule.
+
+    Args:
+        name: one of those that `treadle schedules` lists.
+        pp: ranks of the pipeline.
+        vpp: chunks on each rank, where the schedule leaves a choice; None for its default.
+        microbatches: of a step; with two pipes, of both together.
+
+    Raises:
+        ValueError: there is no such schedule, or it cannot do this size; the message names the nearest size it can.
+
+    Example:
+        >>> generate("1f1b", pp=4, microbatches=8).num_cells
+        64
+
+    """
     chosen = family(name)
     return chosen.generate(chosen.size(pp, vpp, microbatches))
 

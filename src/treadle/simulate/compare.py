@@ -69,7 +69,22 @@ class Comparison:
 
 
 def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
-    """Each trace against the first; two traces of one program op by op."""
+    """Compare traces with the first one; two traces of one program op by op.
+
+    Args:
+        traces: pairs (name, trace), all on one clock.
+
+    Raises:
+        ValueError: there is no trace, or their clocks differ.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit)
+        >>> predicted = treadle.simulate(program, unit)
+        >>> compare([("one", predicted), ("other", predicted)]).rows[1].makespan.ratio
+        1.0
+
+    """
     if not traces:
         raise ValueError("comparing needs at least one trace, got none")
     (first_name, first), *others = traces

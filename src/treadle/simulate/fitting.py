@@ -25,11 +25,18 @@ _SAVED = {"attn": OpKind.ATTN_F, "mlp": OpKind.MLP_F, "embed": OpKind.EMBED_F, "
 
 
 def fit(trace: Trace) -> Costs:
-    """The median duration of each kind of work, over all ranks, as costs.
+    """Make costs of the median duration of each kind of work over all ranks.
 
     Ops that go together count with the shortest of their durations, which includes no wait. A whole backward is
     fitted as it ran: where its weight half was not split off, its time is in the backward's. Sizes are taken from the
     program as far as it has them.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit), unit)
+        >>> fit(trace).cell("f") == unit.cell("f")
+        True
+
     """
     program = trace.program
     typical = _medians(program, shortest(trace))

@@ -90,7 +90,20 @@ def _shown(fields: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def measure(trace: Trace) -> Metrics:
-    """The numbers of a trace. Of a measured one, communication counts without the wait for the ranks that came late."""
+    """Measure a trace: makespan, bubble, exposed communication and memory, over all and for each rank.
+
+    Communication of a measured trace counts without the wait for the ranks that came late.
+
+    Raises:
+        ValueError: ops of a lane are not in order of time.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit), unit)
+        >>> round(measure(trace).bubble, 2)
+        0.33
+
+    """
     check_order(trace)
     settled = without_waiting(trace) if trace.measured else trace
     compute = _busy(settled, (LaneKind.COMPUTE,))

@@ -50,11 +50,18 @@ class PathSummary:
 
 
 def critical_path(trace: Trace) -> list[int]:
-    """The ops from the first to one that ends last, each the cause of the next one's start.
+    """Return the indices of the ops that make the step as long as it is, each the cause of the next one's start.
 
     What can cause an op to start is the op before it on its lane, what it waits for, and the same of the ops it goes
     together with. The one that ended last did; in a prediction its end is the start, in a measurement there may be a
     gap. Of ops that go together only the one through which the path came is on it.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=1), unit), unit)
+        >>> [str(trace.program.op(op)) for op in critical_path(trace)][::3]
+        ['F0.0', 'B0.0']
+
     """
     program = trace.program
     if not program.num_ops:

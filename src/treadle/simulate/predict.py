@@ -11,7 +11,24 @@ from treadle.ir.trace import Trace
 
 
 def simulate(program: Program, costs: Costs, *, slowness: float = 0.0, seed: int = 0) -> Trace:
-    """When each op starts and ends. `slowness` makes each rank slower by a random share of up to that much."""
+    """Predict when each op starts and ends.
+
+    Args:
+        program: one that finishes.
+        costs: how long ops take.
+        slowness: each rank is slower by a random share of up to this much; 0.05 is 5 %.
+        seed: of that share.
+
+    Raises:
+        ValueError: the program does not finish; `treadle.verify_program` says why.
+
+    Example:
+        >>> unit = treadle.load_costs("unit")
+        >>> trace = simulate(treadle.lower(treadle.generate("gpipe", pp=2, microbatches=2), unit), unit)
+        >>> trace.clock.show(trace.makespan)
+        9
+
+    """
     factor = 1.0 + slowness * np.random.default_rng(seed).random(program.num_ranks) if slowness else None
     times = execute(program, ticks(program, costs, slowness=factor))
     if not times.finished:

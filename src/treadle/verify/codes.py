@@ -123,7 +123,16 @@ CODES: dict[str, Explanation] = {
 
 
 def explain(code: str) -> Explanation:
-    """What a code means, or a ValueError that names the codes there are."""
+    """Return what a code of a finding means.
+
+    Raises:
+        ValueError: there is no such code; the message names those there are.
+
+    Example:
+        >>> explain("T201") is CODES["T201"]
+        True
+
+    """
     found = CODES.get(code.upper())
     if found is None:
         close = difflib.get_close_matches(code.upper(), CODES, 1)

@@ -18,6 +18,11 @@ class Finding:
 
     `cell` is the place in the rank's row, `op` the index in the program, each None where there is no single one.
     `steps` is the witness: for a deadlock the chain of ops that wait for each other, one a line.
+
+    Example:
+        >>> str(Finding("T101", 0, None, "F0.0 of stage 0 is missing"))
+        'T101 rank 0: F0.0 of stage 0 is missing'
+
     """
 
     code: str
@@ -64,9 +69,15 @@ def more_of(code: str) -> str:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verifying found; `findings` is empty where all is well.
+    """All findings about a schedule or a program; `findings` is empty if there is nothing to object to.
 
     Peaks are counted a rank: for a schedule in activations of (mb, chunk), for a program in bytes.
+
+    Example:
+        >>> report = treadle.verify(treadle.generate("1f1b", pp=2, microbatches=2))
+        >>> report.clean, report.peak_activations
+        (True, (2, 1))
+
     """
 
     num_ranks: int

@@ -24,9 +24,25 @@ from treadle.verify.waits import check_never, check_waits
 def verify_program(
     program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None
 ) -> VerifyReport:
-    """Everything there is to object to. `dur` is the ticks of each op, which memory depends on and nothing else does.
+    """Check a program: labels, groups, waits, execution, launch order, memory.
 
-    `ring`: receive buffers on each channel. `memory_limit`: bytes of activations that a rank may hold.
+    Args:
+        program: a training step, sound or not.
+        dur: ticks of each op; only memory depends on them.
+        ring: receive buffers on each channel; None for as many as there are messages.
+        memory_limit: the most bytes of activations that a rank may hold at once.
+
+    Returns:
+        All findings, worst first, and each rank's peak in bytes.
+
+    Raises:
+        ValueError: the program is a weight update.
+
+    Example:
+        >>> program = treadle.lower(treadle.generate("zb-v", pp=2, microbatches=4), treadle.load_costs("unit"))
+        >>> verify_program(program, program.size_bytes + 1).clean
+        True
+
     """
     if program.layout.is_update:
         raise ValueError("this Program is a weight update, which treadle.weights.verify.verify_update judges")

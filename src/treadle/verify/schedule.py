@@ -27,10 +27,22 @@ def verify_schedule(
     ring: int | None = None,
     max_activations: int | None = None,
 ) -> VerifyReport:
-    """Everything there is to object to, worst first: what is wrong in the rows, then what goes wrong when run.
+    """Check a schedule: are its actions complete, does it finish, with the right data, within its memory.
 
-    `eager`: sends do not wait for their receives. `receives`: the order they are posted in where the schedule
-    does not say. `ring`: buffers on each channel. `max_activations`: alive at once on a rank.
+    Args:
+        schedule: sound or not.
+        eager: sends do not wait for their receives.
+        receives: the order in which receives are posted where the schedule does not say.
+        ring: receive buffers on each channel; None for as many as there are messages.
+        max_activations: the most activations of (mb, chunk) that a rank may hold at once.
+
+    Returns:
+        All findings, worst first, and each rank's peak of activations.
+
+    Example:
+        >>> print(verify_schedule(treadle.generate("dualpipe", pp=4, microbatches=8)))
+        clean: 4 ranks, 62 cells, peak 5 activations
+
     """
     actions = schedule.columns
     program = lower_cells(schedule, receives=receives)

@@ -1,0 +1,62 @@
+"""The public face: every name of `treadle.__all__` resolves, is listed, and has an example that runs."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import treadle
+
+NEED_RANKS = {"Boundary", "Pipeline", "RankLostError", "Segment", "StageOutput", "StepReport", "compute", "exchange"}
+"""Shown in README and examples, which are run by tests of their own."""
+
+NOT_CALLABLE = {"Cell", "moe", "update"}
+"""A type alias and two packages."""
+
+
+def test_all_names_resolve_and_are_listed() -> None:
+    for name in treadle.__all__:
+        assert getattr(treadle, name) is not None
+        assert name in dir(treadle)
+
+
+@pytest.mark.parametrize("name", sorted(set(treadle.__all__) - NEED_RANKS - NOT_CALLABLE))
+def test_example_of_public_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = getattr(treadle, name)
+    module = sys.modules[value.__module__]
+    globs = {**vars(module), "treadle": treadle, **{public: getattr(treadle, public) for public in ("F", "B")}}
+    test = doctest.DocTestParser().get_doctest(value.__doc__ or "", globs, name, None, None)
+    assert test.examples, f"treadle.{name} has no example"
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=told.append)
+    assert not told, "".join(told)
+
+
+def test_packages_resolve_and_planning_imports_no_torch() -> None:
+    code = (
+        "import sys, treadle; assert 'torch' not in sys.modules; dir(treadle); assert 'torch' not in sys.modules; "
+        "import treadle.verify.codes; from treadle.verify.codes import CODES; import treadle.simulate.metrics; "
+        "assert callable(treadle.verify) and callable(treadle.simulate); assert 'torch' not in sys.modules; "
+        "assert treadle.moe.MoELayer; assert treadle.update.UpdateOptions"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+def test_schedule_program_and_trace_show_a_figure_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = treadle.load_costs("unit")
+    schedule = treadle.generate("1f1b", pp=2, microbatches=2)
+    program = treadle.lower(schedule, unit)
+    for shown in (schedule, program, treadle.simulate(program, unit)):
+        pytest.importorskip("matplotlib")
+        assert (shown._repr_html_() or "").startswith("<svg")
+    monkeypatch.setattr("treadle.notebook.find_spec", lambda name: None)
+    for shown in (schedule, program, treadle.simulate(program, unit)):
+        html = shown._repr_html_() or ""
+        assert html.startswith("<pre>")
+        assert "F0" in html or "rank 0" in html
