@@ -289,58 +289,92 @@ def misnumber_launches(draft: Draft, random: Random) -> bool:
     return True
 
 
-def spoil_copy(draft: Draft, random: Random) -> bool:
-    """An OFFLOAD or ONLOAD is left out, moved, or waits for something else."""
-    copies = [
-        (lane, place)
-        for lane in draft.lanes
-        for place, op in enumerate(lane.ops)
-        if op.kind in (OpKind.OFFLOAD, OpKind.ONLOAD)
-    ]
-    if not copies:
-        return False
-    lane, place = random.choice(copies)
-    op = lane.ops[place]
-    what = random.random()
-    if what < 0.3:
-        _leave_out(draft, lane, place, inherit=random.random() < 0.5)
-    elif what < 0.5:
-        _swap(lane, place, _near(place, len(lane.ops), random))
-    elif what < 0.7:
-        readers = [reader for reader in draft.ops if op in reader.deps]
-        return _alter_dependency(readers, [random.choice(draft.ops)], random, 0.3)
-    else:
-        return _alter_dependency([op] if op.deps else [], [random.choice(draft.ops)], random, 0.5)
+Damage = Callable[[Draft, Random, Queue, int], bool]
+"""Changes the op at a place of a lane, or says False where it has nothing to change."""
+
+
+def spoil(kinds: tuple[OpKind, ...], on: tuple[LaneKind, ...], damages: tuple[tuple[float, Damage], ...]) -> Mutation:
+    """A mutation of one op of these kinds on these lanes. Each damage has a bound: the chance of it or one before."""
+
+    def mutation(draft: Draft, random: Random) -> bool:
+        spots = [
+            (lane, place)
+            for lane in draft.lanes
+            if lane.kind in on
+            for place, op in enumerate(lane.ops)
+            if op.kind in kinds
+        ]
+        if not spots:
+            return False
+        lane, place = random.choice(spots)
+        what = random.random()
+        damage = next(damage for bound, damage in damages if what < bound)
+        return damage(draft, random, lane, place)
+
+    return mutation
+
+
+def leaving_out(inherit: float) -> Damage:
+    """The op is left out; with this chance those that wait for it wait for what it waited for."""
+
+    def damage(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+        _leave_out(draft, lane, place, inherit=random.random() < inherit)
+        return True
+
+    return damage
+
+
+def swap_near(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op changes places with another of its lane."""
+    _swap(lane, place, _near(place, len(lane.ops), random))
     return True
 
 
-def spoil_end(draft: Draft, random: Random) -> bool:
-    """An op of the embedding or the head is left out, moved, renamed, put on another stage, or not waited for."""
-    ends = [
-        (lane, place)
-        for lane in draft.lanes
-        for place, op in enumerate(lane.ops)
-        if op.kind in (*EMBEDDING, *HEAD) and lane.kind == LaneKind.COMPUTE
-    ]
-    if not ends:
-        return False
-    lane, place = random.choice(ends)
+def unread(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """One that waits for the op does so no longer, or waits for another."""
     op = lane.ops[place]
-    what = random.random()
-    if what < 0.2:
-        _leave_out(draft, lane, place, inherit=random.random() < 0.7)
-    elif what < 0.5:
-        _swap(lane, place, _near(place, len(lane.ops), random))
-    elif what < 0.65:
-        op.kind = random.choice([kind for kind in (*EMBEDDING, *HEAD) if kind != op.kind])
-    elif what < 0.8:
-        to = random.choice([other for other in draft.lanes if other.kind == LaneKind.COMPUTE])
-        to.ops.insert(_near(min(place, len(to.ops)), len(to.ops) + 1, random), lane.ops.pop(place))
-        op.chunk = random.randrange(draft.layout.placement.vpp)
-    else:
-        readers = [reader for reader in draft.ops if op in reader.deps]
-        return _alter_dependency(readers, [random.choice(draft.ops)], random, 0.3)
+    readers = [reader for reader in draft.ops if op in reader.deps]
+    return _alter_dependency(readers, [random.choice(draft.ops)], random, 0.3)
+
+
+def unwait(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op no longer waits for something, or waits for another."""
+    op = lane.ops[place]
+    return _alter_dependency([op] if op.deps else [], [random.choice(draft.ops)], random, 0.5)
+
+
+def rename_end(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op becomes another one of the embedding or the head."""
+    op = lane.ops[place]
+    op.kind = random.choice([kind for kind in (*EMBEDDING, *HEAD) if kind != op.kind])
     return True
+
+
+def change_stage(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op goes to some rank and some chunk."""
+    to = random.choice([other for other in draft.lanes if other.kind == LaneKind.COMPUTE])
+    op = lane.ops[place]
+    to.ops.insert(_near(min(place, len(to.ops)), len(to.ops) + 1, random), lane.ops.pop(place))
+    op.chunk = random.randrange(draft.layout.placement.vpp)
+    return True
+
+
+spoil_copy = spoil(
+    (OpKind.OFFLOAD, OpKind.ONLOAD),
+    tuple(LaneKind),
+    ((0.3, leaving_out(inherit=0.5)), (0.5, swap_near), (0.7, unread), (1.0, unwait)),
+)
+spoil_end = spoil(
+    (*EMBEDDING, *HEAD),
+    (LaneKind.COMPUTE,),
+    (
+        (0.2, leaving_out(inherit=0.7)),
+        (0.5, swap_near),
+        (0.65, rename_end),
+        (0.8, change_stage),
+        (1.0, unread),
+    ),
+)
 
 
 MUTATIONS: tuple[Mutation, ...] = (
