@@ -1,4 +1,4 @@
-"""What the options say about the model, the costs and the mesh, and what a schedule becomes under them."""
+"""Options about the model, the costs and the mesh, and the lowering of a schedule under them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.weights.rates import simulate_update
 
 
 class Hold(StrEnum):
-    """Where attention's weight half runs."""
+    """The place where attention's weight half runs."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -85,7 +85,7 @@ class Model:
             return lower(schedule, self.costs, options)
 
     def trace(self, loaded: Schedule | Program | Trace, *, slowness: float = 0.0, seed: int = 0) -> Trace:
-        """What was loaded, as a trace: itself, or predicted from the program it is or is lowered to."""
+        """Return the loaded trace, or predict one of the loaded program or schedule."""
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded

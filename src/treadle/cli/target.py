@@ -1,4 +1,4 @@
-"""What a command is about: a schedule by name and size, or a schedule, a program or a trace from a file."""
+"""The target of a command: a schedule by name and size, or a schedule, a program or a trace from a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="
 
 @dataclass(frozen=True)
 class Target:
-    """What the user named, before it is read or generated."""
+    """The target as the user named it, before it is read or generated."""
 
     name: Annotated[str, _NAME]
     pp: Pp = None
@@ -43,7 +43,7 @@ class Target:
     placement: Annotated[str | None, _PLACEMENT] = None
 
     def load(self) -> Schedule | Program | Trace:
-        """Generated, or read."""
+        """Generate the schedule, or read the file."""
         return self._generate() if self.is_name() else self._read()
 
     def schedule(self) -> Schedule:
@@ -51,7 +51,7 @@ class Target:
         return self.checked_schedule(self.load())
 
     def checked_schedule(self, loaded: Schedule | Program | Trace) -> Schedule:
-        """What was loaded, if it is a schedule."""
+        """Return the loaded schedule, or raise a ValueError if it is something else."""
         if not isinstance(loaded, Schedule):
             raise ValueError(f"{self.name} is a {type(loaded).__name__.lower()}; this needs a schedule")
         return loaded
@@ -61,14 +61,14 @@ class Target:
         return " ".join([self.name, *(f"{option} {value}" for option, value in options if value is not None)])
 
     def is_name(self) -> bool:
-        """Is it a schedule's name, not a file."""
+        """True for a schedule's name, False for a file."""
         if self.name == "-" or self.name in known():
             return self.name != "-"
         looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
         return not looks_like_a_file
 
     def check_no_size(self) -> None:
-        """For what has no pipeline."""
+        """Raise a ValueError if a size is given: a weight update has no pipeline."""
         given = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
         for option, value in given:
             if value is not None:

@@ -1,4 +1,4 @@
-"""How the commands speak: results on stdout, the rest on stderr, hints and progress only to a person."""
+"""Output of the commands: results on stdout, the rest on stderr, hints and progress only on a terminal."""
 
 from __future__ import annotations
 

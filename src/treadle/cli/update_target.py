@@ -43,7 +43,7 @@ class Update:
     ] = None
 
     def load(self, target: Target) -> Schedule | Program | Trace:
-        """What the target names; an update is simulated at once, as its times do not come from costs."""
+        """Load the target; an update is simulated at once, as its times do not come from costs."""
         if target.name == UPDATE:
             return self.trace(target)
         self._check_unused(target)

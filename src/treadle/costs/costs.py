@@ -1,4 +1,4 @@
-"""How long ops take, what they move and what they leave in memory: a table, from a TOML file or a preset.
+"""Costs of ops: durations, bytes moved and bytes saved, as a table from a TOML file or a preset.
 
     name = "my cluster"
     about = "measured on ..."

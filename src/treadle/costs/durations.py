@@ -11,7 +11,7 @@ from treadle.ir.kernel import kernel
 from treadle.ir.program import EMBEDDING, HEAD, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
 
 _WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.HEAD_B: OpKind.HEAD_W}
-"""What a backward does besides, if that is not split off."""
+"""The weight half that a backward includes unless it is split off."""
 _SHARED = {
     "f": (OpKind.ATTN_F, OpKind.MLP_F),
     "i": (OpKind.MLP_B, OpKind.ATTN_B),
@@ -20,7 +20,7 @@ _SHARED = {
 
 
 def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs | Ticks:
-    """How long ops take, in the form that is quickest to execute. `slowness[rank]` multiplies all that a rank does."""
+    """Return how long ops take, in the form that executes fastest. `slowness[rank]` multiplies all times of a rank."""
     layout = program.layout
     by_stage = len(set(layout.layers)) > 1 and not costs.layer  # shares of a chunk depend on how deep its stage is
     odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_layers
@@ -31,7 +31,7 @@ def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] |
 
 
 def durations(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs:
-    """Ticks of each op."""
+    """Return the ticks of each op."""
     layout = program.layout
     stages = np.array(layout.placement.stages, np.int32)
     depth = np.array(layout.layers, np.int32)[stages]

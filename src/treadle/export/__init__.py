@@ -11,7 +11,7 @@ from treadle.ir import Schedule, text
 
 
 class Format(NamedTuple):
-    """How a form is written, and how it is read: `parse(text, source)`."""
+    """A text form of schedules: `dump(schedule)` writes it, `parse(text, source)` reads it."""
 
     dump: Callable[[Schedule], str]
     parse: Callable[[str, str], Schedule]

@@ -38,7 +38,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "start": np.dtype(np.int64),
     "end": np.dtype(np.int64),
 }
-"""What each column of a Program, and the two more of a Trace, is stored as."""
+"""The stored type of each column of a Program, and of the two more of a Trace."""
 
 TIME_COLUMNS = ("start", "end")
 

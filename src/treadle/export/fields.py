@@ -29,7 +29,7 @@ class Fields:
         return cls(source, where, value)
 
     def error(self, key: str, allowed: str, value: object) -> ValueError:
-        """What is allowed at a key, and what came."""
+        """Say which values a key allows, and which one came."""
         return ValueError(f"{self.source}: {self.where}.{key} is {allowed}, got {shown(value)}")
 
     def expect(self, keys: Collection[str], optional: Collection[str] = ()) -> None:
@@ -101,7 +101,7 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """What came, short enough for an error's line."""
+    """Show a value, short enough for an error's line."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     if isinstance(value, int) and abs(value) >= 10**40:
@@ -111,7 +111,7 @@ def shown(value: object) -> str:
 
 
 def parse_json(text: bytes) -> object:
-    """What JSON says, and no more than it can: no key twice in an object, no NaN."""
+    """Parse strict JSON: no key twice in an object, no NaN."""
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
 
 

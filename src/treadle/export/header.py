@@ -1,4 +1,4 @@
-"""What a file says of a Program or a Trace besides its columns, as a small JSON object.
+"""The header of a file: a small JSON object beside the columns of a Program or a Trace.
 
     "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
                "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
@@ -35,7 +35,7 @@ _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 
 
 class Timing(NamedTuple):
-    """What a Trace says of its times."""
+    """The clock and the origin of a Trace's times."""
 
     clock: Clock
     about: str
@@ -62,7 +62,7 @@ def layout_object(layout: Layout) -> Object:
 
 
 def timing_object(trace: Trace) -> Object:
-    """What a Trace says besides its Program and its times."""
+    """Return the fields of a Trace besides its Program and its times, as a JSON object."""
     clock = {"unit": trace.clock.unit, "ticks": trace.clock.ticks}
     return {"clock": clock, "about": trace.about, "measured": trace.measured}
 
@@ -102,7 +102,7 @@ def read_layout(fields: Fields) -> Layout:
 
 
 def read_timing(fields: Fields) -> Timing:
-    """What `timing_object` wrote."""
+    """Read the object that `timing_object` wrote."""
     clock = fields.inner("clock")
     clock.expect(("unit", "ticks"))
     unit = clock.text("unit")

@@ -185,7 +185,7 @@ class _JsonReader:
 
 
 def _kind(value: object) -> str:
-    """What came, short enough for an error's line."""
+    """Show a value, short enough for an error's line."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value) if not isinstance(value, str) else repr(value)

@@ -135,7 +135,7 @@ class _Archive:
         return cls(source, archive, size_bytes, mark)
 
     def header(self) -> Fields:
-        """What the file says it is."""
+        """Read the kind that the file says it has."""
         dtype, shape = self._announced(self.mark)
         if dtype.kind != "S" or shape != ():
             raise ValueError(f"{self.source}: array {HEADER!r} is one text, got {dtype} of shape {shape}")

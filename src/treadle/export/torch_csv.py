@@ -38,7 +38,7 @@ _ENTRIES = (
 )
 
 _STEP = {kind: need.step for kind in (Kind.F, Kind.B) for need in RULE[kind] if need.step != 0}
-"""How many stages along the pipe the maker of a message is from its reader."""
+"""Stages along the pipe from the reader of a message to its maker."""
 
 
 def dump(schedule: Schedule) -> str:
@@ -54,7 +54,7 @@ def dump(schedule: Schedule) -> str:
 
 
 def _lost(schedule: Schedule) -> str | None:
-    """What of a schedule would not be in the file, and the way out; or nothing."""
+    """Say which part of a schedule the file cannot hold, and the way out; None if it holds all."""
     placement, wayout = schedule.placement, "use --format text or --format json"
     if placement.num_pipes > 1:
         return (

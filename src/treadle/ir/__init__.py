@@ -1,4 +1,4 @@
-"""What everything else reads: actions, cells, schedules, programs, and the one dependency rule."""
+"""The data types that all layers share: actions, cells, schedules, programs, and the one dependency rule."""
 
 from treadle.ir.action import Action, B, Cell, F, I, Kind, Pair, W
 from treadle.ir.placement import Placement

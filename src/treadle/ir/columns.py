@@ -48,7 +48,7 @@ class GroupTable(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What each op waits for besides its lane: `dep[ptr[i]]` to `dep[ptr[i + 1]]`, excluding the last."""
+    """The dependencies of each op besides its lane: `dep[ptr[i]]` to `dep[ptr[i + 1]]`, excluding the last."""
 
     ptr: Longs
     dep: Ints

@@ -34,7 +34,7 @@ RULE: dict[Kind, tuple[Need, ...]] = {
 
 
 def needs(placement: Placement, rank: int, action: Action) -> list[tuple[int, tuple[Action, ...]]]:
-    """What an action needs: for each need the rank it happens on, and the actions any of which fills it."""
+    """List the needs of an action: for each the rank that fills it, and the actions any of which does."""
     found = []
     for need in RULE[action.kind]:
         place = placement.neighbour(rank, action.chunk, need.step)

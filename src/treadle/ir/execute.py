@@ -1,4 +1,6 @@
-"""The one execution: every lane in order, every op as soon as it can. Verifier, simulator and passes all ask it.
+"""The one execution of a Program: every lane in order, every op as soon as it can start.
+
+Verifier, simulator and passes all use it.
 
 An op starts when it heads its lane and what it waits for has ended; ops of a group start together when all of them
 can. Times follow from that alone, whatever order the sweep takes: a lane that has to wait is put aside until the op it
@@ -27,14 +29,14 @@ class Times(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Did every op end."""
+        """True if every op ended."""
         return self.num_left == 0
 
 
 class Ticks(NamedTuple):
-    """How long ops take where little decides it: `table[kind, layer]`, `pair` for joined ops, times `factor[rank]`.
+    """Durations by kind and layer: `table[kind, layer]`, `pair` for joined ops, times `factor[rank]`.
 
-    It says the same as an array with an entry for each op, without the array.
+    They stand for an array with an entry for each op, and save its memory.
     """
 
     table: Longs
@@ -98,7 +100,7 @@ class _TickTable(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """How far the sweep has come.
+    """The state of the sweep.
 
     start, end          of each op; `end` is -1 until the op has run
     head, free          of each lane: its next op, and when it has finished the one before
@@ -241,7 +243,7 @@ def _duration(
     after: int,
     lane: int,
 ) -> int:
-    """How long ops `op` to `after` take together: the longest of them."""
+    """Return the longest duration of ops `op` to `after`."""
     takes = np.int64(0)
     if each is not None:
         takes = each[op]

@@ -21,7 +21,7 @@ _REDUCE_GRAD = int(OpKind.REDUCE_GRAD)
 
 @dataclass(frozen=True)
 class Index:
-    """Where each labelled op is.
+    """The place of each op by its label.
 
     `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction, which has no micro-batch.
     `first[place]` is the first op of a place, or NEVER; `count[place]` how many there are, up to 255.

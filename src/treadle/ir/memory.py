@@ -1,8 +1,8 @@
-"""What ranks hold in memory over an execution: saved activations, from the forward that makes them on.
+"""Memory of ranks over an execution: saved activations, from the forward that makes them on.
 
-Each part of a layer saves something at its forward's start. It is given back at the end of its weight half (a fraction
-of it at the end of its backward already), or of its backward where that is not split. An offload gives a layer's back
-at its end, an onload takes it at its start. At equal times giving back comes first.
+Each part of a layer saves something at its forward's start. The bytes are freed at the end of the weight half (a
+fraction at the end of the backward already), or of the backward where the two are not split. An offload frees a layer's
+bytes at its end, an onload takes them at its start. At equal times freeing comes first.
 """
 
 from __future__ import annotations

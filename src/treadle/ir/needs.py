@@ -65,7 +65,7 @@ def unmet_needs(program: Program, index: Index) -> Ints:
 
 
 class _Known(NamedTuple):
-    """What the rule looks up for an op."""
+    """Columns of the ops and of the index that the rule reads."""
 
     kind: Bytes
     chunk: Shorts
@@ -130,7 +130,7 @@ def _first_joined(joined: Bools | None, begin: int, op: int) -> int:
 
 @inlined
 def _waits_for(waits: Waits, lane_of: Ints, op: int, wanted: int) -> bool:
-    """Does `op` depend on `wanted`, or on an op behind it on its lane."""
+    """True if `op` depends on `wanted`, or on an op behind `wanted` on its lane."""
     if wanted < 0:
         return False
     dep, first, last = waits.dep, waits.ptr[op], waits.ptr[op + 1]
@@ -144,7 +144,7 @@ def _waits_for(waits: Waits, lane_of: Ints, op: int, wanted: int) -> bool:
 
 
 class _Spot(NamedTuple):
-    """Where an op stands: on which stage of which pipe, and where the index has the places of its micro-batch."""
+    """The stage of an op, and the places of its micro-batch in the index."""
 
     pp: int
     chunk: int

@@ -1,4 +1,4 @@
-"""How schedules, programs and traces show themselves in a notebook. Figures are above `ir`, so they are registered."""
+"""Schedules, programs and traces in a notebook. Figures are a layer above `ir`, so their renderer is registered."""
 
 from __future__ import annotations
 

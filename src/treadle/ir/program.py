@@ -29,7 +29,7 @@ NEVER = -1
 
 
 class OpKind(IntEnum):
-    """What an op does. The first four are whole actions (the grain of cells), then parts of them and messages.
+    """The work of an op. The first four are whole actions (the grain of cells), then parts of them and messages.
 
     H2D, BROADCAST and RELOAD are a weight update: a bucket to its source's device, to all devices, and into the served
     model. EMBED and HEAD are what the first stage has before its layers and the last behind them; the loss is HEAD's.
@@ -69,17 +69,17 @@ class OpKind(IntEnum):
 
     @property
     def is_send(self) -> bool:
-        """Does it hand a message to a peer."""
+        """True for ops that send a message to a peer."""
         return self in (OpKind.SEND_F, OpKind.SEND_B)
 
     @property
     def is_recv(self) -> bool:
-        """Does it take a message from a peer."""
+        """True for ops that receive a message from a peer."""
         return self in (OpKind.RECV_F, OpKind.RECV_B)
 
 
 class LaneKind(IntEnum):
-    """What a lane is a queue of. A rank has one SEND and one RECV lane for each peer, one at most of the others."""
+    """The work that a lane queues. A rank has one SEND and one RECV lane for each peer, one at most of the others."""
 
     COMPUTE = 0
     SEND = 1
@@ -147,7 +147,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Op:
-    """One op as a person sees it."""
+    """One op of a Program as a Python object."""
 
     index: int
     kind: OpKind
@@ -180,7 +180,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the labels of a Program's ops refer to: the pipeline, its layers, and the mesh it is spread over.
+    """The pipeline, its layers and the mesh that the labels of a Program's ops refer to.
 
     `layers[stage]` is 0 at the grain of cells. `forward` and `backward` are the parts of a layer in order, at the
     grain of cells (F) and (B). `saved` says what a part's forward leaves in memory until its weight half ends (or its
@@ -231,12 +231,12 @@ class Layout:
 
     @property
     def by_layer(self) -> bool:
-        """Is this the grain of layers, not of cells."""
+        """True at the grain of layers, False at the grain of cells."""
         return max(self.layers) > 0
 
     @property
     def is_update(self) -> bool:
-        """Is this a weight update, not a training step."""
+        """True for a weight update, False for a training step."""
         return not self.forward
 
 
@@ -309,11 +309,11 @@ class Program(ShownInNotebooks):
         return np.r_[0, np.cumsum(count)].astype(np.int64), grouped[order]
 
     def lane(self, index: int) -> Lane:
-        """A lane as a person sees it."""
+        """Return a lane as a Python object."""
         return Lane(int(self.lane_rank[index]), LaneKind(int(self.lane_kind[index])), int(self.lane_peer[index]))
 
     def op(self, index: int) -> Op:
-        """An op as a person sees it."""
+        """Return an op as a Python object."""
         lane = int(np.searchsorted(self.lane_ptr, index, side="right")) - 1
         return Op(
             index,
@@ -326,5 +326,5 @@ class Program(ShownInNotebooks):
         )
 
     def deps(self, index: int) -> list[int]:
-        """What an op waits for besides its lane."""
+        """List the ops that an op waits for besides its lane."""
         return [int(d) for d in self.dep[self.dep_ptr[index] : self.dep_ptr[index + 1]]]

@@ -15,7 +15,7 @@ LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
 FORWARD_PART, BACKWARD_PART, FOLLOWS, SEND, OFFLOAD, ONLOAD, REDUCE, HEAD_PART, NOTHING = range(9)
-"""What a kind is to the rule: the numbers in `Tables.role`. FOLLOWS needs the kind in `before`, of its own label."""
+"""The roles of kinds: the numbers in `Tables.role`. FOLLOWS needs the kind in `before`, of its own label."""
 
 
 class Tables(NamedTuple):

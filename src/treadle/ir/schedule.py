@@ -143,7 +143,7 @@ class Schedule(ShownInNotebooks):
 
 
 def _actions_in(row: Row) -> _Ints:
-    """How many actions each cell has. An Action is a tuple of 3, a Pair one of 2, and `len` is quick to ask."""
+    """Count the actions of each cell. An Action is a tuple of 3, a Pair one of 2, and `len` is quick to ask."""
     lengths = np.fromiter(map(len, row), np.int32, len(row))
     return np.where(lengths == len(Pair._fields), 2, 1).astype(np.int32)
 

@@ -36,7 +36,7 @@ _PAIR = re.compile(r"\((F[^|]*)\|(B[^|]*)\)")
 
 
 class ParseError(PortableError, ValueError):
-    """What is wrong with a text, and where: the line is shown with a caret under the place."""
+    """An error in a text; the message shows the line with a caret under the place."""
 
     def __init__(self, message: str, source: str, line_number: int, line: str, column: int) -> None:
         self.message, self.line_number, self.column = message, line_number, column
@@ -181,7 +181,7 @@ def _tokens(line: str, start: int) -> Iterator[tuple[str, int]]:
 
 
 def _junk(token: str) -> int:
-    """Where in a token that is no cell the trouble begins: after the longest good beginning."""
+    """Return the place in a token, which is no cell, where its longest valid beginning ends."""
     good = _ACTION.match(token)
     if good is not None:
         return good.end()

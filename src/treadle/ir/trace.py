@@ -10,13 +10,13 @@ from treadle.ir.program import Longs, Program
 
 @dataclass(frozen=True)
 class Clock:
-    """What a time is counted in: `ticks` of it make one `unit`, which is what people read."""
+    """A unit of time: `ticks` make one `unit`. Traces store ticks, people read units."""
 
     unit: str
     ticks: int
 
     def show(self, ticks: float) -> float:
-        """Ticks in units; whole where it is whole."""
+        """Convert ticks to units; an int where the result is whole."""
         value = ticks / self.ticks
         return int(value) if value == int(value) else value
 
@@ -46,7 +46,7 @@ class Trace(ShownInNotebooks):
 
     @property
     def makespan(self) -> int:
-        """From the first start to the last end."""
+        """Ticks from the first start to the last end."""
         if not len(self.end):
             return 0
         return int(self.end.max() - self.start.min())

@@ -125,11 +125,11 @@ class _Edges:
         return np.concatenate(who), np.concatenate(filled)
 
     def reads(self) -> _Messages:
-        """What is read from other ranks."""
+        """The messages that are read from other ranks."""
         return _concatenate(self._reads)
 
     def sends(self) -> _Messages:
-        """What is made for other ranks."""
+        """The messages that are made for other ranks."""
         return _concatenate(self._sends)
 
 

@@ -41,7 +41,7 @@ _EP_ONLY = (OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.COMBINE_F, OpK
 
 @dataclass(frozen=True)
 class Shape:
-    """What a chunk is made of, and the choices that lowering makes about it.
+    """The parts of a chunk, and the choices that lowering makes about them.
 
     `layers`: of every stage, or one number for each. `counts`: token counts are exchanged before a dispatch, and the
     host waits for them; without, dispatches are padded. `split`: the weight halves that run apart from their backward.
@@ -65,7 +65,7 @@ class Shape:
     kept: float = 1.0
 
     def layout(self, schedule: Schedule) -> Layout:
-        """What the ops' labels refer to."""
+        """Make the Layout that the ops' labels refer to."""
         num_stages = schedule.placement.num_stages
         layers = self.layers if isinstance(self.layers, tuple) else (self.layers,) * num_stages
         if len(layers) != num_stages or min(layers) < 1:
@@ -102,7 +102,7 @@ class TemplateOp(NamedTuple):
 
 
 class CellKind(IntEnum):
-    """What a cell is; the first four are an action alone."""
+    """The kind of a cell; the first four are an action alone."""
 
     F = Kind.F
     B = Kind.B
@@ -123,7 +123,7 @@ class Template(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What of a stage a half of a cell runs: its layers, and the ends of the model that it has."""
+    """The part of a stage that a half of a cell runs: its layers, and the ends of the model that it has."""
 
     layers: int
     embedding: bool = False
@@ -169,7 +169,7 @@ def template(
 
 
 class ShapeKey(NamedTuple):
-    """What of a Shape and its layout decides a template."""
+    """The properties of a Shape and its layout that decide a template."""
 
     forward: tuple[OpKind, ...]
     backward: tuple[OpKind, ...]
@@ -188,7 +188,7 @@ def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> li
 
 
 def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tuple[list[TemplateOp], list[TemplateOp]]:
-    """What a cell runs of the embedding and the head, before its layers and behind them."""
+    """Return the ops of the embedding and the head that a cell runs before and behind its layers."""
     first: list[TemplateOp] = []
     last: list[TemplateOp] = []
     if cell is not CellKind.W and cell is not CellKind.F and backward.head:

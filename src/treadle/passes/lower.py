@@ -40,7 +40,7 @@ class LaneColumns(NamedTuple):
 
 
 NEAR_CELLS = 2
-"""What is needed again within so many cells is not offloaded."""
+"""Activations that are read again within this many cells are not offloaded."""
 
 
 def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> Program:

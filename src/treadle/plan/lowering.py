@@ -167,7 +167,7 @@ def _shape(costs: Costs, options: LoweringOptions) -> Shape:
 
 
 def _has(said: bool | None, end: str, costs: Costs) -> bool:
-    """Is this end of the model there: as was said, or where costs give it a time."""
+    """True if this end of the model is there: as the options say, or else where the costs give it a time."""
     return said if said is not None else any(name.startswith(end) for name in costs.ends)
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline runs: the Program of a schedule with its reductions, its receive rings and its launch order.
+"""The Program that a pipeline runs: a schedule with its reductions, its receive rings and its launch order.
 
 A rank has one thread that launches. So the order in which it comes to its ops, of all lanes, is part of the plan:
 `host_order`.
@@ -48,7 +48,7 @@ def lower_weaving(schedule: Schedule, costs: Costs, options: LoweringOptions, *,
 
 
 def _bounded(program: Program, ticks: Longs, schedule: Schedule) -> Program:
-    """With receive rings, and launches numbered."""
+    """Add receive rings as small as the schedule allows, and number the launches."""
     for ring in count(2):
         bounded = with_ring(program, ring)
         if ring >= schedule.num_microbatches * schedule.vpp or execute(bounded, ticks).finished:
@@ -57,7 +57,7 @@ def _bounded(program: Program, ticks: Longs, schedule: Schedule) -> Program:
 
 
 def expected(program: Program) -> Longs:
-    """How long ops take while the order of a rank's launches is made: only their proportions matter."""
+    """Return durations for ordering a rank's launches: only their proportions matter."""
     table = np.array([_TICKS.get(kind, _MESSAGE) for kind in OpKind], np.int64)
     ticks: Longs = table[program.kind]
     return ticks
@@ -123,7 +123,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def disagreements(program: Program) -> list[str]:
-    """Where the lists that ranks go through differ from the program that was verified, over all of its ranks.
+    """List differences between the ranks' host orders and the verified program, over all of its ranks.
 
     Each rank's list has its ops once; each lane's are launched in the lane's order; and what two ends of a channel,
     or the members of a group, launch as their k-th has one name.

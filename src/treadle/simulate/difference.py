@@ -239,7 +239,7 @@ def _outliers(program: Program, ops: _Ops) -> tuple[Outlier, ...]:
 
 
 def _scores(work: Ints, ratio: Floats, usual: Floats) -> Floats:
-    """How many spreads of its kind each ratio is from the median of its kind."""
+    """Return the distance of each ratio from the median of its kind, in spreads of its kind."""
     away = np.abs(ratio - usual[work])
     spread = np.maximum(_TO_SIGMA * tally(work, len(WORK), away).median, _LEAST_SPREAD * usual)
     scores: Floats = away / np.maximum(spread, np.finfo(np.float64).tiny)[work]

@@ -16,7 +16,7 @@ PAIR = len(OpKind)
 """An overlapped pair is a kind of work of its own: its time is neither its F's nor its B's."""
 
 WORK = (*(kind.name.lower() for kind in OpKind), "fb")
-"""What costs and tables call each kind of work."""
+"""The name of each kind of work in costs and tables."""
 
 
 class Tally(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a Trace says: how busy each rank is, how much of its communication and copying is hidden behind compute.
+"""Metrics of a Trace: how busy each rank is, how much of its communication and copying is hidden behind compute.
 
 A lane's ops are in time order, so the times at which a rank's lanes are busy are a merge of sorted lists, and what is
 hidden is the intersection of two such lists: linear in the ops, however many there are.

@@ -16,7 +16,7 @@ from treadle.simulate.grouping import WORK, tally, work_of
 
 @dataclass(frozen=True)
 class PathSummary:
-    """Where the time of a path goes: the times by kind of work, and so by lane and by rank, and the gaps make `length`.
+    """The time of a path by kind of work, by lane and by rank; each of them and the gaps add up to `length`.
 
     An op counts from when the one before it on the path ended: before that, a receive that was recorded early only
     waited. `gaps` is time in which nothing on the path ran, which a prediction does not have: launches, the host, other

@@ -1,4 +1,4 @@
-"""What each code means, why it matters and what to do: the text behind `treadle explain`."""
+"""The meaning of each code, why it matters and what to do: the text of `treadle explain`."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def more_of(code: str) -> str:
-    """What a report says of a code that it may not list all findings of."""
+    """Return the line of a report about a code whose findings it may not list all."""
     return f"{code}: past {MOST:,} findings no more were looked for"
 
 
@@ -95,7 +95,7 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """Nothing to object to."""
+        """True if there are no findings."""
         return not self.findings
 
     def __str__(self) -> str:

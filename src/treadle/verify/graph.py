@@ -2,8 +2,8 @@
 
 Edges lead to a node from the op before it on its lane and from what it needs; with a ring of buffers, from the reader
 that frees the buffer it fills; with eager sends, from a send to its receive; with launch orders, from what its rank
-launches before it. It is a deadlock exactly if this graph has a cycle, or a
-node can never end for another reason (no match, a need that nothing provides).
+launches before it. A Program deadlocks exactly if this graph has a cycle, or a node can never end for another reason
+(no match, a need that nothing provides).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _crossed(program: Program, op: Op, other: int) -> Finding:
 
 
 class _Meeting(NamedTuple):
-    """What two ops that go together have in common: columns over ops, columns over lanes, `stages[pp, chunk]`."""
+    """Columns in which ops that go together are compared: columns over ops, columns over lanes, `stages[pp, chunk]`."""
 
     kind: Bytes
     mb: Ints
@@ -111,7 +111,7 @@ def _check(meeting: _Meeting, lane_ptr: Longs, groups: GroupTable, most: int) ->
 
 @inlined
 def _shortest(lane_ptr: Longs, lanes: Ints) -> int:
-    """How many ops the shortest of the lanes has; 0 if there are no lanes."""
+    """Return the number of ops of the shortest lane; 0 if there are no lanes."""
     shortest = lane_ptr[lanes[0] + 1] - lane_ptr[lanes[0]] if len(lanes) else 0
     for lane in lanes:
         shortest = min(shortest, lane_ptr[lane + 1] - lane_ptr[lane])
@@ -129,7 +129,7 @@ def _note(found: Ints, count: Longs, objection: int, op: int, other: int) -> Non
 
 @inlined
 def _are_unlike(meeting: _Meeting, a: int, b: int, channel: bool) -> bool:
-    """Do the two ops differ in size or kind; on a channel a send and a receive are alike."""
+    """True if the two ops differ in size or kind; on a channel a send and a receive are alike."""
     one, two = meeting.kind[a], meeting.kind[b]
     message = channel and one in (_SEND_F, _SEND_B) and two in (_RECV_F, _RECV_B)
     return meeting.size_bytes[a] != meeting.size_bytes[b] or (one != two and not message)
@@ -137,7 +137,7 @@ def _are_unlike(meeting: _Meeting, a: int, b: int, channel: bool) -> bool:
 
 @inlined
 def _carry_different(meeting: _Meeting, a: int, b: int) -> bool:
-    """Do a send and its receive name different messages."""
+    """True if a send and its receive name different messages."""
     one, two = _message(meeting.kind[a]), _message(meeting.kind[b])
     return meeting.mb[a] != meeting.mb[b] or meeting.chunk[a] != meeting.chunk[b] or one != two
 
@@ -150,7 +150,7 @@ def _message(kind: int) -> int:
 
 @inlined
 def _are_of_different(meeting: _Meeting, lane_a: int, lane_b: int, a: int, b: int) -> bool:
-    """Are two members of a collective at different micro-batches, layers or stages."""
+    """True if two members of a collective are at different micro-batches, layers or stages."""
     one, two = _stage(meeting, lane_a, a), _stage(meeting, lane_b, b)
     return meeting.mb[a] != meeting.mb[b] or meeting.layer[a] != meeting.layer[b] or one != two
 

@@ -1,4 +1,4 @@
-"""Is every op of a Program there, once, and where it belongs."""
+"""Checks that every op of a Program is there, once, and where it belongs."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _neighbours(tables: Tables, pp: int, chunk: int) -> tuple[int, bool, bool]:
 
 @inlined
 def _is_missing(count: Bytes, expected: _Expected, tables: Tables, spot: _LayerPlace, slot: int) -> bool:
-    """Should there be an op of this kind, and is there none."""
+    """True if there should be an op of this kind, and there is none."""
     base, kind, places = spot.base, expected.kinds[slot], tables.slot
     if count[base + slot] > 0:
         return False

@@ -1,4 +1,4 @@
-"""What can be seen in the rows alone: actions missing, double or unknown, and how many activations are alive."""
+"""Checks of the rows alone: actions missing, double or unknown, and how many activations are alive."""
 
 from __future__ import annotations
 

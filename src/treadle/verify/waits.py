@@ -1,4 +1,4 @@
-"""Does every op wait for what it needs, whatever the durations: by its lane, by a dependency, or by a chain of them."""
+"""Checks that every op waits for what it needs, whatever the durations: by its lane, a dependency, or a chain."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Chains:
         return [int(i) for i in self.order[self.starts[lead] : self.starts[lead + 1]]]
 
     def before(self, op: int) -> Iterator[int]:
-        """What must have ended before this op, or one it goes together with, can start."""
+        """Yield the ops that must have ended before this op, or one it goes together with, can start."""
         mates = self.together(op)
         for mate in mates:
             if mate not in self.opens and mate - 1 not in mates:
@@ -62,7 +62,7 @@ class _Chains:
             yield from (dep for dep in self.program.deps(mate) if dep != NEVER)
 
     def reaches(self, op: int, wanted: int) -> bool:
-        """Is there a chain from `wanted` to `op`. Under any durations what is before has not ended later."""
+        """True if a chain of waits leads from `wanted` to `op`. An op on it has not ended before `wanted` did."""
         goal = set(self.together(wanted))
         end = self.times.end
         seen: set[int] = set()

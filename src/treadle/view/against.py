@@ -77,7 +77,7 @@ def checked_window(traces: Sequence[Trace], window: tuple[float, float] | None) 
 
 
 def within(boxes: Boxes, first: float, last: float) -> Boxes:
-    """What is seen between two times; boxes at its edges are cut."""
+    """Keep the boxes between two times; those at the edges are cut."""
     seen = (boxes.right > first) & (boxes.left < last)
     columns = {n: getattr(boxes, n)[seen] for n in ("op", "row", "top", "bottom", "role", "later")}
     return replace(

@@ -1,4 +1,4 @@
-"""What a figure shows, as data: a box for each op, with its times, its row and what it may say. Nothing here draws.
+"""The boxes of a figure as data: one for each op, with its times, its row and its texts. Nothing here draws.
 
 Across, a box is in units of the trace's clock, from the trace's first start; down, in points from the top of its block.
 """
@@ -73,7 +73,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Grid:
-    """How high rows are and how far apart, in points."""
+    """Heights of rows and the gaps between them, in points."""
 
     track: float = 15.0
     gap: float = 1.5
@@ -121,7 +121,7 @@ def lane_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
 
 
 def panel_boxes(trace: Trace, rank: int, cell: int, grid: Grid = GRID) -> Boxes:
-    """What one cell does on its lanes, with the copies that run meanwhile; always the same three rows."""
+    """Make the boxes of one cell on its lanes, with the copies that run meanwhile; always the same three rows."""
     return _gather(trace, list(_device_rows(trace, rank, grid, 0.0, cell=cell)), numbered=False)
 
 

@@ -1,4 +1,4 @@
-"""What all figures share: what may be drawn, how wide it is, its title and its small print."""
+"""The frame of all figures: checks of arguments, width, title and small print."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checked_ranks(trace: Trace, ranks: range | None) -> range:
 
 
 def end_of(trace: Trace) -> float:
-    """How long the trace is, in units of its clock; a little, where nothing takes time."""
+    """Return the length of the trace in units of its clock; a small number where nothing takes time."""
     return max(trace.makespan / trace.clock.ticks, 1e-9)
 
 
@@ -71,7 +71,7 @@ def number_width(boxes: Boxes) -> float:
 
 
 def described(trace: Trace) -> str:
-    """What a trace is of, for want of a title."""
+    """Describe a trace, as a default title."""
     layout = trace.program.layout
     if layout.is_update:
         return described_update(trace.program)
@@ -92,7 +92,7 @@ def put_title(sheet: Sheet, title: str) -> None:
 
 
 def put_about(sheet: Sheet, about: str, left: float) -> None:
-    """What the times rest on, in small print, wrapped to the sheet; moves down."""
+    """Write the trace's `about` in small print, wrapped to the sheet; moves down."""
     line = ""
     for word in [*about.split(), ""]:
         longer = f"{line} {word}".strip()

@@ -1,4 +1,4 @@
-"""What each rank holds over a trace, as steps to draw, and what a reader counts it in."""
+"""Memory of each rank over a trace, as steps to draw, and its unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryUnit:
-    """What memory is counted in: `size` bytes, or saved activations, make one."""
+    """A unit of memory: `size` bytes, or saved activations, make one."""
 
     name: str
     size: float

@@ -55,7 +55,7 @@ def room(text: str) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What each box says at one size of text; an empty string where nothing fits."""
+    """Return the text of each box at one size; an empty string where nothing fits."""
 
     text: Texts
     size: float

@@ -47,7 +47,7 @@ _ROWS = (
 
 
 def lanes_text(program: Program, rank: int, cells: list[str]) -> str:
-    """What a rank does, cell by cell; `cells` are the cells as the schedule writes them."""
+    """Describe a rank's work cell by cell; `cells` are the cells as the schedule writes them."""
     if not 0 <= rank < program.num_ranks:
         raise ValueError(f"ranks go from 0 to {program.num_ranks - 1}, got {rank}")
     mine = np.flatnonzero(program.lane_rank == rank)

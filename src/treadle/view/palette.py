@@ -1,4 +1,4 @@
-"""What a kind of op looks like and is called in pictures: one table a palette, the same for figures, page and terminal.
+"""Colours and names of ops in pictures: one table a palette, the same for figures, page and terminal.
 
 Neighbouring roles differ in lightness by 15 L* or carry a hatch, so that pictures survive a grey printer.
 """
@@ -13,7 +13,7 @@ from treadle.ir.program import OpKind
 
 
 class Role(StrEnum):
-    """What a reader tells apart by colour."""
+    """A class of ops with a colour of its own."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -75,7 +75,7 @@ NAMES: dict[OpKind, str] = {
     OpKind.BROADCAST: "bcast",
     OpKind.RELOAD: "reload",
 }
-"""What a box says, as the published panels do."""
+"""The text of a box, as in the published panels."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Look:
         return float(116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance)
 
     def of_later_chunk(self) -> Look:
-        """How it looks in a chunk after the first."""
+        """Return the look in a chunk after the first."""
         return Look(self.later, "#ffffff", self.hatch) if self.later else self
 
 

@@ -120,7 +120,7 @@ class Entry:
 
 
 def entries(trace: Trace, boxes: Boxes, palette: Palette) -> list[Entry]:
-    """What the boxes that are there need explained."""
+    """List the legend's entries for the boxes that are drawn."""
     found = [Entry(ROLES[i].value.capitalize(), (palette[ROLES[i]],)) for i in np.unique(boxes.role)]
     if trace.program.joined[boxes.op].any():
         found.append(Entry("Overlapped forward and backward", (palette[Role.FORWARD], palette[Role.BACKWARD])))

@@ -56,7 +56,7 @@ def checked_path(path: str | FilePath) -> FilePath:
 
 
 class Sheet:
-    """What has been drawn so far; `y` is how far down."""
+    """A figure in the making; `y` is how far down it is filled, in points."""
 
     def __init__(self, width: float) -> None:
         self.width, self.y = width, 0.0
@@ -166,7 +166,7 @@ def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, sizes
 
 
 class Scale:
-    """Where a block of boxes stands on a sheet: its left and top, and how wide a unit of time is."""
+    """The place of a block of boxes on a sheet: left, top, and points per unit of time."""
 
     def __init__(self, left: float, top: float, points_per_unit: float, origin: float = 0.0) -> None:
         self.left, self.top, self.points_per_unit, self.origin = left, top, points_per_unit, origin

@@ -82,7 +82,7 @@ def update_boxes(trace: Trace, rows: list[BufferRow]) -> Boxes:
 
 
 def _legend(sheet: Sheet, colours: Palette, rows: list[BufferRow]) -> None:
-    """What the boxes of buffers are, at the left, and what the boxes over time are, in two columns; moves down."""
+    """Explain the boxes of buffers at the left and the boxes over time in two columns; moves down."""
     y = sheet.y + 12
     kinds = [(Role.H2D, "H2D buffer")] if any(not row.is_ipc for row in rows) else []
     for i, (role, name) in enumerate([*kinds, (Role.BROADCAST, "IPC buffer")]):

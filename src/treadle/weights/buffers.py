@@ -1,4 +1,4 @@
-"""How many buffers a device gets for an update, and how large they are.
+"""Number and size of the buffers that a device gets for an update.
 
 Two IPC buffers let one be broadcast into while a worker reloads from the other; with an H2D buffer a source has its
 bucket on the device before its turn comes; with a second one it copies the next while broadcasts go on. All are of one
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int:
-        """What an update may take on the device with the least."""
+        """Bytes that an update may take on the device with the least memory."""
         return int(min(self.free) * self.share)
 
 

@@ -1,4 +1,4 @@
-"""What boxes leave of each other, and how a box is cut into smaller ones."""
+"""Geometry of boxes: differences, and cuts into smaller boxes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _corners(boxes: Sequence[Box]) -> tuple[Longs, Longs]:
 
 
 def subtract(box: Box, taken: Box) -> Iterator[Box]:
-    """What is left of a box, in boxes apart from each other, two a dimension at most."""
+    """Subtract a box from another: disjoint boxes, at most two a dimension."""
     common = box.meet(taken)
     if common is None:
         if box.num_elements:
@@ -49,7 +49,7 @@ def subtract(box: Box, taken: Box) -> Iterator[Box]:
 
 
 def remove(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """What is left of a box without many others."""
+    """Subtract many boxes from one."""
     left = [box] if box.num_elements else []
     for other in taken:
         left = [rest for piece in left for rest in subtract(piece, other)]

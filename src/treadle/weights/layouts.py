@@ -45,7 +45,7 @@ REPLICATE = Replicate()
 def from_mesh(
     tensors: Iterable[Tensor], mesh: Sequence[int], rule: Rule, *, order: Sequence[int] | None = None
 ) -> Holding:
-    """What each rank of a mesh holds. `rule(name)` gives a placement for each mesh dimension.
+    """Lay tensors out over the ranks of a mesh. `rule(name)` gives a placement for each mesh dimension.
 
     Where two dimensions cut the same dimension of a tensor, the left one cuts first, as in DTensor; `order` names the
     mesh dimensions in another order, as FSDP2 over tensor parallelism has it ((1, 0) on a mesh of (dp, tp)).
@@ -128,7 +128,7 @@ class Parallel:
     dim: Callable[[str], int | None] = lambda name: None
 
     def holding(self, tensors: Iterable[Tensor]) -> Holding:
-        """What each rank holds."""
+        """Return the boxes that each rank holds."""
         mesh = (self.replicas, self.pp, self.ep, self.tp)
         return from_mesh(
             tensors, mesh, lambda name: (REPLICATE, _at(self.stage(name)), _at(self.expert(name)), _cut(self.dim(name)))

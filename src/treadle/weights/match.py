@@ -1,4 +1,4 @@
-"""What of a tensor moves: the boxes that ranks have, met with the boxes that workers want.
+"""The parts of a tensor that move: boxes that ranks have, intersected with boxes that workers want.
 
 The boxes alone decide it, and the tensors of a large model have few different sets of them, so each set is worked out
 once.

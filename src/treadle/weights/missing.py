@@ -14,7 +14,7 @@ _MOST_COMPARED = 10_000
 
 
 def missing_tensors(names: list[str], have: Holding, want: Holding) -> str:
-    """What to say where no rank has tensors of these names."""
+    """Make the error message for tensors that no rank has."""
     wanted = set(names)
     workers = [w for w, pieces in enumerate(want.pieces) if any(piece.tensor in wanted for piece in pieces)]
     unused = have.tensors.keys() - want.tensors.keys()

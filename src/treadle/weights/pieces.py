@@ -84,7 +84,7 @@ class Box:
         return math.prod(self.shape)
 
     def meet(self, other: Box) -> Box | None:
-        """What both hold; None where that is nothing."""
+        """Intersect two pieces; None if they have nothing in common."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):

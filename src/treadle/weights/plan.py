@@ -27,7 +27,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one source copies to its device and broadcasts at once."""
+    """The pieces that one source copies to its device and broadcasts at once."""
 
     source: int
     round: int

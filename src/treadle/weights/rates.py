@@ -1,4 +1,4 @@
-"""How long the ops of an update take, and what an update comes to with them: a Trace."""
+"""Rates of an update's copies and broadcasts, and the Trace that they predict."""
 
 from __future__ import annotations
 

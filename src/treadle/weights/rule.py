@@ -1,4 +1,4 @@
-"""What the ops of an update wait for, on each device: the one place that says it. Lowering and the verifier ask here.
+"""The dependency rule of weight updates: what each op waits for on its device. Lowering and the verifier use it.
 
     h2d        the broadcast of what was in its H2D buffer before;
                straight into an IPC buffer: the reload of what was in that one
@@ -21,7 +21,7 @@ UPDATE_KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
 
 @dataclass(frozen=True, eq=False)
 class OpIndex:
-    """Where each op of an update is: `first[kind - H2D, rank, round, source]`, or NEVER; `count` says how often."""
+    """The place of each op of an update: `first[kind - H2D, rank, round, source]`, or NEVER; `count` says how often."""
 
     known: Bools
     first: Ints

@@ -1,4 +1,4 @@
-"""What an update comes to on lanes: its buckets in order, their sizes, what each device takes. No tensors any more."""
+"""An update as a stream of buckets: their order, their sizes, the bytes each device takes. Tensors are gone."""
 
 from __future__ import annotations
 

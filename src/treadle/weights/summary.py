@@ -1,4 +1,4 @@
-"""What the Trace of an update says: how long its parts take on each device, and what of them is hidden."""
+"""A summary of an update's Trace: how long its parts take on each device, and how much of them is hidden."""
 
 from __future__ import annotations
 

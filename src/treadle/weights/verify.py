@@ -122,7 +122,7 @@ def _unmet(program: Program, op: Ints, wanted: Ints) -> Ints:
 
 
 def _buffer_bytes(program: Program) -> tuple[int, ...]:
-    """What the buffers of each device take: as large as the largest bucket they ever hold."""
+    """Return the bytes of each device's buffers: each is as large as the largest bucket it ever holds."""
     sizes = np.zeros(program.num_ranks, np.int64)
     for kind in (OpKind.H2D, OpKind.BROADCAST):
         ops = np.flatnonzero((program.kind == kind) & (program.chunk >= 0))

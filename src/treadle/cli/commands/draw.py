@@ -22,7 +22,7 @@ from treadle.view.terminal import terminal_rows
 
 
 class Grain(StrEnum):
-    """What a row is."""
+    """The content of a row."""
 
     CELLS = "cells"
     LANES = "lanes"

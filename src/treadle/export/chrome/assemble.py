@@ -95,7 +95,7 @@ def _assemble(parts: Sequence[TracePart]) -> Trace:
 
 
 def _order(number: Longs, count: int, what: str, has: str, source: str) -> Longs:
-    """Where each of `count` things is, if each is there once."""
+    """Return the place of each of `count` things, if each is there once."""
     order = np.argsort(number, kind="stable")
     differs = np.flatnonzero(number[order] != np.arange(len(number)))
     if len(number) == count and not len(differs):
@@ -120,7 +120,7 @@ def _check_program(program: Program, wanted: str, num_ops: Longs, source: str) -
 
 
 def _timing(parts: Sequence[TracePart]) -> Timing:
-    """What the files say, each with its ranks if they say different things."""
+    """Join the statements of the files, each with its ranks if they differ."""
     timing = parts[0].timing
     if len({part.timing.about for part in parts}) == 1:
         return timing

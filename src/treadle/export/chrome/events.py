@@ -98,7 +98,7 @@ class Events:
 
 
 def _names(program: Program, ops: Longs) -> list[str]:
-    """What a person reads on each op, `F3.1`. Ranks share labels: each different one is made once."""
+    """Return the label of each op, `F3.1`. Ranks share labels: each different one is made once."""
     known: dict[tuple[int, ...], str] = {}
     names = []
     for label in zip(*(getattr(program, name)[ops].tolist() for name in _LABEL), strict=True):

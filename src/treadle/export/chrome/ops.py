@@ -104,7 +104,7 @@ class Ops:
         return deps
 
     def dep(self) -> Column:
-        """What the ops wait for, one behind the other."""
+        """The dependencies of all ops, one behind the other."""
         owner = np.repeat(np.arange(len(self._deps)), [len(deps) for deps in self._deps])
         return self._whole(list(chain.from_iterable(self._deps)), "args.deps", DTYPES["dep"], owner)
 
@@ -152,7 +152,7 @@ class Ops:
 
 
 def _difference(what: str, content: dict[str, Any], keys: Collection[str]) -> str:
-    """What an object has too much or too little."""
+    """Describe the keys that an object has too many or too few of."""
     missing, surplus = sorted(keys - content.keys()), sorted(content.keys() - keys)
     came = f"without {missing[0]!r}" if missing else f"with {shown(surplus[0])} too"
     return f"{what} has {', '.join(sorted(keys))}, got one {came}"

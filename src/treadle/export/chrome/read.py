@@ -32,7 +32,7 @@ _PIECE_BYTES = 2**24
 
 @dataclass(frozen=True, eq=False)
 class TracePart:
-    """What a file holds of a Trace.
+    """The part of a Trace that a file holds.
 
     `ops` and `lanes` have a column for each field; `ops["index"]` and `lanes["lane"]` say which of the Program's each
     entry is. `dep` has the `ops["num_deps"]` dependencies of each op, one behind the other.
@@ -51,7 +51,7 @@ class TracePart:
 
     @property
     def is_whole(self) -> bool:
-        """Does it hold all ranks."""
+        """True if the file holds all ranks."""
         return len(self.ranks) == self.layout.num_ranks
 
 

@@ -20,7 +20,7 @@ _LONGEST_DECIMAL = 2**42  # 50 days; past it the double that is read from a deci
 
 @dataclass(frozen=True)
 class TickScale:
-    """What a file's 0 is, and how many ticks its microsecond.
+    """The origin of a file's times, and the ticks of its microsecond.
 
     Where a tick is a nanosecond, times have three decimals. Other clocks have no microseconds: there one stands for the
     ticks that divide every time, so that a file of whole units has whole numbers, and so has one of thirds of a unit.
@@ -64,7 +64,7 @@ class TickScale:
         return [f"{us}{_PLACES[ns]}" for us, ns in zip(whole.tolist(), rest.tolist(), strict=True)]
 
     def ticks(self, values: list[Any]) -> tuple[Longs, int | None]:
-        """What was written as ticks again, and the place of the first value that is none of ours."""
+        """Convert times of a file back to ticks; also return the place of the first value that no Trace wrote."""
         types, most = {int, float} if self.decimals else {int}, self.longest_us
         if set(map(type, values)) - types or (values and not (min(values) >= 0 and max(values) <= most)):
             wrong = next(n for n, value in enumerate(values) if type(value) not in types or not 0 <= value <= most)

@@ -78,7 +78,7 @@ def _kind(kind: OpKind) -> dict[str, Any]:
 
 
 def _text(kind: OpKind) -> str:
-    """How an op of this kind reads, with {mb}, {chunk}, {layer} and {peer} where its numbers go.
+    """Return the text of an op of this kind, with {mb}, {chunk}, {layer} and {peer} where its numbers go.
 
     It is read off an op with numbers that stand out, so that how an op reads is said in one place.
     """

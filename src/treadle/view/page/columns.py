@@ -21,7 +21,7 @@ _TYPES = {"u1": (0, 2**8 - 1), "i2": (-(2**15), 2**15 - 1), "i4": (-(2**31), 2**
 
 
 def columns(trace: Trace, path: Longs) -> dict[str, dict[str, Any]]:
-    """What the page knows of each op. Times are in ticks from the trace's first start."""
+    """The columns of ops that the page reads. Times are in ticks from the trace's first start."""
     program = trace.program
     return {
         "kind": column(program.kind),
