@@ -61,7 +61,7 @@ class Model:
         return load_costs(self.costs_name)
 
     def options(self) -> LoweringOptions:
-        """As the library takes them."""
+        """Return the options as the library takes them."""
         return LoweringOptions(
             layers=parse_layers(self.layers),
             moe=self.moe,

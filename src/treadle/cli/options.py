@@ -23,7 +23,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON for programs to read.")
 
 
 def spread_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command with the fields of its dataclass parameters as parameters of its own."""
+    """Give a command the fields of its dataclass parameters as parameters of its own."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []

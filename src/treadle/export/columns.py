@@ -103,7 +103,7 @@ def reordered(ptr: Longs, values: Column, order: Longs) -> tuple[Longs, Column]:
 
 
 def fingerprint(program: Program) -> str:
-    """The same for equal Programs only: what says that two files are of one."""
+    """Return a digest that is equal for equal Programs only; it tells whether two files belong together."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(layout_object(program.layout), sort_keys=True).encode())
     for name in COLUMNS:

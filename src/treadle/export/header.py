@@ -24,7 +24,7 @@ from treadle.ir.schedule import MOST_MICROBATCHES
 from treadle.ir.trace import Clock, Trace
 
 VERSION = 1
-"""Of both file forms; a reader takes its own version only."""
+"""Version of both file forms; a reader takes its own version only."""
 
 TIMING_KEYS = ("clock", "about", "measured")
 

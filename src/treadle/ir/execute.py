@@ -64,7 +64,7 @@ def execute(program: Program, dur: Longs | Ticks, *, after: Ints | None = None) 
 
 
 def leaders(program: Program) -> Ints:
-    """For each op the first of those it goes together with, or itself if there is none."""
+    """Return for each op the first of the ops it goes together with, or the op itself if there is none."""
     lead = np.arange(program.num_ops, dtype=np.int32)
     opens = np.zeros(program.num_ops, bool)
     opens[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = True
@@ -124,7 +124,7 @@ class _Progress(NamedTuple):
 
     @classmethod
     def at_start(cls, program: Program) -> _Progress:
-        """Nothing has run; all lanes are to do, the first one first."""
+        """Make the state in which nothing has run and all lanes are to do, the first one first."""
         num_ops, num_lanes, num_groups = program.num_ops, program.num_lanes, len(program.groups[0])
         return cls(
             start=np.empty(num_ops, np.int64),  # ops that never start get theirs at the end
@@ -206,7 +206,7 @@ def _earliest(waits: Waits, end: Longs, op: int, after: int, time: int) -> tuple
 
 @inlined
 def _earliest_after(more: Ints | None, end: Longs, op: int, time: int) -> tuple[int, int]:
-    """The same for the one more op that `op` waits for."""
+    """Do as `_earliest` for the one more op that `op` waits for."""
     if more is not None and more[op] >= 0:
         if end[more[op]] < 0:
             return time, more[op]

@@ -26,7 +26,7 @@ _PARTS: dict[OpKind, tuple[OpKind, OpKind | None]] = {
 
 
 class Peaks(NamedTuple):
-    """For each rank the most it holds, and when it first does."""
+    """The most bytes that each rank holds, and when it first does."""
 
     size: Longs
     time: Longs

@@ -16,7 +16,7 @@ _STAGE = "(0|[1-9][0-9]{0,5})"
 _TABLE = re.compile(f"{_STAGE}(,{_STAGE})*(/{_STAGE}(,{_STAGE})*)*")
 
 MOST_CHUNKS = 1000
-"""Chunks on a rank; more is a slip of the pen."""
+"""Chunks on a rank; a larger number is taken for a typing error."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Without the rank: `compute`, `send to rank 3`."""
+        """The name without the rank: `compute`, `send to rank 3`."""
         if self.kind in (LaneKind.SEND, LaneKind.RECV):
             preposition = "to" if self.kind is LaneKind.SEND else "from"
             return f"{self.kind.name.lower()} {preposition} rank {self.peer}"

@@ -149,7 +149,7 @@ class Rule:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of the index: rank, chunk, micro-batch, layer, kind."""
+        """Sizes of the index: rank, chunk, micro-batch, layer, kind."""
         layout = self.layout
         return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
 

@@ -22,10 +22,10 @@ Row: TypeAlias = tuple[Cell, ...]
 
 
 MOST_MICROBATCHES = 1_000_000
-"""In a step; more is a slip of the pen."""
+"""Micro-batches in a step; a larger number is taken for a typing error."""
 
 MOST_FORWARDS = 100_000_000
-"""Over all ranks; more does not fit into memory."""
+"""Forwards over all ranks; more do not fit into memory."""
 
 _Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -125,7 +125,7 @@ class Schedule(ShownInNotebooks):
 
     @cached_property
     def columns(self) -> Actions:
-        """The same rows as arrays; made once."""
+        """The rows as arrays; made once."""
         num_actions = [_actions_in(row) for row in self.rows]
         per_cell = np.concatenate(num_actions)
         flat = chain.from_iterable(chain.from_iterable(map(_flat, self.rows, num_actions)))

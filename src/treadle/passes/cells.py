@@ -144,7 +144,7 @@ def _stable(messages: _Messages, *, key: Literal["channel"]) -> _Messages:
 
 
 def _occurrence(key: Longs) -> Longs:
-    """For each entry, how many entries before it have the same key."""
+    """Count for each entry the entries before it with the same key."""
     order = np.argsort(key, kind="stable")
     position = np.arange(len(key))
     starts = np.r_[True, np.diff(key[order]) != 0] if len(key) else np.empty(0, bool)
@@ -154,7 +154,7 @@ def _occurrence(key: Longs) -> Longs:
 
 
 def _match_by_label(wanted: _Messages, offered: _Messages, size: tuple[int, int]) -> Ints:
-    """For the j-th `wanted` of a label the index of the j-th `offered` of it, or NEVER."""
+    """Return for the j-th `wanted` of a label the index of the j-th `offered` of it, or NEVER."""
     have, want = offered.keys(*size), wanted.keys(*size)
     have_nth, want_nth = _occurrence(have), _occurrence(want)
     width = 1 + max(int(have_nth.max(initial=0)), int(want_nth.max(initial=0)))

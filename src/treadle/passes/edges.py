@@ -8,14 +8,14 @@ from treadle.ir.program import NEVER, Ints, Program
 
 
 def need_edges(program: Program) -> tuple[Ints, Ints]:
-    """From what is waited for to who waits."""
+    """List edges from each op that is waited for to the op that waits."""
     target = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
     real = program.dep != NEVER
     return program.dep[real], target[real]
 
 
 def launch_edges(program: Program) -> tuple[Ints, Ints]:
-    """From each communication op to the one its rank launches next."""
+    """List edges from each communication op to the one its rank launches next."""
     ops = np.flatnonzero(program.launch >= 0)
     rank = program.lane_rank[program.lane_of[ops]]
     order = ops[np.lexsort((program.launch[ops], rank))].astype(np.int32)

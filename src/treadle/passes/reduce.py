@@ -16,7 +16,7 @@ from treadle.ir.program import NEVER, Ints, LaneKind, Layout, OpKind, Program
 
 
 def with_reduce(program: Program, size_bytes: int = 0) -> Program:
-    """The same program of one pipeline with a DP lane for each rank, and on it REDUCE_GRAD of each of its chunks."""
+    """Add a DP lane to each rank of one pipeline, with a REDUCE_GRAD for each of its chunks."""
     layout = program.layout
     pp, vpp = layout.placement.pp, layout.placement.vpp
     last = Index.of(program).last_gradient.reshape(pp, vpp).astype(np.int32)

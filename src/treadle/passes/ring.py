@@ -12,7 +12,7 @@ from treadle.passes.edges import need_edges
 
 
 def ring_edges(program: Program, ring: int) -> tuple[Ints, Ints]:
-    """From the reader of a receive to the receive `ring` places behind it on the same lane."""
+    """List edges from the reader of a receive to the receive `ring` places behind it on the same lane."""
     source, target = need_edges(program)
     lane = program.lane_of
     read = program.lane_kind[lane[source]] == LaneKind.RECV

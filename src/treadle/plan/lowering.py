@@ -172,7 +172,7 @@ def _has(said: bool | None, end: str, costs: Costs) -> bool:
 
 
 def first_microbatches(schedule: Schedule, num_mb: int) -> Schedule:
-    """The same schedule with only the first micro-batches of each pipe: what is left keeps its order."""
+    """Keep only the first micro-batches of each pipe, in the order they have."""
     if schedule.microbatches_per_pipe <= num_mb:
         return schedule
 

@@ -64,7 +64,7 @@ def expected(program: Program) -> Longs:
 
 
 def host_order(program: Program, ticks: Longs) -> list[Ints]:
-    """For each rank its ops of all lanes in the order in which its thread comes to them.
+    """Return each rank's ops of all lanes in the order in which its thread launches them.
 
     What runs beside computation is launched before the compute op during which it would start if the thread were
     free, as it cannot depend on that op. Whatever an op waits for ended before that moment in one execution of the

@@ -23,7 +23,7 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
 
 
 def refuse(size: Size) -> str | None:
-    """As many micro-batches as stages."""
+    """Refuse fewer micro-batches than stages."""
     if size.microbatches < 2 * size.pp:
         return f"needs at least 2P = {2 * size.pp} micro-batches"
     return None

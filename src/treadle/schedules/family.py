@@ -10,7 +10,7 @@ from treadle.ir.placement import MOST_CHUNKS
 from treadle.ir.schedule import MOST_FORWARDS, MOST_MICROBATCHES
 
 MOST_RANKS = 65_536
-"""Of a pipeline; more is a slip of the pen."""
+"""Ranks of a pipeline; a larger number is taken for a typing error."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Family:
         return closest([asked.pp]) or closest(range(max(1, asked.pp - 4), asked.pp + 5))
 
     def _nearest_microbatches(self, size: Size) -> Size | None:
-        """The same ranks and chunks with the nearest number of micro-batches that can be done."""
+        """Return the size with the nearest number of micro-batches that can be done; ranks and chunks stay."""
         for delta in range(2 * size.pp + 2):
             for num_mb in (size.microbatches + delta, size.microbatches - delta):
                 closest = Size(size.pp, size.vpp, num_mb)

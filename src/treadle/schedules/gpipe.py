@@ -17,7 +17,7 @@ from treadle.schedules.family import Family, Size, any_size
 
 
 def row(size: Size, rank: int) -> Iterator[Cell]:
-    """The same on every rank."""
+    """Yield the cells of a rank; all ranks have the same."""
     del rank
     # 1. F: all micro-batches forward
     yield from (F(mb) for mb in range(size.microbatches))

@@ -51,7 +51,7 @@ class Comparison:
     why_not: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in the clock's unit."""
+        """Return a dict for JSON; times are in the clock's unit."""
         return {
             "unit": self.clock.unit,
             "rows": [self._row(row) for row in self.rows],

@@ -89,7 +89,7 @@ class Difference:
     outliers: tuple[Outlier, ...]
 
     def as_dict(self, clock: Clock) -> dict[str, Any]:
-        """For JSON; times in the clock's unit. Without the groups by kind and rank that are no causes."""
+        """Return a dict for JSON; times are in the clock's unit. Groups that are no causes are left out."""
 
         def group(g: OpGroup) -> dict[str, Any]:
             deltas = {n: {k: clock.show(v) for k, v in asdict(getattr(g, n)).items()} for n in ("duration", "start")}

@@ -20,7 +20,7 @@ WORK = (*(kind.name.lower() for kind in OpKind), "fb")
 
 
 class Tally(NamedTuple):
-    """Of the values of each code: how many, their median (0 where there are none) and their total."""
+    """Return count, median (0 where there are none) and total of the values of each code."""
 
     num: Longs
     median: Floats

@@ -69,7 +69,7 @@ class Metrics:
         return sum(rank.communication.exposed for rank in self.ranks) / max(1, len(self.ranks))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in the clock's unit."""
+        """Return a dict for JSON; times are in the clock's unit."""
         rows = [_shown(asdict(rank), self.clock) for rank in self.ranks]
         return {
             "unit": self.clock.unit,
@@ -136,19 +136,19 @@ def check_order(trace: Trace) -> None:
 
 
 class _Intervals(NamedTuple):
-    """For each rank the times in which something goes on: apart from each other, and in order."""
+    """Disjoint intervals of each rank in which something runs, in order."""
 
     ptr: Longs
     begin: Longs
     finish: Longs
 
     def total(self) -> Longs:
-        """Of each rank."""
+        """Return the total length of each rank's intervals."""
         passed: Longs = np.r_[0, np.cumsum(self.finish - self.begin)].astype(np.int64)
         return passed[self.ptr[1:]] - passed[self.ptr[:-1]]
 
     def span(self) -> Longs:
-        """From the first begin to the last finish of each rank."""
+        """Return the time from the first begin to the last finish of each rank."""
         span = np.zeros(len(self.ptr) - 1, np.int64)
         some = np.flatnonzero(np.diff(self.ptr))
         span[some] = self.finish[self.ptr[some + 1] - 1] - self.begin[self.ptr[some]]
@@ -162,7 +162,7 @@ def _busy(trace: Trace, kinds: tuple[LaneKind, ...]) -> _Intervals:
 
 
 def _lanes_of_ranks(program: Program, kinds: tuple[LaneKind, ...]) -> tuple[Longs, Ints]:
-    """For each rank its lanes of these kinds, compressed."""
+    """List each rank's lanes of these kinds, compressed."""
     chosen = np.flatnonzero(np.isin(program.lane_kind, kinds))
     rank = program.lane_rank[chosen]
     count = np.bincount(rank, minlength=program.num_ranks)
@@ -225,7 +225,7 @@ def _union(lane_ptr: Longs, ptr: Longs, lanes: Ints, start: Longs, end: Longs) -
 
 @kernel
 def _common(ptr: Longs, begin: Longs, finish: Longs, ptr2: Longs, begin2: Longs, finish2: Longs) -> Longs:
-    """For each rank the time that is in both lists of intervals."""
+    """Return for each rank the time that is in both lists of intervals."""
     common = np.zeros(len(ptr) - 1, np.int64)
     for rank in range(len(ptr) - 1):
         i, j = ptr[rank], ptr2[rank]

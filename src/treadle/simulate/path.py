@@ -34,7 +34,7 @@ class PathSummary:
     num_gaps: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in the clock's unit."""
+        """Return a dict for JSON; times are in the clock's unit."""
         show = self.clock.show
         tables = {name: {k: show(v) for k, v in getattr(self, name).items()} for name in ("by_kind", "by_lane")}
         return {
@@ -114,7 +114,7 @@ def _walk_back(
     end: Longs,
     last: int,
 ) -> Longs:
-    """From an op to its cause, and so on. Own lane and own needs come first, so that a tie stays on the rank."""
+    """Follow each op to its cause. Own lane and own needs come first, so that a tie stays on the rank."""
     path = np.empty(len(start), np.int64)
     count, op = 0, last
     while op >= 0 and count < len(path):

@@ -11,7 +11,7 @@ _FORWARD, _BACKWARD = (OpKind.F, OpKind.ATTN_F), (OpKind.B, OpKind.ATTN_B)
 
 
 def steady_idle(trace: Trace) -> tuple[float, ...]:
-    """For each rank the idle share of compute over its overlapped cells, without the first and the last of them.
+    """Return each rank's idle share of compute over its overlapped cells, without the first and the last of them.
 
     Cells that hold a forward and a whole backward are overlapped; from the second one's first op to the end of the last
     but one. 0 for a rank with fewer than three.

@@ -24,7 +24,7 @@ def shortest(trace: Trace) -> Longs:
 
 
 def without_waiting(trace: Trace) -> Trace:
-    """The same ends, but ops that go together start so late that none of them waits for another.
+    """Move the starts of ops that go together so late that none of them waits for another; ends stay.
 
     None starts before its lane has ended the op before: a lane does one thing at a time, however early it was asked.
     """

@@ -41,7 +41,7 @@ class Finding:
         return f"{self.code} rank {self.rank}: {self.message}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "code": self.code,
             "rank": self.rank,
@@ -108,7 +108,7 @@ class VerifyReport:
         return f"clean: {self.num_ranks} ranks, {self.num_cells} cells, peak {peak} activations"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "clean": self.clean,
             "num_ranks": self.num_ranks,

@@ -91,7 +91,7 @@ class Graph:
 
 
 def lane_edges(program: Program) -> tuple[Ints, Ints]:
-    """From each op to the next of its lane."""
+    """List edges from each op to the next of its lane."""
     after = np.ones(program.num_ops, bool)
     after[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = False
     after &= ~program.joined
@@ -101,7 +101,7 @@ def lane_edges(program: Program) -> tuple[Ints, Ints]:
 
 @kernel
 def _successors(source: Ints, value: Ints, num_nodes: int) -> tuple[Longs, Ints]:
-    """For each node the values of the edges that leave it, compressed."""
+    """List for each node the values of the edges that leave it, compressed."""
     ptr = np.zeros(num_nodes + 1, np.int64)
     for node in source:
         ptr[node + 1] += 1

@@ -59,7 +59,7 @@ def _lane_name(op: Op) -> str:
 
 
 def _check_doubled_halves(program: Program, index: Index) -> Iterator[Finding]:
-    """At the grain of cells B has done what I and W do."""
+    """T102 at the grain of cells: I or W beside a B, which includes both."""
     if program.layout.by_layer:
         return
     count = index.count.reshape(-1, len(index.rule.kinds))

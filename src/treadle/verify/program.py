@@ -131,7 +131,7 @@ def _misnumbered(launch: Ints, lane_ptr: Longs, lane_rank: Ints, talks: Bools, n
 
 @kernel
 def _previous(launch: Ints, lane_ptr: Longs, lane_rank: Ints, num_ranks: int) -> Ints:
-    """For each communication op the one its rank launches before it, or -1."""
+    """Return for each communication op the one its rank launches before it, or -1."""
     count = np.zeros(num_ranks + 1, np.int64)
     for lane in range(len(lane_rank)):
         if lane_ptr[lane] < lane_ptr[lane + 1] and launch[lane_ptr[lane]] >= 0:

@@ -67,7 +67,7 @@ class Boxes:
 
     @property
     def height(self) -> float:
-        """Of the block, in points."""
+        """Height of the block, in points."""
         return max((row.bottom for row in self.rows), default=0.0)
 
 
@@ -112,7 +112,7 @@ def cell_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
 
 
 def lane_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
-    """For each rank its lanes: computation, communication, copies, and the host where it takes time."""
+    """Return each rank's rows of lanes: computation, communication, copies, and the host where it takes time."""
     blocks, y = [], 0.0
     for rank in ranks:
         blocks += list(_device_rows(trace, rank, grid, y, cell=None))

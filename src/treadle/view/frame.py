@@ -86,7 +86,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def put_title(sheet: Sheet, title: str) -> None:
-    """At the top; moves down."""
+    """Write the title at the top; moves down."""
     sheet.text(8, 12, title, size=9.5, bold=True)
     sheet.y = 24
 

@@ -107,7 +107,7 @@ def _linear(channel: float) -> float:
 
 
 LEAST_DIFFERENCE = 15
-"""In L*, between neighbours without a hatch."""
+"""Difference in L* between neighbours without a hatch."""
 
 
 def told_apart(one: Look, other: Look) -> bool:

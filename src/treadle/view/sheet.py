@@ -126,7 +126,7 @@ class Sheet:
         self.axes.add_collection(PolyCollection(shapes, **style), autolim=False)  # type: ignore[arg-type]
 
     def glyphs(self, text: str, at: Floats, size: float, colour: str) -> None:
-        """The same text at many places, as outlines."""
+        """Write one text at many places, as outlines."""
         path = outline(text).transformed(Affine2D().scale(size))
         marks = PathCollection(
             [path], offsets=at, offset_transform=self.axes.transData, facecolors=colour, linewidths=0
@@ -190,7 +190,7 @@ def _shapes(corners: Floats) -> Floats:
 
 
 def _darker(look: Look) -> str:
-    """For hatches: enough to be seen in grey, too little to hide text."""
+    """Return the colour of hatches: dark enough to be seen in grey, too light to hide text."""
     share = 0.86 if look.text == "#000000" else 0.68
     channels = (round(int(look.fill[i : i + 2], 16) * share) for i in (1, 3, 5))
     return "#" + "".join(f"{channel:02x}" for channel in channels)

@@ -72,7 +72,7 @@ def terminal_rows(
 
 
 def _buffers(trace: Trace) -> list[tuple[str, Longs]]:
-    """Of an update: a row for each buffer of each device."""
+    """Return the rows of an update: one for each buffer of each device."""
     ranks = range(min(trace.program.num_ranks, _MOST_ROWS))
     return [(f"{row.rank}/{row.name}", row.ops) for row in buffer_rows(trace, ranks)]
 

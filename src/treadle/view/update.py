@@ -92,7 +92,7 @@ def update_text(trace: Trace, ranks: range) -> str:
 
 
 def update_object(trace: Trace, ranks: range) -> dict[str, Any]:
-    """The same for JSON: `ops` are [name, start, end]."""
+    """Return a dict for JSON: `ops` are [name, start, end]."""
     show, program = trace.clock.show, trace.program
     rows = [
         {

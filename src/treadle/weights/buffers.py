@@ -67,7 +67,7 @@ class Buffers:
 
 
 def choose_buffers(memory: Memory, largest_load_bytes: int) -> Buffers:
-    """As many as fit; `largest_load_bytes` is the most that one source moves, beyond which a bucket has no use."""
+    """Choose as many buffers as fit. No bucket is larger than `largest_load_bytes`, the most that one source moves."""
     wanted = aligned(min(memory.target_bytes, max(1, largest_load_bytes)))
     notes: list[str] = []
     for num_h2d, num_ipc in _WAYS:

@@ -68,7 +68,7 @@ def disjoint(boxes: Sequence[Box]) -> list[Box]:
 
 
 def joined(boxes: Sequence[Box]) -> list[Box]:
-    """The same elements in fewer boxes: neighbours that differ in one dimension only become one."""
+    """Join boxes: neighbours that differ in one dimension only become one."""
     found = list(boxes)
     for d in range(len(found[0].start) if found else 0):
         rows: dict[tuple[tuple[int, ...], ...], list[Box]] = {}

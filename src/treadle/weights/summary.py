@@ -39,7 +39,7 @@ class UpdateMetrics:
         return sum(device.reload_hidden for device in self.devices) / total if total else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in the clock's unit."""
+        """Return a dict for JSON; times are in the clock's unit."""
         names = tuple(DeviceMetrics.__dataclass_fields__)
         return {
             "unit": self.clock.unit,

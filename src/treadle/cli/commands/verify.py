@@ -23,7 +23,7 @@ from treadle.weights.verify import verify_update
 
 
 class Receives(StrEnum):
-    """In which order a rank posts the receives of a channel."""
+    """The order in which a rank posts the receives of a channel."""
 
     SENDER = "sender"
     USE = "use"

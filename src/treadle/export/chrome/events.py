@@ -61,7 +61,7 @@ class Events:
         }
 
     def _arrows(self, ops: Longs, lanes: list[int]) -> list[str]:
-        """For the ops with a message the line of their end of its arrow; for the others nothing."""
+        """Return the line of an arrow's end for ops with a message; an empty one for the others."""
         trace, texts = self.trace, [""] * len(ops)
         matched = np.flatnonzero(self._match[ops] != NEVER)
         mine, other = ops[matched], self._match[ops][matched]
@@ -78,7 +78,7 @@ class Events:
 
     @cached_property
     def _match(self) -> Longs:
-        """For each send and receive of these lanes its other end, if that is on them too; else NEVER."""
+        """Return the other end of each send and receive of these lanes, if that is on them too; else NEVER."""
         program = self.trace.program
         match = np.full(program.num_ops, NEVER, np.int64)
         ends: dict[int, dict[LaneKind, int]] = {}

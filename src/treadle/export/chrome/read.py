@@ -21,7 +21,7 @@ from treadle.ir.former import renamed_key
 from treadle.ir.program import LaneKind, Layout
 
 MOST_BYTES = 2**31
-"""Of a file's text, which a small .gz file may blow up to; a million ops are about 250 MB."""
+"""Bytes of a file's text, to which a small .gz file may unpack; a million ops are about 250 MB."""
 
 _TOP_KEYS = ("displayTimeUnit", "otherData", "treadle", "traceEvents")
 _COUNT_KEYS = ("program", "num_ops", "num_lanes", "origin", "ticks_per_us")

@@ -22,7 +22,7 @@ from treadle.ir.program import LaneKind, Longs, Program
 from treadle.ir.trace import Trace
 
 MOST_OPS = 1_000_000
-"""In one file; viewers do not open more."""
+"""Ops in one file; viewers do not open more."""
 
 _PIECE = 50_000
 _MESSAGES = (LaneKind.SEND, LaneKind.RECV)
