@@ -10,7 +10,7 @@ from treadle.ir.program import Longs, OpKind, Program
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.ops import instructions, labelled, post_early, walk, where
-from treadle.runtime.run.own_error import Row
+from treadle.runtime.run.own_error import LaunchRow
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import Recorder
 
@@ -37,7 +37,7 @@ class CellExecutor:
             self.device.catch_up()
         except Exception as error:
             failed = where(recorder.listed, ends)
-            row = Row(self.program, self.rank, list(dict.fromkeys(i.op for i in recorder.listed)))
+            row = LaunchRow(self.program, self.rank, list(dict.fromkeys(i.op for i in recorder.listed)))
             row.blame(guard, error, failed.op, failed.peer)
         if self._known is None and isinstance(self.device, Host):
             self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)

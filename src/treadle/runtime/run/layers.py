@@ -26,7 +26,7 @@ from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
 from treadle.runtime.run.ops import in_range, is_profiled
-from treadle.runtime.run.own_error import Row
+from treadle.runtime.run.own_error import LaunchRow
 from treadle.runtime.run.rank_program import RankProgram
 
 PACE = {
@@ -127,7 +127,7 @@ class LayerExecutor:
             under_way.show(at, self._rows.wait_target[at] if talks else NOBODY)
         if talks:
             under_way.suspect_itself()
-        row = Row(self.program, self.rank, self._rows.index)
+        row = LaunchRow(self.program, self.rank, self._rows.index)
         row.blame(guard, error, op.index, ALL if talks else NOBODY)
 
     def _shown(self, at: int, run: Callable[[], None]) -> Callable[[], None]:

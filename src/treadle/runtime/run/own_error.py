@@ -14,7 +14,7 @@ AROUND = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class LaunchRow:
     """The ops of one rank in the order in which it launches them."""
 
     program: Program

@@ -155,10 +155,8 @@ class Watch:
         if isinstance(error, RankLostError) or self.alarm is not None or not self._watchdog.is_alive:
             return
         text = f"{type(error).__name__}: {error}"[:MOST_TEXT]
-        incident, own = self._watchdog.incident, self._watchdog.own
-        tell = self._watchdog.do(
-            lambda now: incident.lose(LossKind.RAISED, own(), now, text=text, secondhand=secondhand)
-        )
+        incident, own = self._watchdog.incident, self._watchdog.own()  # now: the step's end clears the page
+        tell = self._watchdog.do(lambda now: incident.lose(LossKind.RAISED, own, now, text=text, secondhand=secondhand))
         tell.wait(TELL_S)
 
     def close(self) -> None:
