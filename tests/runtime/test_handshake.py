@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
@@ -53,11 +54,11 @@ def test_digests_fit_into_a_tensor_and_tell_texts_apart() -> None:
 
 def rejected(rank: int) -> str:
     deadline = timedelta(seconds=20)
-    position = mesh_position(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    position = mesh_position(init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "dp")))
     groups = Groups.make(next_name(position), position, deadline, lambda work: work.wait(deadline))
     reason = f"the stages of {rank} do not fit" if rank in (1, 3) else None
     with pytest.raises(ValueError, match="do not fit") as error:
-        raise_for_all(groups, reason, torch.device("cpu"))
+        raise_for_all(groups, reason, torch.get_default_device())
     dist.barrier()
     groups.close()
     return str(error.value)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from treadle.runtime.options import RunOptions, RunOptionsChanges
 
 
@@ -30,7 +31,7 @@ def mean(output: Tensor, target: Any) -> Tensor:
 
 
 def make(**given: Any) -> treadle.Pipeline:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh(DEVICE_TYPE, (1,), mesh_dim_names=("pp",))
     with torch.device("meta"):
         stages = {0: nn.Linear(2, 2)}
     return treadle.Pipeline(stages, treadle.generate("1f1b", pp=1, microbatches=2), mesh=mesh, loss_fn=mean, **given)

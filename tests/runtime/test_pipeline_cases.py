@@ -22,6 +22,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import (
     VOCAB,
     Bare,
@@ -872,7 +873,7 @@ def whole_dropout(dp: int, step: int, layers: Sequence[nn.Module]) -> tuple[floa
     losses = []
     for mb, (x, y) in enumerate(cut([float_batch(8, replica) for replica in range(dp)], 8)):
         for number, layer in enumerate(layers):
-            seed_layer(torch.device("cpu"), SEED, step, mb, number, len(layers))
+            seed_layer(torch.get_default_device(), SEED, step, mb, number, len(layers))
             x = layer(x)
         loss = square_loss(x, y)
         (loss / (8 * dp)).backward()  # type: ignore[no-untyped-call]
@@ -1240,9 +1241,9 @@ def wrong_mesh(rank: int) -> list[str]:
     del rank
     stages = make_stages(2)
     meshes = [
-        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp")),
-        init_device_mesh("cpu", (2,)),
+        init_device_mesh(DEVICE_TYPE, (2,), mesh_dim_names=("tp",)),
+        init_device_mesh(DEVICE_TYPE, (2, 1), mesh_dim_names=("pp", "tp")),
+        init_device_mesh(DEVICE_TYPE, (2,)),
         make_mesh(2),
     ]
     sizes = [2, 2, 2, 4]
@@ -1267,7 +1268,7 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
 def dp_before_pp(rank: int) -> tuple[float, Grads]:
     del rank
     schedule = schedule_of("zb-h1", 2, 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "pp"))
     stages = make_stages(2)
     pipe = pipeline(schedule, stages, mesh)
     return float(pipe.step(*make_batch(4, replica_of(mesh)))), own_grads(schedule, mesh, stages)

@@ -121,7 +121,7 @@ def send_many(rank: int, num: int) -> str:
         waited.append(work)
         return work.wait(timedelta(seconds=20))
 
-    line = Channel(group, 1 - rank, torch.device("cpu"), wait)
+    line = Channel(group, 1 - rank, torch.get_default_device(), wait)
     tensors = [torch.full((3,), float(at)) for at in range(num)]
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:

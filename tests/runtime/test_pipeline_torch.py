@@ -46,7 +46,7 @@ def by_torch(rank: int, schedule: treadle.Schedule, path: Path) -> tuple[list[fl
     num_stages, num_mb = schedule.placement.num_stages, schedule.num_microbatches
     own = own_stages(schedule, rank, make_stages(num_stages))
     parts: list[Any] = [
-        PipelineStage(module, number, num_stages, torch.device("cpu")) for number, module in own.items()
+        PipelineStage(module, number, num_stages, torch.get_default_device()) for number, module in own.items()
     ]
     runtime: Any = _PipelineScheduleRuntime(parts, num_mb, loss_fn=mean_loss)  # type: ignore[no-untyped-call]
     runtime._load_csv(str(path))

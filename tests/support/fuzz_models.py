@@ -262,7 +262,7 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
     for child in children:
         if not config.layered or isinstance(child, Layer):
             at += 1
-            seed_layer(torch.device("cpu"), SEED, step, mb, at, len(numbered))
+            seed_layer(torch.get_default_device(), SEED, step, mb, at, len(numbered))
         elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
             seed = layer_seed(step_seed(SEED, step), mb, at, len(numbered)) + (len(COMPUTE) + 1 << 48)
             torch.default_generator.manual_seed(seed & (1 << 63) - 1)

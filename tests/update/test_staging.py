@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import SMALL
 from treadle.update import Plain, Source
@@ -75,7 +76,7 @@ class Tied(nn.Module):
 
 def sharded_names(rank: int) -> tuple[list[str], list[str]]:
     net = Tied()
-    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(net, mesh=init_device_mesh(DEVICE_TYPE, (2,)))
     with torch.device("meta"):
         meta = Tied()
     return sorted(named_weights(net)), sorted(named_weights(meta))

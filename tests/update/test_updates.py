@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
@@ -89,13 +90,13 @@ def net_tensors(width: int, rows: int, layers: int) -> list[Tensor]:
 def fsdp_ranks(
     rank: int, sockets: Path, ledger: Path, sizes: tuple[int, int, int], options: UpdateOptions
 ) -> list[str]:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(DEVICE_TYPE, (4,))
     with torch.device("meta"):
         net = Net(*sizes).to(torch.bfloat16)
     for layer in net.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    net.to_empty(device="cpu")
+    net.to_empty(device=torch.get_default_device())
     shown = []
     with Updater(sockets, ledger=ledger, options=options) as updater:
         for version in (1, 2):

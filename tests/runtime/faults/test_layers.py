@@ -38,6 +38,7 @@ from tests.runtime.faults.test_cells import (
     run_steps,
     side_by_side,
 )
+from tests.support.devices import DEVICE_TYPE
 from tests.support.faults import meet_with, note
 from tests.support.ranks import Outcome, run_ranks
 from treadle.ir.program import Op, OpKind
@@ -100,7 +101,7 @@ class Case:
 
 
 def make_pipe(rank: int, name: str, deadline_s: float) -> treadle.Pipeline:
-    mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = init_device_mesh(DEVICE_TYPE, (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate(name, pp=PP, microbatches=MB)
     stages: dict[int, nn.Module] = {}
     for chunk, stage in enumerate(schedule.placement.stages[rank // EP]):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 
@@ -62,7 +63,7 @@ def make_layer(kind: str, ep_rank: int) -> nn.Module:
 
 
 def make(rank: int, kind: str) -> tuple[treadle.Pipeline, Tensor]:
-    mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = init_device_mesh(DEVICE_TYPE, (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)
     torch.manual_seed(rank // EP)
     layer = make_layer(kind, rank % EP)

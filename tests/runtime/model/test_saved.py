@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 from treadle.runtime.model.saved import FilePool, LiveBytes, PinnedPool, SavedReport, SavedTensors
@@ -166,7 +167,7 @@ class Case:
 
 
 def make(rank: int, case: Case, saved: Any) -> tuple[treadle.Pipeline, Tensor]:
-    mesh = init_device_mesh("cpu", (case.pp, 1, case.ep), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = init_device_mesh(DEVICE_TYPE, (case.pp, 1, case.ep), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate(case.name, pp=case.pp, microbatches=case.microbatches)
     kind = Checkpointed if case.checkpointed else MoELayer
     stages = {}
@@ -235,7 +236,7 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     """
     unit = treadle.load_costs("deepseek-v3-h800")
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh(DEVICE_TYPE, (4,), mesh_dim_names=("pp",))
     torch.manual_seed(0)
     stages = {c: nn.Sequential(*[MoELayer(64, 64, 2) for _ in range(4)]) for c in range(2)}
     loss_fn, x = nn.functional.mse_loss, torch.randn(16 * 64, 64)
@@ -300,7 +301,7 @@ def test_nothing_grows_over_200_steps() -> None:
 
 
 def refused(rank: int, saved: list[Any], plain: bool) -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh(DEVICE_TYPE, (2,), mesh_dim_names=("pp",))
     module: nn.Module = nn.Linear(8, 8) if plain else MoELayer(8, 8, 2)
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it

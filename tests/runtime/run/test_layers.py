@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import make_mesh
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
@@ -119,7 +120,7 @@ def one_process(case: Case) -> tuple[float, list[dict[str, Tensor]]]:
 
 
 def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor], dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = init_device_mesh(DEVICE_TYPE, (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep"))
     schedule, (pp_rank, replica) = case.schedule, divmod(rank, case.dp * case.ep)
     ep_rank, model = replica % case.ep, whole_model(case)
     placed = {chunk: schedule.placement.stage(pp_rank, chunk) for chunk in range(schedule.vpp)}

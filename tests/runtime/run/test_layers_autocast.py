@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
@@ -19,7 +20,7 @@ WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 
 
 def ep_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
+    return init_device_mesh(DEVICE_TYPE, (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
 
 
 def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
@@ -142,7 +143,7 @@ def island_stages() -> list[nn.Sequential]:
 
 def island_rank(rank: int) -> list[Tensor]:
     stage, x = island_stages()[rank], cast_rows(0)
-    mesh = init_device_mesh("cpu", (PP,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh(DEVICE_TYPE, (PP,), mesh_dim_names=("pp",))
     pipe = treadle.Pipeline(
         {0: stage}, treadle.generate("zb-h1", pp=PP, microbatches=MB), mesh=mesh, loss_fn=cast_loss, deadline_s=30
     )

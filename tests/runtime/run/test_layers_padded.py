@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support import deepep_contract
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.moe import Exchange, Experts, MoELayer
 from treadle.runtime.model.segments import Segment, compute, exchange
@@ -20,7 +21,7 @@ WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 
 
 def ep_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
+    return init_device_mesh(DEVICE_TYPE, (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
 
 
 def kinds(pipe: treadle.Pipeline) -> set[str]:

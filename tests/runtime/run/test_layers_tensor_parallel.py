@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute
 
@@ -35,7 +36,7 @@ def rows() -> Tensor:
 def tp_refused(rank: int, case: str) -> str:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # seconds, in every rank of every test
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "tp"))
     linear = nn.Linear(WIDTH, WIDTH)
     if case != "the mesh":
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
@@ -126,7 +127,7 @@ class CutLayer(nn.Module):
 
 
 def cut_rank(rank: int, layered: bool) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "tp"))
     torch.manual_seed(rank // 2)
     layer = CutLayer().double()
     for part in (layer.first, layer.second):
