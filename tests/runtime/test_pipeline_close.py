@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import treadle
-from tests.runtime.test_pipeline_cases import pipeline, refusal
 from tests.runtime.test_pipeline_silent import low_losses
+from tests.support.cases import pipeline, refusal
 from tests.support.oracle import make_batch, make_mesh, mean_loss
 from tests.support.ranks import check, run_ranks
 

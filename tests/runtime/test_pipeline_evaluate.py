@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import treadle
 from tests.runtime.run.test_layers import Case, batch, one_process, one_rank, own_part, whole_model
-from tests.runtime.test_pipeline_cases import Grads, hold, nearest, own_grads, pipeline, refusal, replica_of
-from tests.support.devices import DEVICE_TYPE
+from tests.support.cases import Grads, hold, nearest, own_grads, pipeline, refusal, replica_of
 from tests.support.oracle import (
     chunks_of,
     cut,
@@ -95,7 +94,7 @@ def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) ->
 def evaluate_layers(rank: int, case: Case) -> tuple[list[float], Any]:
     """At the grain of layers, with experts: an evaluation, then what `one_rank` does, then another of its own."""
     mesh = torch.distributed.device_mesh.init_device_mesh(
-        DEVICE_TYPE, (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep")
+        "cpu", (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep")
     )
     schedule, (pp_rank, replica) = case.schedule, divmod(rank, case.dp * case.ep)
     model = whole_model(case)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import treadle
-from tests.runtime.test_pipeline_cases import Grads, hold, own_grads, pipeline, schedule_of
+from tests.support.cases import Grads, hold, own_grads, pipeline, schedule_of
 from tests.support.oracle import Block, Embed, Head, cut, grads_of, make_batch, make_mesh, mean_loss, run_whole, worst
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute

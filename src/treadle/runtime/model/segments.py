@@ -60,11 +60,36 @@ def exchange(name: str, run: Callable[..., Any], *, reads: str, writes: str) -> 
 
 
 class Segmented(Protocol):
-    """A layer that names its segments."""
+    """A layer that names its segments: `nn.Module`s with a method `segments`.
+
+    The contract: a pipeline's forward of the layer equals `reference_forward`, and so do its gradients. In order:
+
+        attn       reads x: mixes tokens, routes them, and writes the rows that leave and the residual h
+        counts     tells the expert group how many rows go where            (left out where a dispatch is padded)
+        host       waits for those counts on the host                       (left out with counts)
+        dispatch   sends the rows to the ranks of their experts
+        mlp        runs this rank's experts on the rows that came
+        combine    sends the results back and adds them to h: writes x, which the next layer reads
+
+    The residual is added in combine, not in mlp: the rows that mlp sees belong to tokens of other ranks, and h stays on
+    the rank of its token. So h is among the values that combine reads. Without experts a layer is attn and mlp alone.
+    """
 
     def segments(self) -> Sequence[Segment]:
-        """Its parts, in order."""
+        """Return the layer's parts, in order."""
         ...
+
+
+def reference_forward(layer: Segmented, x: Any) -> dict[str, Any]:
+    """Run a layer's segments one after the other with plain autograd; return the values by name, `x` the output.
+
+    The contract of `Segmented` as code: without cuts, lanes or a pipeline. Exchanges need all ranks of their group.
+    """
+    values = {"x": x}
+    for segment in layer.segments():
+        made = segment.run(*[values[name] for name in segment.reads])
+        values.update(zip(segment.writes, made if isinstance(made, tuple) else (made,), strict=True))
+    return values
 
 
 def is_segmented(module: nn.Module) -> TypeGuard[Segmented]:
