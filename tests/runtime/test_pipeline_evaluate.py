@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import treadle
 from tests.runtime.run.test_layers import Case, batch, one_process, one_rank, own_part, whole_model
 from tests.support.cases import Grads, hold, nearest, own_grads, pipeline, refusal, replica_of
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import (
     chunks_of,
     cut,
@@ -94,7 +95,7 @@ def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) ->
 def evaluate_layers(rank: int, case: Case) -> tuple[list[float], Any]:
     """At the grain of layers, with experts: an evaluation, then what `one_rank` does, then another of its own."""
     mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep")
+        DEVICE_TYPE, (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep")
     )
     schedule, (pp_rank, replica) = case.schedule, divmod(rank, case.dp * case.ep)
     model = whole_model(case)

@@ -23,6 +23,7 @@ from tests.support.cases import (
     schedule_of,
     whole_once,
 )
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import (
     chunks_of,
     make_batch,
@@ -133,9 +134,9 @@ def wrong_mesh(rank: int) -> list[str]:
     del rank
     stages = make_stages(2)
     meshes = [
-        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp")),
-        init_device_mesh("cpu", (2,)),
+        init_device_mesh(DEVICE_TYPE, (2,), mesh_dim_names=("tp",)),
+        init_device_mesh(DEVICE_TYPE, (2, 1), mesh_dim_names=("pp", "tp")),
+        init_device_mesh(DEVICE_TYPE, (2,)),
         make_mesh(2),
     ]
     sizes = [2, 2, 2, 4]
@@ -160,7 +161,7 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
 def dp_before_pp(rank: int) -> tuple[float, Grads]:
     del rank
     schedule = schedule_of("zb-h1", 2, 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "pp"))
     stages = make_stages(2)
     pipe = pipeline(schedule, stages, mesh)
     return float(pipe.step(*make_batch(4, replica_of(mesh)))), own_grads(schedule, mesh, stages)

@@ -106,7 +106,7 @@ def whole_dropout(dp: int, step: int, layers: Sequence[nn.Module]) -> tuple[floa
     losses = []
     for mb, (x, y) in enumerate(cut([float_batch(8, replica) for replica in range(dp)], 8)):
         for number, layer in enumerate(layers):
-            seed_layer(torch.device("cpu"), SEED, step, mb, number, len(layers))
+            seed_layer(torch.get_default_device(), SEED, step, mb, number, len(layers))
             x = layer(x)
         loss = square_loss(x, y)
         (loss / (8 * dp)).backward()  # type: ignore[no-untyped-call]
