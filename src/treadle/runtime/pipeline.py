@@ -242,6 +242,7 @@ class Pipeline:
         says more.
         """
         self._refuse_closed()
+        self.gradients.refuse_mixture(reduce=reduce)
         chosen = self._with_reduce if reduce or self.gradients.group is None else self._without_reduce
         scale = self._scale(num_tokens)
         self._begin(chosen, self.stages, scale)
@@ -250,7 +251,7 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets)
             self._guard.raise_known()
-            self.gradients.begin(reduce=reduce)  # behind all refusals, which leave `.grad` alone
+            self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
                 self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
             self._run(chosen, self.stages)

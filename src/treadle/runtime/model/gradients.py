@@ -95,18 +95,23 @@ class Gradients:
         else:
             total.add_(grad)
 
-    def begin(self, *, reduce: bool) -> None:
+    def refuse_mixture(self, *, reduce: bool) -> None:
+        """Refuses a local step on top of reduced gradients. All ranks call it alike, so none is lost by it."""
+        if reduce or not self.reduced or self.group is None:
+            return
+        if any(p.grad is not None for params in self.params.values() for p in params):
+            raise ValueError(
+                "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
+                "gradients to None first, or reduce only at the last of the steps that are accumulated"
+            )
+
+    def begin(self) -> None:
         """Before a step. What earlier steps left in `.grad` is added to, not reduced a second time."""
         everything = [p for params in self.params.values() for p in params]
         for param, hook in list(self._hooks.items()):
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
                 hook.remove()
                 self._listen(param)
-        if not reduce and self.reduced and self.group is not None and any(p.grad is not None for p in everything):
-            raise ValueError(
-                "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
-                "gradients to None first, or reduce only at the last of the steps that are accumulated"
-            )
         aside = self.reduced and self.group is not None
         for param in everything:
             if param.grad is None:
