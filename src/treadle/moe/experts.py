@@ -21,7 +21,7 @@ class Experts(RankOwned):
         return len(self.up)
 
     def forward(self, rows: Tensor, arriving: list[list[int]]) -> Tensor:
-        """Rows come rank by rank, and of each rank expert by expert, `arriving[rank][expert]` of them."""
+        """Runs the experts on rows sorted by rank and then by expert; `arriving[rank][expert]` rows each."""
         sizes = [size for of_rank in arriving for size in of_rank]
         pieces = list(torch.split(rows, sizes))
         num = len(self)

@@ -43,7 +43,7 @@ class MoELayer(nn.Module):
         self.exchange = make_exchange(exchange, num_experts)
 
     def segments(self) -> Sequence[Segment]:
-        """Its parts, for a pipeline to run when its Program says."""
+        """Returns the segments, which a pipeline runs op by op."""
         counted = [
             exchange("counts", self.exchange.count, reads="routing", writes="routing"),
             exchange("host", self.exchange.wait, reads="routing", writes="routing"),
@@ -57,11 +57,11 @@ class MoELayer(nn.Module):
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        """All of it, in one process or where every rank calls it at once; without the router's loss."""
+        """Runs the whole layer, in one process or called by all ranks at once; drops the router's loss."""
         return self.with_loss(x)[0]
 
     def with_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All of it, and the router's loss."""
+        """Runs the whole layer; returns the output and the router's loss."""
         h, leaving, gates, routing, loss = self.attn(x)
         if self.exchange.counted:
             routing = self.exchange.wait(self.exchange.count(routing))
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         return self.combine(self.mlp(rows, routing), h, gates, routing), loss
 
     def attn(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Routing, Tensor]:
-        """Mixes tokens, chooses their experts, and has them ready to leave."""
+        """Mixes tokens, chooses their experts, and sorts their rows for the dispatch."""
         h = x + self.mixer(self.norm(x))
         flat = self.expert_norm(h).reshape(-1, h.shape[-1])
         gates, routing, loss = self.router(flat)
@@ -81,5 +81,8 @@ class MoELayer(nn.Module):
         return made
 
     def combine(self, made: Tensor, h: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        """What the experts made, back at its tokens and added to them."""
+        """Returns the experts' outputs to their tokens and adds the residual.
+
+        The residual follows combine: it needs the sums.
+        """
         return h + self.exchange.combine(made, gates, routing).reshape(h.shape)

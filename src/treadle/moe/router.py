@@ -1,8 +1,8 @@
 """Routing: which experts each token goes to.
 
-Rows, of which a token has one for each of its experts, are sorted by expert, so that what one rank sends another is a
-run of them, and what an expert gets from one rank is a run of those. Everything a dispatch and its combine need to know
-is in the `Routing`, made anew for each micro-batch.
+A token has one row for each of its experts. Rows are sorted by expert, so the rows from one rank to another are
+contiguous, and so are those for one expert. The `Routing` has everything that a dispatch and its combine need; each
+micro-batch has its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Routing:
-    """Of one micro-batch in one layer. `chosen[t]` are the experts of token t.
+    """The routing of one micro-batch in one layer. `chosen[t]` are the experts of token t.
 
     `order[i]`: the (token, choice) of the i-th row, sorted by expert. `counts[e]`: rows for expert e, of all ranks'
     experts. `arriving`: rows that come from each rank for each of this rank's experts, once that is known, and `rows`
@@ -33,7 +33,7 @@ class Routing:
 
     @property
     def receive(self) -> list[int]:
-        """Rows from each rank."""
+        """Returns the number of rows from each rank."""
         return [sum(of_rank) for of_rank in self.rows]
 
 
@@ -50,7 +50,7 @@ class Router(nn.Module):
         self.num_experts, self.top_k, self.balance = num_experts, top_k, balance
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Routing, Tensor]:
-        """(gates of the chosen experts, the routing, the balance loss) of tokens of shape [number, width]."""
+        """Returns (gates of the chosen experts, routing, balance loss) for tokens of shape [number, width]."""
         probabilities = self.score(tokens).softmax(-1)
         gates, chosen = probabilities.topk(self.top_k, dim=-1)
         gates = gates / gates.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A step's inputs and targets as micro-batches, and the step's loss as all ranks see it."""
+"""Cuts a batch into micro-batches; adds the losses of a step up over all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRIME = 65521  # sums of squares of remainders by it are exact in float64
 
 
 def microbatches(given: Any, num: int, what: str) -> list[Any]:
-    """The micro-batches of a batch: a list, or a tensor that is cut along its first dimension."""
+    """Returns the micro-batches of a batch: a list, or a tensor that is cut along its first dimension."""
     if isinstance(given, Tensor):
         if given.dim() == 0 or given.shape[0] % num or given.shape[0] == 0:
             size = given.shape[0] if given.dim() else "no dimension to cut"
@@ -34,7 +34,7 @@ def microbatches(given: Any, num: int, what: str) -> list[Any]:
 
 
 def targets_of(given: Any, num: int) -> list[Any]:
-    """The targets of each micro-batch; None for each where there are none, as a loss function may ignore them."""
+    """Returns the targets of each micro-batch; None for each if there are none, as a loss function may ignore them."""
     return [None] * num if given is None else microbatches(given, num, "targets")
 
 
@@ -51,11 +51,12 @@ def refuse_graph(given: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to, the same on all ranks but for `losses`, which are those of this pipeline.
+    """The result of a step. All fields but `losses` and `saved` are the same on all ranks.
 
-    `loss`: what `step` returned. `losses[mb]`: each micro-batch's own, unscaled. `finite`: is the loss and every
-    gradient finite, on all ranks. `reduced`: is `.grad` what a single process would have, or this rank's share that a
-    later step with `reduce=True` adds up. `saved`: what this rank's layers saved for backward, where that is counted.
+    `loss`: the number that `step` returned. `losses[mb]`: the unscaled loss of each micro-batch of this pipeline.
+    `finite`: whether the loss and every gradient are finite, on all ranks. `reduced`: whether `.grad` is that of a
+    single process; if not, it is this rank's share, which a later step with `reduce=True` adds up. `saved`: the bytes
+    that this rank's layers saved for backward, where they are counted.
     """
 
     loss: Tensor
@@ -66,9 +67,9 @@ class StepReport:
 
 
 def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
-    """(loss of the global batch, this pipeline's losses, gradients that are not finite, do all ranks scale alike).
+    """Returns (loss of the global batch, losses of this pipeline, number of bad gradients, do all ranks scale alike).
 
-    Sums of float64 in the order of micro-batches, so the loss does not depend on the schedule.
+    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule.
     """
     remainder = float(hash(scale) % _PRIME)
     said = losses.new_tensor([num_bad, 1.0, remainder, remainder**2])

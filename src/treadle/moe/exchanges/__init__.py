@@ -1,4 +1,4 @@
-"""How tokens get to their experts and back: one interface, `TokenExchange`, and its backends.
+"""Sends tokens to their experts and back: one interface, `TokenExchange`, and its backends.
 
 all_to_all   a row for each (token, expert), over torch.distributed; counts go ahead, and the host waits for them
 deepep       a token once to each rank, by DeepEP's kernels, where that is installed; it waits for counts itself
@@ -12,7 +12,7 @@ EXCHANGES: dict[str, MakeExchange] = {"all_to_all": AllToAll, "deepep": DeepEP}
 
 
 def make_exchange(name: str, num_experts: int) -> TokenExchange:
-    """The exchange of one layer."""
+    """Makes the exchange of one layer."""
     if name not in EXCHANGES:
         raise ValueError(f"an exchange is one of {', '.join(EXCHANGES)}, got {name!r}")
     return EXCHANGES[name](num_experts)

@@ -1,4 +1,4 @@
-"""What every backend of an expert exchange does, for one layer. What it did to a micro-batch is in the Routing."""
+"""The interface of expert exchanges, for one layer. The state of a micro-batch is in its Routing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from treadle.moe.router import Routing
 
 
 class TokenExchange(Protocol):
-    """The steps in their order; all but `leaving` are done by the ranks of a group together, and have a backward.
+    """The steps of an exchange, in order. All but `leaving` are collective over the expert group and have a backward.
 
-    Where it is not `counted`, `count` and `wait` are not called, and a layer has no segments for them.
+    If it is not `counted`, `count` and `wait` are not called, and a layer has no segments for them.
     """
 
     counted: bool
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """From [token, width] to what is dispatched."""
+        """Returns the rows to dispatch, from [token, width]."""
         ...
 
     def count(self, routing: Routing) -> Routing:
@@ -30,11 +30,11 @@ class TokenExchange(Protocol):
         ...
 
     def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
-        """(rows for this rank's experts, the gates that `combine` wants, the routing with `rows` filled in)."""
+        """Returns (rows for this rank's experts, the gates for `combine`, the routing with `rows` filled in)."""
         ...
 
     def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        """From what the experts made of the rows to [token, width]: of each token the sum, weighted by its gates."""
+        """Returns [token, width]: for each token the sum of its experts' outputs, weighted by its gates."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Where a backward starts, without what it starts from: the tensor itself can go."""
+"""The autograd edge at which a backward starts. The tensor itself can be freed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """As `get_gradient_edge`, which takes longer than a small layer's forward; only Python's nodes need its care."""
+    """Returns a tensor's gradient edge. torch's own function is slower than a small layer; only Python nodes need it."""
     node = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

@@ -1,10 +1,10 @@
 """The exchange of rows between the ranks of an expert group, as autograd sees it.
 
-An `Exchange` belongs to a layer but has no state of a micro-batch: what a dispatch did goes from segment to segment as
-a value. Without a group, or in a group of one, rows stay where they are.
+An `Exchange` belongs to a layer and has no state of a micro-batch: the record of a dispatch goes from segment to
+segment as a value. Without a group, or in a group of one, rows stay where they are.
 
-A checkpoint must not span an exchange: what it computes again in backward would be sent again, at a moment when other
-ranks are at something else. Inside a segment that computes it is free to.
+A checkpoint must not span an exchange: its recomputation in backward would send rows again, at a moment when other
+ranks run other ops. A checkpoint inside a compute segment is free to recompute.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _NOT_IN_BACKWARD = -1
 
 
 class ExchangeError(TreadleError, RuntimeError):
-    """What a wait for the other ranks of the group raised, in its words: none of this rank's own making."""
+    """A wait for other ranks of the expert group failed. It has the words of the wait's own error."""
 
 
 class RankOwned(nn.Module):
-    """A module whose parameters no other rank of its expert group has; their gradients meet only those of the same."""
+    """A module whose parameters no other rank of its expert group has.
+
+    Only ranks with the same experts sum their gradients.
+    """
 
 
 class EpGroupModule(nn.Module):
-    """A module that talks to the ranks of an expert group. A Pipeline gives it the group, before its first step."""
+    """A module that communicates over an expert group. A Pipeline gives it the group before its first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,17 +40,17 @@ class EpGroupModule(nn.Module):
         self.shared: dict[Any, Any] = {}
 
     def join(self, ep_group: Group, shared: dict[Any, Any]) -> None:
-        """Gets the group, and a place for what all that talk to it have in common."""
+        """Takes the group, and a dict that all modules of the group share."""
         self.ep_group, self.shared = ep_group, shared
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Returns the number of ranks of the group."""
         return len(self.ep_group.ranks) if self.ep_group is not None else 1
 
 
 class _Swap(torch.autograd.Function):
-    """Rows to their ranks; in backward their gradients go the way back."""
+    """Sends rows to their ranks; its backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ep_group: Group, send: list[int], receive: list[int]) -> Tensor:
@@ -63,7 +66,7 @@ class Exchange(EpGroupModule):
     """Moves rows between the ranks of an expert group."""
 
     def counts(self, counts: Tensor) -> Tensor:
-        """From how many rows go to each part of each rank, to how many come for each part of this one, from each."""
+        """Exchanges row counts. Takes rows for each expert of all ranks; returns rows from each rank for each own expert."""
         if self.ep_group is None:
             return counts
         refuse_in_backward("an exchange of counts")
@@ -71,7 +74,7 @@ class Exchange(EpGroupModule):
         return _swap(self.ep_group, counts.reshape(-1), each, each)
 
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Rows to their ranks, with gradients."""
+        """Sends `send[r]` rows to each rank r and receives `receive[r]`; gradients go the way back."""
         if self.ep_group is None:
             return rows
         refuse_in_backward("an exchange of rows")
@@ -80,7 +83,7 @@ class Exchange(EpGroupModule):
 
 
 def refuse_in_backward(what: str) -> None:
-    """Refuses the forward of an exchange while a backward runs: it is being computed again."""
+    """Refuses the forward of an exchange during a backward: a checkpoint is recomputing it."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
         raise ValueError(
             f"{what} is computed again in backward: a checkpoint spans it, and what ranks have exchanged they must not "

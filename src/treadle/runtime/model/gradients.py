@@ -1,8 +1,7 @@
-"""Gradients of a rank's parameters: summed over micro-batches here, over replicas by reductions, and then in `.grad`.
+"""Sums the gradients of a rank's parameters over micro-batches, reduces them over replicas, and puts them into `.grad`.
 
-Parameters of two bytes have their gradients summed in float32. What a reduction adds up is one flat tensor a chunk
-and type, with a flag for each parameter behind it: one that no replica used keeps `.grad` None, as it would in a
-single process.
+Gradients of two-byte parameters are summed in float32. A reduction sums one flat tensor for each chunk and dtype, with
+a flag for each parameter behind it: a parameter that no replica used keeps `.grad` None, as in a single process.
 """
 
 from __future__ import annotations
@@ -64,18 +63,18 @@ class Gradients:
         self.reduced = True
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def _listen(self, param: nn.Parameter) -> None:
-        """Takes each gradient of a parameter into its sum, after all that others' hooks do with it."""
+        """Adds each gradient of a parameter to its float32 sum, behind all other hooks."""
         hook = param.register_post_accumulate_grad_hook(self._into_sum)  # type: ignore[no-untyped-call]
         self._hooks[param] = hook
 
     def add(self, param: Tensor, grad: Tensor) -> None:
-        """One more contribution from a weight half."""
+        """Adds a weight gradient that ran apart from its input gradient."""
         if param.dtype in _LOW:
             self._add_to_sum(param, grad)
         elif param.grad is None:
@@ -106,7 +105,10 @@ class Gradients:
             )
 
     def begin(self) -> None:
-        """Before a step. What earlier steps left in `.grad` is added to, not reduced a second time."""
+        """Begins a step.
+
+        It adds to the gradients that earlier steps left in `.grad`, and does not reduce those again.
+        """
         everything = [p for params in self.params.values() for p in params]
         for param, hook in list(self._hooks.items()):
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
@@ -123,14 +125,14 @@ class Gradients:
         self._rounded.clear()
 
     def _resume(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Goes on with the sum that `.grad` was rounded from, unless the user changed `.grad` since."""
+        """Continues the float32 sum that `.grad` was rounded from, unless the user changed `.grad` since."""
         shown, version = self._rounded.get(param, (None, -1))
         if shown is not grad or version != grad._version:
             self._sums[param] = grad.float()
         param.grad = None
 
     def gather(self, chunk: int) -> None:
-        """Puts a chunk's gradients side by side, for their reduction."""
+        """Copies the gradients of a chunk into the flat tensor that is reduced."""
         self._flights[chunk] = []
         alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for param in self.params[chunk]:
@@ -165,7 +167,7 @@ class Gradients:
             self._land(flight)
 
     def finish(self, *, reduce: bool) -> None:
-        """After a step: what was summed elsewhere, or held back before, is put into `.grad`."""
+        """Ends a step: puts float32 sums, and gradients held back before, into `.grad`."""
         self.reduced = reduce or self.group is None
         for param, total in self._sums.items():
             before = self._held.pop(param, None)
@@ -189,7 +191,7 @@ class Gradients:
             at += size
 
     def num_bad(self) -> int:
-        """Parameters whose gradient is not finite."""
+        """Returns how many parameters have a gradient that is not finite."""
         grads = [p.grad for params in self.params.values() for p in params if p.grad is not None]
         grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         grads = [grad for grad in grads if grad.numel()]

@@ -1,9 +1,9 @@
-"""One chunk of a rank at the grain of layers: what each op of the Program does to a micro-batch.
+"""Runs the ops of one chunk at layer granularity on a micro-batch.
 
 The chunk is an `nn.Sequential`: layers that name their segments, on the first stage perhaps plain modules before them
 (the embedding), on the last plain modules behind them (the head). The embedding is an op of its own, and so is the head
-with the loss: all that computes runs on the compute lane, in one thread, and so whatever computing touches (weight
-halves, gradients, the random generator) has one owner.
+with the loss: all computation runs on the compute lane, in one thread, so the state it touches (deferred weight
+gradients, gradients, the random generator) has one owner.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AUX_LOSS = "aux_loss"
 
 
 class _Passage:
-    """A micro-batch on its way through a chunk: values for segments to come, cuts for backwards to come."""
+    """The state of a micro-batch in a chunk: values that later segments read, cuts that later backwards start from."""
 
     def __init__(self) -> None:
         self.values: dict[str, Value] = {}
@@ -63,8 +63,8 @@ class _Passage:
 class LayeredStage(Chunk):
     """A chunk whose layers run op by op.
 
-    `deferred` are the backward ops whose weight halves are ops of their own. What is saved goes through the `store`,
-    where there is one.
+    `deferred` are the backward ops whose weight gradients are ops of their own. Saved tensors go through the `store` if
+    there is one.
     """
 
     deferred: tuple[OpKind, ...] = ()
@@ -85,11 +85,11 @@ class LayeredStage(Chunk):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the chunk."""
+        """Returns the number of layers of the chunk."""
         return len(self.plans)
 
     def begin_step(self, scale: Tensor) -> None:
-        """Besides, forgets what was on its way, and finds out whether autocast is on, which only this thread knows."""
+        """Also drops unfinished micro-batches, and notes whether autocast is on, which only this thread knows."""
         super().begin_step(scale)
         self._passing.clear()
         kind = scale.device.type
@@ -97,7 +97,7 @@ class LayeredStage(Chunk):
         self._autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
 
     def run(self, kind: OpKind, mb: int, layer: int, add: AddGradient) -> None:
-        """One op."""
+        """Runs one op."""
         if kind in COPIES:
             self._copy(kind, mb, layer)
             return
@@ -112,7 +112,7 @@ class LayeredStage(Chunk):
         self._leave(kind, mb, layer)
 
     def _precision(self, kind: OpKind) -> AbstractContextManager[Any]:
-        """A forward has the caller's autocast, in whatever thread it runs; all else the precision of its forward."""
+        """Sets an op's precision: a forward has the caller's autocast in any thread, a backward that of its forward."""
         if self._autocast is None:
             return nullcontext()
         device, dtype = self._autocast
@@ -167,7 +167,7 @@ class LayeredStage(Chunk):
                 self._exit(mb, passage.last)
 
     def _refuse_parameters(self, name: str, layer: int, cut: Cut) -> None:
-        """An exchange runs beside computation: a gradient that both add to would depend on who comes first."""
+        """Refuses parameters in an exchange: it runs beside computation, and the sum of their gradients would be a race."""
         used = leaves_of(cut)
         for parameter, p in self.plans[layer].module.named_parameters():
             if any(p is leaf for leaf in used):
@@ -177,7 +177,7 @@ class LayeredStage(Chunk):
                 )
 
     def _seed(self, name: str, mb: int, layer: int) -> None:
-        """Computation starts from a seed of its own; exchanges run beside it and draw nothing."""
+        """Seeds a compute segment. Exchanges run beside computation and draw no random numbers."""
         if self.seeds is None or name in EXCHANGE:
             return
         if name == "embed":
@@ -193,13 +193,13 @@ class LayeredStage(Chunk):
         passage.first = passage.values["x"] = Value(x, x.requires_grad)
 
     def _exit(self, mb: int, out: Value) -> None:
-        """What the last layer made is to be sent."""
+        """Puts the output of the last layer where its send finds it."""
         self._check(mb, out)
         self.at(mb).put_outputs((out.thing,))
         out.thing = None
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
-        """The head and the loss, from what the last layer made."""
+        """Runs the head and the loss on the output of the last layer."""
         out, target, loss_fn, head = passage.last, self.at(mb).take_target(), self.loss_fn, self._head
         assert out is not None
         assert loss_fn is not None
@@ -211,14 +211,14 @@ class LayeredStage(Chunk):
         self._own_loss(mb, values["loss"])
 
     def _check(self, mb: int, out: Value) -> None:
-        """What layers hand on is one tensor, in the shape of the first."""
+        """Checks that a layer hands on one tensor, in the shape of the first micro-batch."""
         if not isinstance(out.thing, Tensor):
             got = type(out.thing).__name__
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
         self.keep_shape(mb, (out.thing.detach().requires_grad_(out.needs_grad),))
 
     def _own_loss(self, mb: int, value: Value) -> None:
-        """A loss starts its own gradient, and is added to the micro-batch's."""
+        """Starts the gradient of a layer's own loss, and adds the loss to the micro-batch's."""
         loss: Tensor = value.thing
         check_losses((loss,))
         if value.needs_grad:
@@ -240,7 +240,7 @@ class LayeredStage(Chunk):
                 self.store.hold_halves((self.number, mb, layer), name, halves)
 
     def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
-        """Behind the last of a micro-batch's backward its input gradient is to be sent, and its passage may be over."""
+        """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs."""
         passage = self._passing[mb]
         if kind is OpKind.ATTN_B and layer == 0:
             first = passage.first
@@ -251,7 +251,7 @@ class LayeredStage(Chunk):
 
 
 def parts_of(module: nn.Module, number: int) -> tuple[list[nn.Module], list[Any], list[nn.Module]]:
-    """(what comes before the layers, the layers, what comes behind)."""
+    """Returns (modules before the layers, the layers, modules behind them)."""
     children = list(module) if isinstance(module, nn.Sequential) else [module]
     named = [is_segmented(child) for child in children]
     if not any(named):
@@ -266,10 +266,10 @@ def parts_of(module: nn.Module, number: int) -> tuple[list[nn.Module], list[Any]
 
 
 def has_embedding(module: nn.Module) -> bool:
-    """Does a stage have plain modules before layers that name their segments."""
+    """Returns whether a stage has plain modules before its segmented layers."""
     return is_layered(module) and isinstance(module, nn.Sequential) and not is_segmented(module[0])
 
 
 def is_layered(module: nn.Module) -> bool:
-    """Does a stage have layers that name their segments."""
+    """Returns whether a stage has layers that name their segments."""
     return any(is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module]))

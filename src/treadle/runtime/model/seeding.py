@@ -1,7 +1,7 @@
-"""Randomness that does not depend on the schedule: each layer starts each micro-batch from a seed of its own.
+"""Makes randomness independent of the schedule: each layer starts each micro-batch from a seed of its own.
 
 The seed is made of (seed, step, micro-batch, layer), where layers are numbered along the model and micro-batches over
-the global batch. So dropout drops the same whether a model runs in one process or in any pipeline, in any order.
+the global batch. So dropout drops the same elements in one process and in any pipeline, in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A number for a step, far from that of the next (splitmix64)."""
+    """Returns a number for a step, far from that of the next step (splitmix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + step + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
@@ -25,19 +25,19 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def layer_seed(base: int, mb: int, layer: int, num_layers: int) -> int:
-    """What a layer of a micro-batch starts from, in the step whose number is `base`."""
+    """Returns the seed of a layer for a micro-batch, in the step with the number `base`."""
     return base + mb * num_layers + layer
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a stage: the children of an `nn.Sequential` that nobody listens to, or the module itself."""
+    """Returns the layers of a stage: the children of an `nn.Sequential` without hooks, or the module itself."""
     if type(module) is not nn.Sequential or len(module) == 0 or module._forward_pre_hooks or module._forward_hooks:
         return [module]
     return list(module)
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Can a layer use randomness. torch's own modules tell by what they hold; of any other module it is not known."""
+    """Returns whether a layer may draw random numbers: torch's modules by their type, any other module always."""
     for part in layer.modules():
         if not type(part).__module__.startswith("torch.nn.modules."):
             return True
@@ -47,7 +47,7 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that random ops on this device take by default."""
+    """Returns the generator that random ops on this device use by default."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
@@ -85,7 +85,7 @@ class Seeds:
         return x
 
     def begin_segment(self, mb: int, layer: int, part: int) -> None:
-        """What runs now is this part of a layer; the first part starts where the whole layer would."""
+        """Seeds a segment of a layer. The first segment starts from the seed of the whole layer."""
         self._mb = mb
         self._start(layer, part << 48)
 
@@ -95,5 +95,5 @@ class Seeds:
 
 
 def seed_layer(device: torch.device, seed: int, step: int, mb: int, layer: int, num_layers: int) -> None:
-    """What a pipeline does before a layer of a micro-batch, for a run without one to be compared with."""
+    """Seeds as a pipeline does before a layer of a micro-batch, so that a plain run can be compared with it."""
     generator_of(device).manual_seed(layer_seed(step_seed(seed, step), mb, layer, num_layers) & _MASK)

@@ -30,7 +30,7 @@ class StageOutput(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a backward needs of its forward, besides what autograd saved."""
+    """The state that a backward needs of its forward, besides autograd's saved tensors."""
 
     inputs: Tensors
     roots: tuple[GradientEdge, ...]
@@ -50,7 +50,7 @@ class Stage(Chunk):
         self._autocast: str | None = None
 
     def begin_step(self, scale: Tensor) -> None:
-        """Besides, finds out whether autocast is on."""
+        """Also notes whether autocast is on."""
         super().begin_step(scale)
         self._kept.clear()
         self._halves_of.clear()
@@ -101,7 +101,7 @@ class Stage(Chunk):
             self.at(mb).add_loss(loss)
 
     def _check(self, mb: int, outputs: Tensors) -> None:
-        """What a stage returns is tensors, in the shape of the first."""
+        """Checks that a stage returns tensors, in the shapes of the first micro-batch."""
         for output in outputs:
             if not isinstance(output, Tensor):
                 raise ValueError(
@@ -129,22 +129,22 @@ class Stage(Chunk):
         self.at(mb).put_input_grads(tuple([x.grad for x in inputs if x.requires_grad]))
 
     def _grads(self, mb: int) -> Grads:
-        """The gradients of the outputs; None for those that nobody read."""
+        """Returns the gradients of the outputs; None for outputs that nobody read."""
         return self.at(mb).take_output_grads() if self.loss_fn is None else ()
 
     def input_half(self, mb: int) -> None:
-        """I: as B, but the linears' weight gradients are put off."""
+        """I: as B, but defers the linears' weight gradients."""
         assert self.halves is not None
         self.halves.open()
         self.backward(mb)
         self._halves_of[mb] = self.halves.close()
 
     def halves_of(self, mb: int) -> list[WeightGrad]:
-        """What a weight half has yet to do."""
+        """Returns the deferred weight gradients of a micro-batch."""
         return self._halves_of[mb]
 
     def weight_half(self, mb: int, add: AddGradient) -> None:
-        """W: the weight gradients that were put off."""
+        """W: runs the deferred weight gradients."""
         kind = self._autocast
         with torch.autocast(kind, enabled=False) if kind is not None else nullcontext():
             for half in self._halves_of.pop(mb):

@@ -1,10 +1,9 @@
-"""Weight halves as closures: a linear's input gradient now, its weight gradient when the schedule says.
+"""Runs a linear's weight gradient apart: its input gradient in I, its weight gradient when the schedule has W.
 
-While an input half runs, each `nn.Linear` of the chunk computes only the gradient of its input, and puts aside what
-the other half needs: its own input and the gradient of its output. The weight half multiplies the two. No graph is
-kept or walked for it, and nothing else that autograd saved stays alive in between. All other parameters (norms,
-embeddings, what custom modules own) get their gradients in the input half, so gradients never depend on how much
-could be put off.
+During I each `nn.Linear` of the chunk computes only the gradient of its input, and queues its input and the gradient of
+its output. W multiplies the two. No graph is kept or walked for W, and nothing else that autograd saved stays alive in
+between. All other parameters (norms, embeddings, parameters of custom modules) get their gradients in I, so gradients
+never depend on how many could be deferred.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ AddGradient = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """What the weight half of one linear needs."""
+    """A deferred weight gradient of one linear: its input and its output gradient."""
 
     linear: nn.Linear
     x: Tensor
@@ -32,11 +31,11 @@ class WeightGrad:
 
     @property
     def size_bytes(self) -> int:
-        """What it keeps alive."""
+        """Returns the bytes that it keeps alive."""
         return self.x.nbytes + self.grad.nbytes
 
     def run(self, add: AddGradient) -> None:
-        """Makes the weight's gradient, and the bias's."""
+        """Computes the gradients of weight and bias."""
         grad, x = self.grad.flatten(0, -2), self.x.flatten(0, -2)
         if self.linear.weight.requires_grad:
             add(self.linear.weight, grad.t() @ x)
@@ -45,23 +44,26 @@ class WeightGrad:
 
 
 class WeightGradQueue:
-    """Where the linears of one chunk put their weight halves; closed, they run with the rest of the backward."""
+    """The deferred weight gradients of one chunk.
+
+    While the queue is closed, weight gradients run with the rest of the backward.
+    """
 
     def __init__(self) -> None:
         self._open: list[WeightGrad] | None = None
 
     def open(self) -> None:
-        """From here on weight halves are put aside."""
+        """Opens the queue: weight gradients are deferred from here on."""
         self._open = []
 
     def close(self) -> list[WeightGrad]:
-        """What was put aside since `open`."""
+        """Closes the queue and returns the weight gradients deferred since `open`."""
         halves, self._open = self._open, None
         assert halves is not None, "closed without being opened"
         return halves
 
     def take(self, linear: nn.Linear, x: Tensor, grad: Tensor) -> bool:
-        """Puts a weight half aside, if it is open."""
+        """Defers a weight gradient if the queue is open; returns whether it did."""
         if self._open is None:
             return False
         self._open.append(WeightGrad(linear, x.detach(), grad))  # the graph behind x would stay alive with it
@@ -69,7 +71,7 @@ class WeightGradQueue:
 
 
 def _as_it_is(x: Tensor) -> AbstractContextManager[Any]:
-    """No autocast: what precision a linear has was settled before it."""
+    """Turns autocast off: the caller has chosen the precision of the linear already."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -101,14 +103,14 @@ class _Linear(torch.autograd.Function):
 
 
 class SplitForward:
-    """Stands in for a linear's `forward`. Where nothing trains it is the plain one."""
+    """Replaces a linear's `forward`. Without gradients it is the plain one."""
 
     def __init__(self, linear: nn.Linear, halves: WeightGradQueue) -> None:
         self.linear, self.halves = linear, halves
         self._num_hooks = _num_hooks(linear)
 
     def __call__(self, input: Tensor) -> Tensor:
-        """The linear's output, in autocast's precision if that is on."""
+        """Returns the linear's output, in autocast's precision if autocast is on."""
         linear, weight, bias = self.linear, self.linear.weight, self.linear.bias
         if not torch.is_grad_enabled() or input.dim() < 2 or _num_hooks(linear) != self._num_hooks:
             return functional.linear(input, weight, bias)  # autograd tells hooks that were put on the parameters since
@@ -126,7 +128,7 @@ class SplitForward:
 
 @dataclass(frozen=True)
 class WeightGradSplit:
-    """How much of a chunk's backward can run apart. `why` says what stands against it, if all does."""
+    """How many weight gradients of a chunk can run apart. `why` is the reason if none can."""
 
     num_params: int
     num_deferred: int
@@ -135,7 +137,7 @@ class WeightGradSplit:
 
     @property
     def possible(self) -> bool:
-        """Has it a weight half at all."""
+        """Returns whether any weight gradient can run apart."""
         return self.why is None
 
     def __str__(self) -> str:
@@ -145,7 +147,7 @@ class WeightGradSplit:
 
 
 def examine(module: nn.Module) -> WeightGradSplit:
-    """Can the weight half of this module's backward run apart, and for how many of its parameters."""
+    """Returns whether weight gradients of this module can run apart, and for how many of its parameters."""
     params = {p for p in module.parameters() if p.requires_grad}
     linears = tuple(_linears(module))
     deferred = {p for linear in linears for p in linear.parameters(recurse=False) if p.requires_grad}
@@ -154,20 +156,20 @@ def examine(module: nn.Module) -> WeightGradSplit:
 
 
 def apply(linears: Sequence[nn.Linear], halves: WeightGradQueue) -> None:
-    """Lets linears put their weight halves into `halves`."""
+    """Lets linears put their weight gradients into the queue `halves`."""
     for linear in linears:
         linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]
 
 
 def restore(module: nn.Module) -> None:
-    """Gives the linears their own `forward` back."""
+    """Restores the linears' own `forward`."""
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), SplitForward):
             del part.__dict__["forward"]
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    """Exactly `nn.Linear`: a subclass, or one that was changed, may compute something else, or be told of gradients."""
+    """Yields modules that are exactly `nn.Linear`: a subclass or a changed one may compute something else."""
     for part in module.modules():
         own = part.__dict__.get("forward")
         if type(part) is not nn.Linear or not (own is None or isinstance(own, SplitForward)):
@@ -183,7 +185,7 @@ def _has_hooks(param: Tensor) -> bool:
 
 
 def _num_hooks(linear: nn.Linear) -> int:
-    """How many listen to the gradients of a linear's parameters; float32 sums do from the start."""
+    """Returns the number of gradient hooks on a linear's parameters; float32 sums have one from the start."""
     return sum(
         len(hooks)
         for param in (linear.weight, linear.bias)

@@ -1,6 +1,6 @@
-"""What autograd saves between forward and backward: counted, and moved to the host and back where the Program says.
+"""Counts the tensors that autograd saves for backward, and offloads them where the Program says so.
 
-`SavedTensors` is what saved tensors go through, `pool` where they wait on the host, `LiveBytes` counts bytes alive.
+`SavedTensors` takes saved tensors, `pool` has the host's memory for them, `LiveBytes` counts bytes alive.
 """
 
 from treadle.runtime.model.saved.live_bytes import LiveBytes

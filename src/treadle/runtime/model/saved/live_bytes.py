@@ -1,4 +1,4 @@
-"""How many bytes of saved tensors are alive on the device."""
+"""Counts the bytes of saved tensors that are alive on the device."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class LiveBytes:
 
     @property
     def live_bytes(self) -> int:
-        """What is held now."""
+        """Returns the bytes alive now."""
         with self._lock:
             self._settle()
             return self._live
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once since `begin`."""
+        """Returns the most bytes alive at once since `begin`."""
         return self._peak
 
     def begin(self) -> None:
-        """A new peak from here on."""
+        """Starts a new peak."""
         self._peak = self.live_bytes
 
     def hold(self, tensor: Tensor) -> int:
-        """One more holds this tensor's storage; what to `release` it by."""
+        """Adds a holder of this tensor's storage; returns the key for `release`."""
         storage = tensor.untyped_storage()
         address, size_bytes = storage.data_ptr(), storage.nbytes()
         with self._lock:
@@ -52,7 +52,7 @@ class LiveBytes:
         return address
 
     def release(self, address: int, size_bytes: int) -> None:
-        """One holder less. The storage is still alive."""
+        """Removes a holder. The storage must still be alive."""
         self._released.append((address, size_bytes))
 
     def _settle(self) -> None:

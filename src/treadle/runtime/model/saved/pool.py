@@ -1,7 +1,7 @@
-"""Where saved tensors wait on the host: pieces of memory that are taken, given back and used again.
+"""Host memory for offloaded tensors: blocks that are taken, given back and reused.
 
 Sizes are rounded up to classes an eighth of a power of two apart, so that micro-batches whose sizes differ a little (a
-router's do) share pieces, and the pool stops growing after the first steps.
+router's do) share blocks, and the pool stops growing after the first steps.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class HostBlock(NamedTuple):
 
 
 class Pool(Protocol):
-    """Takes and gives pieces. Used by one lane that takes and one that gives back."""
+    """A pool of blocks. One lane takes blocks, one lane gives them back."""
 
     size_bytes: int
     """All memory it has."""
 
     def take(self, size_bytes: int) -> Tensor:
-        """A piece with room for so many bytes; on a GPU, the current stream may write to it."""
+        """Returns a block with room for so many bytes. On a GPU the current stream may write to it."""
         ...
 
     def give_back(self, room: Tensor) -> None:
-        """A piece nobody needs any more, once what the current stream has been told so far is done."""
+        """Returns a block to the pool; it becomes reusable when all work queued on the current stream has finished."""
         ...
 
 
 def size_class(size_bytes: int) -> int:
-    """The size of the piece for so many bytes."""
+    """Returns the size of the block for so many bytes."""
     if size_bytes <= _SMALLEST:
         return _SMALLEST
     step = 1 << ((size_bytes - 1).bit_length() - 4)
@@ -62,7 +62,7 @@ class FilePool:
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> Tensor:
-        """A piece used before, or a new one."""
+        """Returns a used block of the size class, or a new one."""
         size = size_class(size_bytes)
         free = self._free[size]
         if free:
@@ -73,7 +73,7 @@ class FilePool:
         return room
 
     def give_back(self, room: Tensor) -> None:
-        """For the next one of its size."""
+        """Keeps the block for the next tensor of its size class."""
         self._free[len(room)].append(room)
 
     def _grow(self, size: int) -> None:
@@ -91,7 +91,7 @@ class PinnedPool:
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> Tensor:
-        """A piece used before, once it has been read, or a new one."""
+        """Returns a used block whose last copy has been read, or a new one."""
         size = size_class(size_bytes)
         free = self._free[size]
         if free:
@@ -103,12 +103,12 @@ class PinnedPool:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def give_back(self, room: Tensor) -> None:
-        """Whoever takes it next waits for what the current stream is still reading."""
+        """Keeps the block with an event: its next taker waits for the reads queued on the current stream."""
         read: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record(torch.cuda.current_stream())
         self._free[len(room)].append(HostBlock(room, read))
 
 
 def pool_for(device: torch.device, directory: Path | None) -> Pool:
-    """Pinned memory beside a GPU, a file beside a CPU."""
+    """Returns a pool of pinned memory for a GPU, of a file for a CPU."""
     return PinnedPool() if device.type == "cuda" else FilePool(directory)

@@ -1,8 +1,8 @@
-"""What autograd saves goes through here, so that it can be counted, and be away between forward and backward.
+"""Takes the tensors that autograd saves, to count them and to offload them between forward and backward.
 
-Saved tensors are kept by storage, each once for a (chunk, micro-batch, layer), with views of it as handles; what
-autograd holds is only the handles. The input of each linear comes the same way, so what a weight half will need is
-away too until its backward. Parameters, buffers and the batch are never packed: they stay where they are.
+Each storage is kept once for a (chunk, micro-batch, layer); autograd holds only handles, which are views of it. The
+input of each linear comes the same way, so the inputs of deferred weight gradients are offloaded too until their
+backward. Parameters, buffers and the batch are never packed: they stay where they are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Key: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SavedReport:
-    """What a step saved, in bytes, on this rank.
+    """The bytes that a step saved on this rank.
 
-    `peak`: the most alive at once, with what weight halves hold. `parts`: what a forward saved in the mean, by the
-    part of a layer that did. `kept`: what weight halves held after the backward (inputs and output gradients
-    of linears), as a fraction of it. `moved`: copied to
-    the host. `pool`: what the host's pool has come to.
+    `peak`: the most alive at once, with those of deferred weight gradients. `parts`: the mean that a forward saved, by
+    part of a layer. `kept`: the inputs and output gradients of linears that deferred weight gradients held after the
+    backward, as a fraction of what the part saved. `moved`: the bytes copied to the host. `pool`: the size of the
+    host's pool.
     """
 
     peak: int
@@ -57,7 +57,7 @@ class SavedReport:
 
 
 class Saved:
-    """One storage that autograd saved: here, or in a piece of the pool."""
+    """One storage that autograd saved: on the device, or in a block of the pool."""
 
     __slots__ = ("__weakref__", "_address", "_live", "_pool", "_version", "device", "room", "size_bytes", "tensor")
 
@@ -71,7 +71,7 @@ class Saved:
         self._address = live.hold(tensor)
 
     def storage(self) -> torch.UntypedStorage:
-        """The bytes, which are here."""
+        """Returns the storage, which is on the device."""
         assert self.tensor is not None, "the verifier has seen that an onload comes before every reader"
         if self.tensor._version != self._version:
             raise RuntimeError(
@@ -83,7 +83,7 @@ class Saved:
         return self.tensor.untyped_storage()
 
     def leave(self, pool: Pool) -> None:
-        """Copies the bytes into the pool, and lets them go here."""
+        """Copies the bytes into the pool, and frees them on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage())
         self.room, self._pool = pool.take(self.size_bytes), pool
         self.room[: self.size_bytes].copy_(flat, non_blocking=True)
@@ -91,7 +91,7 @@ class Saved:
         self.tensor = None
 
     def come_back(self) -> None:
-        """The bytes are here again, in a storage of their own."""
+        """Copies the bytes back into a new storage on the device."""
         assert self.room is not None
         assert self._pool is not None
         flat = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
@@ -118,20 +118,20 @@ class Handle:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """The tensor, as it was."""
+        """Returns the tensor as it was saved."""
         empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
         return empty.set_(self.saved.storage(), self.offset, self.size, self.stride)
 
 
 class Shelf:
-    """What one layer of one micro-batch saved. Handles keep it alive; the shelf only knows where it is."""
+    """The storages that one layer of one micro-batch saved. Handles keep them alive; the shelf only finds them."""
 
     def __init__(self) -> None:
         self._by_address: dict[int, weakref.ref[Saved]] = {}
         self._all: list[weakref.ref[Saved]] = []
 
     def place(self, tensor: Tensor, live: LiveBytes) -> tuple[Saved, bool]:
-        """Where a tensor's storage is kept, and whether it is new there."""
+        """Returns the entry of a tensor's storage, and whether it is new."""
         address = tensor.untyped_storage().data_ptr()
         known = self._by_address.get(address)
         saved = known() if known is not None else None
@@ -143,12 +143,12 @@ class Shelf:
         return saved, True
 
     def alive(self) -> list[Saved]:
-        """What backward has not given up yet."""
+        """Returns the storages that backward has not released yet."""
         return [saved for saved in (known() for known in self._all) if saved is not None]
 
 
 class SavedTensors:
-    """All that a rank's layers save. With a pool it can be offloaded; without, it is only counted."""
+    """The saved tensors of a rank's layers. With a pool they can be offloaded; without one they are only counted."""
 
     def __init__(self, modules: Iterable[nn.Module], pool: Pool | None) -> None:
         self.pool, self.live = pool, LiveBytes()
@@ -161,9 +161,9 @@ class SavedTensors:
         self._kept = self._moved = 0
 
     def begin(self, given: Iterable[Any] = ()) -> None:
-        """A step: forgets what one that failed left, and looks where the parameters are now.
+        """Begins a step: drops the leftovers of a failed one, and notes where the parameters are.
 
-        What is `given` from outside, a batch, somebody else keeps alive; and micro-batches are views of all of it.
+        The caller keeps `given` tensors, a batch, alive; micro-batches are views of all of it, so they are not counted.
         """
         held = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
         held += [t for t in tree_leaves(list(given)) if isinstance(t, Tensor)]
@@ -178,7 +178,7 @@ class SavedTensors:
     # -- a forward ---------------------------------------------------------------------------------------------------
 
     def saving(self, key: Key, part: str) -> AbstractContextManager[Any]:
-        """While a part of a layer runs forward: what it saves is kept here."""
+        """Takes what a part of a layer saves while it runs forward."""
         shelf = self._shelves.setdefault(key, Shelf())
         self._layers.setdefault(part, set()).add(key)
 
@@ -195,21 +195,21 @@ class SavedTensors:
     # -- between -----------------------------------------------------------------------------------------------------
 
     def offload(self, key: Key) -> None:
-        """A layer's leave for the host."""
+        """Copies the storages of a layer to the host."""
         assert self.pool is not None
         for saved in self._shelves[key].alive():
             saved.leave(self.pool)
             self._moved += saved.size_bytes
 
     def onload(self, key: Key) -> None:
-        """They are back."""
+        """Copies them back."""
         for saved in self._shelves[key].alive():
             saved.come_back()
 
     # -- weight halves -----------------------------------------------------------------------------------------------
 
     def hold_halves(self, key: Key, part: str, halves: list[WeightGrad]) -> None:
-        """Counts what weight halves keep until they run."""
+        """Counts the tensors that deferred weight gradients keep until they run."""
         held = [(self.live.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
         self._halves[key, part] = held
         self._kept += sum(
@@ -217,14 +217,14 @@ class SavedTensors:
         )
 
     def drop_halves(self, key: Key, part: str) -> None:
-        """They have run."""
+        """Releases them after they have run."""
         for address, size_bytes in self._halves.pop((key, part)):
             self.live.release(address, size_bytes)
 
     # -- what it came to ---------------------------------------------------------------------------------------------
 
     def report(self) -> SavedReport:
-        """Of the last step."""
+        """Returns the report of the last step."""
         total = sum(self._bytes.values())
         return SavedReport(
             peak=self.live.peak_bytes,
@@ -241,6 +241,6 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Is it plain memory: not a sparse, wrapped or meta tensor, and not empty."""
+    """Returns whether a tensor has plain memory: it is not sparse, wrapped, meta or empty."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.device.type != "meta"
     return plain and tensor.untyped_storage().nbytes() > 0

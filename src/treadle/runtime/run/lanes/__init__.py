@@ -1,11 +1,11 @@
-"""Lanes: in-order queues on which ops run, each as soon as what it waits for has ended.
+"""Lanes are in-order queues. An op runs when the ops that it waits for have ended.
 
-One small interface, `Lanes`: launch this on a lane after those ops. Backends:
+The interface is `Lanes`: launch this call on a lane after those ops. Backends:
 
     thread    computation in the calling thread, every other lane in a thread of its own
-    paced     as thread, but an op takes the time its cost says, without using the CPU
-    serial    everything in the calling thread, one op after the other: the same step, not overlapped
-    virtual   everything in the calling thread, on a clock that only counts; to test orders with, never a measurement
+    paced     as thread, but an op takes the time of its cost, asleep
+    serial    one op after the other in the calling thread: the same step without overlap
+    virtual   the calling thread, with a clock that only counts; it tests orders and measures nothing
     cuda      a stream a lane, events between them
 """
 

@@ -1,4 +1,4 @@
-"""Lanes as CUDA streams. Everything is launched from the calling thread, which runs ahead; events keep the order."""
+"""Lanes as CUDA streams. The calling thread launches all kernels ahead of the GPU; events keep their order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CudaLanes:
         self.begin()
 
     def begin(self) -> None:
-        """Starts a step: nothing has run. What is launched waits for what the current stream did before."""
+        """Starts a step. Its kernels wait for the work that the current stream was given before."""
         self.failed: int | None = None
         current = torch.cuda.current_stream(self.device.device)
         self._streams = [current, *self._others]
@@ -31,7 +31,7 @@ class CudaLanes:
             stream.wait_stream(current)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
-        """Has the lane's stream wait for events, and launches the op's kernels on it."""
+        """Lets the lane's stream wait for events, and launches the op's kernels on it."""
         stream = self._streams[lane]
         for other in after:
             event = self._end[other]
@@ -45,13 +45,13 @@ class CudaLanes:
             self._end[op] = self.device.now()
 
     def finish(self) -> None:
-        """Has the caller's stream wait for all, and catches up with it."""
+        """Lets the caller's stream wait for all lanes, and waits for it."""
         for stream in self._others:
             self._streams[0].wait_stream(stream)
         self.device.catch_up()
 
     def times(self) -> tuple[list[int], list[int]]:
-        """Starts and ends, by the events' distance from the end of the step."""
+        """Returns starts and ends, from the distance of their events to the end of the step."""
         both = []
         for events in (self._start, self._end):
             known = [event for event in events if event is not None]
@@ -60,4 +60,4 @@ class CudaLanes:
         return both[0], both[1]
 
     def close(self) -> None:
-        """Streams are torch's."""
+        """Does nothing: torch owns the streams."""

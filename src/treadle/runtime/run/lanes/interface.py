@@ -1,4 +1,4 @@
-"""What every backend of lanes does."""
+"""The interface of all lane backends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Run: TypeAlias = Callable[[], None]
 
 
 class Lanes(Protocol):
-    """The lanes of a rank; ops and lanes are numbers. A step launches each op once, and then finishes.
+    """The lanes of a rank. Ops and lanes are numbers. A step launches each op once and then calls `finish`.
 
     On a lane, ops run in the order in which they are launched, each after the ops it waits for; these were launched
-    before it, unless the backend takes them `ahead`. What a run raises, `launch` or `finish` raises; ops that have not
-    started by then do not.
+    before it, unless the backend takes them `ahead`. `launch` or `finish` raises the first error of a run; ops that
+    have not started by then never start.
     """
 
     ahead: bool
@@ -21,7 +21,7 @@ class Lanes(Protocol):
 
     @property
     def failed(self) -> int | None:
-        """The op whose run raised in this step, if one did."""
+        """Returns the op whose run raised in this step, or None."""
         ...
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class Lanes(Protocol):
         ...
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
-        """Has `run` run on a lane, after the ops named; may return before it has."""
+        """Runs `run` on a lane, after the ops `after`. May return before `run` has."""
         ...
 
     def finish(self) -> None:
@@ -37,7 +37,7 @@ class Lanes(Protocol):
         ...
 
     def times(self) -> tuple[list[int], list[int]]:
-        """When each op of the last step started and ended, in nanoseconds of this host's clock; -1 if it did not."""
+        """Returns starts and ends of the last step's ops, in nanoseconds of this host's clock; -1 if an op did not run."""
         ...
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ MADE_UP_NS = 1_000_000
 
 
 class Pace(IntEnum):
-    """How an op takes its time."""
+    """When in its time an op does its work."""
 
     AFTER = 0
     BEFORE = 1
@@ -75,7 +75,7 @@ class PacedLanes(ThreadLanes):
         return max(until, perf_counter_ns())
 
     def _timed(self, kind: int, run: Run) -> int:
-        """Runs, and keeps the shortest time that took, a millisecond at most; when it ended."""
+        """Runs the op, keeps the shortest time of its kind (a millisecond at most), and returns when it ended."""
         begun = perf_counter_ns()
         run()
         ended = perf_counter_ns()
@@ -84,7 +84,7 @@ class PacedLanes(ThreadLanes):
 
 
 def _stands_at(until_ns: int, step: LaneStep) -> bool:
-    """Sleeps, and says whether the step still stands: after an error nothing runs that has not."""
+    """Sleeps until a time. Returns False if the step has failed meanwhile: then nothing more may run."""
     _sleep_until(until_ns)
     return step.error is None
 

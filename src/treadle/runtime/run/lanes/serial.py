@@ -1,4 +1,4 @@
-"""Lanes that do not overlap: everything in the calling thread, one after the other. What overlap is held against."""
+"""Lanes without overlap: the calling thread runs one op after the other. Overlap is measured against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes as threads. Lane 0 is the caller's own: what is launched on it runs before `launch` returns."""
+"""Lanes as threads. Lane 0 is the caller's thread: its ops run before `launch` returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = -1
 
 
 class LaneStep:
-    """What has run of one step. A lane that is late, after an error, writes to its own step and no later one."""
+    """The state of one step. After an error a late lane writes to the step it belongs to, never to a later one."""
 
     def __init__(self, num_ops: int) -> None:
         self.done = [threading.Event() for _ in range(num_ops)]
@@ -28,7 +28,7 @@ class LaneStep:
 
 
 class QueuedOp(NamedTuple):
-    """What was launched, and when."""
+    """A launched op, and the time of its launch."""
 
     op: int
     run: Run
@@ -55,7 +55,7 @@ class ThreadLanes:
 
     @property
     def failed(self) -> int | None:
-        """The op whose run raised in this step, if one did."""
+        """Returns the op whose run raised in this step, or None."""
         return self._step.failed
 
     def begin(self) -> None:
@@ -63,7 +63,7 @@ class ThreadLanes:
         self._step = LaneStep(self._num_ops)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
-        """Runs here, or leaves it to the lane's thread."""
+        """Runs an op of lane 0 here, and queues an op of another lane for its thread."""
         item = QueuedOp(op, run, after, perf_counter_ns(), self._step)
         if lane != OWN_LANE:
             self._step.last[lane] = op
@@ -96,7 +96,10 @@ class ThreadLanes:
                 self._do(lane, item)
 
     def _do(self, lane: int, item: QueuedOp) -> None:
-        """Waits, runs, tells; after an error nothing runs, but all are told, so that nobody waits for ever."""
+        """Waits for an op's needs, runs it, sets its event.
+
+        After an error it runs nothing but still sets events: nobody hangs.
+        """
         op, step = item.op, item.step
         try:
             for other in item.after:
@@ -110,7 +113,10 @@ class ThreadLanes:
             step.done[op].set()
 
     def _run(self, lane: int, item: QueuedOp) -> int:
-        """When it ends, which is not before it has run; NEVER if it did not, as another has failed meanwhile."""
+        """Returns when the op ends, never before it has run;
+
+        NEVER if it did not run because another failed meanwhile.
+        """
         item.run()
         return perf_counter_ns()
 

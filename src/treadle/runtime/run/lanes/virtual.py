@@ -1,4 +1,4 @@
-"""Lanes on a clock that only counts: to test that ops run in order and wait for what they must. Never a measurement."""
+"""Lanes on a clock that only counts. They test that ops run in order and wait for their needs, and measure nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VirtualLanes:
         self._start, self._end = [-1] * len(self._dur_ns), [-1] * len(self._dur_ns)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
-        """Runs it now; that what it waits for has ended is checked, not hoped."""
+        """Runs the op now, and checks that its needs have ended."""
         late = [other for other in after if self._end[other] < 0]
         if late:
             raise AssertionError(f"op {op} is launched before op {late[0]}, which it waits for")
