@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Returns a tensor's gradient edge. torch's own function is slower than a small layer; only Python nodes need it."""
+    """Returns a tensor's gradient edge. torch's function is slower than a small layer; only Python nodes need it."""
     node = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

@@ -66,7 +66,7 @@ class Exchange(EpGroupModule):
     """Moves rows between the ranks of an expert group."""
 
     def counts(self, counts: Tensor) -> Tensor:
-        """Exchanges row counts. Takes rows for each expert of all ranks; returns rows from each rank for each own expert."""
+        """Takes row counts for each expert of all ranks; returns those from each rank for each own expert."""
         if self.ep_group is None:
             return counts
         refuse_in_backward("an exchange of counts")

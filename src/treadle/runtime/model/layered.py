@@ -167,7 +167,7 @@ class LayeredStage(Chunk):
                 self._exit(mb, passage.last)
 
     def _refuse_parameters(self, name: str, layer: int, cut: Cut) -> None:
-        """Refuses parameters in an exchange: it runs beside computation, and the sum of their gradients would be a race."""
+        """Refuses parameters in an exchange: it runs beside computation, and their gradients would be a race."""
         used = leaves_of(cut)
         for parameter, p in self.plans[layer].module.named_parameters():
             if any(p is leaf for leaf in used):

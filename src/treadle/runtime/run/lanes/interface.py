@@ -37,7 +37,7 @@ class Lanes(Protocol):
         ...
 
     def times(self) -> tuple[list[int], list[int]]:
-        """Returns starts and ends of the last step's ops, in nanoseconds of this host's clock; -1 if an op did not run."""
+        """Returns starts and ends of the last step's ops, in nanoseconds of this host's clock; -1 if not run."""
         ...
 
     def close(self) -> None:
