@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from treadle.ir import Schedule
+
 if TYPE_CHECKING:
     import torch
 
@@ -70,13 +72,15 @@ def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _schedules_of(item: pytest.Item) -> Iterator[str]:
-    """The schedules among a test's parameters: their names, and those of golden files."""
+    """The schedules among a test's parameters: by name, as golden files, and themselves."""
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():
         if isinstance(value, str):
             yield value
         elif isinstance(value, Path):
             yield value.stem.partition("_p")[0]
+        elif isinstance(value, Schedule):
+            yield value.name
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,7 @@ def test_verify_as_json() -> None:
     assert {finding["code"] for finding in report["findings"]} == {"T301"}
 
 
+@pytest.mark.slow
 def test_options_of_verify_change_the_verdict() -> None:
     zb_v = ("verify", "zb-v", "--pp", "4", "-m", "8")
     assert run(*zb_v).returncode == 0
@@ -154,6 +155,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.slow
 def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
     assert "next: treadle explain T301" in _plain(
         on_a_terminal("verify", "1f1b", "--pp", "4", "-m", "8", "--max-activations", "1")
@@ -161,6 +163,7 @@ def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
     assert "next:" not in run("verify", "1f1b", "--pp", "4", "-m", "8").stderr
 
 
+@pytest.mark.slow
 def test_long_work_shows_progress() -> None:
     seen = _plain(on_a_terminal("verify", "zb-h1", "--pp", "256", "-m", "2048"))
     assert "generating zb-h1" in seen
@@ -176,6 +179,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
+@pytest.mark.slow
 def test_simulate_as_json() -> None:
     result = json.loads(run("simulate", "dualpipe", "--pp", "8", "-m", "20", "--json").stdout)
     assert result["makespan"] == 66
@@ -186,6 +190,7 @@ def test_simulate_as_json() -> None:
     assert result["critical_path"]["num_ops"] > 0
 
 
+@pytest.mark.slow
 def test_a_program_and_its_trace_through_files(tmp_path: Path) -> None:
     size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "2", "--moe", "--costs", "deepseek-v3-h800")
     assert run("show", *size, "--lower", "-o", "program.npz", cwd=tmp_path).returncode == 0
@@ -205,6 +210,7 @@ def test_a_program_and_its_trace_through_files(tmp_path: Path) -> None:
     assert rows[0]["makespan"]["value"] < fitted["makespan"] < 1.1 * rows[0]["makespan"]["value"]
 
 
+@pytest.mark.slow
 def test_memory_limit_and_offload() -> None:
     size = ("interleaved-overlap", "--pp", "4", "-m", "8", "--layers", "2", "--moe", "--costs", "deepseek-v3-h800")
     over = run("verify", *size, "--memory-limit", "4GB")
@@ -239,6 +245,7 @@ def test_a_schedule_that_is_not_sound_is_not_simulated() -> None:
     assert "the schedule is not sound: T201" in done.stderr
 
 
+@pytest.mark.slow
 def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
     rows = run("draw", "1f1b", "--pp", "2", "-m", "2").stdout.splitlines()
     assert rows[0].startswith("0  F0")
@@ -256,6 +263,7 @@ def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "parts"),
     [

@@ -19,6 +19,8 @@ from treadle.update.protocol.messages import Refused
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import typer
 from treadle.cli.commands.update import update

@@ -13,6 +13,8 @@ import treadle
 from tests.support.paths import ROOT
 from treadle.api import load_any
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 TEXT = (ROOT / "README.md").read_text()
 SETUP = ("pip install",)
 

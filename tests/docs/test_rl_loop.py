@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 SCRIPT = ROOT / "examples" / "rl_loop.py"

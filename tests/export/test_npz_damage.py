@@ -228,6 +228,7 @@ def loads_equal_or_is_refused(content: bytes, path: Path) -> None:
 LENGTH = 11_000  # of good_npz, about; places are taken modulo
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 2 * LENGTH), st.integers(1, 255)), min_size=1, max_size=8))
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
@@ -237,6 +238,7 @@ def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int,
     loads_equal_or_is_refused(bytes(content), tmp_path / "mine.npz")
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1800), st.integers(1, 255)), min_size=1, max_size=8))
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_of_the_directory_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
@@ -253,6 +255,7 @@ def test_a_file_cut_short_does_not_get_through(tmp_path: Path, length: int, tail
     loads_equal_or_is_refused(good_npz()[: length % len(good_npz())] + tail, tmp_path / "mine.npz")
 
 
+@pytest.mark.slow
 @given(st.sampled_from((*COLUMNS, "treadle", "start", "end")), st.integers(0, 4000), st.integers(1, 255))
 @settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_under_a_right_checksum_is_refused_or_sound(tmp_path: Path, name: str, place: int, mask: int) -> None:

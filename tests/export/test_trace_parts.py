@@ -169,6 +169,7 @@ def test_a_span_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
         chrome.dump(trace, tmp_path / "trace.json")
 
 
+@pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
     """The goals are 2 s to write and 4 s to read 200,000 ops; the bounds leave room for a busy machine."""
     trace = trace_of("1f1b", 8, 4600, "deepseek-v3-h800")

@@ -22,6 +22,7 @@ LOTS = 4
 """Into which the draws are dealt, for workers side by side."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_steps_under_delays_are_those_of_one_process_and_of_serial_lanes(
@@ -32,6 +33,7 @@ def test_steps_under_delays_are_those_of_one_process_and_of_serial_lanes(
     assert said["draws"] == 54
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in PLANTS if name != "ledger-without-lock"])  # minutes: planted.py
 def test_a_planted_race_is_found(name: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from tests.support.cases import pipeline, refusal
 from tests.support.oracle import make_batch, make_mesh, mean_loss
 from tests.support.ranks import check, run_ranks
 
+pytestmark = pytest.mark.slow
+
 NUM = 30
 
 

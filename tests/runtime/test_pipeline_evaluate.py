@@ -28,6 +28,8 @@ from treadle.ir.program import OpKind
 from treadle.runtime.build import plan_forward
 from treadle.schedules import SCHEDULES
 
+pytestmark = pytest.mark.slow
+
 
 def large_batch(num_mb: int, replica: int) -> tuple[Tensor, Tensor]:
     """Micro-batches of another size than those of `make_batch`, and other sequences."""

@@ -21,6 +21,8 @@ from treadle.dist.groups import make_communicator
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults import arrivals
 
+pytestmark = pytest.mark.slow
+
 
 class Interrupted(nn.Module):
     """Raises what a signal's handler would, in the forward of the third micro-batch."""

@@ -20,6 +20,8 @@ from tests.support.oracle import Block, Embed, Head, cut, grads_of, make_batch, 
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute
 
+pytestmark = pytest.mark.slow
+
 MOST_FLOAT32 = 2e-6
 """Sums of float32 in another order differ by less."""
 

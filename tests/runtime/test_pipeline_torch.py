@@ -15,6 +15,8 @@ from tests.support.oracle import chunks_of, grads_of, make_batch, make_mesh, mak
 from tests.support.ranks import check, run_ranks
 from treadle.schedules import SCHEDULES, Size
 
+pytestmark = pytest.mark.slow
+
 MOST_DIFFERENCE = 1e-10
 
 Grads = dict[str, Tensor | None]

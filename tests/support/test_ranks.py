@@ -167,6 +167,7 @@ SESSION = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["well", "killed"])
 def test_nothing_outlives_the_session(end: str, tmp_path: Path) -> None:
     """Neither the ranks nor the forkserver, their parent; not even if the session is killed while ranks run."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import check, run_ranks
@@ -25,6 +26,8 @@ from treadle.update.rank.broadcast import Buckets
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
+
+pytestmark = pytest.mark.slow
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
 OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)

@@ -24,6 +24,8 @@ from treadle.weights.buffers import Memory
 from treadle.weights.pieces import Tensor
 from treadle.weights.plan import plan_update
 
+pytestmark = pytest.mark.slow
+
 
 def run(workers: Workers, do: Callable[..., Any], *args: Any, options: UpdateOptions = OPTIONS) -> list[Any]:
     return check(run_ranks(2, _run, (workers.sockets, workers.ledger), do, options, args, timeout_s=60))

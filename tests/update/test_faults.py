@@ -19,6 +19,8 @@ from tests.support.update.workers import Trouble, Workers
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 
+pytestmark = pytest.mark.slow
+
 NUM_CASES = int(os.environ.get("TREADLE_UPDATE_FAULTS", "24"))
 BATCH = 8
 WORLD = 3

@@ -30,6 +30,8 @@ from treadle.wire.errors import WireError
 from treadle.wire.frames import framed
 from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 CLONE_NEWNET = 0x40000000
 

@@ -26,6 +26,8 @@ from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding, Tensor
 from treadle.weights.plan import plan_update
 
+pytestmark = pytest.mark.slow
+
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
 OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 

@@ -26,6 +26,8 @@ from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 from treadle.weights.plan import plan_update
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
 
 

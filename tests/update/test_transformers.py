@@ -21,6 +21,7 @@ from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 from treadle.update.adapters.transformers import Transformers, named_weights  # noqa: E402
 

@@ -35,6 +35,8 @@ from treadle.update.worker.worker import Worker
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Holding
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
 
 

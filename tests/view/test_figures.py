@@ -68,6 +68,7 @@ def test_the_same_trace_gives_the_same_bytes(form: str, cells: Trace, tmp_path: 
     assert (tmp_path / f"one{form}").read_bytes() == (tmp_path / f"two{form}").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_svg(tmp_path: Path) -> None:
     code = (
         "import sys, treadle; from treadle.costs import UNIT_COSTS as costs; from treadle.view.figure import draw\n"

@@ -371,6 +371,7 @@ def large() -> Trace:
     return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=4)), COSTS)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_two_hundred_thousand_ops(window: Browser, tmp_path: Path) -> None:
     trace = large()

@@ -377,6 +377,7 @@ def test_what_cannot_be_moved_is_refused() -> None:
         Box((2,), (1,))
 
 
+@pytest.mark.slow
 def test_a_million_pieces_are_planned_in_seconds() -> None:
     """60,000 tensors into TP16 on 2,048 workers, from 256 ranks: a tenth of a second for 10,000 pieces at most."""
     tensors = [Tensor(f"{i}.{j}", (2048, 7168), "float8_e4m3fn", f"{i}.{j}") for i in range(120) for j in range(250)]

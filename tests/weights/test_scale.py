@@ -14,6 +14,8 @@ from treadle.weights.lower import lower_update
 from treadle.weights.rates import Rates
 from treadle.weights.verify import verify_update
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def scale() -> Iterator[Any]:

@@ -74,6 +74,7 @@ def test_neighbours_differ_in_grey(name: str) -> None:
         assert told_apart(one, other), (one, other)
 
 
+@pytest.mark.slow
 def test_figures_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All texts are on the sheet, none covers another, and the same update gives the same bytes."""
     sheets: list[Sheet] = []

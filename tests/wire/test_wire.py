@@ -222,6 +222,7 @@ def worker_memory(adapter: object) -> tuple[int, int, int]:
     return sum(resident_bytes()), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
+@pytest.mark.slow
 def test_malformed_messages_are_refused_without_crash_or_growth() -> None:
     """TREADLE_UPDATE_MALFORMED says how many."""
     chance = random.Random(7)

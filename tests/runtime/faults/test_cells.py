@@ -41,6 +41,8 @@ from treadle.runtime.run.ops import instructions
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.schedules import SCHEDULES, Size
 
+pytestmark = pytest.mark.slow
+
 SEED = 20250711
 NUM_CASES, NUM_BATCHES = 100, 10
 AT_ONCE = 6

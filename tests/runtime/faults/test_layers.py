@@ -49,6 +49,8 @@ from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.run.handlers import HANDLERS, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["side_by_side"]
 
 PP, EP, WIDTH, MB, WORLD = 2, 2, 4, 4, 4

@@ -22,6 +22,8 @@ from treadle.runtime.faults.progress.page import OP, OUTSIDE, STEP, WAITS_FOR, n
 from treadle.runtime.faults.watch import EXIT_LOST, RankLostError, Watch, waits_for_group
 from treadle.runtime.faults.watch import watch as watch_module
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 1.0
 FAULT_STEP = 3
 RECEIVE, COMPUTE, SEND, REDUCE = range(4)

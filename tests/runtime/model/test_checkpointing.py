@@ -16,6 +16,8 @@ from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 4, 2, 2
 
 

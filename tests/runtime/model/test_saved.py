@@ -222,6 +222,7 @@ def test_the_same_gradients_to_the_last_bit(case: Case) -> None:
     assert all(counted.moved == 0 for _, counted, _ in results)
 
 
+@pytest.mark.slow
 def test_checkpointing_leaves_less_to_offload() -> None:
     plain = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1), timeout_s=120))
     again = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1, checkpointed=True), timeout_s=120))
@@ -293,6 +294,7 @@ def many_steps(rank: int) -> tuple[list[int], set[int], int]:
     return memory, pools, live
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_200_steps() -> None:
     for memory, pools, live in check(run_ranks(2, many_steps, timeout_s=280)):
         assert live == 0

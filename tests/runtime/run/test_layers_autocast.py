@@ -16,6 +16,8 @@ from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 8, 2, 2
 
 

@@ -17,6 +17,8 @@ from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, TOKENS, MB = 8, 12, 6, 8
 
 
