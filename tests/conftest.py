@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from treadle.ir import Schedule
-
 if TYPE_CHECKING:
     import torch
 
@@ -73,6 +71,8 @@ def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def _schedules_of(item: pytest.Item) -> Iterator[str]:
     """The schedules among a test's parameters: by name, as golden files, and themselves."""
+    from treadle.ir import Schedule  # here: it brings numpy, which reads OMP_NUM_THREADS when it is imported
+
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():
         if isinstance(value, str):

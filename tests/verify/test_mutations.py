@@ -1,4 +1,4 @@
-"""The verifier against an executor written from the semantics alone: 700 damaged schedules of each generator, and the sound ones."""
+"""The verifier against an executor written from the semantics alone: 700 damaged schedules of each, and sound ones."""
 
 from __future__ import annotations
 

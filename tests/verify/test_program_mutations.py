@@ -1,4 +1,4 @@
-"""The verifier of Programs against an executor written from the semantics alone: 700 damaged programs of each schedule."""
+"""The verifier of Programs against an executor written from the semantics alone: 700 damaged programs of each."""
 
 from __future__ import annotations
 
