@@ -12,7 +12,17 @@ import pytest
 
 import treadle
 
-NEED_RANKS = {"Boundary", "Pipeline", "RankLostError", "Segment", "StageOutput", "StepReport", "compute", "exchange"}
+NEED_RANKS = {
+    "Boundary",
+    "Pipeline",
+    "RankLostError",
+    "RunOptions",
+    "Segment",
+    "StageOutput",
+    "StepReport",
+    "compute",
+    "exchange",
+}
 """Shown in README and examples, which are run by tests of their own."""
 
 NOT_CALLABLE = {"Cell", "moe", "update"}

@@ -27,7 +27,7 @@ from treadle.verify import verify_schedule as verify
 
 if TYPE_CHECKING:
     from treadle import moe, update
-    from treadle.runtime import Boundary, Pipeline, RankLostError, StageOutput, StepReport
+    from treadle.runtime import Boundary, Pipeline, RankLostError, RunOptions, StageOutput, StepReport
     from treadle.runtime.model.segments import Segment, compute, exchange
 
 __version__ = "0.1.0"
@@ -48,6 +48,7 @@ __all__ = [
     "Placement",
     "Program",
     "RankLostError",
+    "RunOptions",
     "Schedule",
     "Segment",
     "StageOutput",
@@ -79,7 +80,9 @@ __all__ = [
 
 _RUNTIME, _SEGMENTS = "treadle.runtime", "treadle.runtime.model.segments"
 _NEEDS_TORCH = {
-    **dict.fromkeys(("Boundary", "Pipeline", "RankLost", "RankLostError", "StageOutput", "StepReport"), _RUNTIME),
+    **dict.fromkeys(
+        ("Boundary", "Pipeline", "RankLost", "RankLostError", "RunOptions", "StageOutput", "StepReport"), _RUNTIME
+    ),
     **dict.fromkeys(("Segment", "compute", "exchange"), _SEGMENTS),
 }
 """Names that are imported when they are first asked for, so that planning works without torch."""
@@ -94,9 +97,11 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(_NEEDS_TORCH.get(name, f"treadle.{name}"))
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "msgspec", "xxhash", "safetensors"):
             raise
-        raise ImportError(f"treadle.{name} runs on torch; install it with: pip install 'treadle[run]'") from error
+        extra = "update" if name == "update" else "run"
+        text = f"treadle.{name} needs {error.name}; install it with: pip install 'treadle[{extra}]'"
+        raise ImportError(text) from error
     return module if name in _PACKAGES else getattr(module, name)
 
 
