@@ -45,7 +45,7 @@ from treadle.update.protocol.messages import Close
 
 pytestmark = pytest.mark.timeout(1200)
 
-PRELOAD.remove("planned")  # update ranks plan no steps, and vLLM's numba would compile for a minute
+PRELOAD.remove("tests.support.planned")  # update ranks plan no steps, and vLLM's numba would compile for a minute
 
 LONG = 3500
 DTYPES = {"dense": torch.float32, "moe": torch.bfloat16}
