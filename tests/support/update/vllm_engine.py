@@ -1,6 +1,6 @@
 """The process of a vLLM engine, for tests of weight updates: orders and answers are lines of JSON over a socket.
 
-update_vllm_engine.py FD '{"model": ..., "kind": "offline" | "online" | "fresh", ...}'
+python -m tests.support.update.vllm_engine FD '{"model": ..., "kind": "offline" | "online" | "fresh", ...}'
 
 What the engine generates with the weights it started with is told before they are closed for ever. `fresh` loads
 checkpoints one after the other, each in an engine of its own, and says what they generate.
@@ -74,7 +74,7 @@ class Server:
 def offline(fd: int, made: dict[str, Any], first: First, directory: Path, canary: Canary | None) -> None:
     from vllm import LLM
 
-    extension = "update_vllm_trouble.TroubledExtension"
+    extension = "tests.support.update.vllm_trouble.TroubledExtension"
     engine = Offline(LLM(worker_extension_cls=extension, **COMMON, **made))
     tokens = engine.greedy(*first)
     with Replica(engine, directory, canary=canary) as replica:
