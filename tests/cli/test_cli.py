@@ -33,6 +33,7 @@ def on_a_terminal(*args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_show_prints_rows_and_reads_every_form_back(tmp_path: Path) -> None:
     rows = run("show", "1f1b", "--pp", "2", "-m", "2", "--rows")
     assert rows.stdout == "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 F1.0 B1.0\n"
@@ -141,6 +142,7 @@ def test_a_file_and_a_size_that_disagree() -> None:
     assert "<stdin> has pp 1, got --pp 3" in done.stderr
 
 
+@pytest.mark.slow
 def test_rows_alone_take_a_placement() -> None:
     rows = run("show", "zb-v", "--pp", "4", "-m", "8", "--rows").stdout
     assert run("verify", "-", stdin=rows).returncode == 1

@@ -22,8 +22,6 @@ from treadle.moe.exchanges.deepep import Comm, Trip
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
-pytestmark = pytest.mark.slow
-
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
 ROUTES = ("learned", "one expert", "none to a rank")
 

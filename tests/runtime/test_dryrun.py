@@ -36,6 +36,7 @@ def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
     assert disagreements(spread(done.program, ep=1, dp=WORLD // PP)) == []
 
 
+@pytest.mark.slow
 def test_memory_is_counted_from_the_step() -> None:
     """1f1b: a place holds as many micro-batches as the pipe is long behind it, and two receive buffers a channel."""
     schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)

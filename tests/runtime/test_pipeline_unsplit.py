@@ -74,6 +74,7 @@ def step_unsplit(rank: int, name: str, what: str) -> tuple[float, Grads, dict[in
     return float(loss), own_grads(schedule, mesh, stages), splits, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize(
     ("what", "stage", "why"),

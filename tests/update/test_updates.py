@@ -59,6 +59,7 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
             assert (answer.version, answer.body.decode()) == (2, expected(want, worker, 2))
 
 
+@pytest.mark.slow
 def test_a_gibibyte_of_pp_ep_into_tp() -> None:
     tensors = model(8, 1024, experts=28)
     have, want = trained(tensors, 8), served(tensors)
@@ -148,6 +149,7 @@ def worker_holds(adapter: Any) -> tuple[int, int]:
     return held_now()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_fifty_updates() -> None:
     tensors = model(4, 384)
     have, want, before = trained(tensors, 4), served(tensors), shared_memory()

@@ -214,6 +214,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_gradients_to_the_last_bit(case: Case) -> None:
     results = check(run_ranks(case.pp * case.ep, gradients, case, timeout_s=120))
@@ -254,6 +255,7 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     return pipe.report.saved.peak, predicted
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_simulators() -> None:
     """interleaved-overlap, PP4, two chunks, 16 micro-batches, four layers a chunk."""
     left = check(run_ranks(4, counted, "count", timeout_s=200))
