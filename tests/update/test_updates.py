@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
             answer = ask_once(workers.sockets, worker)
             assert isinstance(answer, Answer)
             assert (answer.version, answer.body.decode()) == (2, expected(want, worker, 2))
+
+
+def changed_options(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> list[int]:
+    """Bytes that rollback copies held in two updates, the second without one."""
+    with Updater(sockets, ledger=ledger, options=options) as updater:
+        updater.update(source_of(have, rank, 1), 1)
+        first = updater.update(source_of(have, rank, 2), 2).rollback_bytes
+        updater.options = replace(options, rollback="none")
+        return [first, updater.update(source_of(have, rank, 3), 3).rollback_bytes]
+
+
+def test_options_that_are_assigned_hold_from_the_next_update_on() -> None:
+    tensors = model(1, 32)
+    have, want = trained(tensors, 4), served(tensors)
+    with Workers(want) as workers:
+        args = workers.sockets, workers.ledger, have, UpdateOptions(SMALL, rollback="host", deadline_s=20)
+        for first, second in check(run_ranks(4, changed_options, *args)):
+            assert first > 0
+            assert second == 0
 
 
 @pytest.mark.slow

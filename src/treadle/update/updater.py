@@ -72,14 +72,14 @@ class Updater:
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.options = options = options if options is not None else UpdateOptions()
+        options = options if options is not None else UpdateOptions()
         self.device = device = device if device is not None else torch.device("cpu")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.takeover, self.new_set = takeover, new_set
         self.attempt: AttemptRun | None = None
         self._trace_group: Buckets | None = None
         rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
-        self.coordinator = self._host(rendezvous, ledger)
+        self.coordinator = self._host(rendezvous, ledger, options.phase_s)
         inbox = Inbox()
         self.context = RankContext(
             self.rank,
@@ -97,11 +97,19 @@ class Updater:
         )
         inbox.on_bad = self._break_off
 
-    def _host(self, rendezvous: Rendezvous, ledger: Path) -> Coordinator | None:
+    @property
+    def options(self) -> UpdateOptions:
+        """How the next attempt is done; assign the same on all ranks. The coordinator's deadline stays as it was."""
+        return self.context.options
+
+    @options.setter
+    def options(self, options: UpdateOptions) -> None:
+        self.context.options = options
+
+    def _host(self, rendezvous: Rendezvous, ledger: Path, deadline_s: float) -> Coordinator | None:
         """On rank 0, start the coordinator."""
         if self.rank != 0:
             return None
-        deadline_s = self.options.phase_s
         made: Coordinator = rendezvous.host(
             lambda listener: Coordinator(listener, CommitLog(ledger), self.world, deadline_s)
         )
