@@ -23,13 +23,13 @@ class CellExecutor:
         self.rank = part.global_rank(part.pp_rank)
         self.listed = instructions(part, handlers)
         self.device = device
-        self.recorder = Recorder(part.program, self.listed, device)
+        self.recorder = self._first = Recorder(part.program, self.listed, device)
         self._known: Recorder | None = None
         """The list of steps whose shapes are known, on a CPU: its receives are posted early."""
 
     def run(self, guard: Guard) -> None:
         """Run a step."""
-        self.recorder = recorder = self._known or Recorder(self.program, self.listed, self.device)
+        self.recorder = recorder = self._known or self._first
         ends: list[Any] = []
         recorder.ends = ends
         try:
