@@ -6,9 +6,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-import grimp
-
 import treadle
+from tests.support.rooms import imports
 
 SRC = Path(treadle.__file__).parent
 
@@ -28,9 +27,7 @@ def test_class_names_are_unique() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions count; those for type checkers alone do not."""
-    graph = grimp.build_graph("treadle", exclude_type_checking_imports=True, cache_dir=None)
-    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    assert _circles(imports) == []
+    assert _circles(imports()) == []
 
 
 def _circles(imports: dict[str, set[str]]) -> list[str]:

@@ -5,11 +5,11 @@ python -m tests.support.rooms            prints the drawing's lines as the impor
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
+
+import grimp
 
 from tests.support.paths import ROOT
 
@@ -28,39 +28,18 @@ def room_of(module: str) -> str:
     return parts[0] if parts else "treadle"
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """The modules of the package that a file imports, in functions too, but not for types alone."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "treadle":
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if is_module(name) else str(node.module)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "treadle")
-
-
-def is_module(name: str) -> bool:
-    """Is it a file or a folder of the package, rather than a name in one."""
-    path = SOURCE.joinpath(*name.split(".")[1:])
-    return path.is_dir() or path.with_suffix(".py").is_file()
+@cache
+def imports() -> dict[str, set[str]]:
+    """For each module the modules of the package that it imports, in functions too, but not for types alone."""
+    graph = grimp.build_graph("treadle", exclude_type_checking_imports=True, cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
 def arrows() -> dict[str, set[str]]:
     """For each room the rooms that it imports from."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in SOURCE.rglob("*.py"):
-        parts = ("treadle", *path.relative_to(SOURCE).with_suffix("").parts)
-        room = room_of(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-        found[room] |= {room_of(name) for name in imports_of(path)} - {room}
+    for module, others in imports().items():
+        found[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
     return {room: rooms - {"treadle"} for room, rooms in found.items() if room not in ("treadle", "__main__")}
 
 
