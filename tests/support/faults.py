@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -35,7 +36,7 @@ AGREEMENT = "the agreement on the loss"
 class Fault:
     """`kind` happens to `rank` before or after a call of an op, in one step."""
 
-    kind: str
+    kind: str | Callable[[], None]
     rank: int
     op: str
     step: int
@@ -50,29 +51,29 @@ class Faults:
         self.directory = directory
         self._listed: list[Fault] = []
 
-    def kill(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
-        """SIGKILL."""
-        return self.add("kill", rank=rank, step=step, before=before, after=after, call=call)
-
-    def stop(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
-        """SIGSTOP."""
-        return self.add("stop", rank=rank, step=step, before=before, after=after, call=call)
-
-    def sleep(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
-        """The thread sleeps for good; the rest of the process goes on."""
-        return self.add("sleep", rank=rank, step=step, before=before, after=after, call=call)
-
-    def fail(self, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch") -> Faults:
-        """ValueError."""
-        return self.add("raise", rank=rank, step=step, before=before, after=after, call=call)
-
     def add(
-        self, kind: str, *, rank: int, step: int, before: str = "", after: str = "", call: CallName = "launch"
+        self,
+        kind: str | Callable[[], None],
+        *,
+        rank: int,
+        step: int,
+        before: str = "",
+        after: str = "",
+        call: CallName = "launch",
     ) -> Faults:
-        """Add a fault by the name of its kind: kill, stop, sleep or raise."""
+        """Add a fault: kill, stop, sleep or raise, or a call of the test's own that does one of these."""
         assert bool(before) != bool(after), "a fault is before an op or after one"
         self._listed.append(Fault(kind, rank, before or after, step, bool(after), call))
         return self
+
+    kill = partialmethod(add, "kill")
+    """SIGKILL."""
+    stop = partialmethod(add, "stop")
+    """SIGSTOP."""
+    sleep = partialmethod(add, "sleep")
+    """The thread sleeps for good; the rest of the process goes on."""
+    fail = partialmethod(add, "raise")
+    """ValueError."""
 
     def arm(self, rank: int) -> None:
         """Wrap this process's handlers of ops that a fault of this rank names."""
@@ -106,13 +107,19 @@ class Faults:
         def faulty(*args: P.args, **kwargs: P.kwargs) -> T:
             is_now = next(calls) == fault.step
             if is_now and not fault.after:
-                meet_with(fault.kind, fault.rank, self.directory)
+                self._happen(fault)
             value = run(*args, **kwargs)
             if is_now and fault.after:
-                meet_with(fault.kind, fault.rank, self.directory)
+                self._happen(fault)
             return value
 
         return faulty
+
+    def _happen(self, fault: Fault) -> None:
+        if callable(fault.kind):
+            fault.kind()
+        else:
+            meet_with(fault.kind, fault.rank, self.directory)
 
 
 def note(directory: Path, rank: int, what: str, text: str) -> None:

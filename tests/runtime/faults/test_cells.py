@@ -207,8 +207,8 @@ def run_steps(pipe: treadle.Pipeline, num_steps: int) -> None:
 def arm(case: Case, directory: Path) -> None:
     """Put the fault before or after its call, in the step of the case."""
     before, after = ("", case.place.name) if case.after else (case.place.name, "")
-    faults = Faults(directory)
-    faults.add(case.kind, rank=case.rank, step=case.step, before=before, after=after, call=case.place.call)
+    add = {"kill": Faults.kill, "stop": Faults.stop, "sleep": Faults.sleep, "raise": Faults.fail}[case.kind]
+    faults = add(Faults(directory), rank=case.rank, step=case.step, before=before, after=after, call=case.place.call)
     faults.arm(case.rank)
 
 

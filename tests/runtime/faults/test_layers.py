@@ -39,15 +39,13 @@ from tests.runtime.faults.test_cells import (
     side_by_side,
 )
 from tests.support.devices import DEVICE_TYPE
-from tests.support.faults import meet_with, note
+from tests.support.faults import CallName, Faults, meet_with, note
 from tests.support.ranks import Outcome, run_ranks
-from treadle.ir.program import Op, OpKind
+from treadle.ir.program import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.faults.watch import EXIT_LOST
-from treadle.runtime.run.handlers import HANDLERS, OpCalls
-from treadle.runtime.run.rank_program import RankProgram
 
 pytestmark = pytest.mark.slow
 
@@ -127,11 +125,8 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
     program, name = pipe.program, partial(pipe._guard.name, VICTIM)
     mine = (program.lane_rank[program.lane_of] == VICTIM // EP) & (program.kind == case.kind)
     target = int(np.flatnonzero(mine)[0])
-    calls, handler = iter(range(1_000_000)), HANDLERS[case.kind]
 
     def fault() -> None:
-        if next(calls) != case.step:
-            return
         wait_until_still(pipe._guard.slots, target)
         note(directory, VICTIM, "op", name(target))
         note(directory, VICTIM, "shown", name(pipe._guard.slots[0]))
@@ -139,16 +134,9 @@ def inject(pipe: treadle.Pipeline, case: Case, directory: Path) -> None:
         if case.fault in OWN_ERRORS:
             raise OWN_ERRORS[case.fault]
 
-    def with_fault(part: RankProgram, op: Op) -> OpCalls:
-        made = handler(part, op)
-
-        def faulty() -> None:
-            fault()
-            made.all()
-
-        return OpCalls(faulty) if op.index == target else made
-
-    HANDLERS[case.kind] = with_fault
+    first: CallName = "prepare" if case.kind is OpKind.REDUCE_GRAD else "launch"
+    faults = Faults(directory).add(fault, rank=VICTIM, step=case.step, before=str(program.op(target)), call=first)
+    faults.arm(VICTIM)
 
 
 def take_part(rank: int, case: Case, deadline_s: float, directory: Path) -> None:
