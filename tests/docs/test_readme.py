@@ -38,7 +38,6 @@ def trimmed(output: str) -> str:
     return "".join(line.rstrip() + "\n" for line in output.splitlines())
 
 
-@pytest.mark.timeout(900)
 def test_console_examples(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
     for name in ("FORCE_COLOR", "OMP_NUM_THREADS"):  # set by runners of tests, not by readers

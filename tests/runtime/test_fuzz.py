@@ -23,18 +23,16 @@ LOTS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_steps_under_delays_are_those_of_one_process_and_of_serial_lanes(
     lot: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = fuzz.fuzz(fuzz.parser().parse_args(["--draws", "54", "--steps", "6", "--seed", str(lot)]))
+    said = fuzz.fuzz(fuzz.parser().parse_args(["--draws", "36", "--steps", "6", "--jobs", "1", "--seed", str(lot)]))
     assert said["failures"] == 0, capfd.readouterr().err
-    assert said["draws"] == 54
+    assert said["draws"] == 36
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in PLANTS if name != "ledger-without-lock"])  # minutes: planted.py
 def test_a_planted_race_is_found(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     said = fuzz.find(name, PLANTS[name].only, draws=150)  # most within 10

@@ -100,7 +100,7 @@ def whole(case: Case, pp: int, dp: int) -> tuple[list[float], dict[str, Tensor |
 def test_losses_and_gradients_are_those_of_a_single_process(pp: int, dp: int) -> None:
     listed = cases(pp)
     assert {case.name for case in listed} == set(SCHEDULES) - ({"dualpipe"} if pp == 1 else set())
-    ranks = check(run_ranks(pp * dp, run_twice, pp, dp, listed, timeout_s=120))
+    ranks = check(run_ranks(pp * dp, run_twice, pp, dp, listed))
     for place, case in enumerate(listed):
         check_against_whole(case, pp, dp, [results[place] for results in ranks])
 

@@ -20,6 +20,7 @@ from tests.support.oracle import (
     make_mesh,
     make_stages,
 )
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 
 
@@ -43,7 +44,7 @@ def bad_batches(rank: int) -> list[str]:
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
-    ranks = check(run_ranks(2, bad_batches, timeout_s=30))
+    ranks = check(run_ranks(2, bad_batches))
     for what, (divides, number, empty, tokens) in zip(("inputs", "targets"), ranks, strict=True):
         assert divides == (
             f"{what} of 4 micro-batches are a batch that 4 divides, got 7; give a multiple of 4, or a list of 4"
@@ -57,21 +58,21 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
 def bad_batch_on_one(rank: int) -> str:
     """Rank 0's inputs do not fit; rank 1 has nothing wrong."""
     schedule, mesh = schedule_of("1f1b", 2, 4), make_mesh(2)
-    pipe = pipeline(schedule, make_stages(2), mesh, deadline_s=20)
+    pipe = pipeline(schedule, make_stages(2), mesh, deadline_s=PATIENT_S)
     inputs, targets = make_batch(4)
     pipe.step(inputs[:7] if rank == 0 else None, targets)
     return "not refused"
 
 
 def test_a_batch_that_does_not_fit_on_one_rank_does_not_keep_the_others() -> None:
-    ended_soon(run_ranks(2, bad_batch_on_one, timeout_s=40), 0, "inputs of 4 micro-batches")
+    ended_soon(run_ranks(2, bad_batch_on_one), 0, "inputs of 4 micro-batches")
 
 
 def changing_shape(rank: int, name: str) -> None:
     """Micro-batch 2 has another shape."""
     del rank
     schedule, mesh = schedule_of(name, 2, 4), make_mesh(2)
-    pipe = pipeline(schedule, make_stages(schedule.placement.num_stages), mesh, deadline_s=20)
+    pipe = pipeline(schedule, make_stages(schedule.placement.num_stages), mesh, deadline_s=PATIENT_S)
     inputs, targets = (list(x.chunk(4)) for x in make_batch(4))
     inputs[2], targets[2] = inputs[2][:1], targets[2][:1]
     pipe.step(inputs, targets)
@@ -79,7 +80,7 @@ def changing_shape(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_an_output_that_changes_its_shape_is_refused(name: str) -> None:
-    outcomes = run_ranks(2, changing_shape, name, timeout_s=40)
+    outcomes = run_ranks(2, changing_shape, name)
     ended_soon(outcomes, 0, "stage 0 returned (1, 3, 8) float64 for micro-batch 2, but (2, 3, 8) float64 before")
     error = outcomes[0].error
     assert error is not None
@@ -106,7 +107,7 @@ def strange_returns(rank: int, kind: str) -> None:
     del rank
     schedule, mesh = schedule_of("1f1b", 2, 2), make_mesh(2)
     first, last = make_stages(2)
-    pipe = pipeline(schedule, [Returns(first, kind), last], mesh, deadline_s=20)
+    pipe = pipeline(schedule, [Returns(first, kind), last], mesh, deadline_s=PATIENT_S)
     pipe.step(*make_batch(2))
 
 
@@ -114,7 +115,7 @@ def strange_returns(rank: int, kind: str) -> None:
     ("kind", "match"), [("dict", "stage 0 returned dict"), ("number", "got float"), ("vector", "got a tensor of shape")]
 )
 def test_what_a_stage_may_not_return(kind: str, match: str) -> None:
-    ended_soon(run_ranks(2, strange_returns, kind, timeout_s=40), 0, match)
+    ended_soon(run_ranks(2, strange_returns, kind), 0, match)
 
 
 def loss_per_token(rank: int) -> None:
@@ -124,8 +125,8 @@ def loss_per_token(rank: int) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
 
-    pipeline(schedule, make_stages(2), mesh, loss_fn, deadline_s=20).step(*make_batch(2))
+    pipeline(schedule, make_stages(2), mesh, loss_fn, deadline_s=PATIENT_S).step(*make_batch(2))
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    ended_soon(run_ranks(2, loss_per_token, timeout_s=40), 1, "a loss is one number for a micro-batch, got a tensor")
+    ended_soon(run_ranks(2, loss_per_token), 1, "a loss is one number for a micro-batch, got a tensor")

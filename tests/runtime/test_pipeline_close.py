@@ -15,6 +15,7 @@ import treadle
 from tests.runtime.test_pipeline_silent import low_losses
 from tests.support.cases import pipeline, refusal
 from tests.support.oracle import make_batch, make_mesh, mean_loss
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def make_and_close(rank: int, layered: bool, num: int) -> list[tuple[int, int, i
 
 @pytest.mark.parametrize(("layered", "num"), [(False, NUM), (True, 5)])
 def test_pipelines_that_were_closed_leave_nothing(layered: bool, num: int) -> None:
-    for after in check(run_ranks(4, make_and_close, layered, num, timeout_s=180)):
+    for after in check(run_ranks(4, make_and_close, layered, num)):
         assert all(last <= first for last, first in zip(after[-1], after[0], strict=True)), after
 
 
@@ -66,7 +67,7 @@ def fail_and_close(rank: int) -> list[tuple[int, int, int]]:
     mesh, schedule = make_mesh(2), treadle.generate("1f1b", pp=2, microbatches=3)
     after = []
     for _ in range(4):
-        pipe = pipeline(schedule, [nn.Linear(8, 8), Fails()], mesh, nn.functional.mse_loss, deadline_s=30)
+        pipe = pipeline(schedule, [nn.Linear(8, 8), Fails()], mesh, nn.functional.mse_loss, deadline_s=PATIENT_S)
         with pytest.raises(ArithmeticError if rank == 1 else treadle.RankLostError):
             pipe.step(torch.randn(6, 8), torch.randn(6, 8))
         pipe.close()

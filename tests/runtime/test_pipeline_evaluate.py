@@ -23,6 +23,7 @@ from tests.support.oracle import (
     run_whole,
     worst,
 )
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.runtime.build import plan_forward
@@ -64,7 +65,7 @@ def evaluate_around_steps(rank: int, pp: int, dp: int) -> list[tuple[list[float]
 
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_an_evaluation_has_the_loss_of_one_process(pp: int, dp: int) -> None:
-    ranks = check(run_ranks(pp * dp, evaluate_around_steps, pp, dp, timeout_s=120))
+    ranks = check(run_ranks(pp * dp, evaluate_around_steps, pp, dp))
     num_mb = 2 * pp
     for place, name in enumerate(SCHEDULES):
         schedule = nearest(name, pp, num_mb)
@@ -106,7 +107,7 @@ def evaluate_layers(rank: int, case: Case) -> tuple[list[float], Any]:
         for chunk, stage in enumerate(schedule.placement.stages[pp_rank])
     }
     loss_fn = nn.functional.mse_loss
-    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=PATIENT_S, lanes=case.lanes)
     x, target = batch(case)
     mine = list(x[replica]), list(target[replica])
     halves = [part[:4] for part in mine[0]], [part[:4] for part in mine[1]]
@@ -125,7 +126,7 @@ CASES += [Case("interleaved-overlap", dp=2), Case("dualpipev", lanes="serial")]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_evaluation_of_layers_and_experts(case: Case) -> None:
     wanted, _ = one_process(case)
-    for told, stepped in check(run_ranks(case.world, evaluate_layers, case, timeout_s=120)):
+    for told, stepped in check(run_ranks(case.world, evaluate_layers, case)):
         assert told == pytest.approx([wanted] * 3, rel=1e-10)
         assert stepped == pytest.approx(wanted, rel=1e-10)
 

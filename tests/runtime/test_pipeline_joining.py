@@ -70,7 +70,7 @@ def raise_interrupt(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize("how", ["KeyboardInterrupt", "SystemExit", "trace"])
 def test_an_interrupt_is_told_at_once(how: str) -> None:
-    outcomes = check(run_ranks(3, interrupted, how, timeout_s=50))
+    outcomes = check(run_ranks(3, interrupted, how))
     error = "SystemExit" if how == "SystemExit" else "KeyboardInterrupt"
     assert outcomes[1][0] == error
     for rank in (0, 2):
@@ -103,7 +103,7 @@ def give_up(self: object) -> None:
 
 @pytest.mark.parametrize("how", ["absent", "gives up"])
 def test_a_rank_that_does_not_come_is_named(how: str) -> None:
-    *others, last = check(run_ranks(4, absent, how, timeout_s=50))
+    *others, last = check(run_ranks(4, absent, how))
     for said in others:
         if how == "absent":
             assert said.startswith("RankLostError absent: rank 3 did not come to make the pipeline within 6 s"), said
@@ -143,4 +143,4 @@ def send_many(rank: int, num: int) -> str:
 @pytest.mark.parametrize("num", [1, 5, 16])
 def test_a_message_of_many_tensors_does_not_wait_for_itself(num: int) -> None:
     assert channel._LEAVING < 5
-    assert check(run_ranks(2, send_many, num, timeout_s=50)) == ["sent", "received"]
+    assert check(run_ranks(2, send_many, num)) == ["sent", "received"]

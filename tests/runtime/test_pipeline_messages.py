@@ -167,7 +167,7 @@ def test_all_kinds_of_tensors_between_stages() -> None:
     ],
 )
 def test_tensors_that_cannot_be_sent_are_refused(what: str, match: str) -> None:
-    ended_soon(run_ranks(2, step_extra, [what], timeout_s=40), 0, match)
+    ended_soon(run_ranks(2, step_extra, [what]), 0, match)
 
 
 class WithAux(nn.Module):

@@ -13,6 +13,6 @@ from treadle.schedules import SCHEDULES
 def test_a_schedule_has_the_gradients_of_a_single_process(name: str) -> None:
     for pp, dp in ((2, 1), (4, 1), (2, 2)):
         listed = [case for case in cases(pp) if case.name == name]
-        ranks = check(run_ranks(pp * dp, run_twice, pp, dp, listed, timeout_s=120))
+        ranks = check(run_ranks(pp * dp, run_twice, pp, dp, listed))
         for place, case in enumerate(listed):
             check_against_whole(case, pp, dp, [results[place] for results in ranks])

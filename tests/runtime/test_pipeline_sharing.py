@@ -218,7 +218,7 @@ def test_unusual_parameters(what: str, dp: int) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_sparse_gradients_are_right_or_refused(dp: int) -> None:
-    outcomes = run_ranks(2 * dp, step_unusual, "sparse", dp, timeout_s=40)
+    outcomes = run_ranks(2 * dp, step_unusual, "sparse", dp)
     if all(outcome.ok for outcome in outcomes):
         loss, grads = whole_once(sparse_embedding, 4, dp)
         wanted = loss, {name: g.to_dense() if g is not None else None for name, g in grads.items()}

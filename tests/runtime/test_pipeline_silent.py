@@ -17,6 +17,7 @@ from torch.nn import functional
 import treadle
 from tests.support.cases import Grads, hold, own_grads, pipeline, schedule_of
 from tests.support.oracle import Block, Embed, Head, cut, grads_of, make_batch, make_mesh, mean_loss, run_whole, worst
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute
 
@@ -158,7 +159,7 @@ def change_parameters(rank: int, what: str) -> str:
         for p in stage.parameters():
             nn.init.normal_(p)
     block.linear.weight.requires_grad_(False)
-    pipe = pipeline(schedule, stages, mesh, deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, deadline_s=PATIENT_S)
     batch = make_batch(4, rank % 2)
     pipe.step(*batch)
     if rank >= 2:
@@ -187,7 +188,7 @@ def cut_off_loss(rank: int, what: str, layered: bool, frozen: bool) -> str:
     stages = low_losses(2, layered) if layered else [Embed(8), Head(8)]
     for stage in stages:
         stage.requires_grad_(not frozen)
-    pipe = pipeline(schedule, stages, mesh, CUT_OFF[what][0], deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, CUT_OFF[what][0], deadline_s=PATIENT_S)
     return refused(rank, (1,), lambda: pipe.step(*make_batch(3)))
 
 
@@ -207,7 +208,7 @@ def test_a_loss_without_a_gradient_is_fine_where_nothing_trains() -> None:
 def graph_in_inputs(rank: int, what: str) -> str:
     schedule, mesh = schedule_of("1f1b", 2, 3), make_mesh(2)
     stages = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=PATIENT_S)
     outside = nn.Linear(8, 8)
     x, y = torch.randn(6, 8), torch.randn(6, 8)
     if what == "inputs":
@@ -235,7 +236,7 @@ def test_a_graph_behind_inputs_or_targets_is_refused(what: str, match: str) -> N
 
 
 def step_without_gradients(rank: int) -> str:
-    pipe = pipeline(schedule_of("1f1b", 2, 3), [Embed(8), Head(8)], make_mesh(2), deadline_s=30)
+    pipe = pipeline(schedule_of("1f1b", 2, 3), [Embed(8), Head(8)], make_mesh(2), deadline_s=PATIENT_S)
     with torch.no_grad():
         return refused(rank, (0, 1), lambda: pipe.step(*make_batch(3)))
 
@@ -291,7 +292,7 @@ def reuse_schedule(name: str) -> treadle.Schedule:
 def reuse_memory(rank: int, name: str, writes: bool) -> tuple[str, Grads]:
     schedule, mesh = reuse_schedule(name), make_mesh(1 if name == "later" else 2)
     stages = reusing(writes)
-    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=PATIENT_S)
     x, y = reuse_batch(schedule)
     return refused(rank, (0,), lambda: pipe.step(x, y)), own_grads(schedule, mesh, stages)
 
@@ -342,7 +343,7 @@ class Lowered(nn.Module):
 def mixed_precision(rank: int, name: str) -> str:
     schedule, mesh = schedule_of(name, 2, 6), make_mesh(2)
     stages = [Lowered(), *(nn.Linear(8, 8) for _ in range(schedule.placement.num_stages - 1))]
-    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=PATIENT_S)
     try:
         pipe.step(torch.randn(12, 8), torch.randn(12, 8))
     except RuntimeError as error:
@@ -396,7 +397,7 @@ def two_outputs(num_stages: int, reads: str) -> list[nn.Module]:
 def unread_outputs(rank: int, name: str, dp: int, reads: str) -> tuple[str, Grads]:
     schedule, mesh = schedule_of(name, 2, 6), make_mesh(2, dp)
     stages = two_outputs(schedule.placement.num_stages, reads)
-    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=30)
+    pipe = pipeline(schedule, stages, mesh, functional.mse_loss, deadline_s=PATIENT_S)
     torch.manual_seed(rank % dp)
     x, y = torch.randn(12, 8), torch.randn(12, 8)
     said = refused(rank, tuple(range(dp, 2 * dp)), lambda: pipe.step(x, y))
@@ -463,7 +464,7 @@ def step_unusual(rank: int, what: str) -> list[tuple[float, Grads]]:
     for name in ("1f1b", "zb-v"):
         schedule = schedule_of(name, 2, 3)
         stages, x, y, loss_fn = unusual(what, schedule.placement.num_stages, schedule.num_microbatches)
-        pipe = pipeline(schedule, stages, mesh, loss_fn, deadline_s=30)
+        pipe = pipeline(schedule, stages, mesh, loss_fn, deadline_s=PATIENT_S)
         if what.startswith("hooks"):
             put_hooks(stages)
         loss = pipe.step(x, None if what == "no targets" else y)
@@ -524,7 +525,7 @@ class Packs(nn.Module):
 
 def refused_stage(rank: int, what: str) -> str:
     stages = [nn.Linear(8, 8), InPlace()] if what == "in place" else [Packs(what), nn.Linear(8, 8)]
-    pipe = pipeline(schedule_of("1f1b", 2, 3), stages, make_mesh(2), functional.mse_loss, deadline_s=30)
+    pipe = pipeline(schedule_of("1f1b", 2, 3), stages, make_mesh(2), functional.mse_loss, deadline_s=PATIENT_S)
     guilty = (1,) if what == "in place" else (0,)
     return refused(rank, guilty, lambda: pipe.step(torch.randn(6, 8), torch.randn(6, 8)))
 
@@ -544,7 +545,7 @@ def test_what_a_stage_may_not_do_is_refused_with_the_way_out(what: str, match: s
 
 
 def forgotten(rank: int, what: str) -> str:
-    pipe = pipeline(schedule_of("1f1b", 2, 3), [Embed(8), Head(8)], make_mesh(2), deadline_s=30)
+    pipe = pipeline(schedule_of("1f1b", 2, 3), [Embed(8), Head(8)], make_mesh(2), deadline_s=PATIENT_S)
     inputs, targets = make_batch(3)
     if what == "inputs":
         return refused(rank, (0,), lambda: pipe.step(None, targets))

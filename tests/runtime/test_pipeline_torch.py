@@ -84,7 +84,7 @@ def test_torchs_runtime_makes_the_same_of_an_exported_schedule(pp: int, tmp_path
     assert {schedule.name for schedule in schedules} == set(SCHEDULES) - {"dualpipe"}
     for place, schedule in enumerate(schedules):
         (tmp_path / f"{place}.csv").write_text(treadle.dumps(schedule, "torch-csv"))
-    ranks = check(run_ranks(pp, run_both, pp, tmp_path, timeout_s=120))
+    ranks = check(run_ranks(pp, run_both, pp, tmp_path))
     for place, schedule in enumerate(schedules):
         where = f"{schedule.name} vpp={schedule.vpp}"
         last = schedule.placement.holder(schedule.placement.num_stages - 1)[0]

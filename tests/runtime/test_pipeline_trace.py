@@ -92,7 +92,7 @@ def ends_of_messages(trace: treadle.Trace) -> dict[tuple[str, str, int, int], se
 
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
-    ranks = check(run_ranks(pp * dp, run_traced, pp, dp, timeout_s=100))
+    ranks = check(run_ranks(pp * dp, run_traced, pp, dp))
     for place, schedule in enumerate(schedules(pp)):
         first, *others = (traces[place] for traces in ranks)
         hold(first)

@@ -90,7 +90,7 @@ def test_a_stage_whose_backward_cannot_be_split_runs_it_whole(name: str, what: s
     stages = frozen_stages() if what == "frozen" else bare_stages() if what == "bare" else make_stages(4)
     losses = run_whole(stages, cut([make_batch(8)], 8), mean_loss)
     wanted = sum(losses) / 8, grads_of(dict(enumerate(stages)))
-    ranks = check(run_ranks(schedule.pp, step_unsplit, name, what, timeout_s=100))
+    ranks = check(run_ranks(schedule.pp, step_unsplit, name, what))
     hold([(loss, grads) for loss, grads, _, _ in ranks], wanted)
     said = {number: text for _, _, splits, _ in ranks for number, text in splits.items()}
     assert said[stage] == f"backward runs whole: {why}"
@@ -120,7 +120,7 @@ def uneven_replicas(rank: int) -> tuple[str, float, Grads]:
 
 
 def test_replicas_of_which_only_some_can_split_are_right_or_refused() -> None:
-    ranks = check(run_ranks(4, uneven_replicas, timeout_s=100))
+    ranks = check(run_ranks(4, uneven_replicas))
     if any(said for said, _, _ in ranks):
         assert all("replica" in said or "dp" in said for said, _, _ in ranks)
         return

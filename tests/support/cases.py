@@ -26,6 +26,7 @@ from tests.support.oracle import (
     run_whole,
     worst,
 )
+from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.schedules import SCHEDULES, Size
 
@@ -102,8 +103,8 @@ def all_refuse(rank: int, make: Callable[[int], Callable[[], object]]) -> tuple[
 
 def refusals(world: int, make: Callable[[int], Callable[[], object]]) -> list[str]:
     """What each rank says; nobody waits for a rank that has refused."""
-    told = check(run_ranks(world, all_refuse, make, timeout_s=20))
-    assert all(took_s < 10 for _, took_s in told), told
+    told = check(run_ranks(world, all_refuse, make))
+    assert all(took_s < SOON_S for _, took_s in told), told
     return [said for said, _ in told]
 
 
@@ -134,4 +135,4 @@ def ended_soon(outcomes: Sequence[Outcome[Any]], refusing: int, match: str) -> N
     assert error is not None
     assert error.type == "ValueError"
     assert match in error.message
-    assert all(outcome.ended_s - outcomes[refusing].ended_s < 10 for outcome in outcomes)
+    assert all(outcome.ended_s - outcomes[refusing].ended_s < SOON_S for outcome in outcomes)

@@ -265,8 +265,7 @@ def parse_only(text: str) -> dict[str, list[str]]:
 
 def run_life(life: Life) -> Record:
     """A life on its processes; a rank that has no record is a finding too."""
-    timeout_s = life.deadline_s * 2 + 5.0 * life.num_steps + 60
-    outcomes = run_ranks(life.config.world, live, life, timeout_s=timeout_s)
+    outcomes = run_ranks(life.config.world, live, life)
     whole = Record()
     for outcome in outcomes:
         record = outcome.value if outcome.value is not None else _lost(life, outcome)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.support import devices
 from tests.support.paths import ROOT
+from tests.support.patience import HUNG_S
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -43,13 +44,11 @@ PRELOAD = [
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.fx.experimental.symbolic_shapes",
-    "numba",
     "pytest",
     "hypothesis",
     "treadle.runtime",
     "treadle.update.updater",
     "treadle.update.rank.source",
-    "tests.support.planned",
 ]
 """Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""
 
@@ -135,12 +134,14 @@ def run_ranks(
     world: int,
     fn: Callable[[int, *Ts], T],
     *args: *Ts,
-    timeout_s: float = 60.0,
+    stuck: Collection[int] = (),
+    timeout_s: float = HUNG_S,
     group_timeout_s: float | None = None,
 ) -> list[Outcome[T]]:
     """`fn(rank, *args)` on each of `world` processes, with a process group of them all as the default group.
 
-    Ranks still alive after `timeout_s` are killed. `group_timeout_s` is the group's own, `timeout_s` if not given.
+    Ranks still alive after `timeout_s` are killed; those in `stuck`, which a test stops for good, as soon as all others
+    have ended. `group_timeout_s` is the group's own, `timeout_s` if not given.
     The store is in this process, so that no rank takes it away with it.
     """
     devices.skip_beyond_devices(world)
@@ -157,7 +158,7 @@ def run_ranks(
                 process = context.Process(target=_rank_main, args=(place, task), name=f"rank {place.rank}")
                 processes.append(process)
                 process.start()  # returns when the rank was forked: what the forkserver preloads is not counted
-            ended_s = _wait_all(processes, time.monotonic() + timeout_s)
+            ended_s = _wait_all(processes, stuck, time.monotonic() + timeout_s)
             late = [end_s is None for end_s in ended_s]
             if any(late):
                 _show_stacks([process for process, is_late in zip(processes, late, strict=True) if is_late])
@@ -196,10 +197,11 @@ def check(outcomes: Sequence[Outcome[T]]) -> list[T]:
     return [cast(T, outcome.value) for outcome in outcomes]
 
 
-def _wait_all(processes: Sequence[ForkServerProcess], deadline_s: float) -> list[float | None]:
-    """When each process ended, or None for those that did not by the deadline."""
+def _wait_all(processes: Sequence[ForkServerProcess], stuck: Collection[int], deadline_s: float) -> list[float | None]:
+    """When each process ended, or None for those that did not by the deadline or are stuck."""
     ended_s: dict[int, float] = {}
-    while len(ended_s) < len(processes) and (left_s := deadline_s - time.monotonic()) > 0:
+    free = {process.sentinel for rank, process in enumerate(processes) if rank not in stuck}
+    while free - ended_s.keys() and (left_s := deadline_s - time.monotonic()) > 0:
         alive = [process.sentinel for process in processes if process.sentinel not in ended_s]
         ready = connection.wait(alive, left_s)
         ended_s |= {cast(int, sentinel): time.monotonic() for sentinel in ready}

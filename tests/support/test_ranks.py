@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.paths import ROOT
+from tests.support.patience import SOON_S
 from tests.support.ranks import check, run_ranks
 
 
@@ -118,7 +119,7 @@ def test_a_rank_that_kills_itself_and_peers_that_notice() -> None:
     errors = [outcome.error for outcome in outcomes]
     assert errors[0] is None
     assert all(error is not None and "Connection closed by peer" in error.message for error in errors[1:])
-    assert all(0 < outcome.ended_s - outcomes[0].ended_s < 5 for outcome in outcomes[1:])
+    assert all(0 < outcome.ended_s - outcomes[0].ended_s < SOON_S for outcome in outcomes[1:])
     with pytest.raises(AssertionError, match="rank 0 was ended by SIGKILL"):
         check(outcomes)
 
@@ -126,7 +127,7 @@ def test_a_rank_that_kills_itself_and_peers_that_notice() -> None:
 def test_a_rank_that_hangs_is_killed_and_shows_where_it_was() -> None:
     begin_s = time.monotonic()
     outcomes = run_ranks(3, hang_on_two, timeout_s=3.0)
-    assert time.monotonic() - begin_s < 30
+    assert time.monotonic() - begin_s < SOON_S
     assert [outcome.timed_out for outcome in outcomes] == [False, False, True]
     assert [outcome.value for outcome in outcomes] == [0, 1, None]
     assert outcomes[2].exitcode == -signal.SIGKILL

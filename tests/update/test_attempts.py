@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Flip, arm
 from tests.support.update.models import Compare, model, source_of
 from tests.support.update.workers import Asker, Trouble, Workers
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import MOST_PLANS, Status
-from treadle.update.rank.attempt_run import FAREWELL_S, AttemptRun
+from treadle.update.rank import attempt_run
+from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Buckets
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
@@ -30,8 +32,8 @@ from treadle.weights.pieces import Holding
 pytestmark = pytest.mark.slow
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
-IMPATIENT = UpdateOptions(SMALL, deadline_s=1.5, drain_s=0.5)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
+IMPATIENT = UpdateOptions(SMALL, deadline_s=3.0, drain_s=0.5)
 
 
 def layouts() -> tuple[Holding, Holding]:
@@ -42,10 +44,10 @@ def layouts() -> tuple[Holding, Holding]:
 Do = Callable[[Updater, int, Holding], Any]
 
 
-def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS, timeout_s: float = 60) -> list[Any]:
+def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS) -> list[Any]:
     """`do` on both ranks."""
     have, _ = layouts()
-    return check(run_ranks(2, _run, (workers.sockets, workers.ledger), have, do, options, timeout_s=timeout_s))
+    return check(run_ranks(2, _run, (workers.sockets, workers.ledger), have, do, options))
 
 
 def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: UpdateOptions) -> Any:
@@ -89,7 +91,7 @@ def stall_decision(updater: Updater) -> None:
 
     def slow(version: int, epoch: int) -> None:
         ledger.commit = commit  # type: ignore[method-assign]
-        stop_for(8)
+        stop_for(12)
         commit(version, epoch)
 
     ledger.commit = slow  # type: ignore[method-assign]
@@ -99,7 +101,7 @@ def stalled(updater: Updater, rank: int, have: Holding) -> str:
     assert not tried(updater, rank, have, 1)
     stall_decision(updater)
     told = tried(updater, rank, have, 2)
-    time.sleep(7 if rank else 0)  # until the coordinator goes on
+    time.sleep(13 if rank else 0)  # until the coordinator goes on
     return told
 
 
@@ -140,7 +142,7 @@ def before_bucket(updater: Updater, number: int, act: Callable[[], None]) -> Non
 
 def stopped_in_a_bucket(updater: Updater, rank: int, have: Holding) -> str:
     if rank == 1:
-        before_bucket(updater, 2, lambda: stop_for(6))
+        before_bucket(updater, 2, lambda: stop_for(8))
     return tried(updater, rank, have, 1)
 
 
@@ -189,7 +191,7 @@ def comes_late(updater: Updater, rank: int, have: Holding) -> list[str]:
     if rank == 0:
         told.append(tried(updater, rank, have, 2))
     else:
-        time.sleep(5)  # it hears of the end of an attempt that it never entered
+        time.sleep(7)  # it hears of the end of an attempt that it never entered
     dist.barrier()
     return [*told, tried(updater, rank, have, 2)]
 
@@ -300,7 +302,7 @@ def test_a_trace_can_be_had_after_a_later_attempt_failed() -> None:
 
 def answers_late(updater: Updater, rank: int, have: Holding) -> list[str]:
     told = [tried(updater, rank, have, 1)]
-    until = time.monotonic() + 20
+    until = time.monotonic() + SOON_S
     while told[-1] and time.monotonic() < until:
         time.sleep(0.5)
         dist.barrier()
@@ -311,7 +313,7 @@ def answers_late(updater: Updater, rank: int, have: Holding) -> list[str]:
 def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     _, want = layouts()
     with Workers(want) as workers:
-        workers.tell(1, Trouble("hang", "layout", hang_s=3))
+        workers.tell(1, Trouble("hang", "layout", hang_s=5))
         for told in run(workers, answers_late, IMPATIENT):
             assert "worker 1" in told[0]
             assert told[-1] == ""
@@ -319,6 +321,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
 
 
 def gives_up(updater: Updater, rank: int, have: Holding) -> tuple[str, float]:
+    attempt_run.FAREWELL_S = PATIENT_S  # so long that to wait for it shows
     began = time.monotonic()
     return tried(updater, rank, have, 1), time.monotonic() - began
 
@@ -327,10 +330,10 @@ def test_a_worker_that_hangs_is_waited_for_once() -> None:
     """It is waited for until the deadline, and not again for its farewell: it goes back when its connection ends."""
     _, want = layouts()
     with Workers(want) as workers:
-        workers.tell(1, Trouble("hang", "load", 1, hang_s=60))
+        workers.tell(1, Trouble("hang", "load", 1, hang_s=2 * PATIENT_S))
         for told, seconds in run(workers, gives_up, IMPATIENT):
             assert "worker 1" in told
-            assert IMPATIENT.deadline_s <= seconds < IMPATIENT.deadline_s + FAREWELL_S
+            assert IMPATIENT.deadline_s <= seconds < IMPATIENT.deadline_s + SOON_S
 
 
 def two_sets(rank: int, one: tuple[Path, Path], other: tuple[Path, Path], have: Holding) -> list[str]:

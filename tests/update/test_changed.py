@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import OPTIONS, SMALL, Noting, eventually, served, state, whole
 from tests.support.update.workers import Asker, Troubled, Workers
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(workers: Workers, do: Callable[..., Any], *args: Any, options: UpdateOptions = OPTIONS) -> list[Any]:
-    return check(run_ranks(2, _run, (workers.sockets, workers.ledger), do, options, args, timeout_s=60))
+    return check(run_ranks(2, _run, (workers.sockets, workers.ledger), do, options, args))
 
 
 def _run(
@@ -109,7 +110,7 @@ def restart(workers: Workers) -> None:
 
 def test_a_number_moves_too_and_one_plan_is_from_a_source_or_from_peers() -> None:
     """The plans are the same but for who fills buckets: there is no room for an H2D buffer in either."""
-    lone = UpdateOptions(Memory(free_bytes=8192, least_bytes=4096), deadline_s=10, drain_s=1)
+    lone = UpdateOptions(Memory(free_bytes=8192, least_bytes=4096), deadline_s=PATIENT_S, drain_s=1)
     with Workers(whole(CHANGED, 2)) as workers:
         thread = threading.Thread(target=restart, args=(workers,), daemon=True)
         thread.start()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
@@ -31,7 +32,7 @@ from treadle.weights.pieces import Holding
 pytestmark = pytest.mark.slow
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 Do = Callable[[Updater, int, Holding], Any]
 
@@ -44,7 +45,7 @@ def whole(num: int) -> Holding:
 def run(workers: Workers, world: int, do: Do, ledger: Path | None = None, **named: Any) -> list[Any]:
     """`do` on so many ranks, with the workers' own log or another; `named` goes to the updater."""
     places = workers.sockets, ledger if ledger is not None else workers.ledger
-    return check(run_ranks(world, _run, places, whole(world), do, named, timeout_s=90))
+    return check(run_ranks(world, _run, places, whole(world), do, named))
 
 
 def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, named: dict[str, Any]) -> Any:
@@ -211,7 +212,7 @@ def test_a_worker_that_was_replaced_and_cannot_close_is_named_and_nothing_is_upd
             workers.await_up(1)
             quick = UpdateOptions(SMALL, deadline_s=3, drain_s=1)
             places = workers.sockets, workers.ledger
-            for told in check(run_ranks(2, _run_with, places, whole(2), second, quick, timeout_s=90)):
+            for told in check(run_ranks(2, _run_with, places, whole(2), second, quick)):
                 assert f"process {pid}" in told, told
                 assert "end it" in told
             assert served(workers) == [1, None]
@@ -269,7 +270,7 @@ def test_a_second_coordinator_with_a_log_of_its_own_is_refused(tmp_path: Path) -
     key.chmod(0o600)
     with Workers(whole(2)) as workers:
         logs = workers.ledger, workers.directory / "other"
-        for mine, others, again in check(run_ranks(2, two_logs, workers.sockets, logs, key, whole(2), timeout_s=90)):
+        for mine, others, again in check(run_ranks(2, two_logs, workers.sockets, logs, key, whole(2))):
             assert mine == again == ""
             assert "another log" in others, others
         assert served(workers) == [2, 2]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, source_of
 from tests.support.update.workers import Workers
@@ -29,7 +30,7 @@ from treadle.weights.plan import plan_update
 pytestmark = pytest.mark.slow
 
 SMALL = Memory(1 << 18, target_bytes=1 << 14, least_bytes=1 << 12)
-OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 Do = Callable[[Updater, int], Any]
 
@@ -248,7 +249,7 @@ def test_a_stopped_rank_is_called_stopped() -> None:
     _, want = layouts()
     with Workers(want) as workers:
         args = (workers.sockets, workers.ledger), rank_that_stops, UpdateOptions(SMALL, deadline_s=2, drain_s=1)
-        outcomes = run_ranks(2, _run, *args, timeout_s=20)
+        outcomes = run_ranks(2, _run, *args, stuck=[1])
         assert outcomes[0].value is not None, outcomes
         told, _ = outcomes[0].value
         assert told.startswith("update rank 1")

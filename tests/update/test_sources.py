@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
@@ -28,7 +29,7 @@ from treadle.weights.plan import plan_update
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = UpdateOptions(SMALL, deadline_s=20, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 
 class OnDemand:
@@ -103,7 +104,7 @@ def update(
 
 def updates(workers: Workers, have: Holding, options: UpdateOptions, wrong: Wrong | None) -> list[list[Any]]:
     places = workers.sockets, workers.ledger
-    return check(run_ranks(len(have.pieces), update, places, have, options, wrong, timeout_s=120))
+    return check(run_ranks(len(have.pieces), update, places, have, options, wrong))
 
 
 @pytest.mark.parametrize(

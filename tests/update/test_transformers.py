@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.workers import Asker, Spawned
 from treadle.update import ClosedError, Endpoint, Source, UpdateOptions, Updater
@@ -35,7 +36,7 @@ SMALL = {
     "head_dim": 16,
 }
 PROMPT = torch.arange(3, 19)[None]
-OPTIONS = UpdateOptions(Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14), deadline_s=30)
+OPTIONS = UpdateOptions(Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14), deadline_s=PATIENT_S)
 
 
 def make(name: str, seed: int) -> Any:
@@ -81,7 +82,7 @@ def train(rank: int, sockets: Path, ledger: Path, name: str) -> list[tuple[int, 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
 def test_logits_are_those_of_a_fresh_load_three_times(name: str) -> None:
     with Spawned(2, serve, name) as workers:
-        seen = check(run_ranks(2, train, workers.sockets, workers.ledger, name, timeout_s=120))
+        seen = check(run_ranks(2, train, workers.sockets, workers.ledger, name))
     assert seen == [[(1, True), (2, True), (3, True)]] * 2
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
@@ -50,7 +51,13 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
     tensors = model(4, 64)
     have, want = trained(tensors, 4), served(tensors)
     with Workers(want) as workers:
-        args = workers.sockets, workers.ledger, have, [1, 2], UpdateOptions(SMALL, rollback=rollback, deadline_s=20)
+        args = (
+            workers.sockets,
+            workers.ledger,
+            have,
+            [1, 2],
+            UpdateOptions(SMALL, rollback=rollback, deadline_s=PATIENT_S),
+        )
         for done in check(run_ranks(4, update_ranks, *args)):
             assert [updated.version for updated in done] == [1, 2]
             assert (done[1].rollback_bytes > 0) == (rollback != "none")
@@ -73,7 +80,7 @@ def test_options_that_are_assigned_hold_from_the_next_update_on() -> None:
     tensors = model(1, 32)
     have, want = trained(tensors, 4), served(tensors)
     with Workers(want) as workers:
-        args = workers.sockets, workers.ledger, have, UpdateOptions(SMALL, rollback="host", deadline_s=20)
+        args = workers.sockets, workers.ledger, have, UpdateOptions(SMALL, rollback="host", deadline_s=PATIENT_S)
         for first, second in check(run_ranks(4, changed_options, *args)):
             assert first > 0
             assert second == 0
@@ -84,10 +91,10 @@ def test_a_gibibyte_of_pp_ep_into_tp() -> None:
     tensors = model(8, 1024, experts=28)
     have, want = trained(tensors, 8), served(tensors)
     assert sum(tensor.size_bytes for tensor in tensors) >= 1 << 30
-    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
+    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=PATIENT_S, rollback="none")
     with Workers(want) as workers:
         args = workers.sockets, workers.ledger, have, [1], options
-        done = check(run_ranks(4, update_ranks, *args, timeout_s=200))
+        done = check(run_ranks(4, update_ranks, *args))
         assert all(updated[0].size_bytes >= 1 << 30 for updated in done)
         for worker in range(4):
             assert workers.tell(worker, Compare(1)) == []
@@ -137,9 +144,9 @@ def fsdp_ranks(
 def test_from_an_fsdp_source(sizes: tuple[int, int, int]) -> None:
     tensors = net_tensors(*sizes)
     want = Parallel(tp=4, dim=lambda name: 1 if "weight" in name else None).holding(tensors)
-    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=60, rollback="none")
+    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=PATIENT_S, rollback="none")
     with Workers(want) as workers:
-        check(run_ranks(4, fsdp_ranks, workers.sockets, workers.ledger, sizes, options, timeout_s=200))
+        check(run_ranks(4, fsdp_ranks, workers.sockets, workers.ledger, sizes, options))
         for worker in range(4):
             assert workers.tell(worker, Compare(2)) == []
 
@@ -173,12 +180,12 @@ def worker_holds(adapter: Any) -> tuple[int, int]:
 def test_memory_is_flat_over_fifty_updates() -> None:
     tensors = model(4, 384)
     have, want, before = trained(tensors, 4), served(tensors), shared_memory()
-    options = UpdateOptions(Memory(8 * MiB, target_bytes=2 * MiB), deadline_s=30)
+    options = UpdateOptions(Memory(8 * MiB, target_bytes=2 * MiB), deadline_s=PATIENT_S)
     with Workers(want) as workers:
         places = workers.sockets, workers.ledger, have
         check(run_ranks(4, many_updates, *places, range(1, 4), options))
         first = [workers.tell(worker, worker_holds) for worker in range(4)]
-        ranks = check(run_ranks(4, many_updates, *places, range(4, 54), options, timeout_s=120))
+        ranks = check(run_ranks(4, many_updates, *places, range(4, 54), options))
         last = [workers.tell(worker, worker_holds) for worker in range(4)]
         assert [workers.tell(worker, Compare(53)) for worker in range(4)] == [[]] * 4
     processes = [*zip(first, last, strict=True), *((held[9], held[-1]) for held in ranks)]
@@ -206,7 +213,7 @@ def test_the_trace_is_of_the_planned_program(num_h2d: int) -> None:
     have, want = trained(tensors, 2), served(tensors)
     share = {0: 2, 1: 3, 2: 6}[num_h2d]  # of the memory: as many buffers as fit
     options = UpdateOptions(
-        Memory(share * MiB // 4 * 10 // 9 + 64, target_bytes=MiB // 4, least_bytes=MiB // 4), deadline_s=20
+        Memory(share * MiB // 4 * 10 // 9 + 64, target_bytes=MiB // 4, least_bytes=MiB // 4), deadline_s=PATIENT_S
     )
     with Workers(want) as workers:
         (trace, seconds), *others = check(run_ranks(4, traced, workers.sockets, workers.ledger, have, options))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import Watcher, mixtures
 from tests.support.update.models import SMALL, Compare, expected, model, source_of
@@ -37,7 +38,7 @@ from treadle.weights.pieces import Holding
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 
 def layouts() -> tuple[Holding, Holding]:
@@ -244,12 +245,12 @@ def stopped_rank(updater: Updater, rank: int, have: Holding) -> tuple[str, float
 
 def test_a_rank_that_hangs_is_named_by_the_deadline() -> None:
     have, want = layouts()
-    options = UpdateOptions(SMALL, deadline_s=1.0, drain_s=0.2)
+    options = UpdateOptions(SMALL, deadline_s=3.0, drain_s=0.2)
     with Workers(want) as workers:
         places = workers.sockets, workers.ledger
-        outcomes = run_ranks(4, _run, places, have, stopped_rank, options, timeout_s=8)
+        outcomes = run_ranks(4, _run, places, have, stopped_rank, options, stuck=[2])
         told = [outcome.value for outcome in outcomes if outcome.rank != 2]
-        assert all(value is not None and value[0] == "update rank 2" and value[1] < 6 for value in told), outcomes
+        assert all(value is not None and value[0] == "update rank 2" and value[1] < SOON_S for value in told), outcomes
         assert {answer.version for answer in map(asked(workers), range(4))} == {1}
 
 

@@ -30,7 +30,6 @@ from tests.runtime.faults.test_cells import (
     HANGS,
     KINDS,
     LONG_S,
-    SOON_S,
     all_hold,
     failure_of,
     look_at_victim,
@@ -40,6 +39,7 @@ from tests.runtime.faults.test_cells import (
 )
 from tests.support.devices import DEVICE_TYPE
 from tests.support.faults import CallName, Faults, meet_with, note
+from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
 from treadle.ir.program import OpKind
 from treadle.moe import MoELayer
@@ -173,7 +173,7 @@ def run_case(case: Case, directory: Path) -> float:
     directory.mkdir()
     fault = directory / f"fault{VICTIM}"
     for deadline_s in DEADLINES_S[1:] if case.is_hang else (LONG_S,):
-        outcomes = run_ranks(WORLD, take_part, case, deadline_s, directory, timeout_s=60)
+        outcomes = run_ranks(WORLD, take_part, case, deadline_s, directory)
         nothing_left(directory)
         if fault.exists():
             break
@@ -214,7 +214,7 @@ def be_impatient(rank: int, case: Case, directory: Path) -> None:
 def test_a_rank_whose_own_lane_hangs_tells_so_before_it_leaves(where: str, tmp_path: Path) -> None:
     """Else it would have said goodbye by the time the others ask, and they would name it for that."""
     case = Case(where, "sleep")
-    outcomes = run_ranks(WORLD, be_impatient, case, tmp_path, timeout_s=60)
+    outcomes = run_ranks(WORLD, be_impatient, case, tmp_path)
     for outcome in outcomes:
         if outcome.rank == VICTIM:
             look_at_sleeper(outcome, case)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
@@ -177,7 +178,7 @@ def member(rank: int, scene: Scene) -> Told | None:
 
 
 def all_tell(scene: Scene, kind: str, allowed_s: float) -> list[Outcome[Told | None]]:
-    outcomes = run_ranks(4, member, scene, timeout_s=20)
+    outcomes = run_ranks(4, member, scene)
     fault_s = float((scene.directory / "time").read_text())
     for told in check([outcome for outcome in outcomes if outcome.rank != scene.lost]):
         assert told is not None
@@ -190,17 +191,17 @@ def all_tell(scene: Scene, kind: str, allowed_s: float) -> list[Outcome[Told | N
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 0), (ring, 2), (torus, 0), (torus, 3)])
 def test_a_rank_is_killed(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "kill", tmp_path), "killed", 3)
+    outcomes = all_tell(place(lost, "kill", tmp_path), "killed", SOON_S)
     assert outcomes[lost].exitcode == -signal.SIGKILL
 
 
 def test_a_rank_is_killed_whose_child_holds_its_connections(tmp_path: Path) -> None:
-    all_tell(ring(2, "kill with child", tmp_path), "killed", 3)
+    all_tell(ring(2, "kill with child", tmp_path), "killed", SOON_S)
 
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 2), (torus, 0)])
 def test_a_rank_is_stopped(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "stop", tmp_path), "hung", WAIT_S + 4)
+    outcomes = all_tell(place(lost, "stop", tmp_path), "hung", WAIT_S + SOON_S)
     assert outcomes[lost].exitcode == -signal.SIGKILL, "its neighbour ends it"
 
 
@@ -210,7 +211,7 @@ def test_a_rank_is_stopped_before_anyone_waits_too_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 0), (torus, 3)])
 def test_a_rank_hangs_in_its_work(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "sleep", tmp_path), "hung", WAIT_S + 4)
+    outcomes = all_tell(place(lost, "sleep", tmp_path), "hung", WAIT_S + SOON_S)
     assert outcomes[lost].exitcode == EXIT_LOST, "it ends itself"
     assert f"rank {lost} did not react" in outcomes[lost].stderr
 
@@ -230,14 +231,14 @@ def test_a_rank_leaves_in_the_middle_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_another_host_is_killed(tmp_path: Path) -> None:
-    outcomes = all_tell(ring(2, "kill", tmp_path, apart=True), "killed", 3)
+    outcomes = all_tell(ring(2, "kill", tmp_path, apart=True), "killed", SOON_S)
     told = outcomes[0].value
     assert told is not None
     assert "killed, last seen " in told.text
 
 
 def test_a_rank_of_another_host_is_stopped_and_comes_back(tmp_path: Path) -> None:
-    outcomes = all_tell(ring(2, "stop", tmp_path, apart=True), "hung", WAIT_S + 4)
+    outcomes = all_tell(ring(2, "stop", tmp_path, apart=True), "hung", WAIT_S + SOON_S)
     assert outcomes[2].exitcode == EXIT_LOST, "nobody can kill it, but it must not go on"
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 
@@ -72,7 +73,7 @@ def make(rank: int, kind: str) -> tuple[treadle.Pipeline, Tensor]:
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), layer) if rank // EP == 0 else nn.Sequential(layer)
     torch.manual_seed(rank % EP)
     x = torch.randn(MB * TOKENS, WIDTH, dtype=torch.float64)
-    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
     return pipe, x
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 from treadle.runtime.model.saved import FilePool, LiveBytes, PinnedPool, SavedReport, SavedTensors
@@ -180,7 +181,7 @@ def make(rank: int, case: Case, saved: Any) -> tuple[treadle.Pipeline, Tensor]:
     torch.manual_seed(rank % case.ep)
     x = torch.randn(case.microbatches * TOKENS, WIDTH)
     loss_fn = nn.functional.mse_loss
-    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=60, saved=saved), x
+    return treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=PATIENT_S, saved=saved), x
 
 
 def gradients(rank: int, case: Case) -> tuple[bool, SavedReport, SavedReport]:
@@ -217,7 +218,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_gradients_to_the_last_bit(case: Case) -> None:
-    results = check(run_ranks(case.pp * case.ep, gradients, case, timeout_s=120))
+    results = check(run_ranks(case.pp * case.ep, gradients, case))
     assert all(same for same, _, _ in results)
     assert max(out.moved for _, _, out in results) > 0
     assert all(counted.moved == 0 for _, counted, _ in results)
@@ -225,8 +226,8 @@ def test_the_same_gradients_to_the_last_bit(case: Case) -> None:
 
 @pytest.mark.slow
 def test_checkpointing_leaves_less_to_offload() -> None:
-    plain = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1), timeout_s=120))
-    again = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1, checkpointed=True), timeout_s=120))
+    plain = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1)))
+    again = check(run_ranks(4, gradients, Case("interleaved-overlap", steps=1, checkpointed=True)))
     assert again[0][2].moved < plain[0][2].moved / 2
 
 
@@ -258,8 +259,8 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
 @pytest.mark.slow
 def test_the_peak_is_the_simulators() -> None:
     """interleaved-overlap, PP4, two chunks, 16 micro-batches, four layers a chunk."""
-    left = check(run_ranks(4, counted, "count", timeout_s=200))
-    out = check(run_ranks(4, counted, "offload", timeout_s=200))
+    left = check(run_ranks(4, counted, "count"))
+    out = check(run_ranks(4, counted, "offload"))
     peak, predicted = max(peak for peak, _ in out), max(predicted for _, predicted in out)
     assert peak == pytest.approx(predicted, rel=0.10)
     assert peak <= 0.4 * max(peak for peak, _ in left)
@@ -298,7 +299,7 @@ def many_steps(rank: int) -> tuple[list[int], set[int], int]:
 
 @pytest.mark.slow
 def test_nothing_grows_over_200_steps() -> None:
-    for memory, pools, live in check(run_ranks(2, many_steps, timeout_s=280)):
+    for memory, pools, live in check(run_ranks(2, many_steps)):
         assert live == 0
         assert len(pools) == 1
         assert max(memory[-50:]) - max(memory[:50]) < 512
@@ -322,5 +323,5 @@ def refused(rank: int, saved: list[Any], plain: bool) -> str:
     ],
 )
 def test_refused_by_name(saved: list[str], plain: bool, message: str) -> None:
-    for said in check(run_ranks(2, refused, saved, plain, timeout_s=60)):
+    for said in check(run_ranks(2, refused, saved, plain)):
         assert message in said

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import make_mesh
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.moe import MoELayer
@@ -126,7 +127,7 @@ def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor
     placed = {chunk: schedule.placement.stage(pp_rank, chunk) for chunk in range(schedule.vpp)}
     stages = {chunk: own_part(model[stage], case, ep_rank) for chunk, stage in placed.items()}
     loss_fn = nn.functional.mse_loss
-    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=30, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=PATIENT_S, lanes=case.lanes)
     x, target = batch(case)
     for _ in range(2):  # the second step has its receives posted ahead
         for module in stages.values():
@@ -170,7 +171,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_in_one_process(case: Case) -> None:
-    results = check(run_ranks(case.world, one_rank, case, timeout_s=120))
+    results = check(run_ranks(case.world, one_rank, case))
     loss, wanted = one_process(case)
     for rank_loss, grads, about in results:
         assert rank_loss == pytest.approx(loss, rel=1e-10)
@@ -208,7 +209,7 @@ def dense_rank(rank: int, name: str) -> tuple[float, list[Tensor | None]]:
     x = torch.randn(4, TOKENS, WIDTH, dtype=torch.float64)
     schedule = treadle.generate(name, pp=2, microbatches=4)
     pipe = treadle.Pipeline(
-        {0: model[rank]}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=20
+        {0: model[rank]}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S
     )
     loss = float(pipe.step(list(x), list(x)))
     pipe.close()
@@ -234,7 +235,7 @@ def mixed_rank(rank: int) -> str:
     stage: nn.Module = nn.Sequential(Dense()).double() if rank == 0 else nn.Linear(WIDTH, WIDTH).double()
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     try:
-        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
     except ValueError as error:
         return str(error)
     return "not refused"
@@ -244,7 +245,7 @@ def other_segments_rank(rank: int) -> str:
     stage: nn.Module = Dense() if rank == 0 else MoELayer(WIDTH, HIDDEN, EXPERTS)
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
-        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
     return str(error.value)
 
 

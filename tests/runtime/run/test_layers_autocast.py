@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
@@ -83,7 +84,7 @@ def cast_rank(rank: int, on: bool) -> tuple[dict[str, Tensor], list[tuple[torch.
     if pp_rank == PP - 1:
         stage.append(note)
     schedule = treadle.generate("zb-h1", pp=PP, microbatches=MB)
-    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=cast_loss, deadline_s=30)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=cast_loss, deadline_s=PATIENT_S)
     x = cast_rows(ep_rank)
     with torch.autocast("cpu", torch.bfloat16, enabled=on):
         pipe.step(x, x)
@@ -100,7 +101,7 @@ def cast_rank(rank: int, on: bool) -> tuple[dict[str, Tensor], list[tuple[torch.
 @pytest.mark.parametrize(("on", "tolerance"), [(True, 0.02), (False, 1e-5)])
 def test_autocast_around_a_step(on: bool, tolerance: float) -> None:
     """Also in lanes that have a thread of their own, and not in backward."""
-    results = check(run_ranks(PP * EP, cast_rank, on, timeout_s=120))
+    results = check(run_ranks(PP * EP, cast_rank, on))
     model = cast_stages(1, 0)
     for x in map(cast_rows, range(EP)):
         for part in x.chunk(MB):
@@ -147,7 +148,11 @@ def island_rank(rank: int) -> list[Tensor]:
     stage, x = island_stages()[rank], cast_rows(0)
     mesh = init_device_mesh(DEVICE_TYPE, (PP,), mesh_dim_names=("pp",))
     pipe = treadle.Pipeline(
-        {0: stage}, treadle.generate("zb-h1", pp=PP, microbatches=MB), mesh=mesh, loss_fn=cast_loss, deadline_s=30
+        {0: stage},
+        treadle.generate("zb-h1", pp=PP, microbatches=MB),
+        mesh=mesh,
+        loss_fn=cast_loss,
+        deadline_s=PATIENT_S,
     )
     with torch.autocast("cpu", torch.bfloat16):
         pipe.step(x, x)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.oracle import make_mesh
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import LaneKind, OpKind
 from treadle.moe import MoELayer
@@ -85,7 +86,9 @@ def one_rank(rank: int, case: Case) -> Any:
     drawn: list[Tensor] = []
     for stage in stages.values():
         _Draws(stage, drawn)
-    pipe = treadle.Pipeline(stages, schedule, mesh=make_mesh(2), loss_fn=loss_fn, deadline_s=60, lanes=case.lanes)
+    pipe = treadle.Pipeline(
+        stages, schedule, mesh=make_mesh(2), loss_fn=loss_fn, deadline_s=PATIENT_S, lanes=case.lanes
+    )
     tokens, targets = batch(case)
     for _ in range(2):
         drawn.clear()
@@ -145,8 +148,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of_a_large_vocabulary(case: Case) -> None:
-    results = check(run_ranks(2, one_rank, case, timeout_s=200))
-    serial = check(run_ranks(2, one_rank, Case(**{**case.__dict__, "lanes": "serial"}), timeout_s=200))
+    results = check(run_ranks(2, one_rank, case))
+    serial = check(run_ranks(2, one_rank, Case(**{**case.__dict__, "lanes": "serial"})))
     masks = by_microbatch(case, results)
     loss, wanted = one_process(case, masks)
     for (rank_loss, grads, _, _), (_, plain, _, _) in zip(results, serial, strict=True):
@@ -166,7 +169,7 @@ def by_microbatch(case: Case, results: list[Any]) -> list[Tensor]:
 
 
 def test_all_that_computes_is_on_the_compute_lane() -> None:
-    results = check(run_ranks(2, one_rank, Case("interleaved-overlap"), timeout_s=200))
+    results = check(run_ranks(2, one_rank, Case("interleaved-overlap")))
     for _, _, _, lanes in results:
         assert {OpKind.EMBED_F, OpKind.EMBED_B, OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W} <= set(lanes)
         for kind in (OpKind.EMBED_F, OpKind.EMBED_B, OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W):
@@ -176,7 +179,7 @@ def test_all_that_computes_is_on_the_compute_lane() -> None:
 def test_dropout_in_the_head_does_not_depend_on_the_schedule() -> None:
     drawn = []
     for case in (Case("interleaved-overlap"), Case("interleaved-overlap", lanes="serial"), Case("interleaved")):
-        drawn.append(by_microbatch(case, check(run_ranks(2, one_rank, case, timeout_s=200))))
+        drawn.append(by_microbatch(case, check(run_ranks(2, one_rank, case))))
     overlapped, *others = drawn
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(overlapped, other, strict=True))
@@ -204,7 +207,7 @@ def refused(rank: int, stages: list[nn.Sequential]) -> str:
     pipe = None
     try:
         mse = functional.mse_loss
-        pipe = treadle.Pipeline({0: stages[rank]}, schedule, mesh=make_mesh(2), loss_fn=mse, deadline_s=30)
+        pipe = treadle.Pipeline({0: stages[rank]}, schedule, mesh=make_mesh(2), loss_fn=mse, deadline_s=PATIENT_S)
         x = torch.randn(2, TOKENS, WIDTH)
         pipe.step(list(x), list(x))
     except (ValueError, treadle.RankLostError) as error:

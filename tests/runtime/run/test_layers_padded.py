@@ -13,6 +13,7 @@ from torch.nn import functional
 import treadle
 from tests.support import deepep_contract
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import Exchange, Experts, MoELayer
 from treadle.runtime.model.segments import Segment, compute, exchange
@@ -104,7 +105,7 @@ def padded_rank(rank: int, name: str) -> tuple[dict[tuple[int, str], Tensor], se
     placed = dict(enumerate(schedule.placement.stages[rank // EP]))
     stages: dict[int, nn.Module] = {chunk: model[stage] for chunk, stage in placed.items()}
     loss_fn = functional.mse_loss
-    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=loss_fn, deadline_s=30)
+    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=loss_fn, deadline_s=PATIENT_S)
     x = rows_of(ep_rank)
     pipe.step(x, x.flip(0))
     grads = {}
@@ -125,7 +126,7 @@ def rows_of(ep_rank: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-overlap", "dualpipev"])
 def test_padded_dispatches_need_no_counts(name: str) -> None:
-    results = check(run_ranks(PP * EP, padded_rank, name, timeout_s=120))
+    results = check(run_ranks(PP * EP, padded_rank, name))
     model = padded_stages(treadle.generate(name, pp=PP, microbatches=MB).placement.num_stages, 1, 0)
     lost = 0
     for x in map(rows_of, range(EP)):
@@ -151,7 +152,7 @@ def deepep_rank(rank: int, name: str) -> set[str]:
         torch.manual_seed(stage)
         layer = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP, exchange="deepep")
         stages[chunk] = nn.Sequential(layer).bfloat16()
-    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline(stages, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
     optimizer = torch.optim.SGD([p for stage in stages.values() for p in stage.parameters()], lr=0.2)
     x, losses = rows_of(rank % EP).bfloat16(), []
     for _ in range(5):
@@ -165,7 +166,7 @@ def deepep_rank(rank: int, name: str) -> set[str]:
 
 def test_an_exchange_that_counts_by_itself() -> None:
     """By what DeepEP documents, not by DeepEP."""
-    for seen in check(run_ranks(PP * EP, deepep_rank, "interleaved-overlap", timeout_s=120)):
+    for seen in check(run_ranks(PP * EP, deepep_rank, "interleaved-overlap")):
         assert not {"COUNTS", "HOST"} & seen
         assert "DISPATCH_F" in seen
 
@@ -174,7 +175,7 @@ def mixed_rank(rank: int) -> str:
     stage = nn.Sequential(Padded(EP, rank % EP), MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP))
     schedule = treadle.generate("1f1b", pp=PP, microbatches=MB)
     with pytest.raises(ValueError, match="segments") as error:
-        treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
     return str(error.value)
 
 
@@ -192,7 +193,7 @@ def odd_shape_rank(rank: int) -> str:
     torch.manual_seed(rank // EP)
     stage = nn.Sequential(MoELayer(WIDTH, HIDDEN, EXPERTS, ep=EP, ep_rank=rank % EP))
     schedule = treadle.generate("1f1b", pp=PP, microbatches=4)
-    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=ep_mesh(), loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
     whole, odd = [torch.randn(TOKENS, WIDTH)] * 4, [*[torch.randn(TOKENS, WIDTH)] * 3, torch.randn(TOKENS - 2, WIDTH)]
     pipe.step(whole, whole)
     try:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.segments import Segment, compute
 
@@ -47,7 +48,7 @@ def tp_refused(rank: int, case: str) -> str:
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     given = mesh if case == "the mesh" else mesh["pp"]
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
-        treadle.Pipeline({0: stage}, schedule, mesh=given, loss_fn=functional.mse_loss, deadline_s=10)
+        treadle.Pipeline({0: stage}, schedule, mesh=given, loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
     return str(error.value)
 
 
@@ -136,7 +137,7 @@ def cut_rank(rank: int, layered: bool) -> list[Tensor]:
         part.cut(mesh.get_group("tp"), rank % 2)
     stage = nn.Sequential(layer) if layered else nn.Sequential(layer.first, layer.second)
     schedule = treadle.generate("zb-h1", pp=2, microbatches=MB)
-    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh["pp"], loss_fn=functional.mse_loss, deadline_s=30)
+    pipe = treadle.Pipeline({0: stage}, schedule, mesh=mesh["pp"], loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
     x = rows()
     for _ in range(2):
         stage.zero_grad()

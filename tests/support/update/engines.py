@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.patience import PATIENT_S
 from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.messages import (
@@ -30,7 +31,7 @@ from treadle.weights.plan import plan_update
 SMALL = Memory(1 << 20, least_bytes=4096)
 
 
-OPTIONS = UpdateOptions(SMALL, deadline_s=10, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 
 def whole(shapes: dict[str, tuple[int, ...]], ranks: int, dtype: str = "float32") -> Holding:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
 from tests.support.update.crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
 from tests.support.update.workers import Asker, Trouble, Workers
@@ -195,7 +196,7 @@ def play(workers: Workers, case: Case, version: int, make: Any, right: Callable[
         workers.tell(case.worker, case.trouble)
         workers.tell(case.worker, Marker(marks))
     with Watcher(workers) as watcher:
-        outcomes = run_ranks(world, attempt, places, make, version + 1, case, marks, timeout_s=60)
+        outcomes = run_ranks(world, attempt, places, make, version + 1, case, marks)
         told = f"{case}\n" + "\n".join(map(str, outcomes))
         version = _judge(case, outcomes, marks, version, told)
         served = {status.version for status in statuses(workers) if status.state == "serving"}
@@ -204,7 +205,7 @@ def play(workers: Workers, case: Case, version: int, make: Any, right: Callable[
             committed = _committed(workers.ledger)
             assert served <= {committed}, f"{served} served, {committed} committed\n{told}"
             version += 2
-            for outcome in run_ranks(world, fresh, places, make, version, case, timeout_s=60):
+            for outcome in run_ranks(world, fresh, places, make, version, case):
                 assert outcome.ok, f"{outcome}\n{told}"
     for worker in range(world):
         asker = Asker(workers.sockets, worker)
@@ -230,7 +231,7 @@ def _judge(case: Case, outcomes: list[Outcome[Report]], marks: Path, version: in
         assert report.corrupt == (case.flip is not None), told
         if marks.exists():
             late_s = report.raised_s - float(marks.read_text()) - (case.deadline_s if _hangs(case) else 0)
-            assert late_s < 5, f"{late_s} s\n{told}"
+            assert late_s < SOON_S, f"{late_s} s\n{told}"
     return version + 2 if case.crash is None else version
 
 
