@@ -4,31 +4,29 @@ import treadle
 
 schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
 print(treadle.verify(schedule))
+
+Names are imported when they are first asked for: `import treadle` takes milliseconds, and planning works without torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from treadle.api import dumps, load, load_any, loads, save_trace
-from treadle.costs import Costs, load_costs
-from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
-from treadle.ir.notebook import set_renderer
-from treadle.ir.program import Program
-from treadle.ir.trace import Trace
-from treadle.plan import LoweringOptions, lower
-from treadle.schedules import generate
-
-# The functions `verify` and `simulate` hide the packages of these names as attributes of `treadle`. Imports still find
-# the packages: `import treadle.verify.codes`, `from treadle.verify.codes import CODES`. An expression does not:
-# `treadle.verify.codes` asks the function.
-from treadle.simulate import compare, critical_path, fit, measure, simulate
-from treadle.verify import Finding, VerifyReport, explain, verify_program
-from treadle.verify import verify_schedule as verify
 
 if TYPE_CHECKING:
     from treadle import moe, update
+    from treadle.api import dumps, load, load_any, loads, save_trace
+    from treadle.costs import Costs, load_costs
+    from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
+    from treadle.plan import LoweringOptions, lower
     from treadle.runtime import Boundary, Pipeline, RankLostError, RunOptions, StageOutput, StepReport
     from treadle.runtime.model.segments import Segment, compute, exchange
+    from treadle.schedules import generate
+    from treadle.simulate import compare, critical_path, fit, measure, simulate
+    from treadle.verify import Finding, VerifyReport, explain, verify_program
+    from treadle.verify import verify_schedule as verify
 
 __version__ = "0.1.0"
 
@@ -78,41 +76,75 @@ __all__ = [
     "verify_program",
 ]
 
-_RUNTIME, _SEGMENTS = "treadle.runtime", "treadle.runtime.model.segments"
-_NEEDS_TORCH = {
-    **dict.fromkeys(
-        ("Boundary", "Pipeline", "RankLost", "RankLostError", "RunOptions", "StageOutput", "StepReport"), _RUNTIME
+_WHERE = {
+    "treadle.api": ("dumps", "load", "load_any", "loads", "save_trace"),
+    "treadle.costs": ("Costs", "load_costs"),
+    "treadle.ir": ("Action", "B", "Cell", "F", "I", "Kind", "Pair", "Placement", "Schedule", "W"),
+    "treadle.ir.program": ("Program",),
+    "treadle.ir.trace": ("Trace",),
+    "treadle.plan": ("LoweringOptions", "lower"),
+    "treadle.runtime": (
+        "Boundary",
+        "Pipeline",
+        "RankLost",
+        "RankLostError",
+        "RunOptions",
+        "StageOutput",
+        "StepReport",
     ),
-    **dict.fromkeys(("Segment", "compute", "exchange"), _SEGMENTS),
+    "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
+    "treadle.schedules": ("generate",),
+    "treadle.simulate": ("compare", "critical_path", "fit", "measure", "simulate"),
+    "treadle.verify": ("Finding", "VerifyReport", "explain", "verify", "verify_program"),
 }
-"""Names that are imported when they are first asked for, so that planning works without torch."""
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+_PACKAGES = (
+    "api",
+    "costs",
+    "export",
+    "ir",
+    "moe",
+    "passes",
+    "plan",
+    "runtime",
+    "schedules",
+    "update",
+    "view",
+    "weights",
+)
 
-_PACKAGES = ("moe", "update")
+_FUNCTION_OF = {"simulate": "simulate", "verify": "verify_schedule"}
+"""Functions that hide the packages of their names as attributes of `treadle`. Imports still find the packages:
+`from treadle.verify.codes import CODES`. An expression does not: `treadle.verify.codes` asks the function."""
+
+
+class _Treadle(ModuleType):
+    """The class of this package. Python sets an imported package as an attribute of its parent; the function stays."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        is_package = name in _FUNCTION_OF and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, _FUNCTION_OF[name]) if is_package else value)
+
+
+sys.modules[__name__].__class__ = _Treadle
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs torch, or raise an ImportError that says how to install it."""
-    if name not in _NEEDS_TORCH and name not in _PACKAGES:
+    """Import a name, or raise an ImportError that says which extra to install."""
+    if name not in _MODULE_OF and name not in _PACKAGES:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
     try:
-        module = import_module(_NEEDS_TORCH.get(name, f"treadle.{name}"))
+        module = import_module(_MODULE_OF.get(name, f"treadle.{name}"))
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "msgspec", "xxhash", "safetensors"):
             raise
         extra = "update" if name == "update" else "run"
         text = f"treadle.{name} needs {error.name}; install it with: pip install 'treadle[{extra}]'"
         raise ImportError(text) from error
-    return module if name in _PACKAGES else getattr(module, name)
+    value = module if name in _PACKAGES else getattr(module, _FUNCTION_OF.get(name, name))
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _html(shown: object) -> str:
-    from treadle.notebook import html
-
-    return html(shown)
-
-
-set_renderer(_html)

@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import treadle
+from treadle.cli.app import COMMANDS
 from treadle.verify import CODES
 
 TREADLE = str(Path(sys.executable).parent / "treadle")
@@ -280,3 +282,10 @@ def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
 )
 def test_mistakes_with_pictures_and_sizes_are_sentences_too(args: tuple[str, ...], parts: list[str]) -> None:
     test_a_users_mistake_is_a_sentence(args, parts)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
+    module = import_module(f"treadle.cli.commands.{name}")
+    about = (getattr(module, name).__doc__ or "").split("\n\n")[0]
+    assert COMMANDS[name].about == about

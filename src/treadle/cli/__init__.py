@@ -6,22 +6,37 @@ import os
 import sys
 
 from treadle.cli.app import app
-from treadle.cli.terminal import fail
+from treadle.ir.kernel import Compiled
 
 
 def main() -> None:
     """Runs a command; a user's mistake ends with a sentence and exit code 2, never with a traceback."""
+    Compiled.compiling = staticmethod(
+        lambda: _say("compiling, once for this installation; the next run starts at once")
+    )
     try:
         app()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
-        fail(_sentence(error))
+        _fail(_sentence(error))
         sys.exit(2)
     except MemoryError:
-        fail("out of memory; a smaller size, or a machine with more")
+        _fail("out of memory; a smaller size, or a machine with more")
         sys.exit(2)
+
+
+def _say(message: str) -> None:
+    from treadle.cli.terminal import err
+
+    err.print(message, style="dim", soft_wrap=True)
+
+
+def _fail(message: str) -> None:
+    from treadle.cli.terminal import fail  # rich, which a command that only prints does not need
+
+    fail(message)
 
 
 def _sentence(error: ValueError | OSError) -> str:

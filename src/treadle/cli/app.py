@@ -1,74 +1,137 @@
-"""The commands by name, with an example each. Every command reads its target, calls the library, and prints."""
+"""The commands by name, each with its first sentence and an example. A command is imported when it is used.
+
+Every command reads its target, calls the library, and prints.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import treadle
-from treadle.cli.commands.compare import compare
-from treadle.cli.commands.draw import draw
-from treadle.cli.commands.dryrun import dryrun
-from treadle.cli.commands.explain import explain
-from treadle.cli.commands.schedules import schedules
-from treadle.cli.commands.show import show
-from treadle.cli.commands.simulate import simulate
-from treadle.cli.commands.update import update
-from treadle.cli.commands.verify import verify
-from treadle.cli.terminal import plain
 
-app = typer.Typer(
-    name="treadle",
+
+class CommandHelp(NamedTuple):
+    """What the list of commands says of one: the first sentence of its docstring, and the end of its help."""
+
+    about: str
+    examples: str
+
+
+COMMANDS = {
+    "schedules": CommandHelp(
+        "Lists the schedules: what each is, the sizes it takes, its bubble and its memory.",
+        "Example: treadle schedules --json",
+    ),
+    "show": CommandHelp(
+        "Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to.",
+        "Examples: treadle show dualpipe --pp 8 -m 20   |   "
+        "treadle show zb-v --pp 4 -m 8 --format torch-csv > zbv.csv   |   "
+        "treadle show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3   |   "
+        "treadle show update --devices 4 --rounds 2",
+    ),
+    "verify": CommandHelp(
+        "Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not.",
+        "Examples: treadle verify dualpipe --pp 8 -m 20   |   treadle verify mine.txt --ring 2   |   "
+        "treadle verify 1f1b --pp 4 -m 8 --layers 4 --moe --costs deepseek-v3-h800 --memory-limit 4GB",
+    ),
+    "simulate": CommandHelp(
+        "Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path.",
+        "Examples: treadle simulate dualpipe --pp 8 -m 20   |   "
+        "treadle simulate interleaved-overlap --pp 4 -m 16 --layers 1 --moe --costs deepseek-v3-h800 -o trace.json",
+    ),
+    "compare": CommandHelp(
+        "Holds schedules, programs or traces against the first one; two traces of one program op by op.",
+        "Examples: treadle compare 1f1b zb-h1 dualpipe --pp 4 -m 16   |   "
+        "treadle compare predicted.json measured/ --fit fitted.toml",
+    ),
+    "draw": CommandHelp(
+        "Draws a schedule, program or trace: on the terminal, as a figure for a paper, or as a page to explore.",
+        "Examples: treadle draw 1f1b --pp 4 -m 8   |   "
+        "treadle draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
+        "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "
+        "treadle draw update --devices 4 --rounds 2 -o update.svg",
+    ),
+    "dryrun": CommandHelp(
+        "Runs a step as one rank of a world that is not there, without its memory, and reports what the rank did.",
+        "Examples: treadle dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
+        "treadle dryrun mine.txt --width 4096 --layers 2",
+    ),
+    "update": CommandHelp(
+        "Brings new weights to a running engine: all of its workers serve them, or none does.",
+        "Examples: treadle update --from checkpoint/ --to /run/engine   |   "
+        "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
+        "treadle update --recover --to /run/engine",
+    ),
+    "explain": CommandHelp(
+        "Says what a finding means, why it matters, and the way out.",
+        "Example: treadle explain T201",
+    ),
+}
+
+
+def make_command(name: str) -> Any:
+    """Import a command: the function `name` of `treadle.cli.commands.name`, or the Typer app of that name."""
+    made: Any = getattr(import_module(f"treadle.cli.commands.{name}"), name)
+    if not isinstance(made, typer.Typer):
+        function, made = made, _typer(name)
+        made.command(epilog=COMMANDS[name].examples)(function)
+    command = typer.main.get_command(made)
+    command.name = name
+    return command
+
+
+def _typer(name: str, **options: Any) -> typer.Typer:
+    return typer.Typer(
+        name=name,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
+
+
+class Commands(TyperGroup):
+    """The commands. A list of them needs none; using one imports it."""
+
+    _listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, in the order of use."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or its entry in a list."""
+        if cmd_name not in COMMANDS:
+            return None
+        if self._listing:
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name].about)
+        return make_command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the list."""
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+app = _typer(
+    "treadle",
+    cls=Commands,
     help="Distributed training schedules as data: list, show, verify, simulate, draw, compare and rehearse them.",
     epilog="Start with: treadle schedules",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        plain(f"treadle {treadle.__version__}\n")
+        typer.echo(f"treadle {treadle.__version__}")
         raise typer.Exit
-
-
-app.command(epilog="Example: treadle schedules --json")(schedules)
-app.command(
-    epilog="Examples: treadle show dualpipe --pp 8 -m 20   |   "
-    "treadle show zb-v --pp 4 -m 8 --format torch-csv > zbv.csv   |   "
-    "treadle show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3   |   "
-    "treadle show update --devices 4 --rounds 2"
-)(show)
-app.command(
-    epilog="Examples: treadle verify dualpipe --pp 8 -m 20   |   treadle verify mine.txt --ring 2   |   "
-    "treadle verify 1f1b --pp 4 -m 8 --layers 4 --moe --costs deepseek-v3-h800 --memory-limit 4GB"
-)(verify)
-app.command(
-    epilog="Examples: treadle simulate dualpipe --pp 8 -m 20   |   "
-    "treadle simulate interleaved-overlap --pp 4 -m 16 --layers 1 --moe --costs deepseek-v3-h800 -o trace.json"
-)(simulate)
-app.command(
-    epilog="Examples: treadle compare 1f1b zb-h1 dualpipe --pp 4 -m 16   |   "
-    "treadle compare predicted.json measured/ --fit fitted.toml"
-)(compare)
-app.command(
-    epilog="Examples: treadle draw 1f1b --pp 4 -m 8   |   "
-    "treadle draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
-    "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "
-    "treadle draw update --devices 4 --rounds 2 -o update.svg"
-)(draw)
-app.command(
-    epilog="Examples: treadle dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
-    "treadle dryrun mine.txt --width 4096 --layers 2"
-)(dryrun)
-app.command(
-    epilog="Examples: treadle update --from checkpoint/ --to /run/engine   |   "
-    "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
-    "treadle update --recover --to /run/engine"
-)(update)
-app.command(epilog="Example: treadle explain T201")(explain)

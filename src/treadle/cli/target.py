@@ -22,7 +22,7 @@ UPDATE = "update"
 _NAME = typer.Argument(
     metavar="NAME|FILE",
     help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
-    "schedule on stdin. 'update' is a weight update.",
+    "schedule on stdin. 'update' is a weight update, with options of its own: update --help.",
 )
 _PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."

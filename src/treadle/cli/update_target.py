@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -19,7 +20,9 @@ from treadle.weights.stream import Stream, even_stream
 
 
 def _option(name: str, help: str) -> Any:
-    return typer.Option(f"--{name}", help=help, rich_help_panel="A weight update")
+    """An option that `treadle COMMAND --help` leaves out, and `treadle COMMAND update --help` has."""
+    hidden = UPDATE not in sys.argv[1:3]
+    return typer.Option(f"--{name}", help=help, rich_help_panel="A weight update", hidden=hidden)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from treadle.ir.action import Action, Cell, Kind, Pair
 from treadle.ir.notebook import ShownInNotebooks
@@ -27,7 +24,11 @@ MOST_MICROBATCHES = 1_000_000
 MOST_FORWARDS = 100_000_000
 """Forwards over all ranks; more do not fit into memory."""
 
-_Ints: TypeAlias = npt.NDArray[np.int32]
+if TYPE_CHECKING:  # numpy is imported where it is used: to write, read and show a schedule takes none
+    import numpy as np
+    import numpy.typing as npt
+
+    _Ints: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +127,8 @@ class Schedule(ShownInNotebooks):
     @cached_property
     def columns(self) -> Actions:
         """The rows as arrays; made once."""
+        import numpy as np
+
         num_actions = [_actions_in(row) for row in self.rows]
         per_cell = np.concatenate(num_actions)
         flat = chain.from_iterable(chain.from_iterable(map(_flat, self.rows, num_actions)))
@@ -144,6 +147,8 @@ class Schedule(ShownInNotebooks):
 
 def _actions_in(row: Row) -> _Ints:
     """Count the actions of each cell. An Action is a tuple of 3, a Pair one of 2, and `len` is quick to ask."""
+    import numpy as np
+
     lengths = np.fromiter(map(len, row), np.int32, len(row))
     return np.where(lengths == len(Pair._fields), 2, 1).astype(np.int32)
 

@@ -88,7 +88,7 @@ class _Meeting(NamedTuple):
 @kernel
 def _check(meeting: _Meeting, lane_ptr: Longs, groups: GroupTable, most: int) -> tuple[Ints, Longs]:
     """List for each objection up to `most` pairs (op, what it is held against), and count all."""
-    found = np.empty((3, most, 2), np.int32)
+    found = np.zeros((3, most, 2), np.int32)
     count = np.zeros(3, np.int64)
     for group in range(len(groups.ptr) - 1):
         lanes = groups.lane[groups.ptr[group] : groups.ptr[group + 1]]

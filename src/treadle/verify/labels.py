@@ -111,7 +111,7 @@ class _LayerPlace(NamedTuple):
 @kernel
 def _missing(count: Bytes, expected: _Expected, tables: Tables, most: int) -> Ints:
     """(rank, chunk, mb, layer, kind) of what is not there, up to `most`."""
-    found = np.empty((most, 5), np.int32)
+    found = np.zeros((most, 5), np.int32)
     filled = 0
     for rank in range(tables.num_ranks):
         for chunk in range(tables.num_chunks):
