@@ -109,9 +109,9 @@ def one_step(pipe: treadle.Pipeline, x: torch.Tensor) -> dict[str, Any]:
 
 def simulated_peak(pipe: treadle.Pipeline, costs: treadle.Costs, saved: SavedReport) -> int:
     """The largest over ranks, for what layers were seen to save."""
-    layout = replace(pipe.program.layout, saved=saved.by_kind)
+    layout = replace(pipe.program.layout, saved=saved.by_kind, saved_unit="bytes")
     program = replace(pipe.program, layout=layout)
-    return max(treadle.measure(treadle.simulate(program, costs)).peak_bytes)
+    return int(treadle.measure(treadle.simulate(program, costs)).peak)
 
 
 def rank_main(rank: int, port: int, num_rounds: int) -> None:

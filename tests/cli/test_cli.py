@@ -190,7 +190,7 @@ def test_simulate_as_json() -> None:
     assert result["num_ops"] == 924
     assert round(result["bubble"], 4) == 0.0909
     assert len(result["ranks"]) == 8
-    assert max(result["peak_bytes"]) == 9
+    assert result["peak"]["most"] == 9
     assert result["critical_path"]["num_ops"] > 0
 
 

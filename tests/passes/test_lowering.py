@@ -10,7 +10,7 @@ import pytest
 
 import treadle
 from tests.support.paths import GOLDEN
-from treadle.costs import UNIT_COSTS, durations, load_costs
+from treadle.costs import UNIT_COSTS, Costs, durations, load_costs
 from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
 from treadle.ir.program import LANE_OF, LaneKind, OpKind, Program
@@ -218,12 +218,23 @@ def test_a_mesh_joins_expert_groups_and_reductions() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("layers", [1, 3, 7])
-def test_unit_costs_share_a_chunks_time_over_its_layers(name: str, layers: int) -> None:
-    """What a chunk's F, I and W take together does not depend on how many layers it has."""
+def test_unit_costs_give_every_layer_a_unit(name: str, layers: int) -> None:
+    """A chunk's F, I and W take as many units as it has layers."""
     schedule = treadle.generate(name, pp=4, microbatches=8)
     program = lower(schedule, UNIT_COSTS, LoweringOptions(layers=layers, moe=False))
     busy = {rank.busy for rank in measure(simulate(program, UNIT_COSTS)).ranks}
-    assert busy == {3 * UNIT_COSTS.clock.ticks * schedule.vpp * schedule.microbatches_per_pipe}
+    assert busy == {3 * layers * UNIT_COSTS.clock.ticks * schedule.vpp * schedule.microbatches_per_pipe}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("layers", [1, 3, 7])
+def test_costs_of_a_chunk_are_shared_over_its_layers(name: str, layers: int) -> None:
+    """Where costs do not say how many layers a chunk has, what it takes does not depend on that."""
+    schedule = treadle.generate(name, pp=4, microbatches=8)
+    costs = Costs("chunk", UNIT_COSTS.clock, cells={"f": 1001, "i": 2002, "w": 3003})
+    program = lower(schedule, costs, LoweringOptions(layers=layers, moe=False))
+    busy = {rank.busy for rank in measure(simulate(program, costs)).ranks}
+    assert busy == {6006 * schedule.vpp * schedule.microbatches_per_pipe}
 
 
 def test_layers_that_cannot_split_do_their_weight_half_in_the_backward() -> None:
@@ -239,9 +250,9 @@ def test_layers_that_cannot_split_do_their_weight_half_in_the_backward() -> None
 def test_peaks_of_the_published_figures() -> None:
     """Activations from F's start to the end of B, or of W, under unit costs."""
 
-    def peak(name: str, pp: int, num_mb: int) -> tuple[int, ...]:
+    def peak(name: str, pp: int, num_mb: int) -> tuple[float, ...]:
         program = lower(treadle.generate(name, pp=pp, microbatches=num_mb), UNIT_COSTS, LoweringOptions())
-        return measure(simulate(program, UNIT_COSTS)).peak_bytes
+        return measure(simulate(program, UNIT_COSTS)).peaks
 
     assert max(peak("1f1b", 4, 8)) == 4
     assert peak("zb-h1", 4, 8) == (4, 4, 4, 4)

@@ -97,7 +97,7 @@ def test_a_whole_backward_of_the_head_takes_both_halves() -> None:
 
 def test_costs_with_ends_are_written_and_read() -> None:
     assert parse(dump(COSTS)).ends == COSTS.ends
-    with pytest.raises(ValueError, match=r"\[ends\] 'haed_f' is not known; did you mean 'head_f'"):
+    with pytest.raises(ValueError, match=r"<text>:2: \[ends\] haed_f is not known; did you mean 'head_f'"):
         parse("[ends]\nhaed_f = 3\n")
 
 

@@ -104,7 +104,7 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
     assert ("double" in outcome.symptoms) == ("T102" in codes), context
     assert ("launch order" in outcome.symptoms) == ("T206" in codes), context
     if outcome.clean:
-        assert report.peak_bytes == outcome.peak, context
+        assert report.peaks == outcome.peak, context
     return report.clean, codes
 
 

@@ -110,7 +110,7 @@ def test_any_update_is_sound_whatever_its_ops_take(stream: Stream, random: Rando
     dur = np.array([random.randint(0, 5) for _ in range(program.num_ops)], np.int64)
     check_times(stream, program, execute(program, dur))
     largest = [stream.size_bytes[i :: stream.num_ipc].max(initial=0) for i in range(stream.num_ipc)]
-    assert max(report.peak_bytes) >= sum(largest)
+    assert max(report.peaks) >= sum(largest)
 
 
 def reaches(program: Program) -> Bools:

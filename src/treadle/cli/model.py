@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from treadle.cli.options import parse_layers
-from treadle.cli.terminal import working
-from treadle.costs import Costs, load_costs
+from treadle.cli.terminal import note, working
+from treadle.costs import Costs, load_costs, missing
 from treadle.ir import Schedule
 from treadle.ir.program import OpKind, Program
 from treadle.ir.trace import Trace
@@ -42,6 +42,13 @@ class Model:
         str | None,
         _option("layers", "Layers of a chunk: ops on lanes, not cells. One number, or one a stage: 4,4,3,3."),
     ] = None
+    model_layers: Annotated[
+        int | None,
+        _option("model-layers", "Layers of the whole model, which each schedule cuts into its own stages: 64."),
+    ] = None
+    by_layer: Annotated[
+        bool, _option("by-layer", "With --model-layers: ops on lanes, not cells, as --layers and --moe have them.")
+    ] = False
     moe: Annotated[bool, _option("moe", "MoE layers with expert all-to-all.")] = False
     padded: Annotated[bool, _option("padded", "Padded dispatch: no exchange of token counts.")] = False
     offload: Annotated[bool, _option("offload", "Activations to the host and back, layer by layer.")] = False
@@ -60,10 +67,32 @@ class Model:
         """The costs named."""
         return load_costs(self.costs_name)
 
+    @property
+    def knows_layers(self) -> bool:
+        """True if the number of layers is given, by an option or by the costs."""
+        return self.layers is not None or self.model_layers is not None or bool(self.costs.model)
+
+    @property
+    def by_lanes(self) -> bool:
+        """True if an option asks for parts of layers on lanes, not cells."""
+        about_layers = self.by_layer or self.moe or self.padded or self.offload or self.no_split or self.ep > 1
+        return self.layers is not None or about_layers or self.hold is not Hold.AUTO
+
+    def missing(self, program: Program) -> tuple[str, ...]:
+        """What a prediction of this program takes as 0 because the costs do not say it."""
+        return missing(program, self.costs)
+
     def options(self) -> LoweringOptions:
         """Return the options as the library takes them."""
+        if not self.knows_layers and (self.moe or self.by_layer):
+            option = "--moe" if self.moe else "--by-layer"
+            raise ValueError(
+                f"{option} is about layers; say how many there are: --model-layers N, or --layers N a stage"
+            )
         return LoweringOptions(
             layers=parse_layers(self.layers),
+            model_layers=self.model_layers,
+            by_layer=self.layers is None and self.knows_layers and self.by_lanes,
             moe=self.moe,
             padded=self.padded,
             split=() if self.no_split else (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W),
@@ -89,6 +118,9 @@ class Model:
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
+        lacking = self.missing(program)
+        if lacking:
+            note(f"taken as 0: {', '.join(lacking)} (not in costs {self.costs.name!r})")
         with working("simulating"):
             if program.layout.is_update:
                 return simulate_update(program)
@@ -96,7 +128,8 @@ class Model:
 
     def __str__(self) -> str:
         words = [f"--layers {self.layers}"] if self.layers is not None else []
-        flags = ("moe", "padded", "offload", "no_split", "every_gpu")
+        words += [f"--model-layers {self.model_layers}"] if self.model_layers is not None else []
+        flags = ("by_layer", "moe", "padded", "offload", "no_split", "every_gpu")
         words += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
         words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) > 1]
         words += [f"--hold {self.hold.value}"] if self.hold is not Hold.AUTO else []

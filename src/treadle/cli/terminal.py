@@ -29,6 +29,11 @@ def fail(message: str) -> None:
     err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
 
 
+def note(message: str) -> None:
+    """Something to know about a result, on stderr."""
+    err.print(f"[dim]note:[/] {escape(message)}", soft_wrap=True)
+
+
 def plain(text: str) -> None:
     """Output that others read: no colour, no wrapping."""
     out.file.write(text)

@@ -8,14 +8,20 @@ from pathlib import Path
 
 from treadle.costs.costs import UNIT, Costs, dump, parse
 from treadle.costs.durations import durations, ticks
+from treadle.costs.format import schema
+from treadle.costs.lacking import Lack, lacks, missing
+from treadle.costs.reading import Problem, read
 
+_FREE = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
 UNIT_COSTS = Costs(
     "unit",
     UNIT,
-    cells={"f": UNIT.ticks, "i": UNIT.ticks, "w": UNIT.ticks, "b": 2 * UNIT.ticks, "fb": 3 * UNIT.ticks},
-    saved_bytes={"attn": 1, "mlp": 1},
+    cells={"layers": 1, "f": UNIT.ticks, "i": UNIT.ticks, "w": UNIT.ticks, "b": 2 * UNIT.ticks, "fb": 3 * UNIT.ticks},
+    layer=dict.fromkeys(_FREE, 0),
+    message=dict.fromkeys(("send", "offload", "onload", "reduce_grad"), 0),
     about="F = I = W = 1, B = 2, (F|B) = 3, communication free",
 )
+"""A chunk's forward takes 1; a layer's does where a program knows its layers, so F takes as many as a stage has."""
 
 PRESETS = ("deepseek-v3-h800",)
 
@@ -27,7 +33,7 @@ def load_costs(name: str) -> Costs:
         name: `unit` (F = I = W = 1, communication free), a preset, or the path of a TOML file.
 
     Raises:
-        ValueError: no preset has this name, or the file does not hold costs.
+        ValueError: no preset has this name, or the file does not hold costs; the message names line and field.
 
     Example:
         >>> load_costs("deepseek-v3-h800").clock.unit
@@ -36,15 +42,37 @@ def load_costs(name: str) -> Costs:
     """
     if name == "unit":
         return UNIT_COSTS
+    return parse(costs_text(name), name)
+
+
+def costs_text(name: str) -> str:
+    """Return the TOML of a preset or a file, as written."""
+    if name == "unit":
+        return dump(UNIT_COSTS, comments=True)
     if name in PRESETS:
-        text = files("treadle.costs").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
-        return parse(text, name)
+        return files("treadle.costs").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
     if Path(name).suffix or "/" in name:
-        return parse(Path(name).read_text(encoding="utf-8"), name)
+        return Path(name).read_text(encoding="utf-8")
     known = ("unit", *PRESETS)
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
     raise ValueError(f"{name!r} is not a preset of costs; {hint} (a file ends in .toml)")
 
 
-__all__ = ["PRESETS", "UNIT_COSTS", "Costs", "dump", "durations", "load_costs", "parse", "ticks"]
+__all__ = [
+    "PRESETS",
+    "UNIT_COSTS",
+    "Costs",
+    "Lack",
+    "Problem",
+    "costs_text",
+    "dump",
+    "durations",
+    "lacks",
+    "load_costs",
+    "missing",
+    "parse",
+    "read",
+    "schema",
+    "ticks",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,22 +21,39 @@ _SHARED = {
 }
 
 
+class _StageKind(NamedTuple):
+    """All that the times of a stage's ops depend on. `layers` is 0 where times do not depend on them."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+class _Tables(NamedTuple):
+    """`number[pp, chunk]` is a kind of stage; `ticks[stage kind, kind, layer]`; `pair[forward's, backward's]`."""
+
+    number: Ints
+    ticks: Longs
+    pair: Longs
+
+
 def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs | Ticks:
     """Return how long ops take, in the form that executes fastest. `slowness[rank]` multiplies all times of a rank."""
     layout = program.layout
-    by_stage = len(set(layout.layers)) > 1 and not costs.layer  # shares of a chunk depend on how deep its stage is
+    tables = _tables(layout, costs)
     odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_layers
-    if by_stage or odd:
-        return durations(program, costs, slowness=slowness)
+    if len(tables.ticks) > 1 or odd:
+        return _each(program, tables, slowness)
     factor = np.ones(program.num_ranks) if slowness is None else slowness
-    return Ticks(np.ascontiguousarray(_table(layout, costs)[layout.max_layers]), _pair(layout, costs), factor)
+    return Ticks(np.ascontiguousarray(tables.ticks[0]), int(tables.pair[0, 0]), factor)
 
 
 def durations(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs:
     """Return the ticks of each op."""
-    layout = program.layout
-    stages = np.array(layout.placement.stages, np.int32)
-    depth = np.array(layout.layers, np.int32)[stages]
+    return _each(program, _tables(program.layout, costs), slowness)
+
+
+def _each(program: Program, tables: _Tables, slowness: npt.NDArray[np.float64] | None) -> Longs:
     factor = np.ones(program.num_ranks) if slowness is None else slowness
     return _durations(
         program.kind,
@@ -42,49 +61,84 @@ def durations(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float6
         program.layer,
         program.joined,
         program.lane_ptr,
-        program.lane_rank // layout.num_replicas,
+        program.lane_rank // program.layout.num_replicas,
         program.lane_rank,
-        depth,
-        _table(layout, costs),
-        _pair(layout, costs),
+        *tables,
         factor,
     )
 
 
-def _pair(layout: Layout, costs: Costs) -> int:
-    return costs.cell("fb") if not layout.by_layer else 0
+def _tables(layout: Layout, costs: Costs) -> _Tables:
+    if costs.model and not costs.cells and not layout.model_layers and not layout.is_update:
+        raise ValueError(
+            f"costs {costs.name!r} say what a model of {costs.model['layers']} layers takes, and this program does not "
+            "know the layers of its stages; lower its schedule with these costs"
+        )
+    kinds = _stage_kinds(layout, costs)
+    different = list(dict.fromkeys(kinds))
+    number = np.array([different.index(kind) for kind in kinds], np.int32)[np.array(layout.placement.stages)]
+    ticks = np.stack([_table(layout, costs, kind) for kind in different])
+    pair = np.array([[_pair(layout, costs, f, b) for b in different] for f in different], np.int64)
+    return _Tables(number, ticks, pair)
 
 
-def _table(layout: Layout, costs: Costs) -> Longs:
-    """`[layers of the stage, kind, layer]` -> ticks."""
-    table = np.zeros((layout.max_layers + 1, len(OpKind), layout.max_layers), np.int64)
+def _stage_kinds(layout: Layout, costs: Costs) -> list[_StageKind]:
+    alike = _StageKind(0, False, False)
+    if not layout.by_layer and layout.model_layers:
+        last = len(layout.layers) - 1
+        ends = bool(costs.ends)
+        return [_StageKind(n, ends and s == 0, ends and s == last) for s, n in enumerate(layout.layers)]
+    if layout.by_layer and not costs.says_layers:  # shares of a chunk depend on how deep its stage is
+        return [_StageKind(layers, False, False) for layers in layout.layers]
+    return [alike] * len(layout.layers)
+
+
+def _pair(layout: Layout, costs: Costs, forward: _StageKind, backward: _StageKind) -> int:
+    """An overlapped cell. Layers overlap one by one; what one stage has more of runs alone, and so do the ends."""
+    if layout.by_layer:
+        return 0
+    if not layout.model_layers:
+        return costs.cell("fb")
+    both = min(forward.layers, backward.layers)
+    alone = costs.of_stage("f", forward.layers - both, first=forward.first, last=forward.last)
+    alone += costs.of_stage("b", backward.layers - both, first=backward.first, last=backward.last)
+    return both * costs.of_layer("fb") + alone
+
+
+def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
+    """`[kind, layer]` -> ticks."""
+    table = np.zeros((len(OpKind), layout.max_layers), np.int64)
     for kind in (OpKind.F, OpKind.B, OpKind.I, OpKind.W):
-        table[:, kind] = costs.cell(kind.name.lower())
+        name = kind.name.lower()
+        held = layout.model_layers and not layout.by_layer
+        table[kind] = (
+            costs.of_stage(name, stage.layers, first=stage.first, last=stage.last) if held else costs.cell(name)
+        )
     for kind in (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B):
-        table[:, kind] = costs.message.get("send", 0)
+        table[kind] = costs.message.get("send", 0)
     for kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD):
-        table[:, kind] = costs.message.get(kind.name.lower(), 0)
+        table[kind] = costs.message.get(kind.name.lower(), 0)
     for kind in (*EMBEDDING, *HEAD):
-        table[:, kind] = costs.ends.get(kind.name.lower(), 0)
-    if costs.layer:
-        for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
-            table[:, part] = costs.layer.get(OpKind(part).name.lower(), 0)
-    else:
-        _share_out(table, costs)
+        table[kind] = costs.ends.get(kind.name.lower(), 0)
+    for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
+        table[part] = costs.layer.get(OpKind(part).name.lower(), 0)
+    if not costs.has_parts:
+        _share_out(table, costs, stage.layers)
     for backward, weight in _WHOLE.items():
         if layout.by_layer and weight not in layout.weights:
-            table[:, backward] += table[:, weight]
+            table[backward] += table[weight]
     return table
 
 
-def _share_out(table: Longs, costs: Costs) -> None:
-    """A chunk's f, i and w over the compute parts of its layers, to the tick."""
-    for depth in range(1, len(table)):
-        for name, parts in _SHARED.items():
-            total, num = costs.cell(name), depth * len(parts)
-            for share in range(num):
-                layer, part = divmod(share, len(parts))
-                table[depth, parts[part], layer] = total * (share + 1) // num - total * share // num
+def _share_out(table: Longs, costs: Costs, depth: int) -> None:
+    """What a layer takes, or a chunk over all its layers, over attention and MLP, to the tick."""
+    for name, parts in _SHARED.items():
+        whole, num = (costs.of_layer(name), 1) if costs.says_layers else (costs.cell(name), max(1, depth))
+        shares = num * len(parts)
+        for share in range(shares):
+            layer, part = divmod(share, len(parts))
+            where = slice(None) if costs.says_layers else layer
+            table[parts[part], where] = whole * (share + 1) // shares - whole * share // shares
 
 
 @kernel
@@ -96,19 +150,23 @@ def _durations(
     lane_ptr: Longs,
     lane_pp: Ints,
     lane_rank: Ints,
-    depth: Ints,
+    number: Ints,
     table: Longs,
-    pair: int,
+    pair: Longs,
     factor: npt.NDArray[np.float64],
 ) -> Longs:
     dur = np.empty(len(kind), np.int64)
     for lane in range(len(lane_rank)):
         slow = factor[lane_rank[lane]]
-        depths = depth[lane_pp[lane]]
+        numbers = number[lane_pp[lane]]
+        before = 0  # the kind of stage of the op before
         for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
-            known = 0 <= chunk[op] < len(depths) and 0 <= layer[op] < table.shape[2]
-            ticks = table[depths[chunk[op]], kind[op], layer[op]] if known else 0
+            held = 0 <= chunk[op] < len(numbers)
+            stage = numbers[chunk[op]] if held else 0
+            ticks = table[stage, kind[op], layer[op]] if held and 0 <= layer[op] < table.shape[2] else 0
             dur[op] = ticks if slow == 1.0 else round(ticks * slow)
             if joined[op]:
-                dur[op] = dur[op - 1] = pair if slow == 1.0 else round(pair * slow)
+                both = pair[stage, before] if kind[op] == 0 else pair[before, stage]  # 0 is OpKind.F
+                dur[op] = dur[op - 1] = both if slow == 1.0 else round(both * slow)
+            before = stage
     return dur

@@ -2,7 +2,7 @@
 
     "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
                "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
-               "embedding": false, "head": false}
+               "embedding": false, "head": false, "saved_unit": "activations"}
 
 and of a Trace besides
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from treadle.export.fields import Fields, Object
 from treadle.ir.placement import MOST_CHUNKS, Placement
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.program import SAVED_UNITS, Layout, OpKind
 from treadle.ir.schedule import MOST_MICROBATCHES
 from treadle.ir.trace import Clock, Trace
 
@@ -30,6 +30,7 @@ TIMING_KEYS = ("clock", "about", "measured")
 
 _LAYOUT_KEYS = ("placement", "num_mb", "layers", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
 _ENDS = ("embedding", "head")  # which files of before there were such ops lack
+_LATER = (*_ENDS, "saved_unit")
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 
@@ -58,6 +59,7 @@ def layout_object(layout: Layout) -> Object:
         "kept": layout.kept,
         "embedding": layout.embedding,
         "head": layout.head,
+        "saved_unit": layout.saved_unit,
     }
 
 
@@ -76,24 +78,26 @@ def check_version(fields: Fields) -> None:
 
 def read_layout(fields: Fields) -> Layout:
     """The Layout that `layout_object` wrote."""
-    fields.expect(_LAYOUT_KEYS, _ENDS)
+    fields.expect(_LAYOUT_KEYS, _LATER)
     placement = _placement(fields.inner("placement"))
     layers = fields.wholes("layers", 0, _MOST_LAYERS)
     if len(layers) != placement.num_stages:
         raise fields.error("layers", f"a number for each of the {placement.num_stages} stages", list(layers))
     if min(layers) == 0 < max(layers):
         raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
+    forward = _kinds(fields, "forward")
     layout = Layout(
         placement=placement,
         num_mb=fields.whole("num_mb", 1, MOST_MICROBATCHES),
         layers=layers,
-        forward=_kinds(fields, "forward"),
+        forward=forward,
         backward=_kinds(fields, "backward"),
         weights=_kinds(fields, "weights"),
         ep=fields.whole("ep", 1, _MOST_RANKS),
         dp=fields.whole("dp", 1, _MOST_RANKS),
         saved=_saved(fields.inner("saved")),
         kept=fields.share("kept"),
+        saved_unit=_saved_unit(fields, by_cell=OpKind.F in forward),
         **{name: fields.flag(name) for name in _ENDS if name in fields.content},
     )
     if layout.num_ranks > _MOST_RANKS:
@@ -131,6 +135,13 @@ def _kinds(fields: Fields, key: str) -> tuple[OpKind, ...]:
     names = {f"{key}[{place}]": name for place, name in enumerate(fields.listed(key))}
     listed = Fields(fields.source, fields.where, {**names})
     return tuple(OpKind[listed.one_of(place, OpKind.__members__, "a kind of op")] for place in names)
+
+
+def _saved_unit(fields: Fields, *, by_cell: bool) -> str:
+    """Files of before there was such a field counted activations at the grain of cells, bytes at that of layers."""
+    if "saved_unit" not in fields.content:
+        return "activations" if by_cell else "bytes"
+    return fields.one_of("saved_unit", SAVED_UNITS, "a unit of what is saved")
 
 
 def _saved(fields: Fields) -> dict[OpKind, int]:

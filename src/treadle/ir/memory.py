@@ -3,6 +3,8 @@
 Each part of a layer saves something at its forward's start. The bytes are freed at the end of the weight half (a
 fraction at the end of the backward already), or of the backward where the two are not split. An offload frees a layer's
 bytes at its end, an onload takes them at its start. At equal times freeing comes first.
+
+At the grain of cells a forward saves what the layers of its stage save, where they are known, so stages may differ.
 """
 
 from __future__ import annotations
@@ -26,16 +28,68 @@ _PARTS: dict[OpKind, tuple[OpKind, OpKind | None]] = {
 
 
 class Peaks(NamedTuple):
-    """The most bytes that each rank holds, and when it first does."""
+    """The most bytes (or what `Layout.saved_unit` says) that each rank holds, and when it first does."""
 
     size: Longs
     time: Longs
 
 
-def changes(layout: Layout) -> tuple[Longs, Longs]:
-    """By kind of op: bytes taken at its start, bytes given back at its end."""
+class Changes(NamedTuple):
+    """Bytes (or what `Layout.saved_unit` says) that ops take at their start and give back at their end.
+
+    `taken[row, kind]` and `given[row, kind]`, where `row[pp, chunk]` is the row of a rank's chunk.
+    """
+
+    row: Ints
+    taken: Longs
+    given: Longs
+
+    def rows_of(self, program: Program) -> Ints:
+        """Return the row of each op; 0 for a chunk that no rank has."""
+        pp = program.lane_rank[program.lane_of] // program.layout.num_replicas
+        known = (program.chunk >= 0) & (program.chunk < self.row.shape[1])
+        rows: Ints = np.where(known, self.row[pp, np.where(known, program.chunk, 0)], 0).astype(np.int32)
+        return rows
+
+
+def per_unit(layout: Layout) -> int:
+    """How much of `saved` makes one of its unit: the two parts of a layer count one each."""
+    return 2 if layout.saved_unit == "layers" and layout.by_layer else 1
+
+
+def in_unit(layout: Layout, size: int) -> float:
+    """What ops have saved, in the layout's `saved_unit`; an int where it is whole."""
+    whole, rest = divmod(size, per_unit(layout))
+    return whole if rest == 0 else size / per_unit(layout)
+
+
+def changes(layout: Layout) -> Changes:
+    """By kind of op and, where stages differ, by stage: what is taken at its start and given back at its end."""
+    stages = np.array(layout.placement.stages, np.int32)
+    saved = _saved_by_stage(layout)
+    different = list(dict.fromkeys(tuple(of_stage.items()) for of_stage in saved))
+    number = np.array([different.index(tuple(of_stage.items())) for of_stage in saved], np.int32)
+    by_kind = [_by_kind(layout, dict(of_stage)) for of_stage in different]
+    taken, given = (np.array(side, np.int64) for side in zip(*by_kind, strict=True))
+    return Changes(number[stages], taken, given)
+
+
+def _saved_by_stage(layout: Layout) -> list[dict[OpKind, int]]:
+    """What forwards save; one dict for each stage."""
+    if layout.by_layer or layout.model_layers == 0:
+        return [dict(layout.saved)] * len(layout.layers)
+    inside = [dict(layout.saved) for _ in layout.layers]
+    for stage, layers in enumerate(layout.layers):
+        inside[stage][OpKind.F] = layout.saved.get(OpKind.F, 0) * layers
+    for there, stage, kind in ((layout.embedding, 0, OpKind.EMBED_F), (layout.head, -1, OpKind.HEAD_F)):
+        if not there:  # no op of its own, so the stage's F has it
+            inside[stage][OpKind.F] += layout.saved.get(kind, 0)
+    return inside
+
+
+def _by_kind(layout: Layout, saved: dict[OpKind, int]) -> tuple[Longs, Longs]:
     taken, given = np.zeros(len(OpKind), np.int64), np.zeros(len(OpKind), np.int64)
-    for forward, size in layout.saved.items():
+    for forward, size in saved.items():
         backward, weight = _PARTS[forward]
         taken[forward] = size
         kept = round(size * layout.kept) if weight in layout.weights else 0
@@ -44,22 +98,34 @@ def changes(layout: Layout) -> tuple[Longs, Longs]:
             given[weight] += kept
         if forward is OpKind.F:
             given[OpKind.B] = size
-    of_layer = sum(size for kind, size in layout.saved.items() if kind in layout.forward)
+    of_layer = sum(size for kind, size in saved.items() if kind in layout.forward)
     taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = of_layer
     return taken, given
 
 
 def peaks(program: Program, times: Times) -> Peaks:
     """The most each rank holds at once."""
-    taken, given = changes(program.layout)
+    row, taken, given = changes(program.layout)
     order = np.argsort(program.lane_rank, kind="stable").astype(np.int32)
     rank_ptr = np.searchsorted(program.lane_rank[order], np.arange(program.num_ranks + 1))
-    return Peaks(*_peaks(program.kind, program.lane_ptr, order, rank_ptr, times.start, times.end, taken, given))
+    if len(taken) == 1:
+        what, amounts = program.kind, (taken[0], given[0])
+    else:  # kinds of ops numbered anew, each with its row
+        what = (Changes(row, taken, given).rows_of(program) * len(OpKind) + program.kind).astype(np.int32)
+        amounts = (taken.reshape(-1), given.reshape(-1))
+    return Peaks(*_peaks(what, program.lane_ptr, order, rank_ptr, times.start, times.end, *amounts))
 
 
 @kernel
 def _peaks(
-    kind: Bytes, lane_ptr: Longs, order: Ints, rank_ptr: Longs, start: Longs, end: Longs, taken: Longs, given: Longs
+    kind: Bytes | Ints,
+    lane_ptr: Longs,
+    order: Ints,
+    rank_ptr: Longs,
+    start: Longs,
+    end: Longs,
+    taken: Longs,
+    given: Longs,
 ) -> tuple[Longs, Longs]:
     """Merges each rank's lanes, whose ops are in order of time, two events an op."""
     num_ranks = len(rank_ptr) - 1

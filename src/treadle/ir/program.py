@@ -125,6 +125,10 @@ COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKin
 """The lanes that have a communicator, and so a place in their rank's launch order."""
 
 
+SAVED_UNITS = ("bytes", "layers", "activations")
+"""What the sizes in a Layout's `saved` count."""
+
+
 @dataclass(frozen=True)
 class Lane:
     """An in-order queue of a rank; `peer` is the other end of its channel, or -1."""
@@ -182,10 +186,13 @@ class Op:
 class Layout:
     """The pipeline, its layers and the mesh that the labels of a Program's ops refer to.
 
-    `layers[stage]` is 0 at the grain of cells. `forward` and `backward` are the parts of a layer in order, at the
-    grain of cells (F) and (B). `saved` says what a part's forward leaves in memory until its weight half ends (or its
-    backward, where that is not split); `kept` is the fraction that stays between the two. Ranks are numbered
-    `(pp * dp + d) * ep + e`.
+    `layers[stage]` are the layers of a stage; at the grain of cells 0 for every stage where they are not known.
+    `forward` and `backward` are the parts of a layer in order, at the grain of cells (F) and (B). `saved` says what a
+    part's forward leaves in memory until its weight half ends (or its backward, where that is not split); `kept` is the
+    fraction that stays between the two. At the grain of cells with known layers `saved[F]` is what one layer leaves;
+    EMBED_F and HEAD_F are what the first and the last stage's F leave besides. `saved_unit` says what `saved` counts:
+    bytes, activations (one a chunk and micro-batch) or layers (one a layer and micro-batch; at the grain of layers
+    its parts count a half each, so 2 make a layer). Ranks are numbered `(pp * dp + d) * ep + e`.
 
     `embedding`: the first stage has EMBED ops before its layers. `head`: the last has HEAD ops, which end in the loss,
     behind them; their weight half is apart where `weights` has HEAD_W.
@@ -207,17 +214,26 @@ class Layout:
     kept: float = 1.0
     embedding: bool = False
     head: bool = False
+    saved_unit: str = "bytes"
 
     def __post_init__(self) -> None:
         if self.layers and min(self.layers) == 0 < max(self.layers):
             raise ValueError(
-                f"layers are 0 for every stage (the grain of cells) or at least 1 for each, got {self.layers}"
+                f"layers are 0 for every stage (not known, at the grain of cells) or at least 1 for each, "
+                f"got {self.layers}"
             )
+        if self.saved_unit not in SAVED_UNITS:
+            raise ValueError(f"saved_unit is {', '.join(SAVED_UNITS)}, got {self.saved_unit!r}")
 
     @property
     def max_layers(self) -> int:
-        """Layers of the deepest stage; at the grain of cells 1."""
-        return max(1, *self.layers)
+        """Layers of the deepest stage that ops are numbered by; at the grain of cells 1."""
+        return max(1, *self.layers) if self.by_layer else 1
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of the whole model; 0 where they are not known."""
+        return sum(self.layers)
 
     @property
     def num_replicas(self) -> int:
@@ -232,7 +248,7 @@ class Layout:
     @property
     def by_layer(self) -> bool:
         """True at the grain of layers, False at the grain of cells."""
-        return max(self.layers) > 0
+        return max(self.layers) > 0 and OpKind.F not in self.forward
 
     @property
     def is_update(self) -> bool:

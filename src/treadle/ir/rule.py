@@ -73,7 +73,8 @@ class Rule:
     @cached_property
     def depth(self) -> Ints:
         """`[stage]` -> layers, 1 at the grain of cells."""
-        return np.maximum(1, np.array(self.layout.layers, np.int32))
+        layers = self.layout.layers
+        return np.array(layers if self.layout.by_layer else [1] * len(layers), np.int32)
 
     @cached_property
     def slot(self) -> Ints:

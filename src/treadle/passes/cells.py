@@ -249,6 +249,7 @@ def _layout(schedule: Schedule) -> Layout:
         backward=(OpKind.B,),
         weights=(OpKind.W,),
         saved={OpKind.F: 1},
+        saved_unit="activations",
     )
 
 

@@ -48,7 +48,7 @@ class Shape:
     `hold_attn_w`: attention's weight half waits for the next slot, where the all-to-all of a backward leaves compute
     idle. `early_mlp_w`: in a lone backward the experts' weight half runs during the dispatch, not at the end.
     `embedding`, `head`: does the first stage have one before its layers, and the last one (with the loss) behind them.
-    `saved` and `moved` are bytes by kind of op.
+    `saved` (in `saved_unit`, as in a Layout) and `moved` (bytes) are sizes by kind of op.
     """
 
     layers: int | tuple[int, ...] = 1
@@ -63,6 +63,7 @@ class Shape:
     saved: Mapping[OpKind, int] = field(default_factory=dict)
     moved: Mapping[OpKind, int] = field(default_factory=dict)
     kept: float = 1.0
+    saved_unit: str = "bytes"
 
     def layout(self, schedule: Schedule) -> Layout:
         """Make the Layout that the ops' labels refer to."""
@@ -82,6 +83,7 @@ class Shape:
             kept=self.kept,
             embedding=self.embedding,
             head=self.head,
+            saved_unit=self.saved_unit,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.difference import Difference, difference, unlike
+from treadle.simulate.held import StepSize, held_text
 from treadle.simulate.metrics import Metrics, measure
 
 
@@ -39,28 +40,39 @@ class ComparisonRow:
     makespan: Versus
     bubble: Versus
     exposed: Versus
+    size: StepSize
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row for each trace and, for two traces of one program, the difference op by op; else `why_not` says why not."""
+    """A row for each trace and, for two traces of one program, the difference op by op; else `why_not` says why not.
+
+    `held` says in a sentence which sizes all rows have in common, and which they do not or are not known.
+    """
 
     clock: Clock
     rows: tuple[ComparisonRow, ...]
     ops: Difference | None
     why_not: str = ""
 
+    @property
+    def held(self) -> str:
+        """The sizes that are the same in all rows, and those that are not."""
+        return held_text([(row.name, row.size) for row in self.rows])
+
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; times are in the clock's unit."""
         return {
             "unit": self.clock.unit,
+            "held": self.held,
             "rows": [self._row(row) for row in self.rows],
             "ops": self.ops.as_dict(self.clock) if self.ops is not None else None,
             "why_not": self.why_not,
         }
 
     def _row(self, row: ComparisonRow) -> dict[str, Any]:
-        shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble)}
+        shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble), "size": asdict(row.size)}
+        shown["peak"] = {"unit": row.metrics.peak_unit, "most": row.metrics.peak, "ranks": list(row.metrics.peaks)}
         for name in ("makespan", "exposed"):
             number: Versus = getattr(row, name)
             value, by = self.clock.show(number.value), self.clock.show(number.difference)
@@ -94,7 +106,7 @@ def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
                 f"{first_name!r} is in {_clock(first.clock)} and {name!r} in {_clock(trace.clock)}; times on different "
                 "clocks do not compare: simulate both with costs of one unit"
             )
-    rows = _rows([(name, measure(trace)) for name, trace in traces])
+    rows = _rows([(name, measure(trace), StepSize.of(trace.program.layout)) for name, trace in traces])
     why_not = f"op by op takes two traces, got {len(traces)}"
     if len(traces) == 2:
         why_not = unlike(first.program, others[0][1].program)
@@ -102,7 +114,7 @@ def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
     return Comparison(first.clock, rows, ops, why_not)
 
 
-def _rows(measured: list[tuple[str, Metrics]]) -> tuple[ComparisonRow, ...]:
+def _rows(measured: list[tuple[str, Metrics, StepSize]]) -> tuple[ComparisonRow, ...]:
     base = measured[0][1]
     return tuple(
         ComparisonRow(
@@ -111,8 +123,9 @@ def _rows(measured: list[tuple[str, Metrics]]) -> tuple[ComparisonRow, ...]:
             Versus.of(metrics.makespan, base.makespan),
             Versus.of(metrics.bubble, base.bubble),
             Versus.of(metrics.exposed, base.exposed),
+            size,
         )
-        for name, metrics in measured
+        for name, metrics, size in measured
     )
 
 

@@ -43,7 +43,7 @@ def fit(trace: Trace) -> Costs:
     return Costs(
         "fitted",
         trace.clock,
-        cells=_section(typical, CELLS),
+        cells={**_section(typical, CELLS), **_layers_of_cells(program)},
         layer=_section(typical, (*LAYER, *WEIGHTS)),
         ends=_section(typical, ENDS),
         message=_section(typical, MESSAGE),
@@ -66,9 +66,16 @@ def _section(typical: dict[str, int], names: Iterable[str]) -> dict[str, int]:
     return {name: typical[name] for name in names if name in typical}
 
 
+def _layers_of_cells(program: Program) -> dict[str, int]:
+    """How many layers a chunk has, where that is known and they all have as many."""
+    layout = program.layout
+    known = not layout.by_layer and layout.model_layers > 0 and len(set(layout.layers)) == 1
+    return {"layers": layout.layers[0]} if known else {}
+
+
 def _saved_bytes(program: Program) -> dict[str, int]:
     """By part of a layer; the grain of cells knows no parts."""
-    saved = program.layout.saved
+    saved = program.layout.saved if program.layout.saved_unit == "bytes" else {}
     return {name: saved[kind] for name, kind in _SAVED.items() if kind in saved}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
-from treadle.ir.memory import peaks
+from treadle.ir.memory import in_unit, peaks
 from treadle.ir.program import COMMUNICATION, Ints, LaneKind, Longs, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.waiting import without_waiting
@@ -52,8 +52,9 @@ class Metrics:
     """A Trace in numbers; times are in ticks of the clock.
 
     A rank's `bubble` is its idle share of the makespan. The overall one is what papers publish: the idle share of the
-    rank with the longest span (the first of them), in that span. `peak_bytes` is what each rank holds of activations at
-    most; at the grain of cells it counts them.
+    rank with the longest span (the first of them), in that span. `peaks` is what each rank holds of activations at
+    most, in `peak_unit`: bytes; layers, each of a micro-batch, where the costs do not say bytes; or activations, each
+    of a chunk and a micro-batch, where the layers of a chunk are not known.
     """
 
     makespan: int
@@ -61,7 +62,13 @@ class Metrics:
     clock: Clock
     ranks: tuple[RankMetrics, ...]
     bubble: float
-    peak_bytes: tuple[int, ...]
+    peaks: tuple[float, ...]
+    peak_unit: str
+
+    @property
+    def peak(self) -> float:
+        """The most that any rank holds, in `peak_unit`."""
+        return max(self.peaks, default=0)
 
     @property
     def exposed(self) -> float:
@@ -78,7 +85,7 @@ class Metrics:
             "exposed": self.clock.show(self.exposed),
             "num_ops": self.num_ops,
             "ranks": rows,
-            "peak_bytes": list(self.peak_bytes),
+            "peak": {"unit": self.peak_unit, "most": self.peak, "ranks": list(self.peaks)},
         }
 
 
@@ -115,8 +122,9 @@ def measure(trace: Trace) -> Metrics:
     )
     longest = max(ranks, key=lambda rank: rank.span, default=None)
     bubble = _share(longest.span - longest.busy, longest.span) if longest is not None else 0.0
-    held = peaks(trace.program, Times(trace.start, trace.end)).size
-    return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, bubble, tuple(int(size) for size in held))
+    layout, sizes = trace.program.layout, peaks(trace.program, Times(trace.start, trace.end)).size
+    held = tuple(in_unit(layout, int(size)) for size in sizes)
+    return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, bubble, held, layout.saved_unit)
 
 
 def check_order(trace: Trace) -> None:

@@ -34,4 +34,6 @@ def simulate(program: Program, costs: Costs, *, slowness: float = 0.0, seed: int
     if not times.finished:
         raise ValueError("the program does not finish: 'treadle verify' says why")
     about = f"predicted with costs {costs.name!r}" + (f", ranks up to {slowness:.0%} slower" if slowness else "")
+    if program.layout.model_layers and not program.layout.by_layer:
+        about += f", a model of {program.layout.model_layers} layers"
     return Trace(program, times.start, times.end, costs.clock, about)

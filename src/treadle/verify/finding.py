@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.ir.program import Op
+from treadle.ir.show import show_held
 
 MOST = 1000
 """Findings of one code past this many say nothing new: they are not looked for, and the report says so."""
@@ -71,7 +72,8 @@ def more_of(code: str) -> str:
 class VerifyReport:
     """All findings about a schedule or a program; `findings` is empty if there is nothing to object to.
 
-    Peaks are counted a rank: for a schedule in activations of (mb, chunk), for a program in bytes.
+    Peaks are counted a rank: for a schedule in activations of (mb, chunk), for a program in `peak_unit` (bytes; layers,
+    each of a micro-batch, or activations where the costs it was lowered with do not say bytes).
 
     Example:
         >>> report = treadle.verify(treadle.generate("1f1b", pp=2, microbatches=2))
@@ -85,7 +87,8 @@ class VerifyReport:
     num_ops: int
     findings: tuple[Finding, ...]
     peak_activations: tuple[int, ...] = ()
-    peak_bytes: tuple[int, ...] = ()
+    peaks: tuple[float, ...] = ()
+    peak_unit: str = "bytes"
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -102,10 +105,11 @@ class VerifyReport:
         if self.findings:
             told = ["\n    ".join([str(finding), *finding.steps]) for finding in self.findings]
             return "\n".join([*told, *map(more_of, self.cut)])
-        if self.peak_bytes:
-            return f"clean: {self.num_ranks} ranks, {self.num_ops} ops, peak {max(self.peak_bytes)} bytes"
-        peak = max(self.peak_activations, default=0)
-        return f"clean: {self.num_ranks} ranks, {self.num_cells} cells, peak {peak} activations"
+        if self.peaks:
+            peak = show_held(max(self.peaks), self.peak_unit)
+            return f"clean: {self.num_ranks} ranks, {self.num_ops} ops, peak {peak}"
+        most = max(self.peak_activations, default=0)
+        return f"clean: {self.num_ranks} ranks, {self.num_cells} cells, peak {most} activations"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -115,7 +119,9 @@ class VerifyReport:
             "num_cells": self.num_cells,
             "num_ops": self.num_ops,
             "peak_activations": list(self.peak_activations),
-            "peak_bytes": list(self.peak_bytes),
+            "peak": {"unit": self.peak_unit, "most": max(self.peaks), "ranks": list(self.peaks)}
+            if self.peaks
+            else None,
             "cut": list(self.cut),
             "findings": [finding.as_dict() for finding in self.findings],
         }

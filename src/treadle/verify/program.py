@@ -10,9 +10,10 @@ import numpy as np
 from treadle.ir.execute import execute
 from treadle.ir.index import Index
 from treadle.ir.kernel import kernel
-from treadle.ir.memory import peaks
+from treadle.ir.memory import in_unit, peaks
 from treadle.ir.needs import unmet_needs
 from treadle.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
+from treadle.ir.show import show_bytes
 from treadle.passes.ring import with_ring
 from treadle.verify.finding import Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock
@@ -33,10 +34,10 @@ def verify_program(
         memory_limit: the most bytes of activations that a rank may hold at once.
 
     Returns:
-        All findings, worst first, and each rank's peak in bytes.
+        All findings, worst first, and each rank's peak, in bytes where the program knows what is saved.
 
     Raises:
-        ValueError: the program is a weight update.
+        ValueError: the program is a weight update; or there is a limit, and the program does not know what is saved.
 
     Example:
         >>> program = treadle.lower(treadle.generate("zb-v", pp=2, microbatches=4), treadle.load_costs("unit"))
@@ -46,6 +47,12 @@ def verify_program(
     """
     if program.layout.is_update:
         raise ValueError("this Program is a weight update, which treadle.weights.verify.verify_update judges")
+    if memory_limit is not None and program.layout.saved_unit != "bytes":
+        raise ValueError(
+            "a limit on bytes needs a program that knows what its layers save, and this one counts "
+            f"{program.layout.saved_unit}; lower it with costs that have [saved_bytes] attn and mlp (embed and head "
+            "too, if they have [ends])"
+        )
     program = with_ring(program, ring)
     # Kernels hold no lock, so what does not depend on each other runs side by side.
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -60,11 +67,12 @@ def verify_program(
         findings += _deadlocks(program, times.num_left)
     hangs = not times.finished or any(finding.code == "T205" for finding in findings)
     findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
-    sizes: tuple[int, ...] = ()
+    layout, sizes = program.layout, []
     if times.finished:
-        sizes = tuple(int(size) for size in peaks(program, times).size)
+        sizes = [int(size) for size in peaks(program, times).size]
         findings += _over(sizes, memory_limit)
-    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
+    held = tuple(in_unit(layout, size) for size in sizes)
+    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), (), held, layout.saved_unit)
 
 
 def _deadlocks(program: Program, num_never: int) -> Iterator[Finding]:
@@ -150,7 +158,10 @@ def _previous(launch: Ints, lane_ptr: Longs, lane_rank: Ints, num_ranks: int) ->
     return previous
 
 
-def _over(sizes: tuple[int, ...], limit: int | None) -> Iterator[Finding]:
+def _over(sizes: list[int], limit: int | None) -> Iterator[Finding]:
     for rank, size in enumerate(sizes):
         if limit is not None and size > limit:
-            yield Finding("T302", rank, None, f"holds {size} bytes of activations at once, over the limit of {limit}")
+            held, most = show_bytes(size), show_bytes(limit)
+            if held == most:  # alike when rounded
+                held, most = f"{size} bytes", f"{limit} bytes"
+            yield Finding("T302", rank, None, f"holds {held} of activations at once, over the limit of {most}")

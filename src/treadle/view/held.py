@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.execute import Times
-from treadle.ir.memory import changes, peaks
+from treadle.ir.memory import changes, peaks, per_unit
 from treadle.ir.trace import Trace
 
 
@@ -36,30 +36,33 @@ class MemoryUnit:
 
 
 def memory_unit(trace: Trace) -> MemoryUnit:
-    """Chunks at the grain of cells (a cell saves 1), bytes in a handy size at the grain of layers."""
-    if not trace.program.layout.by_layer:
-        return MemoryUnit("chunks", 1.0)
+    """Chunks or layers where those are counted, else bytes in a handy size."""
+    layout = trace.program.layout
+    if layout.saved_unit != "bytes":
+        name = {"activations": "chunks", "layers": "layers"}[layout.saved_unit]
+        return MemoryUnit(name, float(per_unit(layout)))
     most = int(peaks(trace.program, Times(trace.start, trace.end)).size.max(initial=0))
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if most >= size:
             return MemoryUnit(name, size)
-    return MemoryUnit("saved parts", 1.0)
+    return MemoryUnit("bytes", 1.0)
 
 
 def held(trace: Trace, ranks: range, unit: MemoryUnit) -> list[Held]:
     """The memory of each rank; at equal times giving back comes first, as in `peaks`."""
     program = trace.program
-    taken, given = changes(program.layout)
+    moved = changes(program.layout)
+    row = moved.rows_of(program)
+    taken, given = moved.taken[row, program.kind], moved.given[row, program.kind]
     rank_of = program.lane_rank[program.lane_of]
     most = peaks(program, Times(trace.start, trace.end))
     origin = int(trace.start.min()) if len(trace.start) else 0
     curves = []
     for rank in ranks:
         ops = np.flatnonzero(rank_of == rank)
-        kind = program.kind[ops]
-        takes, gives = ops[taken[kind] > 0], ops[given[kind] > 0]
+        takes, gives = ops[taken[ops] > 0], ops[given[ops] > 0]
         time = np.r_[trace.end[gives], trace.start[takes]]
-        delta = np.r_[-given[program.kind[gives]], taken[program.kind[takes]]]
+        delta = np.r_[-given[gives], taken[takes]]
         order = np.argsort(time, kind="stable")
         time, size = time[order], np.cumsum(delta[order])
         last = np.r_[time[1:] != time[:-1], True] if len(time) else np.zeros(0, bool)

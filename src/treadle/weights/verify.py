@@ -13,6 +13,7 @@ import numpy as np
 
 from treadle.ir.execute import Times, execute
 from treadle.ir.program import LANE_OF, NEVER, Ints, Op, OpKind, Program
+from treadle.ir.show import show_bytes
 from treadle.verify.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock
 from treadle.verify.groups import check_groups
@@ -39,9 +40,14 @@ def verify_update(program: Program, *, memory_limit: int | None = None) -> Verif
     for rank, size in enumerate(sizes):
         if memory_limit is not None and size > memory_limit:
             findings.append(
-                Finding("T302", rank, None, f"has {size} bytes of buffers, over the limit of {memory_limit}")
+                Finding(
+                    "T302",
+                    rank,
+                    None,
+                    f"has {show_bytes(size)} of buffers, over the limit of {show_bytes(memory_limit)}",
+                )
             )
-    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), peak_bytes=sizes)
+    return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), peaks=sizes)
 
 
 def _check_labels(program: Program, labels: OpIndex) -> Iterator[Finding]:

@@ -251,7 +251,7 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     assert pipe.report is not None
     assert pipe.report.saved is not None
     program = replace(pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind))
-    predicted = treadle.measure(treadle.simulate(program, unit)).peak_bytes[rank]
+    predicted = int(treadle.measure(treadle.simulate(program, unit)).peaks[rank])
     pipe.close()
     return pipe.report.saved.peak, predicted
 

@@ -10,13 +10,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle import api
-from treadle.cli.commands.simulate import show_bytes, show_time
+from treadle.cli.commands.simulate import show_time
+from treadle.cli.compared import hold_model, load_all
 from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import out, plain, suggest, working
 from treadle.costs import dump as dump_costs
+from treadle.ir.show import show_held
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Comparison, Difference, OpGroup, fit
 from treadle.simulate import compare as compare_traces
@@ -28,7 +29,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A [B ...]",
-            help="Schedules by name, or files: schedules, programs, traces; a directory of traces, one a rank, is one.",
+            help="Schedules by name, with sizes of their own as in interleaved:vpp=4; or files: schedules, programs, "
+            "traces; a directory of traces, one a rank, is one.",
         ),
     ],
     model: Model,
@@ -40,12 +42,17 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Holds schedules, programs or traces against the first one; two traces of one program op by op."""
+    """Compares schedules, programs or traces with the first one; two traces of one program op by op.
+
+    All schedules get the same model: one of --model-layers, or the smallest that all of them cut evenly.
+    """
     if len(names) < 2 and fit_to is None:
         raise ValueError(
             f"comparing takes at least two, got {names[0]}; 'treadle simulate' shows one, --fit fits costs to it"
         )
-    traces = [(name, _trace(name, pp, vpp, microbatches, model)) for name in names]
+    loaded = load_all(names, Target("", pp, vpp, microbatches))
+    model = hold_model(loaded, model)
+    traces = [(name, model.trace(thing)) for name, thing in loaded]
     if fit_to is not None:
         fit_to.write_text(dump_costs(fit(traces[-1][1])), encoding="utf-8")
     if len(names) < 2:
@@ -57,6 +64,8 @@ def compare(
         plain(json.dumps(comparison.as_dict(), indent=1) + "\n")
         return
     _print_table(comparison)
+    predicted = any(not isinstance(thing, Trace) for _, thing in loaded)
+    out.print(comparison.held + (_layer_time(model, comparison.clock) if predicted else ""), soft_wrap=True)
     if comparison.ops is not None:
         _print_difference(comparison.ops, comparison.clock)
     elif comparison.why_not and len(traces) == 2:
@@ -64,12 +73,11 @@ def compare(
     suggest(f"treadle simulate ... --costs {fit_to}" if fit_to is not None else f"treadle simulate {names[0]} --help")
 
 
-def _trace(name: str, pp: int | None, vpp: int | None, microbatches: int | None, model: Model) -> Trace:
-    if Path(name).is_dir():
-        with working(f"reading {name}"):
-            return api.load_traces(name)
-    target = Target(name, pp, vpp, microbatches)
-    return model.trace(target.load() if target.is_name() else Target(name).load())
+def _layer_time(model: Model, clock: Clock) -> str:
+    """What was taken for a layer's, or else a chunk's, forward."""
+    costs = model.costs
+    what, ticks = ("layer", costs.of_layer("f")) if costs.says_layers else ("chunk", costs.cell("f"))
+    return f"; a {what}'s forward takes {show_time(clock, ticks)}"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -83,7 +91,6 @@ def _print_table(comparison: Comparison) -> None:
     for column in ("makespan", "", "bubble", "exposed comm", "", "peak"):
         table.add_column(column, justify="right")
     for row in comparison.rows:
-        peaks = row.metrics.peak_bytes
         table.add_row(
             f"[bold]{escape(row.name)}[/]",
             show_time(clock, row.makespan.value),
@@ -91,7 +98,7 @@ def _print_table(comparison: Comparison) -> None:
             f"{row.bubble.value:.2%}",
             show_time(clock, row.exposed.value),
             _ratio(row.exposed.ratio),
-            show_bytes(max(peaks, default=0)),
+            show_held(row.metrics.peak, row.metrics.peak_unit),
         )
     out.print(table)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from treadle.cli.options import Json, parse_ranks, spread_options
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, plain, suggest, working
 from treadle.cli.update_target import Update
+from treadle.ir.show import show_bytes, show_held
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.weights.summary import UpdateMetrics, measure_update
@@ -39,7 +41,8 @@ def simulate(
     """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
     if not 0 <= slowness <= 10:
         raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {slowness}")
-    trace = model.trace(update.load(target), slowness=slowness, seed=seed)
+    loaded = update.load(target)
+    trace = model.trace(loaded, slowness=slowness, seed=seed)
     with working("measuring"):
         is_update = trace.program.layout.is_update
         metrics = measure_update(trace) if is_update else measure(trace)
@@ -48,7 +51,8 @@ def simulate(
         with working(f"writing {output}"):
             api.save_trace(trace, output, ranks=parse_ranks(ranks))
     if as_json:
-        plain(json.dumps(_as_dict(metrics, path, trace), indent=1) + "\n")
+        taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
+        plain(json.dumps({**_as_dict(metrics, path, trace), "taken_as_zero": taken_as_zero}, indent=1) + "\n")
         return
     _print_update(metrics, trace) if isinstance(metrics, UpdateMetrics) else _print(metrics, trace)
     _print_path(path, trace.clock)
@@ -67,12 +71,6 @@ def show_time(clock: Clock, ticks: float) -> str:
     seconds = ticks / clock.ticks * {"us": 1e-6, "ms": 1e-3}[clock.unit]
     unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
     return f"{seconds / scale:.4g} {unit}"
-
-
-def show_bytes(size: int) -> str:
-    """A size as a person reads it."""
-    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= s), ("", 1))
-    return f"{size / scale:.4g}{' ' + unit if unit else ''}"
 
 
 def _print_update(metrics: UpdateMetrics, trace: Trace) -> None:
@@ -106,15 +104,43 @@ def _print(metrics: Metrics, trace: Trace) -> None:
     columns = ("rank", "busy", "idle", "bubble", "comm hidden", "exposed")
     for column in (*columns, *(("copies hidden", "exposed") if copies else ()), "peak"):
         table.add_column(column, justify="right")
-    for rank, row in list(enumerate(metrics.ranks))[:SHOWN_RANKS]:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in enumerate(metrics.ranks):
         covers = [row.communication.hidden, row.communication.exposed]
         covers += [row.copies.hidden, row.copies.exposed] if copies else []
         times = [show_time(clock, value) for value in (row.busy, row.idle)]
         hidden = [show_time(clock, value) for value in covers]
-        table.add_row(str(rank), *times, f"{row.bubble:.1%}", *hidden, show_bytes(metrics.peak_bytes[rank]))
+        cells = (*times, f"{row.bubble:.1%}", *hidden, show_held(metrics.peaks[rank], metrics.peak_unit))
+        rows.setdefault(cells if len(metrics.ranks) > SHOWN_RANKS else (*cells, str(rank)), []).append(rank)
+    for cells, ranks in list(rows.items())[:SHOWN_RANKS]:
+        table.add_row(rank_ranges(ranks), *cells[: len(table.columns) - 1])
     out.print(table)
+    if len(rows) > SHOWN_RANKS:
+        left = sum(len(ranks) for ranks in list(rows.values())[SHOWN_RANKS:])
+        out.print(f"... and {left} more ranks (--json has them all)", style="dim")
     if len(metrics.ranks) > SHOWN_RANKS:
-        out.print(f"... and {len(metrics.ranks) - SHOWN_RANKS} more ranks (--json has them all)", style="dim")
+        _print_extremes(metrics)
+
+
+def rank_ranges(ranks: list[int]) -> str:
+    """Ranks in order, as ranges: `0-3, 8`; past three ranges `0-3, 8, 10, ... (17 ranks)`."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    listed = ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges[:3])
+    return listed if len(ranges) <= 3 else f"{listed}, ... ({len(ranks)} ranks)"
+
+
+def _print_extremes(metrics: Metrics) -> None:
+    """Name the worst rank and the median, where a row for each is too much to read."""
+    idle = [rank.idle for rank in metrics.ranks]
+    worst, fullest = idle.index(max(idle)), metrics.peaks.index(metrics.peak)
+    times = f"{show_time(metrics.clock, max(idle))} (rank {worst}), median {show_time(metrics.clock, median(idle))}"
+    held = [show_held(size, metrics.peak_unit) for size in (metrics.peak, median(metrics.peaks))]
+    out.print(f"most idle: {times}; highest peak: {held[0]} (rank {fullest}), median {held[1]}", soft_wrap=True)
 
 
 def _print_path(path: PathSummary, clock: Clock) -> None:

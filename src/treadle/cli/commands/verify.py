@@ -39,7 +39,7 @@ def verify(
     ring: Annotated[int | None, typer.Option(help="Receive buffers on each channel; any number if left out.")] = None,
     max_activations: Annotated[int | None, typer.Option(help="Most activations alive at once on a rank.")] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="Most bytes of activations on a rank, with --layers: 60GB.")
+        str | None, typer.Option(help="Most bytes of activations on a rank, with --layers or --model-layers: 60GB.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every finding.")] = False,
     as_json: Json = False,
@@ -56,13 +56,17 @@ def verify(
             report = verify_schedule(
                 schedule, eager=eager, receives=receives.value, ring=ring, max_activations=max_activations
             )
-        if model.layers is not None and report.clean:
+        if model.knows_layers and report.clean:
+            if limit is not None:
+                _check_bytes(model)
             program = model.lower(schedule)
     if program is not None and program.layout.is_update:
         with working("verifying the update"):
             report = _verify_update(program, ring, limit)
     elif limit is not None and program is None:
-        raise ValueError("--memory-limit is about bytes, which need --layers; --max-activations counts activations")
+        raise ValueError(
+            "--memory-limit is about bytes, which need --layers or --model-layers; --max-activations counts activations"
+        )
     elif program is not None:
         with working("verifying the program"):
             report = verify_program(program, durations(program, model.costs), ring=ring, memory_limit=limit)
@@ -74,6 +78,16 @@ def verify(
         simulate = f"treadle simulate {target} {model} {update}".replace("  ", " ").rstrip()
         suggest(f"treadle explain {report.findings[0].code}" if report.findings else simulate)
     raise typer.Exit(0 if report.clean else 1)
+
+
+def _check_bytes(model: Model) -> None:
+    costs = model.costs
+    silent = costs.unsaved(embedding=costs.has_end("embed"), head=costs.has_end("head"))
+    if silent:
+        raise ValueError(
+            f"costs {costs.name!r} do not say what layers save, so nothing can be said about --memory-limit; add "
+            f"[saved_bytes] {', '.join(silent)} to a costs file (0 where nothing is saved)"
+        )
 
 
 def _verify_update(program: Program, ring: int | None, limit: int | None) -> VerifyReport:

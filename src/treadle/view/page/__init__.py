@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.ir.memory import changes
+from treadle.ir.memory import changes, per_unit
 from treadle.ir.program import Lane, LaneKind, Op, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
@@ -92,7 +92,8 @@ def _text(kind: OpKind) -> str:
 def _trace(name: str, trace: Trace) -> dict[str, Any]:
     """Times are in ticks: the page knows how to write them."""
     path = critical_path(trace)
-    taken, given = changes(trace.program.layout)
+    row, taken, given = changes(trace.program.layout)
+    unit, per = trace.program.layout.saved_unit, per_unit(trace.program.layout)
     return {
         "name": name,
         "about": trace.about,
@@ -105,8 +106,11 @@ def _trace(name: str, trace: Trace) -> dict[str, Any]:
         "lanes": _lanes(trace.program),
         "totals": _totals(measure(trace)),
         "path": _path(summarize_path(trace, path)),
-        "taken": taken.tolist(),
-        "given": given.tolist(),
+        "savedUnit": " layers" if unit == "layers" else "",
+        "savedRow": row.tolist(),
+        "taken": (taken / per).tolist(),
+        "given": (given / per).tolist(),
+        "replicas": trace.program.layout.num_replicas,
         "columns": columns(trace, np.array(path, np.int64)),
     }
 
@@ -139,6 +143,6 @@ def _totals(metrics: Metrics) -> dict[str, Any]:
                 "exposed": rank.communication.exposed,
                 "peak": peak,
             }
-            for rank, peak in zip(metrics.ranks, metrics.peak_bytes, strict=True)
+            for rank, peak in zip(metrics.ranks, metrics.peaks, strict=True)
         ],
     }

@@ -48,7 +48,8 @@ function showTotals(traces, parent, choose) {
       const line = element("tr", null, body), time = (ticks) => trace.shortTime(ticks);
       line.dataset.trace = index;
       line.dataset.rank = rank;
-      const cells = [rank, time(row.busy), time(row.idle), percent(row.bubble), time(row.exposed), bytesText(row.peak)];
+      const peak = bytesText(row.peak) + trace.savedUnit;
+      const cells = [rank, time(row.busy), time(row.idle), percent(row.bubble), time(row.exposed), peak];
       for (const cell of cells) element("td", cell, line);
       line.addEventListener("click", () => choose(index, rank));
     });

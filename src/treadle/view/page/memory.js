@@ -65,7 +65,7 @@ class MemoryPainter {
     say("activations", 16, top + 8, "left", INK, "600 12px");
     say(`rank ${rank}`, GUTTER - 8, top + 9, "right", SOFT, "11px");
     if (peak === 0) return say("nothing is saved", 16, top + 24, "left", SOFT, "11px");
-    say(`peak ${bytesText(peak)}`, 16, top + 24, "left", SOFT, "11px");
+    say(`peak ${bytesText(peak)}${trace.savedUnit}`, 16, top + 24, "left", SOFT, "11px");
     return say(`at ${trace.shortTime(peakTime)}`, 16, top + 38, "left", SOFT, "11px");
   }
 }

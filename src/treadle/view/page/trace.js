@@ -38,6 +38,8 @@ class Trace {
     Object.assign(this, { kind, mb, chunk, layer, sizeBytes, joined, dep, path, kinds });
     const { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given } = shipped;
     Object.assign(this, { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given });
+    const { savedUnit, savedRow, replicas } = shipped;
+    Object.assign(this, { savedUnit, savedRow, replicas });
     this.look = kind.map((each, op) => 2 * each + (chunk[op] > 0)); // a kind has one look in chunk 0, one in later ones
     this.pathSummary = shipped.path;
     this.numOps = kind.length;
@@ -163,20 +165,23 @@ class Trace {
 
   memoryCurve(rank) {
     const { ptr } = this.lanes, keys = [];
-    // Time, then giving before taking, then the kind, packed into one number: numbers sort fast.
-    const key = (time, takes, kind) => (time * 2 + takes) * 32 + kind;
+    const kinds = this.taken[0].length, taken = this.taken.flat(), given = this.given.flat();
+    const rows = this.savedRow[Math.floor(rank / this.replicas)] ?? [];
+    // Time, then giving before taking, then the stage's row and the kind, packed into one number: numbers sort fast.
+    const key = (time, takes, what) => (time * 2 + takes) * taken.length + what;
     this.lanes.rank.forEach((owner, lane) => {
       for (let op = ptr[lane]; owner === rank && op < ptr[lane + 1]; op++) {
-        if (this.taken[this.kind[op]]) keys.push(key(this.start[op], 1, this.kind[op]));
-        if (this.given[this.kind[op]]) keys.push(key(this.end[op], 0, this.kind[op]));
+        const what = (rows[this.chunk[op]] ?? 0) * kinds + this.kind[op];
+        if (taken[what]) keys.push(key(this.start[op], 1, what));
+        if (given[what]) keys.push(key(this.end[op], 0, what));
       }
     });
     const sorted = Float64Array.from(keys).sort();
     const time = new Float64Array(sorted.length), held = new Float64Array(sorted.length);
     let now = 0, peak = 0, peakTime = 0;
     sorted.forEach((packed, i) => {
-      const kind = packed % 32, rest = (packed - kind) / 32, takes = rest % 2;
-      now += takes ? this.taken[kind] : -this.given[kind];
+      const what = packed % taken.length, rest = (packed - what) / taken.length, takes = rest % 2;
+      now += takes ? taken[what] : -given[what];
       time[i] = (rest - takes) / 2;
       held[i] = now;
       if (now > peak) [peak, peakTime] = [now, time[i]];

@@ -1,0 +1,113 @@
+"""What costs do not say: of a program's ops what is taken as 0, and of a costs file which options want more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.costs.costs import Costs
+from treadle.ir.program import EMBEDDING, HEAD, Layout, OpKind, Program
+
+_WHOLE = {OpKind.MLP_B: "mlp_w", OpKind.ATTN_B: "attn_w", OpKind.HEAD_B: "head_w"}
+"""The weight half that a backward includes where it is not split off."""
+_SHARES = {"f": "f", "b": "i", "w": "w"}
+"""The action whose time attention and MLP share, by the end of a part's name."""
+
+
+def missing(program: Program, costs: Costs) -> tuple[str, ...]:
+    """Return what a prediction of this program takes as 0 because the costs do not say it, by name.
+
+    A time of 0 that the costs give is not missing. `dispatch` stands for both `dispatch_f` and `dispatch_b`.
+
+    Example:
+        >>> schedule = treadle.generate("1f1b", pp=2, microbatches=4)
+        >>> costs = Costs("mine", treadle.load_costs("unit").clock, cells={"f": 3, "i": 3})
+        >>> missing(treadle.lower(schedule, costs), costs)
+        ('w', 'send')
+
+    """
+    layout = program.layout
+    if layout.is_update:
+        return ()
+    there = [OpKind(int(kind)) for kind in np.unique(program.kind)]
+    wanted = [name for kind in there for name in _wanted(kind, layout, costs)]
+    lacking = list(dict.fromkeys(wanted))
+    stems = {name: name.removesuffix("_f").removesuffix("_b").removesuffix("_w") for name in lacking}
+    named = {kind.name.lower() for kind in there}
+    shown = [
+        stem if {n for n in named if n.startswith(f"{stem}_")} <= set(lacking) else name for name, stem in stems.items()
+    ]
+    return tuple(dict.fromkeys(shown))
+
+
+def _wanted(kind: OpKind, layout: Layout, costs: Costs) -> Iterator[str]:
+    """Names that an op's time comes from and that the costs do not have."""
+    name = kind.name.lower()
+    section = costs.by_layers if layout.model_layers else costs.cells
+    if kind in (OpKind.F, OpKind.I, OpKind.W):
+        yield from () if costs.says(section, name) else (name,)
+    elif kind is OpKind.B:
+        yield from () if "b" in section else (half for half in ("i", "w") if not costs.says(section, half))
+    elif kind.is_send or kind.is_recv:
+        yield from () if "send" in costs.message else ("send",)
+    elif kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD):
+        yield from () if name in costs.message else (name,)
+    elif kind in (*EMBEDDING, *HEAD):
+        yield from () if name in costs.ends else (name,)
+    elif name.startswith(("attn", "mlp")) and not costs.has_parts:
+        action = _SHARES[name[-1]]
+        yield from () if costs.says(costs.by_layers or costs.cells, action) else (action,)
+    else:
+        yield from () if name in costs.layer else (name,)
+    weight = _WHOLE.get(kind)
+    if weight is not None and OpKind[weight.upper()] not in layout.weights:
+        given = costs.ends if kind is OpKind.HEAD_B else costs.layer
+        yield from () if weight in given or (kind is not OpKind.HEAD_B and not costs.has_parts) else (weight,)
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Entries that a costs file does not have, and what follows from that."""
+
+    names: tuple[str, ...]
+    effect: str
+
+    def __str__(self) -> str:
+        return f"lacks {', '.join(self.names)}: {self.effect}"
+
+
+def lacks(costs: Costs) -> tuple[Lack, ...]:
+    """Return what costs lack for which options."""
+    return tuple(_lacks(costs))
+
+
+def _lacks(costs: Costs) -> Iterator[Lack]:
+    section = costs.by_layers or costs.cells
+    name = "[model]" if costs.model else "[cells]"
+    actions = [action for action in ("f", "i", "w") if not costs.says(section, action)]
+    if "b" in section:
+        actions = [action for action in actions if action == "f"]
+    if actions:
+        yield Lack(tuple(f"{name} {action}" for action in actions), "computation that takes 0")
+    if not costs.says_layers:
+        effect = "--model-layers is refused, and so is a comparison of schedules with different numbers of stages"
+        yield Lack(("[cells] layers",), effect)
+    if not costs.has_parts:
+        yield Lack(("[layer] attn_f, mlp_f, ...",), "with --layers, attention and MLP share f, i and w evenly")
+    exchange = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
+    for section_name, names, effect in (
+        ("layer", exchange, "taken as 0 with --moe (counts and host not with --padded)"),
+        ("message", ("send",), "messages between stages take 0"),
+        ("message", ("offload", "onload"), "taken as 0 with --offload"),
+        ("message", ("reduce_grad",), "taken as 0 with --dp or --ep"),
+        ("ends", ("embed_f", "head_f"), "no embedding, head and loss are simulated"),
+    ):
+        absent = [f"[{section_name}] {key}" for key in names if key not in getattr(costs, section_name)]
+        if len(absent) == len(names) or (absent and section_name != "ends"):
+            yield Lack(tuple(absent), effect)
+    silent = costs.unsaved(embedding=costs.has_end("embed"), head=costs.has_end("head"))
+    if silent:
+        effect = "peaks count layers, not bytes, and verify --memory-limit is refused"
+        yield Lack(tuple(f"[saved_bytes] {part}" for part in silent), effect)

@@ -1,0 +1,18 @@
+"""Sizes as a person reads them."""
+
+from __future__ import annotations
+
+
+def show_bytes(size: float) -> str:
+    """A number of bytes: `22.5 GB`, `300 bytes`."""
+    unit, scale = next(
+        ((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= s), ("bytes", 1)
+    )
+    return f"{size / scale:.4g} {unit}"
+
+
+def show_held(size: float, unit: str) -> str:
+    """A peak in its unit: `22.5 GB`, `12 layers`, `1 activation`."""
+    if unit == "bytes":
+        return show_bytes(size)
+    return f"{size:.6g} {unit[:-1] if size == 1 else unit}"
