@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treadle import moe, update
-    from treadle.api import dumps, load, load_any, loads, save_trace
+    from treadle.api.files import dumps, load, load_any, loads, save_trace
+    from treadle.api.step import lower, simulate, verify
     from treadle.costs import Costs, load_costs
+    from treadle.host.errors import TreadleError
     from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
-    from treadle.plan import LoweringOptions, lower
+    from treadle.plan import LoweringOptions
     from treadle.runtime import Boundary, Pipeline, RankLostError, RunOptions, StageOutput, StepReport
     from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.schedules import generate
-    from treadle.simulate import compare, critical_path, fit, measure, simulate
+    from treadle.simulate import compare, critical_path, fit, measure
     from treadle.verify import Finding, VerifyReport, explain, verify_program
-    from treadle.verify import verify_schedule as verify
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "StageOutput",
     "StepReport",
     "Trace",
+    "TreadleError",
     "VerifyReport",
     "W",
     "compare",
@@ -77,12 +79,14 @@ __all__ = [
 ]
 
 _WHERE = {
-    "treadle.api": ("dumps", "load", "load_any", "loads", "save_trace"),
+    "treadle.api.files": ("dumps", "load", "load_any", "loads", "save_trace"),
+    "treadle.api.step": ("lower", "simulate", "verify"),
     "treadle.costs": ("Costs", "load_costs"),
     "treadle.ir": ("Action", "B", "Cell", "F", "I", "Kind", "Pair", "Placement", "Schedule", "W"),
     "treadle.ir.program": ("Program",),
     "treadle.ir.trace": ("Trace",),
-    "treadle.plan": ("LoweringOptions", "lower"),
+    "treadle.host.errors": ("TreadleError",),
+    "treadle.plan": ("LoweringOptions",),
     "treadle.runtime": (
         "Boundary",
         "Pipeline",
@@ -94,8 +98,8 @@ _WHERE = {
     ),
     "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
     "treadle.schedules": ("generate",),
-    "treadle.simulate": ("compare", "critical_path", "fit", "measure", "simulate"),
-    "treadle.verify": ("Finding", "VerifyReport", "explain", "verify", "verify_program"),
+    "treadle.simulate": ("compare", "critical_path", "fit", "measure"),
+    "treadle.verify": ("Finding", "VerifyReport", "explain", "verify_program"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 _PACKAGES = (
@@ -113,17 +117,17 @@ _PACKAGES = (
     "weights",
 )
 
-_FUNCTION_OF = {"simulate": "simulate", "verify": "verify_schedule"}
+_FUNCTIONS = ("simulate", "verify")
 """Functions that hide the packages of their names as attributes of `treadle`. Imports still find the packages:
 `from treadle.verify.codes import CODES`. An expression does not: `treadle.verify.codes` asks the function."""
 
 
 class _Treadle(ModuleType):
-    """The class of this package. Python sets an imported package as an attribute of its parent; the function stays."""
+    """The class of this package. Python sets an imported package as an attribute of its parent; not those two."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        is_package = name in _FUNCTION_OF and isinstance(value, ModuleType)
-        super().__setattr__(name, getattr(value, _FUNCTION_OF[name]) if is_package else value)
+        if not (name in _FUNCTIONS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Treadle
@@ -141,7 +145,7 @@ def __getattr__(name: str) -> Any:
         extra = "update" if name == "update" else "run"
         text = f"treadle.{name} needs {error.name}; install it with: pip install 'treadle[{extra}]'"
         raise ImportError(text) from error
-    value = module if name in _PACKAGES else getattr(module, _FUNCTION_OF.get(name, name))
+    value = module if name in _PACKAGES else getattr(module, name)
     globals()[name] = value
     return value
 

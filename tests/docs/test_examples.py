@@ -11,7 +11,7 @@ import pytest
 
 import treadle
 from tests.support.paths import ROOT
-from treadle.api import load_any
+from treadle.api.files import load_any
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 import treadle
 from tests.support.browser import MISSING, browser
 from tests.support.sheets import check_texts
-from treadle.api import load_any
+from treadle.api.files import load_any
 from treadle.ir.program import OpKind
 from treadle.ir.trace import Trace
 from treadle.verify import verify_program

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from treadle import api
+from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.target import Target
 from treadle.cli.terminal import note, working
@@ -64,7 +64,7 @@ def _target(text: str, sizes: Target) -> Target:
 def _load(target: Target) -> Loaded:
     if Path(target.name).is_dir():
         with working(f"reading {target.name}"):
-            return api.load_traces(target.name)
+            return files.load_traces(target.name)
     return target.load()
 
 

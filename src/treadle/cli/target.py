@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from treadle import api
+from treadle.api import files
 from treadle.cli.terminal import working
 from treadle.ir import Schedule
 from treadle.ir.program import Program
@@ -91,9 +91,9 @@ class Target:
         source = "<stdin>" if self.name == "-" else self.name
         with working(f"reading {source}"):
             if self.name == "-":
-                loaded: Schedule | Program | Trace = api.loads(sys.stdin.read(), source, placement=self.placement)
+                loaded: Schedule | Program | Trace = files.loads(sys.stdin.read(), source, placement=self.placement)
             else:
-                loaded = api.load_any(self.name, placement=self.placement)
+                loaded = files.load_any(self.name, placement=self.placement)
         if isinstance(loaded, Schedule):
             self._check_size(loaded, source)
         return loaded

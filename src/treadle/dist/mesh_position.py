@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("pp", "dp", "ep")
+WAY = 'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class MeshPosition:
 
 def mesh_position(mesh: DeviceMesh) -> MeshPosition:
     """Returns this rank's position in a mesh with the dimension `pp`, and perhaps `dp` and `ep`."""
+    if not isinstance(mesh, DeviceMesh):
+        got = f"{type(mesh).__name__} {mesh!r}"
+        raise TypeError(f"the mesh is a DeviceMesh with the dimensions pp, and perhaps dp and ep, got {got}; {WAY}")
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or not set(names) <= set(DIMENSIONS):
         raise ValueError(
@@ -79,11 +83,10 @@ def mesh_position(mesh: DeviceMesh) -> MeshPosition:
 
 def _way_out(names: tuple[str, ...]) -> str:
     others, known = [name for name in names if name not in DIMENSIONS], [name for name in names if name in DIMENSIONS]
-    way = 'make it by init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))'
     if "pp" not in known or not others:
-        return way
+        return WAY
     without = ", ".join(f'"{name}"' for name in known)
     return (
-        f"{way}, or give the part without {', '.join(others)}, mesh[{without}]: Treadle does nothing over {others[0]}, "
+        f"{WAY}, or give the part without {', '.join(others)}, mesh[{without}]: Treadle does nothing over {others[0]}, "
         "so have parameters that are plain tensors, and talk over it yourself, inside what computes"
     )

@@ -6,7 +6,13 @@ from typing import Any
 
 
 class TreadleError(Exception):
-    """The base of every error class of Treadle."""
+    """The base of every error class of Treadle. A wrong argument is a ValueError or a TypeError, as in Python itself.
+
+    Example:
+        >>> issubclass(treadle.RankLostError, TreadleError)
+        True
+
+    """
 
 
 class PortableError(TreadleError):

@@ -262,7 +262,7 @@ COLUMNS = (*_OP_COLUMNS, *_LANE_COLUMNS, "dep_ptr", "dep")
 """The arrays of a Program, in the order they are stored."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program(ShownInNotebooks):
     """Ops on lanes: columns over ops, columns over lanes, and dependencies.
 
@@ -295,6 +295,10 @@ class Program(ShownInNotebooks):
     lane_group: Ints
     dep_ptr: Longs
     dep: Ints
+
+    def __repr__(self) -> str:
+        """Return the size: the columns are too long to read."""
+        return f"<Program: {self.num_ranks} ranks, {self.num_lanes} lanes, {self.num_ops} ops>"
 
     @property
     def num_ops(self) -> int:

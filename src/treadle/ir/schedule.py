@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -98,6 +99,11 @@ class Schedule(ShownInNotebooks):
                 f"{self.placement.num_pipes} pipes share the micro-batches equally, "
                 f"got {self.num_microbatches}; use {self.num_microbatches + 1}"
             )
+
+    def __str__(self) -> str:
+        """Return the text form, which `treadle.loads` and every command read."""
+        dump: str = import_module("treadle.ir.text").dump(self)  # by name: it imports this module
+        return dump.rstrip("\n")
 
     @property
     def pp(self) -> int:

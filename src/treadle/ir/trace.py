@@ -25,7 +25,7 @@ MICROSECONDS = Clock("us", 1000)
 """Real time: a tick is a nanosecond, people read microseconds."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trace(ShownInNotebooks):
     """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured.
 
@@ -43,6 +43,12 @@ class Trace(ShownInNotebooks):
     clock: Clock = MICROSECONDS
     about: str = ""
     measured: bool = False
+
+    def __repr__(self) -> str:
+        """Return the size, the makespan and the source: the columns are too long to read."""
+        program, unit = self.program, "" if self.clock.unit == "unit" else f" {self.clock.unit}"
+        makespan = f"{self.clock.show(self.makespan):.6g}{unit}"
+        return f"<Trace: {program.num_ranks} ranks, {program.num_ops} ops, makespan {makespan}; {self.about}>"
 
     @property
     def makespan(self) -> int:

@@ -43,6 +43,24 @@ Modules: TypeAlias = Mapping[int, nn.Module]
 _SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 
 
+def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
+    """Refuse arguments of another type, before any rank is waited for."""
+    if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
+        raise TypeError(f"stages are {{chunk: nn.Module}} of this rank, such as {{0: module}}, got {_named(stages)}")
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"the schedule is a treadle.Schedule, got {_named(schedule)}; treadle.generate makes one, treadle.load "
+            "reads a file"
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a function of (output, target), got {_named(loss_fn)}")
+
+
+def _named(value: object) -> str:
+    text = repr(value).replace("\n", " ")
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
 def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) -> None:
     """Refuses modules that are not this rank's part of the schedule."""
     chunks = list(range(schedule.vpp))

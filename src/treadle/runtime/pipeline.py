@@ -28,6 +28,7 @@ from treadle.runtime.build import (
     StageRecipe,
     bind,
     build_stages,
+    check_arguments,
     check_modules,
     depth_of,
     depths,
@@ -76,6 +77,7 @@ class Pipeline:
         changes: Fields of `RunOptions` by name: `Pipeline(..., lanes="serial")` replaces that field of `options`.
 
     Raises:
+        TypeError: An argument is of another type.
         ValueError: On all ranks, if the modules of one do not fit the schedule or each other.
 
     """
@@ -90,6 +92,7 @@ class Pipeline:
         options: RunOptions = DEFAULTS,
         **changes: Unpack[RunOptionsChanges],
     ) -> None:
+        check_arguments(stages, schedule, loss_fn)
         self.options = replace(options, **changes)
         self.position = mesh_position(mesh)
         self._modules = dict(stages)

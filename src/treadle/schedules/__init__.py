@@ -73,7 +73,11 @@ def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -
         vpp: chunks on each rank, where the schedule leaves a choice; None for its default.
         microbatches: of a step; with two pipes, of both together.
 
+    Returns:
+        The Schedule of all ranks.
+
     Raises:
+        TypeError: a size is not a whole number.
         ValueError: there is no such schedule, or it cannot do this size; the message names the nearest size it can.
 
     Example:
@@ -82,6 +86,9 @@ def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -
 
     """
     chosen = family(name)
+    for what, size in (("pp", pp), ("vpp", vpp), ("microbatches", microbatches)):
+        if not isinstance(size, int) and not (what == "vpp" and size is None):
+            raise TypeError(f"{what} is a whole number, an int, got {type(size).__name__} {size!r}")
     return chosen.generate(chosen.size(pp, vpp, microbatches))
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle import api
+from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_ranks, spread_options
 from treadle.cli.target import Target
@@ -49,7 +49,7 @@ def simulate(
         path = summarize_path(trace, critical_path(trace))
     if output is not None:
         with working(f"writing {output}"):
-            api.save_trace(trace, output, ranks=parse_ranks(ranks))
+            files.save_trace(trace, output, ranks=parse_ranks(ranks))
     if as_json:
         taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
         plain(json.dumps({**_as_dict(metrics, path, trace), "taken_as_zero": taken_as_zero}, indent=1) + "\n")

@@ -1,0 +1,119 @@
+"""The library as people call it: defaults that work, and errors in a sentence that names the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import treadle
+from treadle.weights.lower import lower_update
+from treadle.weights.stream import even_stream
+
+SCHEDULE = treadle.generate("1f1b", pp=2, microbatches=4)
+
+
+def test_a_schedule_is_simulated_with_defaults() -> None:
+    unit = treadle.load_costs("unit")
+    trace = treadle.simulate(SCHEDULE)
+    assert trace.makespan == treadle.simulate(treadle.lower(SCHEDULE, unit), unit).makespan == 15 * unit.clock.ticks
+
+
+def test_costs_are_taken_by_name() -> None:
+    options = treadle.LoweringOptions(layers=1)
+    by_name = treadle.simulate(SCHEDULE, "deepseek-v3-h800", options)
+    costs = treadle.load_costs("deepseek-v3-h800")
+    assert by_name.makespan == treadle.simulate(treadle.lower(SCHEDULE, costs, options), costs).makespan
+
+
+def test_programs_and_traces_are_verified_too() -> None:
+    trace = treadle.simulate(SCHEDULE)
+    assert str(treadle.verify(SCHEDULE)) == "clean: 2 ranks, 16 cells, peak 2 activations"
+    assert treadle.verify(trace.program).clean
+    assert treadle.verify(trace).num_ops == trace.program.num_ops
+    update = lower_update(even_stream(4, 2))
+    assert treadle.verify(update).clean
+    assert treadle.simulate(update).makespan
+
+
+def test_the_text_of_a_schedule_is_read_back() -> None:
+    assert treadle.loads(str(SCHEDULE)) == SCHEDULE
+    assert str(SCHEDULE).splitlines()[-1] == "1: F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0"
+
+
+def test_programs_and_traces_say_their_size() -> None:
+    trace = treadle.simulate(SCHEDULE)
+    assert str(trace.program) == "<Program: 2 ranks, 6 lanes, 32 ops>"
+    assert str(trace) == "<Trace: 2 ranks, 32 ops, makespan 15; predicted with costs 'unit'>"
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a name for a schedule": (
+        lambda: treadle.simulate("1f1b"),  # type: ignore[arg-type]
+        TypeError,
+        r"takes a Schedule or a Program, got str '1f1b'; treadle\.generate\('1f1b', pp=\.\.\., ",
+    ),
+    "a trace to lower": (
+        lambda: treadle.lower(treadle.simulate(SCHEDULE)),  # type: ignore[arg-type]
+        TypeError,
+        r"lower takes a Schedule, got Trace <Trace: .*; a Trace has its Program: trace\.program",
+    ),
+    "a number to verify": (
+        lambda: treadle.verify(3),  # type: ignore[arg-type]
+        TypeError,
+        r"got int 3; treadle\.generate makes a Schedule",
+    ),
+    "costs misspelt": (lambda: treadle.simulate(SCHEDULE, "unti"), ValueError, "did you mean 'unit'"),
+    "costs as a number": (
+        lambda: treadle.simulate(SCHEDULE, 3),  # type: ignore[arg-type]
+        TypeError,
+        "such as 'unit', got int 3",
+    ),
+    "options as a dict": (
+        lambda: treadle.lower(SCHEDULE, "unit", {"layers": 2}),  # type: ignore[arg-type]
+        TypeError,
+        r"options are treadle\.LoweringOptions\(\.\.\.\), got dict",
+    ),
+    "options of a program": (
+        lambda: treadle.simulate(treadle.lower(SCHEDULE), "unit", treadle.LoweringOptions()),
+        ValueError,
+        "options say how a Schedule is lowered",
+    ),
+    "a size as text": (
+        lambda: treadle.generate("1f1b", pp="4", microbatches=8),  # type: ignore[arg-type]
+        TypeError,
+        "pp is a whole number, an int, got str '4'",
+    ),
+    "bytes of a schedule": (
+        lambda: treadle.verify(SCHEDULE, memory_limit=1),
+        ValueError,
+        "memory_limit is in bytes, which a Program knows",
+    ),
+    "activations of a program": (
+        lambda: treadle.verify(treadle.lower(SCHEDULE), max_activations=1),
+        ValueError,
+        "max_activations is for schedules",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_error_names_the_way_out(what: str) -> None:
+    call, kind, match = WRONG[what]
+    with pytest.raises(kind, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "mesh", "match"),
+    [
+        ([], SCHEDULE, None, r"stages are \{chunk: nn\.Module\} of this rank, such as \{0: module\}, got list \[\]"),
+        ({}, "1f1b", None, r"the schedule is a treadle\.Schedule, got str '1f1b'; treadle\.generate makes one"),
+        ({}, SCHEDULE, None, r"the mesh is a DeviceMesh .* got NoneType None; make it by init_device_mesh"),
+    ],
+)
+def test_a_pipeline_refuses_arguments_of_another_type(
+    stages: object, schedule: object, mesh: object, match: str
+) -> None:
+    with pytest.raises(TypeError, match=match):
+        treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=print)  # type: ignore[arg-type]
