@@ -1,7 +1,9 @@
-"""Draws the figures of the documentation into this directory: `python docs/figures.py`."""
+"""The figures of the documentation that no single command draws: `python docs/figures.py kimi_k2.svg schedules.png`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +20,6 @@ from treadle.view.panels import PANEL_NAMES, cell_panel, draw_panel
 from treadle.view.parts import EXTRA, entries, legend, time_axis
 from treadle.view.phases import Phase, pick_cell
 from treadle.view.sheet import Scale, Sheet
-
-HERE = Path(__file__).parent
-FORMS = (".svg", ".png")
 
 HALF, QUARTER = UNIT.ticks // 2, UNIT.ticks // 4
 LAYER_COSTS = treadle.Costs(
@@ -40,7 +39,7 @@ LAYER_ABOUT = (
 )
 
 
-def kimi_k2() -> None:
+def kimi_k2(path: Path) -> None:
     """Interleaved with overlap: what its three kinds of cells do on their lanes, above where they stand."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
     options = treadle.LoweringOptions(layers=1, padded=True, offload=True, hold=False, early=False)
@@ -48,21 +47,20 @@ def kimi_k2() -> None:
     free = replace(LAYER_COSTS, message={})  # at this grain a message would not hide under a weight half
     cells = treadle.simulate(treadle.lower(schedule, free, treadle.LoweringOptions()), free)
     colours = palette("kimi")
-    for form in FORMS:
-        sheet = Sheet(640)
-        put_title(sheet, "interleaved-overlap: 4 devices, 2 chunks each, 8 micro-batches")
-        panels = _panels(sheet, lanes, colours)
-        boxes = cell_boxes(cells, range(4), Grid(16, 1.5))
-        scale = Scale(LEFT, 0, (sheet.width - LEFT - 12) / end_of(cells))
-        sheet.y += 24
-        scale = timeline(sheet, cells, boxes, colours, scale, by_lane=False)
-        for which, (left, right, bottom) in panels.items():
-            _connect(sheet, cells, boxes, scale, which, (left, right, bottom))
-        time_axis(sheet, scale, end_of(cells), "unit")
-        shown = [entry for which in panels for entry in entries(lanes, cell_panel(lanes, which), colours)]
-        legend(sheet, LEFT, [*entries(cells, boxes, colours), EXTRA, *shown])
-        put_about(sheet, LAYER_ABOUT, LEFT)
-        sheet.save(HERE / f"kimi_k2{form}")
+    sheet = Sheet(640)
+    put_title(sheet, "interleaved-overlap: 4 devices, 2 chunks each, 8 micro-batches")
+    panels = _panels(sheet, lanes, colours)
+    boxes = cell_boxes(cells, range(4), Grid(16, 1.5))
+    scale = Scale(LEFT, 0, (sheet.width - LEFT - 12) / end_of(cells))
+    sheet.y += 24
+    scale = timeline(sheet, cells, boxes, colours, scale, by_lane=False)
+    for which, (left, right, bottom) in panels.items():
+        _connect(sheet, cells, boxes, scale, which, (left, right, bottom))
+    time_axis(sheet, scale, end_of(cells), "unit")
+    shown = [entry for which in panels for entry in entries(lanes, cell_panel(lanes, which), colours)]
+    legend(sheet, LEFT, [*entries(cells, boxes, colours), EXTRA, *shown])
+    put_about(sheet, LAYER_ABOUT, LEFT)
+    sheet.save(path)
 
 
 def _panels(sheet: Sheet, lanes: Trace, colours: Palette) -> dict[Phase, tuple[float, float, float]]:
@@ -96,17 +94,16 @@ def _connect(
     sheet.lines([[(panel[0], panel[2] + 2), (left, top)], [(panel[1], panel[2] + 2), (right, top)]], "#aaaaaa", 0.6)
 
 
-def dualpipe() -> None:
+def dualpipe(path: Path) -> None:
     """DualPipe at the size at which it was published."""
     schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
     trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS, treadle.LoweringOptions()), UNIT_COSTS)
     trace = replace(trace, about=f"Assumed: {UNIT_COSTS.about}. Numbers are micro-batches of a direction.")
-    for form in FORMS:
-        title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
-        draw(trace, HERE / f"dualpipe{form}", palette_name="dualpipe", title=title)
+    title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
+    draw(trace, path, palette_name="dualpipe", title=title)
 
 
-def schedules() -> None:
+def schedules(path: Path) -> None:
     """The same model under five schedules: 4 devices, 16 micro-batches; a chunk of two is half of a stage."""
     halved = replace(UNIT_COSTS, cells={name: ticks // 2 for name, ticks in UNIT_COSTS.cells.items()})
     about = f"Assumed of a device's whole share of the model: {UNIT_COSTS.about}; a chunk is half of it."
@@ -118,12 +115,13 @@ def schedules() -> None:
         trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions()), costs)
         traces.append(replace(trace, about=about))
         units.append(MemoryUnit("stage activations", schedule.vpp))
-    for form in FORMS:
-        title = "The same model under five schedules: 4 devices, 16 micro-batches"
-        compare_figure(traces, HERE / f"schedules{form}", titles=names, units=units, title=title)
+    title = "The same model under five schedules: 4 devices, 16 micro-batches"
+    compare_figure(traces, path, titles=names, units=units, title=title)
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {"kimi_k2": kimi_k2, "dualpipe": dualpipe, "schedules": schedules}
 
 
 if __name__ == "__main__":
-    kimi_k2()
-    dualpipe()
-    schedules()
+    for name in sys.argv[1:]:
+        FIGURES[Path(name).stem](Path(name))

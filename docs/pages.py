@@ -1,0 +1,165 @@
+"""Reads the pages: their commands with the output shown under them, their code, and the files they give.
+
+```console              `$ command` lines, each with its output; `...` stands for any text
+```python               code, run in the order of the page, in one namespace
+```pycon                the same, with the output shown
+```toml title="x.toml"  a file that the reader is to write: any language, with a title
+<!-- not run: why -->   on the line above a block: no test runs it
+"""
+
+from __future__ import annotations
+
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?"
+    r"```(?P<language>[a-z]*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+_SHELL = re.compile(r"[|<>&;$*`\\]")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and the output that stands under it."""
+
+    line: str
+    expected: str
+
+    @property
+    def output(self) -> str | None:
+        """Return the file that `-o` names, if there is one."""
+        found = re.search(r"(?:^| )(?:-o|--output) (\S+)", self.line)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `why_not` says why no test runs it."""
+
+    language: str
+    title: str | None
+    text: str
+    why_not: str | None
+
+    def commands(self) -> Iterator[Command]:
+        """Yield the commands of a console block."""
+        for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            yield Command(line, output)
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    return [Block(found["language"], found["title"], found["text"], found["why"]) for found in _BLOCK.finditer(text)]
+
+
+def pages() -> list[Path]:
+    """Return README and every page of the site."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def run(line: str, directory: Path, timeout_s: float = 300) -> tuple[int, str]:
+    """Run a command line in a directory; return its exit code and what it printed.
+
+    Plain `treadle` commands run in this process, so that imports are paid for once; the rest runs in a shell.
+    """
+    if line.startswith("treadle ") and _SHELL.search(line) is None:
+        return _run_here(shlex.split(line), directory)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    env.pop("FORCE_COLOR", None)
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would set it, with a warning
+    done = subprocess.run(
+        line, shell=True, cwd=directory, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _run_here(words: list[str], directory: Path) -> tuple[int, str]:
+    from treadle.cli import main
+
+    printed, code, before = io.StringIO(), 0, Path.cwd()
+    os.chdir(directory)
+    try:
+        with patch.object(sys, "argv", words), redirect_stdout(printed), redirect_stderr(printed):
+            main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    finally:
+        os.chdir(before)
+    return code, printed.getvalue()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a command or a piece of code: what was expected, and what came."""
+
+    what: str
+    expected: str
+    printed: str
+    code: int
+
+    @property
+    def is_right(self) -> bool:
+        """Tell whether the output is the one shown; a command shown without any must succeed, too."""
+        if not self.expected and self.code:
+            return False
+        return doctest.OutputChecker().check_output(self.expected, self.printed, doctest.ELLIPSIS)
+
+
+def replay(text: str, directory: Path, skip: tuple[str, ...] = ("pip install",)) -> Iterator[Ran]:
+    """Do what a page says, block by block, in a directory; `examples` and `docs` are there, as in a checkout."""
+    for name in ("examples", "docs"):
+        (directory / name).symlink_to(ROOT / name)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(text):
+        if block.why_not is not None:
+            continue
+        if block.title is not None:
+            (directory / block.title).write_text(block.text, "utf-8")
+        elif block.language == "console":
+            for command in block.commands():
+                if not command.line.startswith(skip):
+                    code, printed = run(command.line, directory)
+                    yield Ran(command.line, command.expected, _trimmed(printed), code)
+        elif block.language in ("python", "pycon"):
+            yield _run_code(block, namespace, directory)
+
+
+def _run_code(block: Block, namespace: dict[str, object], directory: Path) -> Ran:
+    before = Path.cwd()
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))  # modules that the page has written
+    try:
+        if block.language == "pycon":
+            test = doctest.DocTestParser().get_doctest(block.text, namespace, "page", None, None)
+            told: list[str] = []
+            runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+            runner.run(test, out=told.append, clear_globs=False)
+            namespace |= test.globs
+            return Ran(block.text, "", "".join(told), 0)
+        with redirect_stdout(io.StringIO()):
+            exec(compile(block.text, "page", "exec"), namespace)
+        return Ran(block.text, "", "", 0)
+    finally:
+        sys.path.remove(str(directory))
+        os.chdir(before)
+
+
+def _trimmed(output: str) -> str:
+    """Remove the blanks that pad tables to the width of a terminal."""
+    return "".join(line.rstrip() + "\n" for line in output.splitlines())

@@ -1,0 +1,29 @@
+"""Writes the outputs that commands have now into pages: `python docs/refresh.py docs/compare.md`.
+
+An output that still matches stays as it is, with its `...`; read the diff before you commit it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pages
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        text = Path(name).read_text("utf-8")
+        with tempfile.TemporaryDirectory() as directory:
+            for ran in pages.replay(text, Path(directory)):
+                if ran.is_right:
+                    continue
+                if f"$ {ran.what}\n{ran.expected}" not in text:
+                    sys.exit(f"{name}: {ran.what}\n{ran.printed}")
+                text = text.replace(f"$ {ran.what}\n{ran.expected}", f"$ {ran.what}\n{ran.printed}", 1)
+                Path(name).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Every command and every piece of code of README and of the site, run as a reader would type them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.pages import DOCS, ROOT, blocks, pages, replay
+
+QUICK = ("docs/own_schedule.md",)
+"""Pages whose test is in the quick tier; the rest start processes or draw."""
+
+RUN = {"console", "python", "pycon"}
+SHOWN = {"text", "toml"}
+"""Languages of blocks: those that are run, and those that are only shown (or, with a title, written into a file)."""
+
+NOT_RUN = {
+    ("docs/offload.md", "a line of a training script"),
+    ("docs/offload.md", "takes minutes"),
+    ("docs/overlap.md", "takes minutes"),
+    ("docs/own_schedule.md", "takes minutes, and the name is yours"),
+    ("docs/run.md", "it is part of examples/any_model.py, which the command above runs"),
+    ("docs/scale.md", "takes minutes and gigabytes"),
+    ("docs/torchtitan.md", "needs torchtitan and GPUs"),
+    ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
+    ("docs/vllm.md", "needs vLLM, which has an environment of its own"),
+    ("docs/weights.md", "examples/rl_loop.py, below, is the whole of it"),
+    ("docs/weights.md", "needs an engine in that directory; examples/vllm_serve.py is one"),
+    ("docs/weights.md", "needs two hosts"),
+}
+"""Blocks that no test runs, by page and reason."""
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _cases() -> list[object]:
+    names = sorted((_name(path) for path in pages()), key=lambda name: (name not in QUICK, name))
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", _cases())
+def test_page_does_what_it_shows(page: str, tmp_path: Path) -> None:
+    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path):
+        assert ran.is_right, f"$ {ran.what}\n{ran.printed}"
+
+
+def test_blocks_that_no_test_runs_are_listed() -> None:
+    found = {
+        (_name(path), block.why_not) for path in pages() for block in blocks(path.read_text("utf-8")) if block.why_not
+    }
+    assert found == NOT_RUN
+
+
+@pytest.mark.parametrize("path", pages(), ids=_name)
+def test_every_block_has_a_language_and_no_code_is_indented(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert {block.language for block in blocks(text)} <= RUN | SHOWN
+    assert text.count("```") == 2 * len(blocks(text))
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"\n\n    +\S.*", prose) == [], "fence it, so that it is run"
+
+
+def test_picture_of_a_page_is_written_by_a_command_of_that_page() -> None:
+    drawn = set(re.findall(r'"(\w+)": \w+', (DOCS / "figures.py").read_text("utf-8").partition("FIGURES")[2]))
+    for path in pages():
+        text = path.read_text("utf-8")
+        made = {command.output for block in blocks(text) if block.language == "console" for command in block.commands()}
+        for name in re.findall(r"\((?:\.\./)*made/([\w.-]+)\)", text):
+            assert name in made or name.rpartition(".")[0] in drawn, f"{_name(path)}: {name}"
