@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from treadle.export import FORMATS, chrome, npz, parse_any
+from treadle.export import FORMATS, parse_any
 from treadle.ir import Schedule
-from treadle.ir.program import Program
-from treadle.ir.trace import Trace
+
+if TYPE_CHECKING:  # schedules are read and written without numpy; what programs and traces need is imported below
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
 
 
 def loads(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
@@ -85,17 +88,21 @@ def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Pr
     """
     name = str(path)
     if name.endswith(".npz"):
+        from treadle.export import npz
+
         return npz.load(path)
-    if name.endswith(".gz"):
-        return chrome.load(path)
-    text = _read_text(Path(path))
-    if name.endswith(".json") and '"traceEvents"' in text:
+    text = _read_text(Path(path)) if not name.endswith(".gz") else ""
+    if name.endswith(".gz") or (name.endswith(".json") and '"traceEvents"' in text):
+        from treadle.export import chrome
+
         return chrome.load(path)
     return loads(text, name, placement=placement)
 
 
 def load_traces(directory: str | Path) -> Trace:
     """Read the traces in a directory, of one or some ranks a file, as one trace."""
+    from treadle.export import chrome
+
     paths = sorted(p for p in Path(directory).iterdir() if p.name.endswith((".json", ".json.gz")))
     if not paths:
         raise ValueError(f"{directory}: no traces; they are files that end in .json or .json.gz")
@@ -121,6 +128,8 @@ def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) ->
         True
 
     """
+    from treadle.export import chrome, npz
+
     name = str(path)
     if name.endswith(".npz"):
         if ranks is not None:

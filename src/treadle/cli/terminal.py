@@ -1,21 +1,44 @@
-"""Output of the commands: results on stdout, the rest on stderr, hints and progress only on a terminal."""
+"""Output of the commands: results on stdout, the rest on stderr, hints and progress only on a terminal.
+
+`out` and `err` are rich's consoles. They are made when they are first used: plain text is printed without rich.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+    out: Console
+    err: Console
 
 PATIENCE_S = 1.0
 """A command that is done sooner shows no progress."""
+
+
+def __getattr__(name: str) -> Any:
+    """Make a console."""
+    if name not in ("out", "err"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rich.console import Console
+
+    globals()[name] = console = Console(stderr=name == "err", highlight=False)
+    return console
+
+
+def _say(head: str, style: str, message: str) -> None:
+    from rich.markup import escape
+
+    _console("err").print(f"[{style}]{head}:[/] {escape(message)}", soft_wrap=True)
+
+
+def _console(name: str) -> Any:
+    return globals().get(name) or __getattr__(name)
 
 
 class Advance(Protocol):
@@ -26,42 +49,70 @@ class Advance(Protocol):
 
 def fail(message: str) -> None:
     """A user's mistake, in a sentence."""
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    _say("error", "bold red", message)
 
 
 def note(message: str) -> None:
     """Something to know about a result, on stderr."""
-    err.print(f"[dim]note:[/] {escape(message)}", soft_wrap=True)
+    _say("note", "dim", message)
 
 
 def plain(text: str) -> None:
     """Output that others read: no colour, no wrapping."""
-    out.file.write(text)
-    out.file.flush()
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def suggest(command: str) -> None:
     """The next command worth trying, for a person at a terminal."""
-    if out.is_terminal and err.is_terminal:
-        err.print(f"[dim]next:[/] {escape(command)}", soft_wrap=True)
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        _say("next", "dim", command)
 
 
 @contextmanager
 def working(what: str) -> Iterator[Advance]:
     """A progress bar on stderr, once the work has taken longer than a person likes to wait."""
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err, transient=True)
-    task = bar.add_task(what, total=None)
+    bar = _ProgressBar(what)
     timer = threading.Timer(PATIENCE_S, bar.start)
     timer.daemon = True
-
-    def advance(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-
-    if err.is_terminal:
+    if sys.stderr.isatty():
         timer.start()
     try:
-        yield advance
+        yield bar.advance
     finally:
         timer.cancel()
-        if bar.live.is_started:
-            bar.stop()
+        bar.stop()
+
+
+class _ProgressBar:
+    """A bar that a timer starts, if it comes to that, while the work goes on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._progress: Any = None
+        self._task: Any = None
+        self._lock = threading.Lock()
+        self._over = False
+
+    def start(self) -> None:
+        """Show the bar, unless the work is over."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with self._lock:
+            if not self._over:
+                self._progress = Progress(*columns, console=_console("err"), transient=True)
+                self._task = self._progress.add_task(self._what, total=None)
+                self._progress.start()
+
+    def advance(self, done: int, total: int) -> None:
+        """Say how far the work is."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        with self._lock:
+            self._over = True
+            if self._progress is not None:
+                self._progress.stop()

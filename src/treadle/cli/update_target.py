@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,11 +12,12 @@ from treadle.cli.options import parse_bytes
 from treadle.cli.target import UPDATE, Target
 from treadle.cli.terminal import working
 from treadle.ir import Schedule
-from treadle.ir.program import Program
-from treadle.ir.trace import Trace
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import Rates, simulate_update
-from treadle.weights.stream import Stream, even_stream
+
+if TYPE_CHECKING:
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
+    from treadle.weights.rates import Rates
+    from treadle.weights.stream import Stream
 
 
 def _option(name: str, help: str) -> Any:
@@ -51,12 +52,20 @@ class Update:
             return self.trace(target)
         self._check_unused(target)
         loaded = target.load()
+        if isinstance(loaded, Schedule):
+            return loaded
+        from treadle.ir.program import Program
+        from treadle.weights.rates import simulate_update
+
         if isinstance(loaded, Program) and loaded.layout.is_update:
             return simulate_update(loaded)
         return loaded
 
     def trace(self, target: Target) -> Trace:
         """The update that the options describe, predicted."""
+        from treadle.weights.lower import lower_update
+        from treadle.weights.rates import simulate_update
+
         target.check_no_size()
         stream, rates = self._stream(), self._rates()
         with working("simulating"):
@@ -68,6 +77,8 @@ class Update:
                 f"{UPDATE} needs --devices and --rounds, or --devices, --size and --bucket: "
                 f"{UPDATE} --devices 4 --rounds 2"
             )
+        from treadle.weights.stream import even_stream
+
         buffers = {"num_h2d": self.h2d_buffers, "num_ipc": self.ipc_buffers}
         if self.size is None:
             assert self.rounds is not None
@@ -90,6 +101,8 @@ class Update:
             return None
         if self.broadcast_rate is None:
             raise ValueError("--size needs --broadcast-rate, the bytes a second of a broadcast: --broadcast-rate 75GB")
+        from treadle.weights.rates import Rates
+
         return Rates(**{name: float(parse_bytes(rate)) for name, rate in given.items() if rate is not None})
 
     def _check_unused(self, target: Target) -> None:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from treadle.export import json_form, torch_csv
 from treadle.ir import Schedule, text
 
 
 class Format(NamedTuple):
-    """A text form of schedules: `dump(schedule)` writes it, `parse(text, source)` reads it."""
+    """A text form of schedules. `module` has its functions, and is imported when the form is used."""
 
-    dump: Callable[[Schedule], str]
-    parse: Callable[[str, str], Schedule]
+    module: str
+
+    def dump(self, schedule: Schedule) -> str:
+        """Write a schedule in this form."""
+        written: str = self._functions.dump(schedule)
+        return written
+
+    def parse(self, content: str, source: str) -> Schedule:
+        """Read a schedule in this form. Errors name `source`."""
+        read: Schedule = self._functions.parse(content, source)
+        return read
+
+    @property
+    def _functions(self) -> Any:
+        return import_module(self.module)
 
 
 FORMATS: dict[str, Format] = {
-    "text": Format(text.dump, text.parse),
-    "torch-csv": Format(torch_csv.dump, torch_csv.parse),
-    "json": Format(json_form.dump, json_form.parse),
+    "text": Format("treadle.ir.text"),
+    "torch-csv": Format("treadle.export.torch_csv"),
+    "json": Format("treadle.export.json_form"),
 }
 
 _TEXT_LINE = re.compile(r"^(#|[0-9]+:)", re.MULTILINE)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeGuard
 
 import typer
 
-import treadle
+from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
 from treadle.cli.target import Target
 from treadle.cli.terminal import plain, suggest
 from treadle.cli.update_target import Update
-from treadle.export import FORMATS, npz
-from treadle.ir import text
-from treadle.ir.trace import Trace
-from treadle.view.lanes import lanes_text
-from treadle.view.update import update_object, update_text
+from treadle.export import FORMATS
+from treadle.ir import Schedule, text
+
+if TYPE_CHECKING:
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
 
 
 class FormatName(StrEnum):
@@ -53,7 +54,7 @@ def show(
     """
     form = FormatName.JSON if as_json else format
     loaded = update.load(target)
-    if isinstance(loaded, Trace) and loaded.program.layout.is_update:
+    if not isinstance(loaded, Schedule) and _is_update(loaded):
         _show_update(loaded, form, rows, output)
         suggest(f"treadle draw {target} {update} -o figure.svg".replace("  ", " "))
         return
@@ -63,9 +64,12 @@ def show(
     if output is not None and not lower:
         raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
     if not lower:
-        plain(text.dump(schedule, header=False) if rows else treadle.dumps(schedule, form.value))
+        plain(text.dump(schedule, header=False) if rows else files.dumps(schedule, form.value))
         suggest(f"treadle verify {target}")
         return
+    from treadle.export import npz
+    from treadle.view.lanes import lanes_text
+
     program = model.lower(schedule)
     if output is not None:
         npz.save_program(program, output)
@@ -76,7 +80,16 @@ def show(
     suggest(f"treadle simulate {target} {model}".rstrip())
 
 
+def _is_update(loaded: Program | Trace) -> TypeGuard[Trace]:
+    from treadle.ir.trace import Trace
+
+    return isinstance(loaded, Trace) and loaded.program.layout.is_update
+
+
 def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None) -> None:
+    from treadle.export import npz
+    from treadle.view.update import update_object, update_text
+
     if form is FormatName.TORCH_CSV:
         raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
     if output is not None:
