@@ -43,7 +43,7 @@ from treadle.view.parts import (
     time_axis,
 )
 from treadle.view.phases import Phase, extra_cells
-from treadle.view.sheet import Saved, Scale, Sheet, draw_boxes
+from treadle.view.sheet import FigureSize, Scale, Sheet, draw_boxes
 from treadle.view.style import FigureStyle, checked_path
 from treadle.view.update_figure import update_sheet
 from treadle.view.window import Window, checked_window, end_of, strips, within
@@ -72,7 +72,7 @@ def draw(
     *,
     names: Sequence[str] = (),
     hangs: Sequence[Hang | None] = (),
-) -> Saved:
+) -> FigureSize:
     """Draws a trace, or several above each other, each under its name; the path's ending says the form.
 
     A trace of a step that does not finish has a `Hang`.
@@ -82,7 +82,7 @@ def draw(
     return sheet_of(given, content, style, names=names, hangs=hangs).save(target)
 
 
-def draw_cell(trace: Trace, which: Phase, path: str | Path, style: FigureStyle = PLAIN) -> Saved:
+def draw_cell(trace: Trace, which: Phase, path: str | Path, style: FigureStyle = PLAIN) -> FigureSize:
     """Draws one cell's lanes: a lone forward, an overlapped cell or a lone backward, from the middle of the pipe."""
     target = checked_path(path)
     return cell_sheet(trace, which, style).save(target)

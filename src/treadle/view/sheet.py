@@ -52,7 +52,7 @@ _STYLE = {
 
 
 @dataclass(frozen=True)
-class Saved:
+class FigureSize:
     """The size of a figure that was written."""
 
     width_in: float
@@ -170,7 +170,7 @@ class Sheet:
         marks.set_zorder(3)
         self.axes.add_collection(marks, autolim=False)
 
-    def save(self, path: FilePath | BinaryIO, form: str | None = None) -> Saved:
+    def save(self, path: FilePath | BinaryIO, form: str | None = None) -> FigureSize:
         """Writes the file, in the form of its name's ending. The axes cover the sheet, a point each way."""
         suffix = path.suffix.lower() if isinstance(path, FilePath) else f".{form}"
         width, height = self.width * self.scale / 72, self.y * self.scale / 72
@@ -182,7 +182,7 @@ class Sheet:
             # At level 6, the default, compressing takes half of all the time.
             more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
             self.figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=_METADATA[suffix], **more)
-        return Saved(width, height, (int(width * dpi), int(height * dpi)) if suffix == ".png" else None)
+        return FigureSize(width, height, (int(width * dpi), int(height * dpi)) if suffix == ".png" else None)
 
 
 def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, size: float | None = None) -> None:
