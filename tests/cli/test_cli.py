@@ -265,17 +265,38 @@ def test_draw_on_the_terminal_and_into_files(tmp_path: Path) -> None:
         done = run("draw", *target, *options, "-o", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / name).stat().st_size > 1000
+        assert done.stderr.startswith(f"wrote {name} (")
+    done = run("draw", "1f1b", "zb-h1", "--pp", "2", "-m", "4", "--width", "column", "-o", "two.svg", cwd=tmp_path)
+    assert done.stderr.startswith("wrote two.svg (3.30 x ")
+
+
+@pytest.mark.slow
+def test_a_deadlock_is_drawn_up_to_where_it_hangs(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")
+    for output in ((), ("-o", "x.svg")):
+        done = run("draw", "mine.txt", *output, cwd=tmp_path)
+        assert done.returncode == 1
+        assert "T201 rank 0: deadlock: 6 ops wait for each other in a circle" in done.stderr
+        assert "rank 1: B0.0 is behind F1.0" in done.stderr
+    assert "!B0" in run("draw", "mine.txt", cwd=tmp_path).stdout
+    assert (tmp_path / "x.svg").exists()
+    done = run("draw", "mine.txt", "-o", "x.html", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "draws it up to where it hangs" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.gif"), [".svg, .png or .pdf"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.gif"), [".svg, .png, .pdf or .html"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--grain", "lanes", "-o", "x.png"), ["--layers"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--palette", "kim"), ["did you mean 'kimi'"]),
-        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--window", "0-9"), ["add --against FILE"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--window", "9:2"), ["as 20:45, got '9:2'"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "x.png", "--ranks", "3-1"), ["such as 0-7"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "no/x.png"), ["there is no folder 'no'"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "--fold", "2"), ["--fold is for a figure", "add -o figure.svg"]),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "--width", "3", "-o", "x.html"), ["--width", "not for a page"]),
         (("show", "dualpipe", "--pp", "1000000001", "-m", "8"), ["at most 65536 ranks"]),
         (("show", "gpipe", "--pp", "4", "-m", "5000000"), ["at most 1000000 micro-batches"]),
     ],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +20,16 @@ from treadle.ir.memory import peaks
 from treadle.ir.program import LANE_OF, LaneKind, OpKind
 from treadle.ir.trace import Trace
 from treadle.schedules import SCHEDULES
-from treadle.view.against import against_figure, within
 from treadle.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
-from treadle.view.figure import compare_figure, draw, draw_cell
+from treadle.view.figure import FigureContent, cell_sheet, draw, draw_cell, sheet_of
 from treadle.view.held import MemoryUnit, held, memory_unit
 from treadle.view.labels import ABOVE, SIDE, extent, fit
 from treadle.view.palette import PALETTES, ROLE_OF, Look, Palette, Role, told_apart
 from treadle.view.panels import PANEL_NAMES, cell_panel
 from treadle.view.phases import Phase, extra_cells, phases, pick_cell
-from treadle.view.sheet import Sheet
+from treadle.view.sheet import LEAST_PT
+from treadle.view.style import WIDTHS, FigureStyle
+from treadle.view.window import held_within, strips, within
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
@@ -54,17 +56,17 @@ def lanes() -> Trace:
 def test_every_form_is_written(form: str, cells: Trace, lanes: Trace, tmp_path: Path) -> None:
     opening = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[form]
     for number, trace in enumerate((cells, lanes)):
-        draw(trace, tmp_path / f"{number}{form}", memory=True)
+        draw(trace, tmp_path / f"{number}{form}", FigureContent(memory=True))
         assert (tmp_path / f"{number}{form}").read_bytes().startswith(opening)
     draw_cell(lanes, "steady", tmp_path / f"cell{form}")
-    compare_figure([cells, trace_of("1f1b")], tmp_path / f"two{form}")
+    draw([cells, trace_of("1f1b")], tmp_path / f"two{form}", FigureContent(memory=True))
     assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("form", [".svg", ".png", ".pdf"])
 def test_the_same_trace_gives_the_same_bytes(form: str, cells: Trace, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        draw(cells, tmp_path / f"{name}{form}", memory=True)
+        draw(cells, tmp_path / f"{name}{form}", FigureContent(memory=True))
     assert (tmp_path / f"one{form}").read_bytes() == (tmp_path / f"two{form}").read_bytes()
 
 
@@ -240,71 +242,159 @@ def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got 'a\.gif'"):
         draw(cells, tmp_path / "a.gif")
     with pytest.raises(ValueError, match="--layers"):
-        draw(cells, tmp_path / "a.svg", grain="lanes")
+        draw(cells, tmp_path / "a.svg", FigureContent(grain="lanes"))
     with pytest.raises(ValueError, match="--layers"):
         draw_cell(cells, "steady", tmp_path / "a.svg")
     with pytest.raises(ValueError, match="leave --layers out"):
-        draw(lanes, tmp_path / "a.svg", grain="cells")
+        draw(lanes, tmp_path / "a.svg", FigureContent(grain="cells"))
     with pytest.raises(ValueError, match="did you mean 'kimi'"):
-        draw(cells, tmp_path / "a.svg", palette_name="kimy")
+        draw(cells, tmp_path / "a.svg", style=FigureStyle(palette="kimy"))
     with pytest.raises(ValueError, match="ranks go from 0 to 3, got 2 to 4"):
-        draw(cells, tmp_path / "a.svg", ranks=range(2, 5))
+        draw(cells, tmp_path / "a.svg", FigureContent(ranks=range(2, 5)))
     with pytest.raises(ValueError, match="no overlapped cells"):
         draw_cell(trace_of("1f1b", DEEPSEEK, layers=1), "steady", tmp_path / "a.svg")
-    with pytest.raises(ValueError, match="one unit of time"):
-        compare_figure([cells, trace_of("1f1b", DEEPSEEK)], tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="one unit of time, got unit, us"):
+        draw([cells, trace_of("1f1b", DEEPSEEK)], tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="there is no folder"):
+        draw(cells, tmp_path / "none" / "a.svg")
+    with pytest.raises(ValueError, match="at least one trace, got none"):
+        draw([], tmp_path / "a.svg")
+    with pytest.raises(ValueError, match="leave --fold out"):
+        draw_cell(lanes, "steady", tmp_path / "a.svg", FigureStyle(fold=2))
     with pytest.raises(ValueError, match="warmup, steady, cooldown, got 'middle'"):
         draw_cell(lanes, "middle", tmp_path / "a.svg")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
-def test_two_traces_above_each_other(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
+def test_a_window_shows_the_same_times_of_all_traces(lanes: Trace, tmp_path: Path) -> None:
     """One is slower: a window shows the same times of both, cut at its edges, and the box of an op at its own time."""
     whole = lane_boxes(lanes, range(2))
     window = (float(whole.right.max()) / 3, float(whole.right.max()) / 2)
-    part = within(whole, *window)
+    part = within(whole, window)
     assert 0 < len(part) < len(whole)
     assert part.left.min() == window[0]
     assert part.right.max() == window[1]
     inside = [k for k, op in enumerate(whole.op) if window[0] < whole.left[k] and whole.right[k] < window[1]]
     assert set(whole.op[inside]) <= set(part.op)
     slower = replace(lanes, start=lanes.start * 2, end=lanes.end * 2)
-    names = ["predicted", "measured"]
-    against_figure([lanes, slower], tmp_path / "part.svg", titles=names, ranks=range(2), window=window)
-    against_figure([cells, cells], tmp_path / "cells.png", titles=names)
-    assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(ValueError, match="one grain and one unit of time"):
-        against_figure([lanes, cells], tmp_path / "x.png", titles=names)
+    content = FigureContent(ranks=range(2), window=window)
+    draw([lanes, slower], tmp_path / "part.svg", content, names=["predicted", "measured"])
     with pytest.raises(ValueError, match="a window is from a time to a later one"):
-        against_figure([lanes, lanes], tmp_path / "x.png", titles=names, window=(3, 2))
+        draw(lanes, tmp_path / "x.png", FigureContent(window=(3, 2)))
+    with pytest.raises(ValueError, match="nothing happens at"):
+        draw(lanes, tmp_path / "x.png", FigureContent(window=(1e9, 2e9)))
+
+
+def test_strips_cover_the_time_once(cells: Trace) -> None:
+    boxes = cell_boxes(cells, range(4))
+    end = float(boxes.right.max())
+    for count in (1, 2, 3, 7):
+        parts = strips((0.0, end), count, cells.clock)
+        assert len(parts) == count
+        assert parts[0][0] == 0
+        assert parts[-1][1] == end
+        assert all(before[1] == after[0] for before, after in pairwise(parts))
+        cut = [within(boxes, part) for part in parts]
+        assert sum(float((each.right - each.left).sum()) for each in cut) == pytest.approx(
+            float((boxes.right - boxes.left).sum())
+        )
+        assert {int(op) for each in cut for op in each.op} == set(map(int, boxes.op))
+    halves = strips((0.0, end), 2, DEEPSEEK.clock)  # real time is cut where it is cut
+    assert halves[0][1] == end / 2
+
+
+def test_memory_of_a_strip_begins_with_what_is_held(cells: Trace) -> None:
+    (curve,) = held(cells, range(1), memory_unit(cells))
+    for first, last in ((0.0, 5.0), (5.0, 20.0), (20.0, 60.0)):
+        part = held_within(curve, (first, last))
+        assert (part.time[0], part.time[-1]) == (first, last)
+        for time, size in zip(part.time, part.size, strict=True):
+            before = np.searchsorted(curve.time, min(time, last - 1e-9), side="right") - 1
+            assert size == curve.size[before]
+
+
+def test_a_figure_has_the_width_and_the_letters_it_was_asked_for(cells: Trace, tmp_path: Path) -> None:
+    for name, inches in WIDTHS.items():
+        saved = draw(cells, tmp_path / f"{name}.svg", style=FigureStyle(width=name))
+        assert saved.width_in == pytest.approx(inches)
+    assert draw(cells, tmp_path / "a.pdf", style=FigureStyle(width="4.5")).width_in == pytest.approx(4.5)
+    for style, points in ((FigureStyle(), 8.0), (FigureStyle(width=12, font_size=11), 11.0)):
+        sheet = sheet_of([cells], style=style)
+        assert {text.get_fontsize() for text in sheet.axes.texts if text.get_text() == "Device 0"} == {points}
+    for text in sheet_of([cells], style=FigureStyle(width="column")).axes.texts:
+        assert text.get_fontsize() >= LEAST_PT
+
+
+def test_a_png_is_as_large_as_it_says(cells: Trace, tmp_path: Path) -> None:
+    saved = draw(cells, tmp_path / "a.png", style=FigureStyle(width="column"))
+    header = (tmp_path / "a.png").read_bytes()[16:24]
+    assert saved.pixels == (int.from_bytes(header[:4]), int.from_bytes(header[4:]))
+    assert str(saved) == f"{saved.pixels[0]}x{saved.pixels[1]} pixels"
+
+
+def test_a_long_step_is_folded_until_its_labels_fit(tmp_path: Path) -> None:
+    """Without options a figure is 10 inches wide at most, in strips; --fold 1 is one strip, as wide as it needs."""
+    schedule = treadle.generate("zb-v", pp=8, microbatches=32)
+    trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS), UNIT_COSTS)
+    folded, flat = sheet_of([trace]), sheet_of([trace], style=FigureStyle(fold=1))
+    assert folded.width <= 720
+    assert flat.width > 2000
+    assert folded.y > 3 * flat.y
+    many = sheet_of([trace], style=FigureStyle(fold=6))
+    names = [text.get_text() for text in many.axes.texts]
+    assert names.count("Device 0") == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"width": "wide"}, r"column \(3.3 in\), .* or 1.5 to 100 inches, got 'wide'"),
+        ({"width": 0.1}, "1.5 to 100 inches, got 0.1"),
+        ({"fold": 0}, "1 to 100 strips of time, got 0"),
+        ({"font_size": 1}, "3 to 72 points high, got 1"),
+    ],
+)
+def test_sizes_that_make_no_figure(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FigureStyle(**options)
+
+
+def test_names_that_leave_no_room_for_time(lanes: Trace) -> None:
+    with pytest.raises(ValueError, match=r"need \d\.\d inches at this size of letters, got 2.00"):
+        sheet_of([lanes], style=FigureStyle(width=2, font_size=16))
+
+
+def test_titles(cells: Trace) -> None:
+    def bold(style: FigureStyle) -> list[str]:
+        texts = sheet_of([cells], style=style).axes.texts
+        return [text.get_text() for text in texts if text.get_fontweight() == "bold"]
+
+    assert bold(FigureStyle()) == ["4 devices, 2 chunks each, 8 micro-batches"]
+    assert bold(FigureStyle(title="mine")) == ["mine"]
+    assert bold(FigureStyle(title="")) == []
+    assert len(bold(FigureStyle(width="column", title="a title that is much too long for one line of a column"))) == 2
 
 
 def test_some_ranks_alone(cells: Trace, tmp_path: Path) -> None:
     boxes = cell_boxes(cells, range(1, 3))
     assert [row.name for row in boxes.rows] == ["Device 1", "Device 2"]
     assert set(boxes.row) == {0, 1}
-    draw(cells, tmp_path / "a.svg", ranks=range(1, 3), memory=True)
+    draw(cells, tmp_path / "a.svg", FigureContent(ranks=range(1, 3), memory=True))
 
 
-def test_all_that_is_written_is_on_the_sheet(
-    cells: Trace, lanes: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_is_written_is_on_the_sheet(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
     """No text, box or line leaves the sheet, and no two texts outside of boxes cover each other."""
-    sheets: list[Sheet] = []
-    save = Sheet.save
-
-    def keep(sheet: Sheet, path: Path) -> None:
-        save(sheet, path)
-        sheets.append(sheet)
-
-    monkeypatch.setattr(Sheet, "save", keep)
-    draw(cells, tmp_path / "a.png", memory=True)
-    draw(lanes, tmp_path / "b.png", memory=True)
-    draw(trace_of("dualpipe", pp=8), tmp_path / "c.png", palette_name="dualpipe")
-    for which in PANEL_NAMES:
-        draw_cell(lanes, which, tmp_path / "d.png")
-    compare_figure([cells, trace_of("zb-v")], tmp_path / "e.png", title="two")
-    for sheet in sheets:
+    narrow, slide = FigureStyle(width="column"), FigureStyle(width="slide")
+    both = FigureContent(memory=True)
+    two, dualpipe = [cells, trace_of("zb-v")], trace_of("dualpipe", pp=8)
+    sheets = [
+        *(sheet_of([trace], both, style) for trace in (cells, lanes) for style in (FigureStyle(), narrow, slide)),
+        *(sheet_of(two, both, style, names=["one", "two"]) for style in (FigureStyle(), narrow, FigureStyle(fold=3))),
+        sheet_of([dualpipe], style=FigureStyle(palette="dualpipe")),
+        *(cell_sheet(lanes, which, style) for which in PANEL_NAMES for style in (FigureStyle(), narrow)),
+    ]
+    for number, sheet in enumerate(sheets):
+        sheet.save(tmp_path / f"{number}.png")
         check_texts(sheet)
 
 

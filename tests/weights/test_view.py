@@ -16,10 +16,11 @@ from treadle.ir.program import OpKind
 from treadle.ir.trace import Trace
 from treadle.verify import verify_program
 from treadle.view.boxes import ROLES
-from treadle.view.figure import draw
+from treadle.view.figure import FigureContent, draw
 from treadle.view.page import page
 from treadle.view.palette import PALETTES, Role, told_apart
 from treadle.view.sheet import Sheet
+from treadle.view.style import FigureStyle
 from treadle.view.terminal import terminal_rows
 from treadle.view.update import buffer_rows
 from treadle.view.update_figure import update_boxes
@@ -87,20 +88,20 @@ def test_figures_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Sheet, "save", keep)
     for form, opening in ((".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
         for name in ("one", "two"):
-            draw(update(2, 2), tmp_path / f"{name}{form}", title="a title")
+            draw(update(2, 2), tmp_path / f"{name}{form}", style=FigureStyle(title="a title"))
         assert (tmp_path / f"one{form}").read_bytes().startswith(opening)
         assert (tmp_path / f"one{form}").read_bytes() == (tmp_path / f"two{form}").read_bytes()
     for buffers in BUFFERS:
-        draw(update(*buffers), tmp_path / "a.png", ranks=range(1, 3))
+        draw(update(*buffers), tmp_path / "a.png", FigureContent(ranks=range(1, 3)))
     for sheet in sheets:
         check_texts(sheet)
 
 
 def test_what_figures_of_updates_do_not_have(published: Trace, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="drawn by its buffers"):
-        draw(published, tmp_path / "a.svg", memory=True)
+        draw(published, tmp_path / "a.svg", FigureContent(memory=True))
     with pytest.raises(ValueError, match="drawn by its buffers"):
-        draw(published, tmp_path / "a.svg", grain="lanes")
+        draw(published, tmp_path / "a.svg", FigureContent(grain="lanes"))
 
 
 def test_the_terminal_shows_buffers(published: Trace) -> None:

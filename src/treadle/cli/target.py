@@ -24,7 +24,7 @@ _NAME = typer.Argument(
     help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
     "schedule on stdin. 'update' is a weight update, with options of its own: update --help.",
 )
-_PLACEMENT = typer.Option(
+PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
 )
 Pp = Annotated[int | None, typer.Option("--pp", help="Ranks of the pipeline.")]
@@ -40,7 +40,7 @@ class Target:
     pp: Pp = None
     vpp: Vpp = None
     microbatches: Microbatches = None
-    placement: Annotated[str | None, _PLACEMENT] = None
+    placement: Annotated[str | None, PLACEMENT] = None
 
     def load(self) -> Schedule | Program | Trace:
         """Generate the schedule, or read the file."""

@@ -6,7 +6,7 @@ Across, a box is in units of the trace's clock, from the trace's first start; do
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,6 +64,12 @@ class Boxes:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    def some(self, chosen: npt.NDArray[np.bool_]) -> Boxes:
+        """The boxes that are chosen, in the same rows."""
+        columns = ("op", "row", "left", "right", "top", "bottom", "role", "later")
+        texts = tuple(text[chosen] for text in self.says)
+        return replace(self, **{name: getattr(self, name)[chosen] for name in columns}, says=texts)
 
     @property
     def height(self) -> float:

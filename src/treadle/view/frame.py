@@ -1,31 +1,36 @@
-"""The frame of all figures: checks of arguments, width, title and small print."""
+"""The frame of all figures: checks of arguments, margins, width and strips, title and small print."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from treadle.ir.trace import Trace
 from treadle.view.boxes import Boxes
-from treadle.view.labels import SIDE, extent, room
+from treadle.view.labels import SIDE, extent, room, wrapped
 from treadle.view.sheet import FAINT, Sheet
-from treadle.view.update import described_update
+from treadle.view.style import FigureStyle
 
 Grain: TypeAlias = Literal["cells", "lanes"]
 
-NARROW, WIDE = 500.0, 3600.0
-"""Points: two columns of a paper, and the widest that is still one picture, to be zoomed into."""
+NARROW, USUAL, WIDE = 500.0, 720.0, 1440.0
+"""Points: no figure is narrower unless asked to be; where folding begins; the widest that is not folded."""
 
 NAME_WIDTH = 14.0
 """Points of a short box of a lane: room for most names, as a figure with room for all is too wide to look at."""
 
 MOST_RANKS = 256
 
-LEFT, LEFT_OF_LANES, RIGHT = 54.0, 112.0, 34.0
-"""Margins: names of devices, of lanes too, and the values of peaks."""
-
+_SHORT_NAMES = {"Computation": "Comp", "Communication": "Comm", "Offload": "Copy", "Host": "Host"}
+_CRAMPED = 380.0
+"""Points; a narrower sheet has short names at its left."""
 _SMALL = 6.5
+_PEAKS, _RIGHT = 34.0, 12.0
+_LEAST_ROOM = 60.0
 
 
 def checked_grain(trace: Trace, grain: str | None) -> Grain:
@@ -53,15 +58,76 @@ def checked_ranks(trace: Trace, ranks: range | None) -> range:
     return ranks
 
 
-def end_of(trace: Trace) -> float:
-    """Return the length of the trace in units of its clock; a small number where nothing takes time."""
-    return max(trace.makespan / trace.clock.ticks, 1e-9)
+@dataclass(frozen=True)
+class Margins:
+    """Points left and right of the time, and how rows are named in them."""
+
+    left: float
+    right: float
+    cramped: bool
+    by_lane: bool
+
+    @classmethod
+    def of(cls, ranks: range, style: FigureStyle, *, by_lane: bool, memory: bool) -> Margins:
+        """As wide as the names of these ranks, and the values of peaks."""
+        cramped = style.layout_width is not None and style.layout_width < _CRAMPED
+        right = _PEAKS if memory else _RIGHT
+        device = extent(_device(ranks[-1], cramped))[0] * 8
+        if cramped:
+            device = max(device, extent("memory" if memory else "Device")[0] * _SMALL)
+        lane = max(extent(_lane(name, cramped))[0] for name in _SHORT_NAMES) * _SMALL + 8 if by_lane else 0.0
+        return cls(5 + device + lane + 5, right, cramped, by_lane)
+
+    @property
+    def both(self) -> float:
+        """Points beside the time."""
+        return self.left + self.right
+
+    def device(self, rank: int) -> str:
+        """The name of a rank."""
+        return _device(rank, self.cramped)
+
+    def lane(self, name: str) -> str:
+        """The name of a row of lanes."""
+        return _lane(name, self.cramped)
 
 
-def width_for(boxes: Boxes, end: float, box: float) -> float:
+def _device(rank: int, cramped: bool) -> str:
+    return str(rank) if cramped else f"Device {rank}"
+
+
+def _lane(name: str, cramped: bool) -> str:
+    return _SHORT_NAMES.get(name, name) if cramped else name
+
+
+def natural_width(boxes: Boxes, span: float, box: float) -> float:
     """Points across, so that a usual short box is `box` wide."""
-    short = float(np.quantile(boxes.right - boxes.left, 0.25)) if len(boxes) else end
-    return float(np.clip(box * end / short, NARROW, WIDE))
+    short = float(np.quantile(boxes.right - boxes.left, 0.25)) if len(boxes) else span
+    return box * span / short
+
+
+def layout(natural: float, strip: float, beside: float, style: FigureStyle) -> tuple[float, int]:
+    """Width of the sheet and number of strips, for a time that needs `natural` points and strips `strip` high.
+
+    As many strips as the labels need, as long as the figure stays one that can be looked at: else they are left out.
+    """
+    given, fold = style.layout_width, style.fold
+    if given is None:
+        count = fold if fold is not None else _strips(natural, strip, USUAL, beside, style.tallest)
+        widest = 2.5 * WIDE if fold is not None else WIDE
+        return float(np.clip(natural / count + beside, NARROW, widest)), count
+    if given - beside < _LEAST_ROOM:
+        least = (beside + _LEAST_ROOM) * style.scale / 72
+        raise ValueError(
+            f"names and time need {least:.1f} inches at this size of letters, got {given * style.scale / 72:.2f}; "
+            "a wider figure, or a smaller font size"
+        )
+    return given, fold if fold is not None else _strips(natural, strip, given, beside, style.tallest)
+
+
+def _strips(natural: float, strip: float, width: float, beside: float, tallest: float) -> int:
+    count = max(1, math.ceil(natural / (width - beside) - 1e-6))
+    return count if count * strip <= tallest * width else 1
 
 
 def number_width(boxes: Boxes) -> float:
@@ -70,37 +136,19 @@ def number_width(boxes: Boxes) -> float:
     return max(11.5, room(longest) * _SMALL + 2 * SIDE)
 
 
-def described(trace: Trace) -> str:
-    """Describe a trace, as a default title."""
-    layout = trace.program.layout
-    if layout.is_update:
-        return described_update(trace.program)
-    chunks = f", {layout.placement.vpp} chunks each" if layout.placement.vpp > 1 else ""
-    total = layout.num_mb * layout.placement.num_pipes
-    return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(total, 'micro-batch')}"
-
-
-def _counted(count: int, name: str) -> str:
-    plural = name + ("es" if name.endswith("ch") else "s")
-    return f"{count} {name if count == 1 else plural}"
-
-
 def put_title(sheet: Sheet, title: str) -> None:
-    """Write the title at the top; moves down."""
-    sheet.text(8, 12, title, size=9.5, bold=True)
-    sheet.y = 24
+    """Write the title at the top, wrapped to the sheet, if there is one; moves down."""
+    sheet.y = 4
+    for line in wrapped(title, (sheet.width - 16) / 9.5, "bold"):
+        sheet.text(8, sheet.y + 8, line, size=9.5, bold=True)
+        sheet.y += 13
+    sheet.y += 5 if title else 0
 
 
-def put_about(sheet: Sheet, about: str, left: float) -> None:
-    """Write the trace's `about` in small print, wrapped to the sheet; moves down."""
-    line = ""
-    for word in [*about.split(), ""]:
-        longer = f"{line} {word}".strip()
-        if word and extent(longer)[0] * _SMALL <= sheet.width - left - 10:
-            line = longer
-            continue
-        if line:
-            sheet.text(left, sheet.y + 6, line, size=_SMALL, colour=FAINT)
-            sheet.y += 9
-        line = word
+def put_about(sheet: Sheet, abouts: Sequence[str], left: float) -> None:
+    """Write where the times come from in small print, each once, wrapped to the sheet; moves down."""
+    width = (sheet.width - left - 10) / _SMALL
+    for line in (line for about in dict.fromkeys(abouts) for line in wrapped(about, width)):
+        sheet.text(left, sheet.y + 6, line, size=_SMALL, colour=FAINT)
+        sheet.y += 9
     sheet.y += 6

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from treadle.ir.trace import Trace
 from treadle.view.boxes import Boxes, Grid, panel_boxes
-from treadle.view.frame import checked_grain
+from treadle.view.frame import Margins, checked_grain
 from treadle.view.palette import Palette
 from treadle.view.phases import Phase, pick_cell
 from treadle.view.sheet import Scale, Sheet, draw_boxes
@@ -26,20 +28,21 @@ def middle_rank(trace: Trace) -> int:
 
 
 def cell_panel(trace: Trace, which: Phase) -> Boxes:
-    """The boxes of one cell of a middle rank, from the middle of its phase."""
+    """The boxes of one cell of a middle rank, from the middle of its phase; its time begins at 0."""
     if which not in PANEL_NAMES:
         raise ValueError(f"a cell to draw is {', '.join(PANEL_NAMES)}, got {which!r}")
     checked_grain(trace, "lanes")
     rank = middle_rank(trace)
-    return panel_boxes(trace, rank, pick_cell(trace, which, rank), Grid(20, 3))
+    boxes = panel_boxes(trace, rank, pick_cell(trace, which, rank), Grid(20, 3))
+    start = float(boxes.left.min())
+    return replace(boxes, left=boxes.left - start, right=boxes.right - start)
 
 
-def draw_panel(sheet: Sheet, boxes: Boxes, colours: Palette, scale: Scale, *, named: bool) -> None:
+def draw_panel(sheet: Sheet, boxes: Boxes, colours: Palette, scale: Scale, margins: Margins) -> None:
     """The lanes as light bands with their boxes."""
     left, right = scale.left, scale.at(float(boxes.right.max()))
     for row in boxes.rows:
         band = np.array([[left, row.top], [right, row.top], [right, row.bottom], [left, row.bottom]])
         sheet.fill(band + np.array([0, scale.top]), _BAND)
-        if named:
-            sheet.text(left - 5, scale.top + (row.top + row.bottom) / 2, row.name, across="right")
+        sheet.text(left - 5, scale.top + (row.top + row.bottom) / 2, margins.lane(row.name), size=7.5, across="right")
     draw_boxes(sheet, boxes, colours, scale)

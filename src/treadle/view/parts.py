@@ -10,11 +10,13 @@ from matplotlib.ticker import MaxNLocator
 
 from treadle.ir.trace import Trace
 from treadle.view.boxes import ROLES, Boxes, Floats
+from treadle.view.frame import Margins
 from treadle.view.held import Held, MemoryUnit
-from treadle.view.labels import SIZES, extent
+from treadle.view.labels import extent
 from treadle.view.palette import Look, Palette, Role
 from treadle.view.phases import extra_cells, phases
-from treadle.view.sheet import FAINT, INK, LINE, Scale, Sheet, draw_boxes
+from treadle.view.sheet import FAINT, INK, LINE, Scale, Sheet
+from treadle.view.window import Window, held_within
 
 OUTLINE = "#1e8a3c"
 _PEAK = "#c0392b"
@@ -24,57 +26,54 @@ _PHASE_NAMES = ("warm-up", "steady", "cool-down")
 _CURVES = ("#1a1a1a", "#6a6a6a", "#9a9a9a", "#c0c0c0")
 
 
-def row_names(sheet: Sheet, boxes: Boxes, scale: Scale, *, by_lane: bool) -> None:
+def row_names(sheet: Sheet, boxes: Boxes, scale: Scale, margins: Margins) -> None:
     """The devices, and where a device has several rows, the rows too."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for row in boxes.rows:
         first.setdefault(row.rank, row.top)
         last[row.rank] = row.bottom
-        if by_lane:
+        if margins.by_lane:
             middle = scale.top + (row.top + row.bottom) / 2
-            sheet.text(scale.left - 5, middle, row.name, size=6.5, across="right", colour=FAINT)
+            sheet.text(scale.left - 5, middle, margins.lane(row.name), size=6.5, across="right", colour=FAINT)
+    x, across = (5.0, "left") if margins.by_lane else (scale.left - 5, "right")
     for rank, top in first.items():
-        middle = scale.top + (top + last[rank]) / 2
-        x, across = (8.0, "left") if by_lane else (scale.left - 5, "right")
-        sheet.text(x, middle, f"Device {rank}", across=across)
+        sheet.text(x, scale.top + (top + last[rank]) / 2, margins.device(rank), across=across)
+    if margins.cramped:
+        sheet.text(x, scale.top - 6, "Device", size=6.5, across=across, colour=FAINT)
 
 
-def put_block(
-    sheet: Sheet,
-    boxes: Boxes,
-    colours: Palette,
-    scale: Scale,
-    *,
-    name: str,
-    facts: str,
-    by_lane: bool,
-    sizes: Sequence[float] = SIZES,
-) -> None:
-    """Boxes under a name and what is to be said of them, with their rows' names; moves down."""
+def heading(sheet: Sheet, left: float, name: str, facts: str) -> None:
+    """The name of a block of boxes, and what is to be said of it, below it where the line is full; moves down."""
     sheet.y += 14
-    sheet.text(scale.left, sheet.y, name, bold=True)
-    sheet.text(scale.left + extent(name, "bold")[0] * 8 + 8, sheet.y, facts, size=7, colour=FAINT)
-    scale = Scale(scale.left, sheet.y + 8, scale.points_per_unit, scale.origin)
-    draw_boxes(sheet, boxes, colours, scale, sizes)
-    row_names(sheet, boxes, scale, by_lane=by_lane)
-    sheet.y = scale.top + boxes.height + 4
+    sheet.text(left, sheet.y, name, bold=True)
+    x, room = left + extent(name, "bold")[0] * 8 + 8, sheet.width - 8
+    if facts and x + extent(facts)[0] * 7 > room:
+        sheet.y += 10
+        x = left
+    sheet.text(x, sheet.y, facts, size=7, colour=FAINT)
+    sheet.y += 8
 
 
-def time_axis(sheet: Sheet, scale: Scale, end: float, unit: str) -> None:
-    """Ticks at round times, and what they count; moves down."""
-    per, name = (1000, "ms") if unit == "us" and end >= 10_000 else (1, "units" if unit == "unit" else unit)
-    y, right = sheet.y + 3, scale.at(scale.origin + end)
-    values = MaxNLocator(10, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end / per)
-    ticks = [(float(t), scale.at(scale.origin + float(t) * per)) for t in values if 0 <= t <= end / per]
+def time_axis(sheet: Sheet, scale: Scale, window: Window, whole: Window, unit: str) -> None:
+    """Ticks at round times, and below the last strip of `whole` what they count; moves down."""
+    first, last = window
+    per, name = (1000, "ms") if unit == "us" and whole[1] >= 10_000 else (1, "units" if unit == "unit" else unit)
+    y, right = sheet.y + 3, scale.at(last)
+    most = max(2, min(10, int((right - scale.left) / 45)))
+    values = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(first / per, last / per)
+    ticks = [(float(t), scale.at(float(t) * per)) for t in values if first <= t * per * (1 + 1e-12) and t * per <= last]
     sheet.lines([[(scale.left, y), (right, y)], *([(x, y), (x, y + 3)] for _, x in ticks)])
     for tick, x in ticks:
         sheet.text(x, y + 9, f"{tick:g}", size=7, across="center")
+    if last < whole[1]:
+        sheet.y = y + 16
+        return
     sheet.text((scale.left + right) / 2, y + 19, f"time ({name})", size=7.5, across="center")
     sheet.y = y + 26
 
 
-def phase_brackets(sheet: Sheet, trace: Trace, boxes: Boxes, scale: Scale) -> None:
+def phase_brackets(sheet: Sheet, trace: Trace, boxes: Boxes, scale: Scale, window: Window) -> None:
     """Brackets over the first device's phases, and a mark on each other row where they meet."""
     origin, ticks = int(trace.start.min()), trace.clock.ticks
     seen: set[int] = set()
@@ -82,12 +81,12 @@ def phase_brackets(sheet: Sheet, trace: Trace, boxes: Boxes, scale: Scale) -> No
         if row.rank in seen:  # of a device's rows the first, computation
             continue
         found = phases(trace, row.rank)
-        edges = [scale.at((t - origin) / ticks) for t in (found.start, found.warm, found.cool, found.end)]
+        times = [(t - origin) / ticks for t in (found.start, found.warm, found.cool, found.end)]
         if not seen:
-            _brackets(sheet, edges, scale.top + row.top - 4)
-        marks = edges[1:3] if edges[2] > edges[1] else edges[1:2]
+            _brackets(sheet, [scale.at(min(max(t, window[0]), window[1])) for t in times], scale.top + row.top - 4)
+        marks = [scale.at(t) for t in dict.fromkeys(times[1:3]) if window[0] < t < window[1]]
         top, bottom = scale.top + row.top - 0.75, scale.top + row.bottom + 0.75
-        sheet.axes.vlines(marks, top, bottom, colors=INK, linewidths=1.5, zorder=3.5)
+        sheet.lines([[(x, top), (x, bottom)] for x in marks], INK, 1.5, zorder=3.5)
         seen.add(row.rank)
 
 
@@ -151,7 +150,9 @@ def legend(sheet: Sheet, left: float, found: Iterable[Entry]) -> None:
     sheet.y = y + 9
 
 
-def memory_strips(sheet: Sheet, curves: Sequence[Held], scale: Scale, end: float, unit: MemoryUnit) -> None:
+def memory_strips(
+    sheet: Sheet, curves: Sequence[Held], scale: Scale, window: Window, unit: MemoryUnit, margins: Margins
+) -> None:
     """A strip for each device, all on one scale, with its peak marked; moves down."""
     most = max((curve.peak for curve in curves), default=0.0) or 1.0
     high = 24.0
@@ -160,26 +161,27 @@ def memory_strips(sheet: Sheet, curves: Sequence[Held], scale: Scale, end: float
     sheet.y += 4
     for curve in curves:
         base = sheet.y + high
-        _area(sheet, curve, scale, base, (high - 4) / most)
-        sheet.lines([[(scale.left, base), (scale.at(end), base)]], FAINT, 0.4)
-        sheet.text(scale.left - 5, base - high / 2 + 2, f"Device {curve.rank}", across="right")
-        _peak(sheet, curve, scale, end, base - curve.peak * (high - 4) / most, unit)
+        _area(sheet, held_within(curve, window), scale, base, (high - 4) / most)
+        sheet.lines([[(scale.left, base), (scale.at(window[1]), base)]], FAINT, 0.4)
+        sheet.text(scale.left - 5, base - high / 2 + 2, margins.device(curve.rank), across="right")
+        _peak(sheet, curve, scale, window, base - curve.peak * (high - 4) / most, unit)
         sheet.y = base + 4
     sheet.y += 2
 
 
-def memory_lines(sheet: Sheet, curves: Sequence[Held], scale: Scale, most: float, unit: MemoryUnit, end: float) -> None:
+def memory_lines(
+    sheet: Sheet, curves: Sequence[Held], scale: Scale, window: Window, unit: MemoryUnit, most: float
+) -> None:
     """All devices of a trace in one strip, darker where more is held at most; the highest peak marked; moves down."""
     high = 30.0
-    base = sheet.y + high
+    base = sheet.y + high + 3
     order = sorted(curves, key=lambda curve: curve.peak)
     for shade, curve in zip(reversed(_shades(len(order))), order, strict=True):
-        points = _steps(curve, scale, base, (high - 4) / most)
-        sheet.lines([[(float(x), float(y)) for x, y in points]], shade, 0.9)
-    sheet.lines([[(scale.left, base), (scale.at(end), base)]], FAINT, 0.4)
-    sheet.text(scale.left - 5, base - high / 2 + 2, "memory", size=7, across="right", colour=FAINT)
+        sheet.lines([_steps(held_within(curve, window), scale, base, (high - 4) / most)], shade, 0.9)
+    sheet.lines([[(scale.left, base), (scale.at(window[1]), base)]], FAINT, 0.4)
+    sheet.text(scale.left - 5, base - high / 2 + 2, "memory", size=6.5, across="right", colour=FAINT)
     if order:
-        _peak(sheet, order[-1], scale, end, base - order[-1].peak * (high - 4) / most, unit)
+        _peak(sheet, order[-1], scale, window, base - order[-1].peak * (high - 4) / most, unit)
     sheet.y = base + 2
 
 
@@ -188,21 +190,23 @@ def _shades(count: int) -> list[str]:
 
 
 def _steps(curve: Held, scale: Scale, base: float, points_per_size: float) -> Floats:
+    """The corners of a curve: at each time from what was held to what is held."""
     x = np.repeat(scale.x(curve.time), 2)
-    y = base - np.r_[0.0, np.repeat(curve.size, 2)[:-1]] * points_per_size if len(curve.time) else np.zeros(0)
+    y = base - np.r_[0.0, np.repeat(curve.size, 2)[:-1]] * points_per_size
     return np.stack([x, y], 1)
 
 
 def _area(sheet: Sheet, curve: Held, scale: Scale, base: float, points_per_size: float) -> None:
     points = _steps(curve, scale, base, points_per_size)
-    if len(points):
-        sheet.fill(points, "#dcdcdc")
-        sheet.lines([[(float(x), float(y)) for x, y in points]], LINE, 0.7)
+    sheet.fill(np.r_[points, [(points[-1, 0], base)]], "#dcdcdc")
+    sheet.lines([points[1:]], LINE, 0.7)
 
 
-def _peak(sheet: Sheet, curve: Held, scale: Scale, end: float, y: float, unit: MemoryUnit) -> None:
+def _peak(sheet: Sheet, curve: Held, scale: Scale, window: Window, y: float, unit: MemoryUnit) -> None:
     """A dot where the peak is first reached, its value in the margin beside the end of the axis."""
-    x = scale.at(curve.peak_time)
-    sheet.axes.plot([x], [y], marker="o", markersize=3.2, color=_PEAK, linestyle="none", zorder=5)
-    sheet.lines([[(x, y), (scale.at(end) + 3, y)]], _PEAK, 0.4, zorder=1.5)
-    sheet.text(scale.at(end) + 5, y, unit.show(curve.peak), size=7, colour=_PEAK)
+    if not window[0] <= curve.peak_time < window[1]:
+        return
+    x, edge = scale.at(curve.peak_time), scale.at(window[1])
+    sheet.dot(x, y, _PEAK)
+    sheet.lines([[(x, y), (edge + 3, y)]], _PEAK, 0.4, zorder=1.5)
+    sheet.text(edge + 5, y, unit.show(curve.peak), size=7, colour=_PEAK)

@@ -6,23 +6,27 @@ A figure's height follows from what was drawn, so nothing is squeezed and nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.collections import LineCollection, PathCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, PathPatch
+from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
 from treadle.view.boxes import ROLES, Boxes, Floats
 from treadle.view.labels import FONT, SIZES, fit, outline
 from treadle.view.palette import Look, Palette
 
-SUFFIXES = (".svg", ".png", ".pdf")
-DPI = 200
-MOST_PIXELS = 6000
-"""Along the longer side; larger sheets get fewer to the inch."""
+DPI, FINEST_DPI = 200, 400
+LEAST_PIXELS, MOST_PIXELS = 1500, 6000
+"""Across, where a narrow sheet gets more to the inch; along the longer side, where a large one gets fewer."""
+LEAST_PT = 5.0
+"""Points on paper of the smallest label that can be read."""
 EDGE = 0.6
 THIN = 4.0
 """Points; a narrower box has a finer edge, or it would be all edge."""
@@ -47,23 +51,37 @@ _STYLE = {
 }
 
 
-def checked_path(path: str | FilePath) -> FilePath:
-    """The path of a figure, or a ValueError that says what its name may end in."""
-    path = FilePath(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"a figure's name ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {path.name!r}")
-    return path
+@dataclass(frozen=True)
+class FigureSize:
+    """The size of a figure that was written."""
+
+    width_in: float
+    height_in: float
+    pixels: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        if self.pixels is not None:
+            return f"{self.pixels[0]}x{self.pixels[1]} pixels"
+        return f"{self.width_in:.2f} x {self.height_in:.2f} in"
 
 
 class Sheet:
-    """A figure in the making; `y` is how far down it is filled, in points."""
+    """A figure in the making; `y` is how far down it is filled, in points of the layout.
 
-    def __init__(self, width: float) -> None:
-        self.width, self.y = width, 0.0
-        self.figure = Figure(figsize=(width / 72, 1), facecolor="white")
+    `scale` is how many points on paper a point of the layout is: letters, lines and boxes grow alike.
+    """
+
+    def __init__(self, width: float, scale: float = 1.0) -> None:
+        self.width, self.y, self.scale = width, 0.0, scale
+        self.figure = Figure(figsize=(width * scale / 72, 1), facecolor="white")
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
-        self._points = Affine2D().scale(1 / 72) + self.figure.dpi_scale_trans
+        self._points = Affine2D().scale(scale / 72) + self.figure.dpi_scale_trans
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The sizes that labels in boxes may have: on paper none is smaller than can be read."""
+        return tuple(size for size in SIZES if size * self.scale >= LEAST_PT) or SIZES[:1]
 
     def text(
         self,
@@ -79,7 +97,7 @@ class Sheet:
     ) -> None:
         """A line of text, centred on y. Dollar signs are dollar signs."""
         weight = "bold" if bold else "normal"
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1} if over_lines else None
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": self.scale} if over_lines else None
         style: dict[str, Any] = {
             "family": FONT,
             "weight": weight,
@@ -88,39 +106,56 @@ class Sheet:
             "parse_math": False,
             "usetex": False,
         }
-        self.axes.text(x, y, text, fontsize=size, ha=across, va="center_baseline", **style)
+        self.axes.text(x, y, text, fontsize=size * self.scale, ha=across, va="center_baseline", **style)
 
     def lines(
         self,
-        segments: Sequence[Sequence[tuple[float, float]]],
+        segments: Sequence[Sequence[tuple[float, float]] | Floats],
         colour: str = LINE,
         width: float = 0.6,
         zorder: float = 2,
     ) -> None:
         """Polylines."""
-        drawn = LineCollection(list(segments), colors=colour, linewidths=width, zorder=zorder)
+        drawn = LineCollection(list(segments), colors=colour, linewidths=width * self.scale, zorder=zorder)
         self.axes.add_collection(drawn, autolim=False)
 
     def rectangles(self, corners: Floats, look: Look, edge: float = EDGE) -> None:
         """Boxes of one look; `corners` are [left, top, right, bottom]."""
         shapes, thin = _shapes(corners), corners[:, 2] - corners[:, 0] < THIN
+        if look.hatch:
+            self._hatched(shapes, look)
         for some, width in ((~thin, edge), (thin, edge / 4)):
-            if not some.any():
-                continue
-            if look.hatch:  # drawn in the colour of edges, so edges are drawn apart
-                hatched = {"facecolors": look.fill, "edgecolors": _darker(look), "hatch": look.hatch}
-                self._polygons(shapes[some], linewidths=0, **hatched)
-            face = "none" if look.hatch else look.fill
-            self._polygons(shapes[some], facecolors=face, edgecolors=LINE, linewidths=width)
+            if some.any():
+                face = "none" if look.hatch else look.fill
+                self._polygons(shapes[some], facecolors=face, edgecolors=LINE, linewidths=width * self.scale)
 
-    def outlines(self, corners: Floats, colour: str, width: float) -> None:
+    def _hatched(self, shapes: Floats, look: Look) -> None:
+        """All boxes as one path: the renderer paints a hatch anew for each path, half a millisecond a box."""
+        closed = np.concatenate([shapes, shapes[:, :1]], 1)
+        codes = np.tile(np.array([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], np.uint8), len(shapes))
+        path = Path(closed.reshape(-1, 2), codes)
+        # A hatch has the colour of the edges, so edges are drawn apart.
+        style = {"facecolor": look.fill, "edgecolor": _darker(look), "hatch": look.hatch, "linewidth": 0}
+        self.axes.add_artist(PathPatch(path, **style, zorder=1))  # type: ignore[arg-type]
+
+    def outlines(self, corners: Floats, colour: str, width: float, *, dashed: bool = False) -> None:
         """Empty boxes."""
-        style = {"edgecolors": colour, "linewidths": width, "joinstyle": "miter", "zorder": 4}
-        self._polygons(_shapes(corners), facecolors="none", **style)
+        style = {"edgecolors": colour, "linewidths": width * self.scale, "joinstyle": "miter", "zorder": 4}
+        self._polygons(_shapes(corners), facecolors="none", linestyles=":" if dashed else "-", **style)
 
     def fill(self, points: Floats, colour: str) -> None:
         """A filled shape without an edge."""
         self._polygons(points[None], facecolors=colour, linewidths=0)
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        """A dot over lines."""
+        self.axes.plot([x], [y], marker="o", markersize=3.2 * self.scale, color=colour, linestyle="none", zorder=5)
+
+    def arrow(self, start: tuple[float, float], stop: tuple[float, float], colour: str, bend: float = 0.2) -> None:
+        """A bent arrow over everything."""
+        style = {"arrowstyle": "-|>", "mutation_scale": 7 * self.scale, "connectionstyle": f"arc3,rad={bend}"}
+        line = {"color": colour, "linewidth": 1.1 * self.scale, "shrinkA": 0, "shrinkB": 0, "zorder": 6}
+        self.axes.add_artist(FancyArrowPatch(start, stop, **style, **line))  # type: ignore[arg-type]
 
     def _polygons(self, shapes: Floats, **style: object) -> None:
         self.axes.add_collection(PolyCollection(shapes, **style), autolim=False)  # type: ignore[arg-type]
@@ -135,23 +170,25 @@ class Sheet:
         marks.set_zorder(3)
         self.axes.add_collection(marks, autolim=False)
 
-    def save(self, path: FilePath) -> None:
-        """Writes the file. The axes cover the sheet, a point each way."""
-        suffix = path.suffix.lower()
-        self.figure.set_size_inches(self.width / 72, self.y / 72)
+    def save(self, path: FilePath | BinaryIO, form: str | None = None) -> FigureSize:
+        """Writes the file, in the form of its name's ending. The axes cover the sheet, a point each way."""
+        suffix = path.suffix.lower() if isinstance(path, FilePath) else f".{form}"
+        width, height = self.width * self.scale / 72, self.y * self.scale / 72
+        self.figure.set_size_inches(width, height)
         self.axes.set_xlim(0, self.width)
         self.axes.set_ylim(self.y, 0)
+        dpi = min(max(DPI, min(FINEST_DPI, LEAST_PIXELS / width)), MOST_PIXELS / max(width, height))
         with rc_context(_STYLE):  # type: ignore[arg-type]
-            dpi = min(DPI, 72 * MOST_PIXELS / max(self.width, self.y))
             # At level 6, the default, compressing takes half of all the time.
             more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
             self.figure.savefig(path, format=suffix[1:], dpi=dpi, metadata=_METADATA[suffix], **more)
+        return FigureSize(width, height, (int(width * dpi), int(height * dpi)) if suffix == ".png" else None)
 
 
-def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, sizes: Sequence[float] = SIZES) -> None:
-    """Boxes with what they say, a few collections a look."""
+def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, size: float | None = None) -> None:
+    """Boxes with what they say at this size, or at the one that suits them; a few collections a look."""
     corners = scale.corners(boxes)
-    labels = fit(boxes, scale.points_per_unit, sizes)
+    labels = fit(boxes, scale.points_per_unit, sheet.sizes if size is None else (size,))
     centre = np.stack([(corners[:, 0] + corners[:, 2]) / 2, (corners[:, 1] + corners[:, 3]) / 2], 1)
     for index, role in enumerate(ROLES):
         for later in (False, True):
@@ -170,6 +207,10 @@ class Scale:
 
     def __init__(self, left: float, top: float, points_per_unit: float, origin: float = 0.0) -> None:
         self.left, self.top, self.points_per_unit, self.origin = left, top, points_per_unit, origin
+
+    def moved(self, top: float) -> Scale:
+        """The same further down."""
+        return Scale(self.left, top, self.points_per_unit, self.origin)
 
     def x(self, time: Floats) -> Floats:
         """Points from the left."""

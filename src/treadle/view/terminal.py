@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.style import Style
@@ -21,6 +22,9 @@ from treadle.ir.program import LaneKind, Longs, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.view.palette import ROLE_OF, Palette, Role, palette
 from treadle.view.update import buffer_rows
+
+if TYPE_CHECKING:
+    from treadle.view.hang import Hang
 
 LETTERS: dict[OpKind, str] = {
     OpKind.F: "F",
@@ -59,16 +63,28 @@ _MOST_ROWS = 64
 
 
 def terminal_rows(
-    trace: Trace, width: int, *, colour: bool, palette_name: str = "kimi", lanes: bool = False
+    trace: Trace,
+    width: int,
+    *,
+    colour: bool,
+    palette_name: str = "kimi",
+    lanes: bool = False,
+    hang: Hang | None = None,
 ) -> Iterator[Text]:
-    """The rows of a trace, a rank each or a lane each, and notes on what had to give."""
+    """The rows of a trace, a rank each or a lane each, and notes on what had to give.
+
+    Of a step that hangs, what waits begins with "?", what waits in a circle with "!".
+    """
     looks = palette(palette_name)
     named = _buffers(trace) if trace.program.layout.is_update else _lanes(trace.program, lanes)
     margin = max((len(name) for name, _ in named), default=0) + 2
     columns = max(20, width - margin)
     for name, ops in named[:_MOST_ROWS]:
-        yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, columns, looks, colour))
+        yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, columns, looks, colour, hang))
     yield from _notes(trace, columns, len(named))
+    if hang is not None:
+        circle = "; ! waits in a circle" if hang.circle else ""
+        yield Text(f"hangs at {hang.since(trace):g}: ? never starts{circle}", style="bold red" if colour else "")
 
 
 def _buffers(trace: Trace) -> list[tuple[str, Longs]]:
@@ -97,7 +113,7 @@ def _name(program: Program, lane: int, lanes: bool) -> str:
     return f"{rank} {program.lane(lane).name.replace('rank ', '')}" if lanes else str(rank)
 
 
-def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool) -> Text:
+def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool, hang: Hang | None) -> Text:
     """Each column shows the op that runs at its middle; ops that start together share their columns."""
     program = trace.program
     ops = ops[trace.end[ops] > trace.start[ops]]
@@ -109,6 +125,8 @@ def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool) -
     for first, last, which in _runs(running):
         if which < 0:
             row.append(" " * (last - first))
+        elif hang is not None and hang.waiting[ops[which]]:
+            row.append(*_waiting_box(program, int(ops[which]), last - first, hang, colour))
         else:
             row.append(*_box(program, int(ops[which]), last - first, looks, colour))
     return row
@@ -139,6 +157,13 @@ def _box(program: Program, op: int, width: int, looks: Palette, colour: bool) ->
     text = label[:width].ljust(width, " " if colour else "-")
     look = looks[role]
     return text, Style(color=look.text, bgcolor=look.fill) if colour else Style()
+
+
+def _waiting_box(program: Program, op: int, width: int, hang: Hang, colour: bool) -> tuple[str, Style]:
+    circle = bool(hang.in_circle[op])
+    label = f"{'!' if circle else '?'}{LETTERS[OpKind(int(program.kind[op]))]}{int(program.mb[op])}"
+    style = Style(color="#c81e1e", bold=True) if circle else Style(dim=True)
+    return label[:width].ljust(width, "."), style if colour else Style()
 
 
 def _notes(trace: Trace, columns: int, num_rows: int) -> Iterator[Text]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from treadle.ir.program import OpKind
 from treadle.ir.trace import Trace
 from treadle.view.boxes import ROLES, Boxes, Row, Texts
-from treadle.view.frame import checked_ranks, end_of, put_about, width_for
+from treadle.view.frame import checked_ranks, layout, natural_width, put_about, put_title
+from treadle.view.labels import extent, fit
 from treadle.view.palette import ROLE_OF, Look, Palette, Role, palette
 from treadle.view.parts import time_axis
-from treadle.view.sheet import FAINT, INK, Scale, Sheet, checked_path, draw_boxes
-from treadle.view.update import BufferRow, buffer_rows
+from treadle.view.sheet import FAINT, INK, Scale, Sheet, draw_boxes
+from treadle.view.style import FigureStyle
+from treadle.view.update import BufferRow, buffer_rows, described_update
+from treadle.view.window import Window, checked_window, strips, within
 
 TRACK, DEVICE_GAP = 14.0, 9.0
 """Points: the height of a buffer's row, and what lies between two devices."""
-_NAMES, _BUFFER, _DIVIDE, _START = 8.0, 78.0, 122.0, 136.0
+_NAMES, _BUFFER, _DIVIDE, _START = 8.0, 64.0, 102.0, 112.0
 """Points from the left: names, the boxes of the buffers, the line that divides them from time, time 0."""
 _BUFFER_WIDTH, _RIGHT, _SHORT = 30.0, 14.0, 23.0
 _ROLE = np.array([ROLES.index(ROLE_OF[kind]) for kind in OpKind])
@@ -29,28 +30,31 @@ _LEGEND = (
 )
 
 
-def draw_update(
-    trace: Trace, path: str | Path, *, palette_name: str = "kimi", title: str | None = None, ranks: range | None = None
-) -> None:
-    """Draws an update; the name's ending says the form."""
-    target, colours = checked_path(path), palette(palette_name)
-    ranks, end = checked_ranks(trace, ranks), end_of(trace)
-    rows = list(buffer_rows(trace, ranks))
-    boxes = update_boxes(trace, rows)
-    sheet = Sheet(_START + width_for(boxes, end, _SHORT) + _RIGHT)
-    if title is not None:
-        sheet.text(_NAMES, 12, title, size=9.5, bold=True)
-        sheet.y = 22
+def update_sheet(trace: Trace, ranks: range | None, window: Window | None, style: FigureStyle) -> Sheet:
+    """The figure of an update, before it is written."""
+    colours, chosen, time = palette(style.palette), checked_ranks(trace, ranks), checked_window([trace], window)
+    rows = list(buffer_rows(trace, chosen))
+    boxes = within(update_boxes(trace, rows), time)
+    natural = natural_width(boxes, time[1] - time[0], _SHORT)
+    width, count = layout(natural, boxes.height + 20, _START + _RIGHT, style)
+    sheet = Sheet(width, style.scale)
+    put_title(sheet, style.title if style.title is not None else described_update(trace.program))
+    parts = strips(time, count, trace.clock)
+    per_unit = (width - _START - _RIGHT) / (parts[0][1] - parts[0][0])
+    size = fit(boxes, per_unit, sheet.sizes).size
     top = sheet.y
     _legend(sheet, colours, rows)
-    scale = Scale(_START, sheet.y, (sheet.width - _START - _RIGHT) / end)
-    _buffers(sheet, boxes, rows, colours, scale)
-    draw_boxes(sheet, boxes, colours, scale)
-    sheet.y = scale.top + boxes.height
-    _dashes(sheet, top + 2, sheet.y)
-    time_axis(sheet, scale, end, trace.clock.unit)
-    put_about(sheet, trace.about, _START)
-    sheet.save(target)
+    for part in parts:
+        scale, shown = Scale(_START, sheet.y, per_unit, part[0]), within(boxes, part)
+        _buffers(sheet, shown, rows, colours, scale)
+        draw_boxes(sheet, shown, colours, scale, size)
+        sheet.y = scale.top + boxes.height
+        _dashes(sheet, top + 2, sheet.y)
+        time_axis(sheet, scale, part, time, trace.clock.unit)
+        sheet.y += 4
+        top = sheet.y
+    put_about(sheet, [trace.about], _START if sheet.width > 380 else _NAMES)
+    return sheet
 
 
 def update_boxes(trace: Trace, rows: list[BufferRow]) -> Boxes:
@@ -83,18 +87,21 @@ def update_boxes(trace: Trace, rows: list[BufferRow]) -> Boxes:
 
 def _legend(sheet: Sheet, colours: Palette, rows: list[BufferRow]) -> None:
     """Explain the boxes of buffers at the left and the boxes over time in two columns; moves down."""
-    y = sheet.y + 12
+    y = sheet.y + 10
     kinds = [(Role.H2D, "H2D buffer")] if any(not row.is_ipc for row in rows) else []
     for i, (role, name) in enumerate([*kinds, (Role.BROADCAST, "IPC buffer")]):
         sheet.text(_NAMES, y + 18 * i, name)
         _box(sheet, _BUFFER, y + 18 * i, colours[role])
+    wide = _BUFFER_WIDTH + 7 + max(extent(name)[0] for _, name in _LEGEND) * 8 + 18
+    columns = max(1, min(2, int((sheet.width - _START) / wide)))
     for i, (role, name) in enumerate(_LEGEND):
-        column, line = i % 2, i // 2
-        x = _START + column * 150
-        _box(sheet, x, y + 18 * line, colours[role])
-        sheet.text(x + _BUFFER_WIDTH + 7, y + 18 * line, name)
-    sheet.text(_START + 300, y + 18, "numbers: the source", size=7, colour=FAINT)
-    sheet.y = y + 18 + 20
+        x, line = _START + i % columns * wide, y + 18 * (i // columns)
+        _box(sheet, x, line, colours[role])
+        sheet.text(x + _BUFFER_WIDTH + 7, line, name)
+    note, lines = "numbers: the source", -(-len(_LEGEND) // columns)
+    x, beside = _START + columns * wide, _START + columns * wide + extent(note)[0] * 7 < sheet.width - 8
+    sheet.text(x if beside else _START, y + 18 * (lines - beside), note, size=7, colour=FAINT)
+    sheet.y = y + 18 * (lines - beside) + 20
 
 
 def _box(sheet: Sheet, x: float, y: float, look: Look) -> None:
@@ -112,7 +119,7 @@ def _buffers(sheet: Sheet, boxes: Boxes, rows: list[BufferRow], colours: Palette
         sheet.text(_BUFFER + _BUFFER_WIDTH / 2, middle, name, size=6.0, across="center")
         spans.setdefault(row.rank, []).append(middle)
     for rank, middles in spans.items():
-        sheet.text(_NAMES, (middles[0] + middles[-1]) / 2, f"Device {rank}", size=8.5)
+        sheet.text(_NAMES, (middles[0] + middles[-1]) / 2, f"Device {rank}", size=8)
 
 
 def _dashes(sheet: Sheet, top: float, bottom: float) -> None:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from treadle.cli.model import Model
 from treadle.cli.options import parse_ranks, spread_options
-from treadle.cli.target import Target
-from treadle.cli.terminal import out, suggest, working
+from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
+from treadle.cli.terminal import err, out, suggest, working
 from treadle.cli.update_target import Update
+from treadle.ir import Schedule
+from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.view.terminal import terminal_rows
+from treadle.view.described import described
+from treadle.view.palette import PALETTES, palette
+from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
+
+if TYPE_CHECKING:
+    from treadle.verify import Finding
+    from treadle.view.hang import Hang
+
+PAGE = ".html"
 
 
 class Grain(StrEnum):
@@ -36,118 +46,242 @@ class CellName(StrEnum):
     COOLDOWN = "cooldown"
 
 
+def _option(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="A figure (-o x.svg, .png, .pdf)")
+
+
+@dataclass(frozen=True)
+class FigureOptions:
+    """The options of figures as given."""
+
+    width: Annotated[
+        str | None,
+        _option("--width", help=f"{', '.join(f'{n} ({i} in)' for n, i in WIDTHS.items())}, or inches: 6.5."),
+    ] = None
+    fold: Annotated[
+        int | None, _option("--fold", help="Strips of time below each other; else as many as the labels need.")
+    ] = None
+    font_size: Annotated[
+        float | None, _option("--font-size", help="Points of the names: 8; 7 in a column, 14 on a slide.")
+    ] = None
+    title: Annotated[str | None, _option("--title", help="Title, also of a page; else what is drawn and its size.")] = (
+        None
+    )
+    no_title: Annotated[bool, _option("--no-title", help="No title.")] = False
+    window: Annotated[
+        str | None, _option("--window", help="Only from one time to another, in units of the axis: 20:45.")
+    ] = None
+    ranks: Annotated[str | None, _option("--ranks", help="Only these ranks: 0-3.")] = None
+    memory: Annotated[bool, _option("--memory", help="The memory curve below, with its peak.")] = False
+    cell: Annotated[CellName | None, _option("--cell", help="One cell's lanes, with --layers.")] = None
+
+    def check_for(self, output: Path | None) -> None:
+        """Raise a ValueError for an option that the kind of output has no use for."""
+        given = {
+            "--width": self.width,
+            "--fold": self.fold,
+            "--font-size": self.font_size,
+            "--title": self.title,
+            "--no-title": self.no_title or None,
+            "--window": self.window,
+            "--ranks": self.ranks,
+            "--memory": self.memory or None,
+            "--cell": self.cell,
+        }
+        shown = ("--title", "--memory") if output is not None else ()
+        if output is None or output.suffix == PAGE:
+            where = "the terminal" if output is None else "a page"
+            for option, value in given.items():
+                if value is not None and option not in shown:
+                    raise ValueError(f"{option} is for a figure, not for {where}; add -o figure.svg, or leave it out")
+        if self.title is not None and self.no_title:
+            raise ValueError("--title and --no-title exclude each other; leave one out")
+
+    def style(self, title: str, palette_name: str) -> FigureStyle:
+        """Return the style as figures take it; `title` is the one that is not given."""
+        chosen = "" if self.no_title else self.title if self.title is not None else title
+        return FigureStyle(self.width, self.fold, self.font_size, chosen, palette_name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """A target as it is drawn: its name, its trace, and where it hangs and why, if it does not finish."""
+
+    name: str
+    trace: Trace
+    hang: Hang | None = None
+    finding: Finding | None = None
+
+    @property
+    def title(self) -> str:
+        """The name and the size, or why it does not finish."""
+        return f"{self.name}: {self.finding.message if self.finding is not None else described(self.trace)}"
+
+
 @spread_options
 def draw(
-    target: Target,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME|FILE...",
+            help="Schedules by name, or files: schedules (text, torch-csv, json), programs (npz), traces (json, npz);"
+            " - is a schedule on stdin, 'update' a weight update. Several are drawn on one time axis.",
+        ),
+    ],
     model: Model,
     update: Update,
+    figure: FigureOptions,
+    pp: Pp = None,
+    vpp: Vpp = None,
+    microbatches: Microbatches = None,
+    placement: Annotated[str | None, PLACEMENT] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A figure (.svg, .png, .pdf) or a page to explore (.html).")
     ] = None,
     grain: Annotated[
         Grain | None, typer.Option(help="A row a device, or its computation, communication and offload rows.")
     ] = None,
-    cell: Annotated[CellName | None, typer.Option(help="Draw one cell's lanes, with --layers.")] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="The memory curve below, with its peak.")] = False,
-    palette: Annotated[str, typer.Option(help="kimi, dualpipe or colourblind.")] = "kimi",
-    ranks: Annotated[str | None, typer.Option(help="Only these ranks in a figure: 0-3.")] = None,
+    palette_name: Annotated[str, typer.Option("--palette", help=f"{', '.join(PALETTES)}.")] = "kimi",
     against: Annotated[
         Path | None, typer.Option("--against", help="A second trace below the first, on one time axis.")
     ] = None,
-    window: Annotated[
-        str | None, typer.Option(help="With --against: the part of the time in a figure, in its unit: 2000-3500.")
-    ] = None,
 ) -> None:
-    """Draws a schedule, program or trace: on the terminal, as a figure for a paper, or as a page to explore."""
-    if window is not None and (against is None or output is None or output.suffix == ".html"):
-        raise ValueError("--window is for a figure of two traces; add --against FILE and -o figure.png")
-    trace = _trace(target, model, update)
-    options = f"{model} {update}".strip()
+    """Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore."""
+    _check(output, figure, palette_name)
+    sized = [Target(name, pp, vpp, microbatches, placement) for name in names]
+    targets = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
+    drawn = [_drawn(target, model, update) for target in targets]
+    if against is not None:
+        drawn.append(_drawn(Target(str(against)), Model(), Update()))
+    options = f"{' '.join(names[1:])} {str(targets[0])[len(names[0]) :]} {model} {update}"
+    told = " ".join(f"treadle draw {names[0]} {options}".split())
     if output is None:
-        lanes = grain is Grain.LANES
-        for row in terminal_rows(
-            trace, out.width, colour=out.color_system is not None, palette_name=palette, lanes=lanes
-        ):
-            out.print(row, soft_wrap=True)
-        suggest(f"treadle draw {target} {options} -o figure.svg".replace("  ", " "))
-        return
-    with working(f"drawing {output}"):
-        if output.suffix == ".html":
-            _page(trace, output, against, palette)
-        elif against is not None:
-            _above(target.name, [trace, _second(against)], output, palette, parse_ranks(ranks), _parse_window(window))
-        else:
-            _figure(target.name, trace, output, grain, cell, memory, palette, parse_ranks(ranks))
-    suggest(f"treadle draw {target} {options} -o page.html".replace("  ", " "))
+        _terminal(drawn, grain, palette_name)
+        suggest(f"{told} -o figure.svg")
+    else:
+        _write(drawn, output, figure, grain, palette_name)
+        suggest(f"{told} -o page.html" if output.suffix != PAGE else f"{told} -o figure.svg")
+    hanging = [each.finding for each in drawn if each.finding is not None]
+    for finding in hanging:
+        _tell(finding)
+    if hanging:
+        raise typer.Exit(1)
 
 
-def _trace(target: Target, model: Model, update: Update) -> Trace:
+def _check(output: Path | None, figure: FigureOptions, palette_name: str) -> None:
+    """Refuse what cannot be drawn before anything is computed."""
+    if output is not None:
+        checked_path(output, (*SUFFIXES, PAGE))
+        if output.suffix != PAGE and find_spec("matplotlib") is None:
+            raise ValueError("figures need matplotlib; pip install 'treadle[view]', or -o page.html")
+    figure.check_for(output)
+    figure.style("", palette_name)
+    _parse_window(figure.window)
+    parse_ranks(figure.ranks)
+    palette(palette_name)
+
+
+def _drawn(target: Target, model: Model, update: Update) -> _Drawn:
     loaded = update.load(target)
-    trace = model.trace(loaded)
+    try:
+        trace = model.trace(loaded)
+    except ValueError:
+        stopped = None if isinstance(loaded, Trace) else _stopped(target.name, loaded, model)
+        if stopped is None:
+            raise
+        return stopped
     assumed = model.costs.about if trace is not loaded else ""
-    return replace(trace, about=f"{trace.about}: {assumed}") if assumed else trace
+    return _Drawn(target.name, replace(trace, about=f"{trace.about}: {assumed}") if assumed else trace)
 
 
-def _second(path: Path) -> Trace:
-    return _trace(Target(str(path)), Model(), Update())
+def _stopped(name: str, loaded: Schedule | Program, model: Model) -> _Drawn | None:
+    """What does not finish, up to where it hangs, with the finding that says why; None if it finishes."""
+    from treadle.passes.cells import lower_cells
+    from treadle.verify import verify_program, verify_schedule
+    from treadle.view.hang import run_to_hang
+
+    program = lower_cells(loaded) if isinstance(loaded, Schedule) else loaded
+    found = run_to_hang(program, model.costs)
+    if found is None:
+        return None
+    report = verify_schedule(loaded) if isinstance(loaded, Schedule) else verify_program(program)
+    return _Drawn(name, *found, report.findings[0]) if report.findings else None
 
 
-def _called(trace: Trace) -> str:
-    return "measured" if trace.measured else "predicted"
+def _tell(finding: Finding) -> None:
+    err.print(f"[bold red]{finding.code}[/] rank {finding.rank}: {escape(finding.message)}", soft_wrap=True)
+    for step in finding.steps:
+        err.print(f"    {escape(step)}", soft_wrap=True)
 
 
-def _page(trace: Trace, output: Path, against: Path | None, palette: str) -> None:
+def _terminal(drawn: list[_Drawn], grain: Grain | None, palette_name: str) -> None:
+    from treadle.view.terminal import terminal_rows
+
+    for each in drawn:
+        if len(drawn) > 1:
+            out.print(each.title, style="bold", soft_wrap=True)
+        coloured, lanes = out.color_system is not None, grain is Grain.LANES
+        rows = terminal_rows(
+            each.trace, out.width, colour=coloured, palette_name=palette_name, lanes=lanes, hang=each.hang
+        )
+        for row in rows:
+            out.print(row, soft_wrap=True)
+
+
+def _write(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> None:
+    with working(f"drawing {output}"):
+        size = (
+            _page(drawn, output, figure, palette_name)
+            if output.suffix == PAGE
+            else _figure(drawn, output, figure, grain, palette_name)
+        )
+    err.print(f"wrote {escape(str(output))} ({size})", soft_wrap=True)
+
+
+def _page(drawn: list[_Drawn], output: Path, figure: FigureOptions, palette_name: str) -> str:
     from treadle.view.page import page
 
-    second = [(str(against), _second(against))] if against is not None else []
-    output.write_text(page([(_called(trace), trace), *second], palette), "utf-8")
+    if any(each.hang is not None for each in drawn):
+        raise ValueError("a page shows a step that finishes; -o figure.svg draws it up to where it hangs")
+    text = page([(_called(each, drawn), each.trace) for each in drawn], palette_name, title=figure.title)
+    output.write_text(text, "utf-8")
+    return f"{len(text.encode()) / 1000:,.0f} kB"
 
 
-def _above(
-    name: str, traces: list[Trace], output: Path, palette: str, ranks: range | None, window: tuple[float, float] | None
-) -> None:
-    with _matplotlib():
-        from treadle.view.against import against_figure
-        from treadle.view.frame import described
-    title = f"{name}: {described(traces[0])}"
-    titles = [_called(trace) for trace in traces]
-    against_figure(traces, output, titles=titles, ranks=ranks, window=window, palette_name=palette, title=title)
+def _called(each: _Drawn, drawn: list[_Drawn]) -> str:
+    """A trace's name on a page or in a figure of several: which, and if some are measured, what it is."""
+    kinds = {other.trace.measured for other in drawn}
+    return f"{each.name} ({'measured' if each.trace.measured else 'predicted'})" if len(kinds) > 1 else each.name
 
 
-def _figure(
-    name: str,
-    trace: Trace,
-    output: Path,
-    grain: Grain | None,
-    cell: CellName | None,
-    memory: bool,
-    palette: str,
-    ranks: range | None,
-) -> None:
-    with _matplotlib():
-        from treadle.view import figure
-        from treadle.view.frame import described
-    if cell is not None:
-        figure.draw_cell(trace, cell.value, output, palette_name=palette)
-        return
-    rows: Literal["cells", "lanes"] | None = grain.value if grain is not None else None
-    title = f"{name}: {described(trace)}"
-    figure.draw(trace, output, grain=rows, memory=memory, palette_name=palette, ranks=ranks, title=title)
+def _figure(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> str:
+    from treadle.view import figure as figures
+
+    many = len(drawn) > 1
+    style = figure.style("" if many else drawn[0].title, palette_name)
+    traces = [each.trace for each in drawn]
+    if figure.cell is not None:
+        if many:
+            raise ValueError(f"--cell draws one cell of one step, got {len(drawn)}; draw one a figure")
+        named = style if figure.title is not None or figure.no_title else replace(style, title=None)
+        return str(figures.draw_cell(traces[0], figure.cell.value, output, named))
+    window, ranks = _parse_window(figure.window), parse_ranks(figure.ranks)
+    content = figures.FigureContent(grain.value if grain is not None else None, figure.memory, ranks, window)
+    names = [_named(each, drawn) for each in drawn] if many else [drawn[0].title]
+    return str(figures.draw(traces, output, content, style, names=names, hangs=[each.hang for each in drawn]))
 
 
-@contextmanager
-def _matplotlib() -> Iterator[None]:
-    """Says how to come by what figures need."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"figures need matplotlib ({error}); pip install 'treadle[view]', or -o page.html") from None
+def _named(each: _Drawn, drawn: list[_Drawn]) -> str:
+    """The name of a panel: with its size, where the sizes differ."""
+    sizes = {described(other.trace) for other in drawn}
+    called = _called(each, drawn)
+    return f"{called}: {described(each.trace)}" if len(sizes) > 1 else called
 
 
 def _parse_window(given: str | None) -> tuple[float, float] | None:
     if given is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", given)
-    if found is None:
-        raise ValueError(f"--window is from a time to a later one, as 2000-3500, got {given!r}")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)[:-](\d+(?:\.\d+)?)", given)
+    if found is None or float(found[1]) >= float(found[2]):
+        raise ValueError(f"--window is from a time to a later one, as 20:45, got {given!r}")
     return float(found[1]), float(found[2])

@@ -18,6 +18,7 @@ from treadle.ir.memory import changes, per_unit
 from treadle.ir.program import Lane, LaneKind, Op, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
+from treadle.view.described import described
 from treadle.view.page.columns import columns
 from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
 
@@ -28,8 +29,11 @@ MOST_OPS = 2_000_000
 """Of all traces of a page: so many take 1.5 s to the first paint and 50 ms a pan step, without a GPU."""
 
 
-def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi") -> str:
-    """The HTML of one trace, or of two above each other on one time axis, each with its name."""
+def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi", *, title: str | None = None) -> str:
+    """The HTML of one trace, or of two above each other on one time axis, each with its name.
+
+    Without a title it has their names, and the size of the step.
+    """
     _check(traces)
     colours = palette(palette_name)
     data = {
@@ -37,17 +41,25 @@ def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi") -> str
         "kinds": [_kind(kind) for kind in OpKind],
         "traces": [_trace(name, trace) for name, trace in traces],
     }
-    title = " and ".join(name for name, _ in traces)
+    heading = title if title is not None else _title(traces)
     here = files("treadle.view.page")
     html = here.joinpath("page.html").read_text(encoding="utf-8")
     style = here.joinpath("page.css").read_text(encoding="utf-8")
     script = "\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     # A script ends at the first "</script" inside it, whatever the names of the traces say: no "<" stays in the data.
     shipped = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"title": escape(title), "style": style, "script": script, "data": shipped}
+    parts = {"title": escape(heading), "style": style, "script": script, "data": shipped}
     for name, text in parts.items():
         html = html.replace(f"<!--{name}-->", text)
     return html
+
+
+def _title(traces: Sequence[tuple[str, Trace]]) -> str:
+    """The names, and the size of the step, once if it is the same."""
+    sizes = dict.fromkeys(described(trace) for _, trace in traces)
+    if len(sizes) > 1:
+        return " and ".join(f"{name}: {described(trace)}" for name, trace in traces)
+    return f"{' and '.join(name for name, _ in traces)}: {next(iter(sizes))}"
 
 
 def _check(traces: Sequence[tuple[str, Trace]]) -> None:
@@ -96,6 +108,7 @@ def _trace(name: str, trace: Trace) -> dict[str, Any]:
     unit, per = trace.program.layout.saved_unit, per_unit(trace.program.layout)
     return {
         "name": name,
+        "size": described(trace),
         "about": trace.about,
         "unit": trace.clock.unit,
         "ticks": trace.clock.ticks,

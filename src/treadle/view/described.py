@@ -1,0 +1,21 @@
+"""A trace in a few words: its devices, chunks and micro-batches."""
+
+from __future__ import annotations
+
+from treadle.ir.trace import Trace
+from treadle.view.update import described_update
+
+
+def described(trace: Trace) -> str:
+    """Describe a trace, as a default title."""
+    layout = trace.program.layout
+    if layout.is_update:
+        return described_update(trace.program)
+    chunks = f", {layout.placement.vpp} chunks each" if layout.placement.vpp > 1 else ""
+    total = layout.num_mb * layout.placement.num_pipes
+    return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(total, 'micro-batch')}"
+
+
+def _counted(count: int, name: str) -> str:
+    plural = name + ("es" if name.endswith("ch") else "s")
+    return f"{count} {name if count == 1 else plural}"
