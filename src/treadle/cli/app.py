@@ -8,6 +8,7 @@ import typer
 
 import treadle
 from treadle.cli.commands.compare import compare
+from treadle.cli.commands.costs import costs
 from treadle.cli.commands.draw import draw
 from treadle.cli.commands.dryrun import dryrun
 from treadle.cli.commands.explain import explain
@@ -53,7 +54,8 @@ app.command(
     "treadle simulate interleaved-overlap --pp 4 -m 16 --layers 1 --moe --costs deepseek-v3-h800 -o trace.json"
 )(simulate)
 app.command(
-    epilog="Examples: treadle compare 1f1b zb-h1 dualpipe --pp 4 -m 16   |   "
+    epilog="Examples: treadle compare 1f1b interleaved dualpipev --pp 4 -m 16   |   "
+    "treadle compare 1f1b interleaved:vpp=2 interleaved:vpp=4 --pp 4 -m 16 --model-layers 64   |   "
     "treadle compare predicted.json measured/ --fit fitted.toml"
 )(compare)
 app.command(
@@ -71,4 +73,5 @@ app.command(
     "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
     "treadle update --recover --to /run/engine"
 )(update)
+app.add_typer(costs, name="costs")
 app.command(epilog="Example: treadle explain T201")(explain)
