@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer
 
 import treadle
 from treadle.cli.app import COMMANDS
@@ -308,5 +309,6 @@ def test_mistakes_with_pictures_and_sizes_are_sentences_too(args: tuple[str, ...
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
     module = import_module(f"treadle.cli.commands.{name}")
-    about = (getattr(module, name).__doc__ or "").split("\n\n")[0]
+    command = getattr(module, name)
+    about = command.info.help if isinstance(command, typer.Typer) else command.__doc__.split("\n\n")[0]
     assert COMMANDS[name].about == about

@@ -113,7 +113,7 @@ def test_round_trip_of_nothing(tmp_path: Path) -> None:
 
 def test_all_of_a_layout_and_a_program_is_written() -> None:
     """A field that is added must be added to the files."""
-    layout = by_layers().program.layout
+    layout = replace(by_layers().program.layout, saved_unit="layers")
     assert list(layout_object(layout)) == [field.name for field in fields(Layout)]
     assert {*COLUMNS, "layout"} == {field.name for field in fields(Program)}
     assert set(DTYPES) == {*COLUMNS, "start", "end"}

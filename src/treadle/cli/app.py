@@ -45,7 +45,8 @@ COMMANDS = {
     ),
     "compare": CommandHelp(
         "Holds schedules, programs or traces against the first one; two traces of one program op by op.",
-        "Examples: treadle compare 1f1b zb-h1 dualpipe --pp 4 -m 16   |   "
+        "Examples: treadle compare 1f1b interleaved dualpipev --pp 4 -m 16   |   "
+        "treadle compare 1f1b interleaved:vpp=2 interleaved:vpp=4 --pp 4 -m 16 --model-layers 64   |   "
         "treadle compare predicted.json measured/ --fit fitted.toml",
     ),
     "draw": CommandHelp(
@@ -65,6 +66,10 @@ COMMANDS = {
         "Examples: treadle update --from checkpoint/ --to /run/engine   |   "
         "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
         "treadle update --recover --to /run/engine",
+    ),
+    "costs": CommandHelp(
+        "Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
+        "Example: treadle costs check mine.toml",
     ),
     "explain": CommandHelp(
         "Says what a finding means, why it matters, and the way out.",

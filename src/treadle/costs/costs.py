@@ -46,7 +46,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.costs.format import SECTIONS, Kind
+from treadle.costs.format import SECTIONS, KeyKind
 from treadle.costs.reading import read
 from treadle.ir.program import OpKind
 from treadle.ir.trace import MICROSECONDS, Clock
@@ -189,7 +189,7 @@ def _numbers(entries: Mapping[str, Any], section: str, clock: Clock) -> dict[str
 
 
 def _scale(section: str, key: str, clock: Clock) -> int:
-    return clock.ticks if SECTIONS[section].key(key).kind is Kind.TIME else 1
+    return clock.ticks if SECTIONS[section].key(key).kind is KeyKind.TIME else 1
 
 
 def dump(costs: Costs, *, comments: bool = False) -> str:

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 
-class Kind(Enum):
+class KeyKind(Enum):
     """What the number of a key is."""
 
     TIME = "time, in the file's unit"
@@ -30,7 +30,7 @@ class Key:
     """A key of a section."""
 
     name: str
-    kind: Kind
+    kind: KeyKind
     meaning: str
 
 
@@ -53,11 +53,11 @@ class Section:
 
 
 def _times(**meanings: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Kind.TIME, meaning) for name, meaning in meanings.items())
+    return tuple(Key(name, KeyKind.TIME, meaning) for name, meaning in meanings.items())
 
 
 def _sizes(**meanings: str) -> tuple[Key, ...]:
-    return tuple(Key(name, Kind.BYTES, meaning) for name, meaning in meanings.items())
+    return tuple(Key(name, KeyKind.BYTES, meaning) for name, meaning in meanings.items())
 
 
 _ACTIONS = _times(
@@ -72,16 +72,18 @@ SECTIONS: dict[str, Section] = {
     "model": Section(
         "the whole model, one micro-batch; every schedule cuts it into its own stages",
         (
-            Key("layers", Kind.COUNT, "layers of the model, which are taken to be alike"),
+            Key("layers", KeyKind.COUNT, "layers of the model, which are taken to be alike"),
             *_ACTIONS,
-            Key("saved_bytes", Kind.BYTES, "what the forwards of all layers keep for their backwards"),
+            Key("saved_bytes", KeyKind.BYTES, "what the forwards of all layers keep for their backwards"),
         ),
         required=("layers",),
     ),
     "cells": Section(
         "whole actions of one chunk, one micro-batch",
         (
-            Key("layers", Kind.COUNT, "layers of that chunk; without it a chunk takes these times however deep it is"),
+            Key(
+                "layers", KeyKind.COUNT, "layers of that chunk; without it a chunk takes these times however deep it is"
+            ),
             *_ACTIONS,
         ),
     ),
@@ -177,6 +179,6 @@ def _section_schema(section: Section) -> dict[str, Any]:
 
 def _key_schema(key: Key) -> dict[str, Any]:
     described = f"{key.meaning} ({key.kind.value})"
-    if key.kind is Kind.COUNT:
+    if key.kind is KeyKind.COUNT:
         return {"type": "integer", "minimum": 1, "maximum": MOST_LAYERS, "description": described}
     return {"type": "number", "minimum": 0, "exclusiveMaximum": LIMIT, "description": described}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treadle.costs.format import LIMIT, MOST_LAYERS, SECTIONS, TEXTS, UNITS, Key, Kind
+from treadle.costs.format import LIMIT, MOST_LAYERS, SECTIONS, TEXTS, UNITS, Key, KeyKind
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def _wrong_section(name: str, entries: Any) -> Iterator[tuple[tuple[str, ...], s
             yield (name, key), _unknown(section.names, key)
         elif not _fits(section.key(key), value):
             allowed = f"a whole number from 1 to {MOST_LAYERS}"
-            allowed = allowed if section.key(key).kind is Kind.COUNT else f"a number from 0, below {LIMIT:g}"
+            allowed = allowed if section.key(key).kind is KeyKind.COUNT else f"a number from 0, below {LIMIT:g}"
             yield (name, key), f"is {allowed}, got {_shown(value)}"
 
 
 def _fits(key: Key, value: Any) -> bool:
     if isinstance(value, bool):
         return False
-    if key.kind is Kind.COUNT:
+    if key.kind is KeyKind.COUNT:
         return isinstance(value, int) and 1 <= value <= MOST_LAYERS
     return isinstance(value, int | float) and 0 <= value < LIMIT
 

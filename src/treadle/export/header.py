@@ -2,13 +2,14 @@
 
     "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
                "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
-               "embedding": false, "head": false, "saved_unit": "activations"}
+               "embedding": false, "head": false}
 
 and of a Trace besides
 
     "clock": {"unit": "us", "ticks": 1000}, "about": "predicted with costs 'unit'", "measured": false
 
-Kinds of ops go by name, so that a file stays readable when a kind is added.
+`saved_unit` is in a layout whose `saved` counts something else than activations at the grain of cells, or bytes at the
+grain of layers. Kinds of ops go by name, so that a file stays readable when a kind is added.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def layout_object(layout: Layout) -> Object:
         "kept": layout.kept,
         "embedding": layout.embedding,
         "head": layout.head,
-        "saved_unit": layout.saved_unit,
+        **({"saved_unit": layout.saved_unit} if layout.saved_unit != _usual_unit(layout.forward) else {}),
     }
 
 
@@ -97,7 +98,7 @@ def read_layout(fields: Fields) -> Layout:
         dp=fields.whole("dp", 1, _MOST_RANKS),
         saved=_saved(fields.inner("saved")),
         kept=fields.share("kept"),
-        saved_unit=_saved_unit(fields, by_cell=OpKind.F in forward),
+        saved_unit=_saved_unit(fields, forward),
         **{name: fields.flag(name) for name in _ENDS if name in fields.content},
     )
     if layout.num_ranks > _MOST_RANKS:
@@ -137,10 +138,14 @@ def _kinds(fields: Fields, key: str) -> tuple[OpKind, ...]:
     return tuple(OpKind[listed.one_of(place, OpKind.__members__, "a kind of op")] for place in names)
 
 
-def _saved_unit(fields: Fields, *, by_cell: bool) -> str:
-    """Files of before there was such a field counted activations at the grain of cells, bytes at that of layers."""
+def _usual_unit(forward: tuple[OpKind, ...]) -> str:
+    """The unit of what is saved that goes without saying, as it did before there were others."""
+    return "activations" if OpKind.F in forward else "bytes"
+
+
+def _saved_unit(fields: Fields, forward: tuple[OpKind, ...]) -> str:
     if "saved_unit" not in fields.content:
-        return "activations" if by_cell else "bytes"
+        return _usual_unit(forward)
     return fields.one_of("saved_unit", SAVED_UNITS, "a unit of what is saved")
 
 

@@ -1,0 +1,70 @@
+"""`treadle costs`: check a costs file, show costs, print the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from treadle.cli.options import Json
+from treadle.cli.terminal import out, plain, suggest
+from treadle.costs import PRESETS, dump, lacks, load_costs, parse, read, schema
+
+costs = typer.Typer(
+    help="Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@costs.command(epilog="Example: treadle costs check mine.toml")
+def check(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A costs file (TOML).")], as_json: Json = False
+) -> None:
+    """Lists every problem of a costs file with line and field, and what it lacks for which options.
+
+    Exits with 0 if the file is right, 1 if not.
+    """
+    text = path.read_text(encoding="utf-8")
+    _, problems = read(text)
+    lacking = lacks(parse(text, str(path))) if not problems else ()
+    if as_json:
+        found = [problem.as_dict() for problem in problems]
+        absent = [{"names": list(lack.names), "effect": lack.effect} for lack in lacking]
+        plain(
+            json.dumps({"file": str(path), "right": not problems, "problems": found, "lacks": absent}, indent=1) + "\n"
+        )
+        raise typer.Exit(1 if problems else 0)
+    for problem in problems:
+        out.print(f"[bold red]wrong[/] {escape(problem.at(str(path)))}", soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+    out.print(
+        f"[green]right:[/] {escape(str(path))}, costs {escape(repr(parse(text, str(path)).name))}", soft_wrap=True
+    )
+    for lack in lacking:
+        out.print(escape(str(lack)), soft_wrap=True)
+    suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {path}")
+
+
+@costs.command(epilog="Example: treadle costs show deepseek-v3-h800 > mine.toml")
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="PRESET|FILE", help=f"unit, {', '.join(PRESETS)}, or the path of a TOML file.")
+    ],
+) -> None:
+    """Prints costs as TOML, with a comment on each entry: a file to start from."""
+    shown = load_costs(name)
+    source = "built in" if name == "unit" else "a preset of treadle" if name in PRESETS else name
+    told = "; `about` says where its numbers come from" if shown.about else ""
+    plain(f"# Source: {source}{told}\n{dump(shown, comments=True)}")
+    suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {name}")
+
+
+@costs.command("schema", epilog="Example: treadle costs schema > costs.schema.json")
+def print_schema() -> None:
+    """Prints the JSON schema of costs files, for editors and other programs."""
+    plain(json.dumps(schema(), indent=1) + "\n")
