@@ -1,24 +1,26 @@
-"""Options about the model, the costs and the mesh, and the lowering of a schedule under them."""
+"""Options about the model, the costs and the mesh, and the lowering of a schedule under them.
+
+Methods import what they need: to show a schedule none of it is needed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from treadle.cli.options import parse_layers
 from treadle.cli.terminal import note, working
-from treadle.costs import Costs, load_costs, missing
 from treadle.ir import Schedule
-from treadle.ir.program import OpKind, Program
-from treadle.ir.trace import Trace
-from treadle.plan import LoweringOptions, lower
-from treadle.simulate import simulate
-from treadle.verify import verify_schedule
-from treadle.weights.rates import simulate_update
+
+if TYPE_CHECKING:
+    from treadle.costs import Costs
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
+    from treadle.plan import LoweringOptions
 
 
 class Hold(StrEnum):
@@ -65,6 +67,8 @@ class Model:
     @cached_property
     def costs(self) -> Costs:
         """The costs named."""
+        from treadle.costs import load_costs
+
         return load_costs(self.costs_name)
 
     @property
@@ -80,10 +84,15 @@ class Model:
 
     def missing(self, program: Program) -> tuple[str, ...]:
         """What a prediction of this program takes as 0 because the costs do not say it."""
+        from treadle.costs import missing
+
         return missing(program, self.costs)
 
     def options(self) -> LoweringOptions:
         """Return the options as the library takes them."""
+        from treadle.ir.program import OpKind
+        from treadle.plan import LoweringOptions
+
         if not self.knows_layers and (self.moe or self.by_layer):
             option = "--moe" if self.moe else "--by-layer"
             raise ValueError(
@@ -105,6 +114,9 @@ class Model:
 
     def lower(self, schedule: Schedule) -> Program:
         """The program of a schedule; one that does not verify is refused."""
+        from treadle.plan import lower
+        from treadle.verify import verify_schedule
+
         options = self.options()
         with working("verifying"):
             report = verify_schedule(schedule)
@@ -115,6 +127,10 @@ class Model:
 
     def trace(self, loaded: Schedule | Program | Trace, *, slowness: float = 0.0, seed: int = 0) -> Trace:
         """Return the loaded trace, or predict one of the loaded program or schedule."""
+        from treadle.ir.trace import Trace
+        from treadle.simulate import simulate
+        from treadle.weights.rates import simulate_update
+
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treadle.api import files
 from treadle.cli.terminal import working
 from treadle.ir import Schedule
-from treadle.ir.program import Program
-from treadle.ir.trace import Trace
 from treadle.schedules import family, known
+
+if TYPE_CHECKING:
+    from treadle.ir.program import Program
+    from treadle.ir.trace import Trace
 
 UPDATE = "update"
 """The name of a weight update, where others are those of schedules."""

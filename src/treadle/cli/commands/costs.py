@@ -17,6 +17,8 @@ costs = typer.Typer(
     help="Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
