@@ -2,8 +2,8 @@
 
     python benchmarks/start.py [--runs 7] [--python PATH]
 
-Makes an environment of its own with `pip install .[view]`, or takes that of `--python`; no kernel is compiled yet. The last
-line is JSON: the median seconds of each command, with what it is held to.
+Makes an environment of its own with `pip install .[view]`, or takes that of `--python`; no kernel is compiled yet. The
+last line is JSON: the median seconds of each command, with what it is held to.
 """
 
 from __future__ import annotations
