@@ -82,6 +82,11 @@ class Model:
         """What a prediction of this program takes as 0 because the costs do not say it."""
         return missing(program, self.costs)
 
+    @cached_property
+    def _noted(self) -> set[str]:
+        """What a note has named already: of several programs each name is told once."""
+        return set()
+
     def options(self) -> LoweringOptions:
         """Return the options as the library takes them."""
         if not self.knows_layers and (self.moe or self.by_layer):
@@ -118,8 +123,9 @@ class Model:
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
-        lacking = self.missing(program)
+        lacking = [name for name in self.missing(program) if name not in self._noted]
         if lacking:
+            self._noted.update(lacking)
             note(f"taken as 0: {', '.join(lacking)} (not in costs {self.costs.name!r})")
         with working("simulating"):
             if program.layout.is_update:
