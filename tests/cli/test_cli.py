@@ -191,7 +191,8 @@ def test_simulate_as_json() -> None:
     assert result["num_ops"] == 924
     assert round(result["bubble"], 4) == 0.0909
     assert len(result["ranks"]) == 8
-    assert result["peak"]["most"] == 9
+    assert (result["peak"]["unit"], result["peak"]["most"], len(result["peak"]["ranks"])) == ("activations", 9, 8)
+    assert result["taken_as_zero"] == []
     assert result["critical_path"]["num_ops"] > 0
 
 
@@ -238,10 +239,107 @@ def test_memory_limit_and_offload() -> None:
         (("verify", "1f1b", "--pp", "2", "-m", "2", "--memory-limit", "4GB"), ["--layers", "--max-activations"]),
         (("verify", "1f1b", "--pp", "2", "-m", "2", "--layers", "1", "--memory-limit", "4XB"), ["80GB, 512MiB or 4e9"]),
         (("compare", "1f1b", "--pp", "2", "-m", "2"), ["at least two"]),
+        (("simulate", "1f1b", "--pp", "4", "-m", "4", "--model-layers", "3"), ["3 layers", "4 stages", "at least 4"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--model-layers", "4", "--layers", "2"), ["leave out --layers"]),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "--moe"), ["--moe is about layers", "--model-layers N"]),
+        (
+            ("verify", "1f1b", "--pp", "2", "-m", "2", "--model-layers", "4", "--memory-limit", "1GB"),
+            ["'unit' do not say what layers save", "[saved_bytes] attn, mlp"],
+        ),
+        (
+            ("compare", "1f1b", "interleaved", "--pp", "2", "-m", "2", "--layers", "2"),
+            ["1f1b 4, interleaved 8", "--model-layers 8 --by-layer"],
+        ),
+        (("compare", "1f1b", "gpipe", "--pp", "2", "-m", "2", "--vpp", "3"), ["puts 1 stage on each rank"]),
+        (("compare", "1f1b", "interleaved:v=2", "--pp", "2", "-m", "2"), ["interleaved:vpp=2,m=16", "got 'v=2'"]),
     ],
 )
 def test_mistakes_with_programs_are_sentences_too(args: tuple[str, ...], parts: list[str]) -> None:
     test_a_users_mistake_is_a_sentence(args, parts)
+
+
+def test_compare_holds_the_model() -> None:
+    """interleaved is faster than 1f1b for one model; as chunks of one size it would take 1.84 times as long."""
+    done = run("compare", "1f1b", "interleaved", "zb-v", "dualpipev", "--pp", "4", "-m", "16")
+    *table, held = done.stdout.splitlines()
+    assert held == "held: a model of 8 layers, 4 ranks, 16 micro-batches; a layer's forward takes 1"
+    assert [line.split()[:4] for line in table[1:]] == [
+        ["1f1b", "114", "1.000x", "15.79%"],
+        ["interleaved", "105", "0.921x", "8.57%"],
+        ["zb-v", "99", "0.868x", "0.00%"],
+        ["dualpipev", "102", "0.895x", "5.88%"],
+    ]
+    assert [line.split()[-2:] for line in table[1:]] == [[peak, "layers"] for peak in ("8", "11", "8", "9")]
+
+
+@pytest.mark.slow
+def test_compare_has_sizes_for_each_target() -> None:
+    size = ("--pp", "4", "-m", "8", "--model-layers", "48", "--json")
+    done = run("compare", "1f1b", "interleaved", "interleaved:vpp=4", *size, "--vpp", "3")
+    assert done.stderr == "note: --vpp 3 is not for all of them: 1f1b keeps 1\n"
+    compared = json.loads(done.stdout)
+    assert compared["held"] == "held: a model of 48 layers, 4 ranks, 8 micro-batches"
+    assert [row["size"]["layers"] for row in compared["rows"]] == [48, 48, 48]
+    assert [row["peak"]["unit"] for row in compared["rows"]] == ["layers"] * 3
+    bubbles = [row["bubble"]["value"] for row in compared["rows"]]
+    assert bubbles == sorted(bubbles, reverse=True)
+
+
+@pytest.mark.slow
+def test_compare_with_costs_of_a_chunk(tmp_path: Path) -> None:
+    (tmp_path / "chunk.toml").write_text("[cells]\nf = 3\nb = 6\n")
+    size = ("--pp", "4", "-m", "8", "--costs", "chunk.toml")
+    refused = run("compare", "1f1b", "interleaved", *size, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "say what a chunk takes" in refused.stderr
+    assert "1f1b 4, interleaved 8" in refused.stderr
+    alike = run("compare", "1f1b", "gpipe", *size, cwd=tmp_path)
+    assert "of the layers of the model nothing is known; a chunk's forward takes 3 us" in alike.stdout
+    assert alike.stderr == "note: taken as 0: send (not in costs 'chunk.toml')\n"
+    (tmp_path / "chunk.toml").write_text("[cells]\nlayers = 2\nf = 3\nb = 6\n[message]\nsend = 0\n")
+    held = run("compare", "1f1b", "interleaved", *size, cwd=tmp_path)
+    assert "held: a model of 8 layers, 4 ranks, 8 micro-batches; a layer's forward takes 1.5 us" in held.stdout
+    assert held.stderr == ""
+
+
+@pytest.mark.slow
+def test_what_costs_do_not_say_is_said(tmp_path: Path) -> None:
+    (tmp_path / "layer.toml").write_text(
+        "[layer]\nattn_f = 3\nmlp_f = 3\nattn_b = 5\nmlp_b = 5\nmlp_w = 1\nattn_w = 1\n"
+    )
+    size = ("1f1b", "--pp", "2", "-m", "4", "--model-layers", "4", "--moe", "--padded", "--costs", "layer.toml")
+    done = run("simulate", *size, "--json", cwd=tmp_path)
+    assert done.stderr == "note: taken as 0: send, dispatch, combine (not in costs 'layer.toml')\n"
+    assert json.loads(done.stdout)["taken_as_zero"] == ["send", "dispatch", "combine"]
+    limit = run("verify", *size, "--memory-limit", "1GB", cwd=tmp_path)
+    assert limit.returncode == 2
+    assert "[saved_bytes] attn, mlp" in limit.stderr
+
+
+def test_costs_are_checked_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[cells]\nf = -3\n\n[layer]\natn_f = 3\n")
+    done = run("costs", "check", "bad.toml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        "wrong bad.toml:2: [cells] f is a number from 0, below 1e+12, got -3",
+        "wrong bad.toml:5: [layer] atn_f is not known; did you mean 'attn_f'?",
+    ]
+    (tmp_path / "mine.toml").write_text(run("costs", "show", "deepseek-v3-h800").stdout)
+    right = run("costs", "check", "mine.toml", "--json", cwd=tmp_path)
+    assert right.returncode == 0
+    told = json.loads(right.stdout)
+    assert told["problems"] == []
+    assert [lack["names"] for lack in told["lacks"]] == [["[ends] embed_f", "[ends] head_f"]]
+    assert json.loads(run("costs", "schema").stdout)["type"] == "object"
+
+
+@pytest.mark.slow
+def test_many_ranks_are_put_together() -> None:
+    shown = run("simulate", "gpipe", "--pp", "32", "-m", "4").stdout.splitlines()
+    assert [line.split()[0] for line in shown if "activations" in line and "rank" not in line] == ["0-31"]
+    assert "most idle: 93 (rank 0), median 93; highest peak: 4 activations (rank 0), median 4 activations" in shown
+    few = run("simulate", "gpipe", "--pp", "4", "-m", "4").stdout.splitlines()
+    assert [line.split()[0] for line in few[2:6]] == ["0", "1", "2", "3"]
 
 
 def test_a_schedule_that_is_not_sound_is_not_simulated() -> None:

@@ -138,7 +138,7 @@ class Rules:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.by_layer = any(layers > 0 for layers in layout.layers)
+        self.by_layer = any(layers > 0 for layers in layout.layers) and OpKind.F not in layout.forward
         self._placement = layout.placement
         self._replicas = layout.dp * layout.ep
         self.ranks = range(len(self._placement.stages) * self._replicas)

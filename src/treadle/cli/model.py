@@ -88,6 +88,11 @@ class Model:
 
         return missing(program, self.costs)
 
+    @cached_property
+    def _noted(self) -> set[str]:
+        """What a note has named already: of several programs each name is told once."""
+        return set()
+
     def options(self) -> LoweringOptions:
         """Return the options as the library takes them."""
         from treadle.ir.program import OpKind
@@ -134,8 +139,9 @@ class Model:
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
-        lacking = self.missing(program)
+        lacking = [name for name in self.missing(program) if name not in self._noted]
         if lacking:
+            self._noted.update(lacking)
             note(f"taken as 0: {', '.join(lacking)} (not in costs {self.costs.name!r})")
         with working("simulating"):
             if program.layout.is_update:
