@@ -27,6 +27,7 @@ from treadle.verify import verify_schedule as verify
 
 if TYPE_CHECKING:
     from treadle import moe, update
+    from treadle.drawing import draw
     from treadle.runtime import Boundary, Pipeline, RankLostError, RunOptions, StageOutput, StepReport
     from treadle.runtime.model.segments import Segment, compute, exchange
 
@@ -59,6 +60,7 @@ __all__ = [
     "compare",
     "compute",
     "critical_path",
+    "draw",
     "dumps",
     "exchange",
     "explain",
@@ -84,6 +86,7 @@ _NEEDS_TORCH = {
         ("Boundary", "Pipeline", "RankLost", "RankLostError", "RunOptions", "StageOutput", "StepReport"), _RUNTIME
     ),
     **dict.fromkeys(("Segment", "compute", "exchange"), _SEGMENTS),
+    "draw": "treadle.drawing",
 }
 """Names that are imported when they are first asked for, so that planning works without torch."""
 
