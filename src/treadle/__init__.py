@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treadle.api.files import dumps, load, load_any, loads, save_trace
     from treadle.api.step import lower, simulate, verify
     from treadle.costs import Costs, load_costs
+    from treadle.drawing import draw
     from treadle.host.errors import TreadleError
     from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
     from treadle.ir.program import Program
@@ -59,6 +60,7 @@ __all__ = [
     "compare",
     "compute",
     "critical_path",
+    "draw",
     "dumps",
     "exchange",
     "explain",
@@ -96,6 +98,7 @@ _WHERE = {
         "StageOutput",
         "StepReport",
     ),
+    "treadle.drawing": ("draw",),
     "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
     "treadle.schedules": ("generate",),
     "treadle.simulate": ("compare", "critical_path", "fit", "measure"),

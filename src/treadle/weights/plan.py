@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from treadle.ir.notebook import ShownInNotebooks
 from treadle.weights.buffers import Memory, aligned, choose_buffers
 from treadle.weights.bundles import Bundle, Ranks, Unit, make_bundles, size_in_bucket
 from treadle.weights.collecting import uncollected
@@ -44,7 +45,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class UpdatePlan:
+class UpdatePlan(ShownInNotebooks):
     """Bucket i is broadcast i-th and goes into IPC buffer i % num_ipc; worker w takes `takes[w][i]` from it.
 
     `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from.
