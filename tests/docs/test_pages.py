@@ -12,6 +12,16 @@ from docs.pages import DOCS, ROOT, blocks, pages, replay
 QUICK = ("docs/own_schedule.md",)
 """Pages whose test is in the quick tier; the rest start processes or draw."""
 
+ELSEWHERE = {
+    "torchrun --nproc-per-node 2 examples/custom_schedule.py": "test_examples.py",
+    "torchrun --nproc-per-node 4 examples/moe_layer.py": "test_examples.py",
+    "torchrun --nproc-per-node 2 examples/rl_loop.py": "test_rl_loop.py",
+}
+"""Commands that another test of this folder runs, and looks at more closely."""
+
+ONCE = {"torchrun --nproc-per-node 4 examples/any_model.py": "docs/run.md"}
+"""Commands that several pages show and one runs."""
+
 RUN = {"console", "python", "pycon"}
 SHOWN = {"text", "toml"}
 """Languages of blocks: those that are run, and those that are only shown (or, with a title, written into a file)."""
@@ -42,11 +52,19 @@ def _cases() -> list[object]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _cases())
 def test_page_does_what_it_shows(page: str, tmp_path: Path) -> None:
-    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path):
+    elsewhere = {*ELSEWHERE, *(command for command, runs in ONCE.items() if runs != page)}
+    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path, elsewhere):
         assert ran.is_right, f"$ {ran.what}\n{ran.printed}"
+
+
+def test_commands_that_another_test_runs_are_there() -> None:
+    for command, test in ELSEWHERE.items():
+        words = command.split()
+        text = (Path(__file__).parent / test).read_text("utf-8")
+        assert Path(words[-1]).name in text
+        assert re.search(rf"torchrun\({words[2]}, |nproc-per-node={words[2]}", text), command
 
 
 def test_blocks_that_no_test_runs_are_listed() -> None:
