@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import DOCS, ROOT, blocks, pages, replay
+import treadle
+from docs.pages import DOCS, ROOT, blocks, pages, replay, run
 
 QUICK = ("docs/own_schedule.md",)
 """Pages whose test is in the quick tier; the rest start processes or draw."""
@@ -90,3 +91,15 @@ def test_picture_of_a_page_is_written_by_a_command_of_that_page() -> None:
         made = {command.output for block in blocks(text) if block.language == "console" for command in block.commands()}
         for name in re.findall(r"\((?:\.\./)*made/([\w.-]+)\)", text):
             assert name in made or name.rpartition(".")[0] in drawn, f"{_name(path)}: {name}"
+
+
+def test_python_api_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text("utf-8")
+    shown = set(re.findall(r"^::: treadle\.(\w+)$", text, re.MULTILINE))
+    assert shown == set(treadle.__all__)
+
+
+def test_command_line_has_every_command() -> None:
+    shown = set(re.findall(r"^<!-- help: treadle (\w+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
+    listed = run("treadle --help", ROOT)[1].partition("Commands")[2]
+    assert shown == set(re.findall(r"^│ (\w+) ", listed, re.MULTILINE))
