@@ -1,4 +1,4 @@
-"""The figures of the documentation that no single command draws: `python docs/figures.py kimi_k2.svg schedules.png`."""
+"""The figures of the documentation that no single command draws: `python docs/figures.py kimi_k2.svg`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import treadle
-from treadle.costs import UNIT_COSTS
 from treadle.costs.costs import UNIT
 from treadle.ir.trace import Trace
 from treadle.view.boxes import Boxes, Grid, cell_boxes
-from treadle.view.figure import compare_figure, draw, timeline
+from treadle.view.figure import timeline
 from treadle.view.frame import LEFT, end_of, put_about, put_title
-from treadle.view.held import MemoryUnit
 from treadle.view.palette import Palette, palette
 from treadle.view.panels import PANEL_NAMES, cell_panel, draw_panel
 from treadle.view.parts import EXTRA, entries, legend, time_axis
@@ -94,32 +92,7 @@ def _connect(
     sheet.lines([[(panel[0], panel[2] + 2), (left, top)], [(panel[1], panel[2] + 2), (right, top)]], "#aaaaaa", 0.6)
 
 
-def dualpipe(path: Path) -> None:
-    """DualPipe at the size at which it was published."""
-    schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
-    trace = treadle.simulate(treadle.lower(schedule, UNIT_COSTS, treadle.LoweringOptions()), UNIT_COSTS)
-    trace = replace(trace, about=f"Assumed: {UNIT_COSTS.about}. Numbers are micro-batches of a direction.")
-    title = "dualpipe: 8 devices, 20 micro-batches, 10 from each end"
-    draw(trace, path, palette_name="dualpipe", title=title)
-
-
-def schedules(path: Path) -> None:
-    """The same model under five schedules: 4 devices, 16 micro-batches; a chunk of two is half of a stage."""
-    halved = replace(UNIT_COSTS, cells={name: ticks // 2 for name, ticks in UNIT_COSTS.cells.items()})
-    about = f"Assumed of a device's whole share of the model: {UNIT_COSTS.about}; a chunk is half of it."
-    names = ("1f1b", "interleaved", "interleaved-overlap", "zb-v", "dualpipev")
-    traces, units = [], []
-    for name in names:
-        schedule = treadle.generate(name, pp=4, microbatches=16)
-        costs = UNIT_COSTS if schedule.vpp == 1 else halved
-        trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions()), costs)
-        traces.append(replace(trace, about=about))
-        units.append(MemoryUnit("stage activations", schedule.vpp))
-    title = "The same model under five schedules: 4 devices, 16 micro-batches"
-    compare_figure(traces, path, titles=names, units=units, title=title)
-
-
-FIGURES: dict[str, Callable[[Path], None]] = {"kimi_k2": kimi_k2, "dualpipe": dualpipe, "schedules": schedules}
+FIGURES: dict[str, Callable[[Path], None]] = {"kimi_k2": kimi_k2}
 
 
 if __name__ == "__main__":

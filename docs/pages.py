@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +121,11 @@ class Ran:
         return doctest.OutputChecker().check_output(self.expected, self.printed, doctest.ELLIPSIS)
 
 
-def replay(text: str, directory: Path, skip: tuple[str, ...] = ("pip install",)) -> Iterator[Ran]:
-    """Do what a page says, block by block, in a directory; `examples` and `docs` are there, as in a checkout."""
+def replay(text: str, directory: Path, elsewhere: Collection[str] = ()) -> Iterator[Ran]:
+    """Do what a page says, block by block, in a directory; `examples` and `docs` are there, as in a checkout.
+
+    Commands that install, and those that are run `elsewhere`, are passed over.
+    """
     for name in ("examples", "docs"):
         (directory / name).symlink_to(ROOT / name)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -133,7 +136,7 @@ def replay(text: str, directory: Path, skip: tuple[str, ...] = ("pip install",))
             (directory / block.title).write_text(block.text, "utf-8")
         elif block.language == "console":
             for command in block.commands():
-                if not command.line.startswith(skip):
+                if not (command.line.startswith("pip install") or command.line in elsewhere):
                     code, printed = run(command.line, directory)
                     yield Ran(command.line, command.expected, _trimmed(printed), code)
         elif block.language in ("python", "pycon"):

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import DOCS, ROOT, blocks, pages, replay
+import treadle
+from docs.pages import DOCS, ROOT, blocks, pages, replay, run
 
 QUICK = ("docs/own_schedule.md",)
 """Pages whose test is in the quick tier; the rest start processes or draw."""
+
+ELSEWHERE = {
+    "torchrun --nproc-per-node 2 examples/custom_schedule.py": "test_examples.py",
+    "torchrun --nproc-per-node 4 examples/moe_layer.py": "test_examples.py",
+    "torchrun --nproc-per-node 2 examples/rl_loop.py": "test_rl_loop.py",
+}
+"""Commands that another test of this folder runs, and looks at more closely."""
+
+ONCE = {"torchrun --nproc-per-node 4 examples/any_model.py": "docs/run.md"}
+"""Commands that several pages show and one runs."""
 
 RUN = {"console", "python", "pycon"}
 SHOWN = {"text", "toml"}
@@ -42,11 +53,19 @@ def _cases() -> list[object]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _cases())
 def test_page_does_what_it_shows(page: str, tmp_path: Path) -> None:
-    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path):
+    elsewhere = {*ELSEWHERE, *(command for command, runs in ONCE.items() if runs != page)}
+    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path, elsewhere):
         assert ran.is_right, f"$ {ran.what}\n{ran.printed}"
+
+
+def test_commands_that_another_test_runs_are_there() -> None:
+    for command, test in ELSEWHERE.items():
+        words = command.split()
+        text = (Path(__file__).parent / test).read_text("utf-8")
+        assert Path(words[-1]).name in text
+        assert re.search(rf"torchrun\({words[2]}, |nproc-per-node={words[2]}", text), command
 
 
 def test_blocks_that_no_test_runs_are_listed() -> None:
@@ -72,3 +91,15 @@ def test_picture_of_a_page_is_written_by_a_command_of_that_page() -> None:
         made = {command.output for block in blocks(text) if block.language == "console" for command in block.commands()}
         for name in re.findall(r"\((?:\.\./)*made/([\w.-]+)\)", text):
             assert name in made or name.rpartition(".")[0] in drawn, f"{_name(path)}: {name}"
+
+
+def test_python_api_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text("utf-8")
+    shown = set(re.findall(r"^::: treadle\.(\w+)$", text, re.MULTILINE))
+    assert shown == set(treadle.__all__)
+
+
+def test_command_line_has_every_command() -> None:
+    shown = set(re.findall(r"^<!-- help: treadle (\w+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
+    listed = run("treadle --help", ROOT)[1].partition("Commands")[2]
+    assert shown == set(re.findall(r"^│ (\w+) ", listed, re.MULTILINE))

@@ -29,6 +29,7 @@ from tests.support.example_traces import (
 )
 from treadle.export import chrome
 from treadle.export.chrome import write
+from treadle.export.columns import fingerprint
 from treadle.ir.program import OpKind
 
 VIEWED = {
@@ -188,6 +189,20 @@ def test_pieces_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def save(content: object, path: Path) -> Path:
     path.write_text(json.dumps(content))
     return path
+
+
+def test_file_from_before_a_key_of_the_layout_was_added_is_read(tmp_path: Path) -> None:
+    trace, path = trace_of(), tmp_path / "trace.json"
+    chrome.dump(trace, path)
+    content = content_of(path)
+    layout = content["treadle"]["layout"]
+    for key in ("embedding", "head", "saved_unit"):
+        del layout[key]
+    content["treadle"]["program"] = fingerprint(trace.program, layout)
+    assert chrome.load(save(content, path)).makespan == trace.makespan
+    layout["kept"] = 0.5
+    with pytest.raises(ValueError, match="something was changed"):
+        chrome.load(save(content, path))
 
 
 def test_events_may_come_in_any_order(tmp_path: Path) -> None:

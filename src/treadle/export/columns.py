@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -102,10 +102,16 @@ def reordered(ptr: Longs, values: Column, order: Longs) -> tuple[Longs, Column]:
     return taken, values[np.repeat(ptr[order] - taken[:-1], count) + np.arange(taken[-1])]
 
 
-def fingerprint(program: Program) -> str:
-    """Return a digest that is equal for equal Programs only; it tells whether two files belong together."""
+def fingerprint(program: Program, layout_keys: Collection[str] | None = None) -> str:
+    """Return a digest that is equal for equal Programs only; it tells whether two files belong together.
+
+    A file from before some key of the layout was added has a digest of the others: `layout_keys` are those that it has.
+    """
+    layout = layout_object(program.layout)
+    if layout_keys is not None:
+        layout = {key: value for key, value in layout.items() if key in layout_keys}
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(layout_object(program.layout), sort_keys=True).encode())
+    digest.update(json.dumps(layout, sort_keys=True).encode())
     for name in COLUMNS:
         column = getattr(program, name)
         digest.update(f"{name} {len(column)} ".encode())

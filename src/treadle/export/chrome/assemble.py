@@ -90,7 +90,7 @@ def _assemble(parts: Sequence[TracePart]) -> Trace:
     dep_ptr, dep = np.r_[0, np.cumsum(ops["num_deps"])], np.concatenate([part.dep for part in parts])
     columns["dep_ptr"], columns["dep"] = reordered(dep_ptr, dep, by_index)
     program = make_program(first.layout, columns, source)
-    _check_program(program, first.program, lanes["num_ops"][by_lane], source)
+    _check_program(program, first, lanes["num_ops"][by_lane], source)
     return make_trace(program, columns, _timing(parts), source)
 
 
@@ -106,15 +106,15 @@ def _order(number: Longs, count: int, what: str, has: str, source: str) -> Longs
     raise ValueError(f"{source}: each {what} from 0 to {count - 1} has {has}, and one only, but {came}")
 
 
-def _check_program(program: Program, wanted: str, num_ops: Longs, source: str) -> None:
+def _check_program(program: Program, part: TracePart, num_ops: Longs, source: str) -> None:
     """The lanes as long as the table says, and the whole as it was written."""
     wrong = np.flatnonzero(np.diff(program.lane_ptr) != num_ops)
     if len(wrong):
         lane = int(wrong[0])
         raise ValueError(f"{source}: treadle.lanes: the num_ops of lane {lane} do not end where the next lane begins")
-    if fingerprint(program) != wanted:
+    if fingerprint(program, part.layout_keys) != part.program:
         raise ValueError(
-            f"{source}: the events and lanes are not those of program {wanted}, which treadle.program names: "
+            f"{source}: the events and lanes are not those of program {part.program}, which treadle.program names: "
             "something was changed; write the trace again"
         )
 

@@ -40,6 +40,7 @@ class TracePart:
 
     source: str
     layout: Layout
+    layout_keys: frozenset[str]
     timing: Timing
     program: str
     num_ops: int
@@ -90,6 +91,7 @@ def _part(value: object, source: str) -> TracePart:
     return TracePart(
         source=source,
         layout=layout,
+        layout_keys=frozenset(treadle.inner("layout").content),
         timing=read_timing(treadle),
         program=treadle.text("program"),
         num_ops=treadle.whole("num_ops"),
