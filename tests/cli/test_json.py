@@ -45,6 +45,9 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sizes that differ": ("compare", ("compare", "1f1b", "first.npz", "--pp", "4", "-m", "8"), 0),
     "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
     "a trace with an outlier past all numbers": ("compare", ("compare", "first.npz", "odd.npz"), 0),
+    "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
+    "a costs file with problems": ("costs-check", ("costs", "check", "wrong.toml"), 1),
+    "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),
     "rows of an update": ("update-rows", ("show", *UPDATE), 0),
 }
 """By name: the kind, the command (--json is added), and its exit code. Tests of dryrun and update hold theirs."""
@@ -66,6 +69,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("made")
     (place / "unsound.txt").write_text("0: F0.0 F1.0 B0.0 B0.0\n1: B0.0 F0.0 W7.0\n")
     (place / "received.txt").write_text("# receive 0>1: F0.0\n0: F0.0 B0.0\n1: F0.0 B0.0\n")
+    (place / "right.toml").write_text("[cells]\nf = 1\nb = 2\n")
+    (place / "wrong.toml").write_text("[cells]\nf = -1\ng = 2\n")
     unit = treadle.load_costs("unit")
     program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
     first = treadle.simulate(program, unit)

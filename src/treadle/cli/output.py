@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 from treadle.cli.terminal import plain
@@ -22,6 +21,7 @@ VERSIONS = {
     "simulate": 1,
     "simulate-update": 1,
     "compare": 1,
+    "costs-check": 1,
     "dryrun": 1,
     "update": 1,
     "update-rows": 1,
@@ -36,4 +36,6 @@ def print_json(kind: str, body: Mapping[str, Any]) -> None:
 
 def schema_text(kind: str) -> str:
     """The schema of a kind of output, as JSON."""
+    from importlib.resources import files
+
     return files("treadle.cli").joinpath("schemas", f"{kind}.json").read_text("utf-8")
