@@ -26,7 +26,7 @@ VERSIONS = {
     "update": 1,
     "update-rows": 1,
 }
-"""The kinds of output and their versions. A key that goes, or changes its meaning or unit, makes a new version."""
+"""The kinds of output and their versions. A key that comes, goes or changes its meaning or unit makes a new version."""
 
 
 def print_json(kind: str, body: Mapping[str, Any]) -> None:
