@@ -52,7 +52,7 @@ def test_show_prints_rows_and_reads_every_form_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["schedules", "explain"])
 def test_listings_as_json(command: str) -> None:
     listed = json.loads(run(command, "--json").stdout)
-    names = list(listed) if isinstance(listed, dict) else [entry["name"] for entry in listed]
+    names = list(listed["findings"]) if command == "explain" else [entry["name"] for entry in listed["schedules"]]
     assert names == list(CODES if command == "explain" else treadle.schedules.SCHEDULES)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.json_output import read_json
 from tests.support.paths import ROOT
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
@@ -63,7 +63,7 @@ def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Pa
     to = ("--to", str(workers.sockets), "--bucket", "64KiB")
     done = treadle_update(tmp_path, "--from", str(save(tmp_path / "one", 1)), *to, "--json")
     assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
+    shown = read_json("update", done.stdout)
     assert (shown["version"], shown["attempt"]) == (1, 1)
     assert shown["bytes"] >= sum(tensor.size_bytes for tensor in model(1, 32))
     workers.tell(1, Trouble("raise", "finish"))

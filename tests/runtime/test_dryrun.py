@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import treadle
+from tests.support.json_output import read_json
 from treadle.cli.app import app
 from treadle.ir.program import LaneKind
 from treadle.passes.mesh import spread
@@ -80,7 +80,7 @@ def test_the_command() -> None:
     assert result.exit_code == 0, result.output
     assert "rank 21 of 64: place 1 along pp, 5 along dp" in result.output
     assert "6: 4 channels, pipe of 4, copies of 32" in result.output
-    told = json.loads(CliRunner().invoke(app, ["dryrun", "dualpipe", *size, "--json"]).output)
+    told = read_json("dryrun", CliRunner().invoke(app, ["dryrun", "dualpipe", *size, "--json"]).stdout)
     assert told["communicators"] == 6
     assert told["disagreements"] == []
     assert told["channels"]["1>2"]["messages"] == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import treadle
+from tests.support.json_output import read_json
 from tests.support.oracle import chunks_of, make_batch, make_mesh, make_stages, mean_loss
 from tests.support.ranks import check, run_ranks
 from treadle.costs import dump as dump_costs
@@ -163,5 +163,4 @@ def test_compare_with_a_schedule_by_name(measured: list[treadle.Trace], tmp_path
 def compare(*args: str, cwd: Path) -> dict[str, Any]:
     done = subprocess.run([TREADLE, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    return read_json("compare", done.stdout)

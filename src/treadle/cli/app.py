@@ -75,6 +75,10 @@ COMMANDS = {
         "Says what a finding means, why it matters, and the way out.",
         "Example: treadle explain T201",
     ),
+    "schema": CommandHelp(
+        "Lists the kinds of JSON that commands print, or prints the JSON schema of one.",
+        "Examples: treadle schema   |   treadle schema verify > verify.schema.json",
+    ),
 }
 
 

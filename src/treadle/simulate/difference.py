@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -96,7 +97,8 @@ class Difference:
             return {**asdict(g), **deltas}
 
         def outlier(o: Outlier) -> dict[str, Any]:
-            return {**asdict(o), "first": clock.show(o.first), "second": clock.show(o.second)}
+            score = o.score if math.isfinite(o.score) else None  # JSON has no infinity
+            return {**asdict(o), "first": clock.show(o.first), "second": clock.show(o.second), "score": score}
 
         return {
             **{name: [group(g) for g in getattr(self, name)] for name in ("by_kind", "by_lane", "by_rank")},
@@ -242,5 +244,6 @@ def _scores(work: Ints, ratio: Floats, usual: Floats) -> Floats:
     """Return the distance of each ratio from the median of its kind, in spreads of its kind."""
     away = np.abs(ratio - usual[work])
     spread = np.maximum(_TO_SIGMA * tally(work, len(WORK), away).median, _LEAST_SPREAD * usual)
-    scores: Floats = away / np.maximum(spread, np.finfo(np.float64).tiny)[work]
+    with np.errstate(over="ignore"):  # infinitely far, where the ops of a kind have no spread at all
+        scores: Floats = away / np.maximum(spread, np.finfo(np.float64).tiny)[work]
     return scores

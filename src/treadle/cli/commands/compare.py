@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +13,9 @@ from treadle.cli.commands.simulate import show_time
 from treadle.cli.compared import hold_model, load_all
 from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
+from treadle.cli.output import print_json
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import out, plain, suggest, working
+from treadle.cli.terminal import out, suggest, working
 from treadle.costs import dump as dump_costs
 from treadle.ir.show import show_held
 from treadle.ir.trace import Clock, Trace
@@ -50,6 +50,8 @@ def compare(
         raise ValueError(
             f"comparing takes at least two, got {names[0]}; 'treadle simulate' shows one, --fit fits costs to it"
         )
+    if len(names) < 2 and as_json:
+        raise ValueError(f"--json prints a comparison, which takes at least two, got {names[0]}; leave --json out")
     loaded = load_all(names, Target("", pp, vpp, microbatches))
     model = hold_model(loaded, model)
     traces = [(name, model.trace(thing)) for name, thing in loaded]
@@ -61,7 +63,7 @@ def compare(
     with working("comparing"):
         comparison = compare_traces(traces)
     if as_json:
-        plain(json.dumps(comparison.as_dict(), indent=1) + "\n")
+        print_json("compare", comparison.as_dict())
         return
     _print_table(comparison)
     predicted = any(not isinstance(thing, Trace) for _, thing in loaded)

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from treadle.cli.options import Json
+from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.costs import PRESETS, dump, lacks, load_costs, parse, read, schema
 
@@ -36,9 +37,8 @@ def check(
     if as_json:
         found = [problem.as_dict() for problem in problems]
         absent = [{"names": list(lack.names), "effect": lack.effect} for lack in lacking]
-        plain(
-            json.dumps({"file": str(path), "right": not problems, "problems": found, "lacks": absent}, indent=1) + "\n"
-        )
+        body = {"file": str(path), "right": not problems, "problems": found, "lacks": absent}
+        print_json("costs-check", body)
         raise typer.Exit(1 if problems else 0)
     for problem in problems:
         out.print(f"[bold red]wrong[/] {escape(problem.at(str(path)))}", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,8 +9,9 @@ from rich.table import Table
 
 from treadle.cli.commands.simulate import show_bytes
 from treadle.cli.options import Json, spread_options
+from treadle.cli.output import print_json
 from treadle.cli.target import Target
-from treadle.cli.terminal import out, plain, suggest, working
+from treadle.cli.terminal import out, suggest, working
 from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements
 
@@ -52,7 +52,7 @@ def dryrun(
         everyone = spread(done.program, ep=1, dp=size // schedule.pp)
         found = [*differences(done), *disagreements(everyone)]
     if as_json:
-        plain(json.dumps(_as_dict(done, size, rank, found), indent=1) + "\n")
+        print_json("dryrun", _as_dict(done, size, rank, found))
     else:
         _print(done, size, rank, found)
         suggest(f"treadle verify {target}")
@@ -68,7 +68,7 @@ def _as_dict(done: Rehearsal, world: int, rank: int, found: list[str]) -> dict[s
         "channels": {
             f"{a}>{b}": {"messages": s.num_messages, "bytes": s.num_bytes} for (a, b), s in done.channels.items()
         },
-        "circles": done.groups,
+        "groups": done.groups,
         "communicators": done.num_communicators,
         "parameter_bytes": done.parameter_bytes,
         "gradient_bytes": done.gradient_bytes,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from treadle.cli.options import Json
+from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.verify import CODES
 from treadle.verify import explain as explain_code
@@ -23,7 +23,7 @@ def explain(
     """Says what a finding means, why it matters, and the way out."""
     codes = CODES if code is None else {code.upper(): explain_code(code)}
     if as_json:
-        plain(json.dumps({name: found._asdict() for name, found in codes.items()}, indent=1) + "\n")
+        print_json("explain", {"findings": {name: found._asdict() for name, found in codes.items()}})
         return
     for name, found in codes.items():
         out.print(f"[bold]{name}[/] {escape(found.title)}")

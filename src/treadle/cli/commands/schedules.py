@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.markup import escape
 from rich.table import Table
 
 from treadle.cli.options import Json
-from treadle.cli.terminal import out, plain, suggest
+from treadle.cli.output import print_json
+from treadle.cli.terminal import out, suggest
 from treadle.schedules import known
 
 
@@ -17,7 +16,7 @@ def schedules(as_json: Json = False) -> None:
     if as_json:
         fields = ("name", "summary", "demands", "bubble", "memory", "source")
         rows = [{field: getattr(family, field) for field in fields} for family in known().values()]
-        plain(json.dumps(rows, indent=1) + "\n")
+        print_json("schedules", {"schedules": rows})
         return
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")

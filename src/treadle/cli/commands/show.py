@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeGuard
@@ -12,6 +11,7 @@ import typer
 from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
+from treadle.cli.output import print_json
 from treadle.cli.target import Target
 from treadle.cli.terminal import plain, suggest
 from treadle.cli.update_target import Update
@@ -60,6 +60,8 @@ def show(
         return
     if rows and form is not FormatName.TEXT:
         raise ValueError(f"--rows is for the text form, got --format {form.value}")
+    if lower and form is not FormatName.TEXT:
+        raise ValueError(f"--lower prints text, got --format {form.value}; -o program.npz writes the program")
     schedule = target.checked_schedule(loaded)
     if output is not None and not lower:
         raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
@@ -97,7 +99,7 @@ def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None
         return
     ranks = range(trace.program.num_ranks)
     if form is FormatName.JSON:
-        plain(json.dumps(update_object(trace, ranks), indent=1) + "\n")
+        print_json("update-rows", update_object(trace, ranks))
         return
     text = update_text(trace, ranks)
     plain(text if not rows else "".join(line for line in text.splitlines(True) if not line.startswith("#")))

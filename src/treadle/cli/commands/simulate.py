@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -14,8 +13,9 @@ from rich.table import Table
 from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_ranks, spread_options
+from treadle.cli.output import print_json
 from treadle.cli.target import Target
-from treadle.cli.terminal import out, plain, suggest, working
+from treadle.cli.terminal import out, suggest, working
 from treadle.cli.update_target import Update
 from treadle.ir.show import show_bytes, show_held
 from treadle.ir.trace import Clock, Trace
@@ -52,7 +52,8 @@ def simulate(
             files.save_trace(trace, output, ranks=parse_ranks(ranks))
     if as_json:
         taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
-        plain(json.dumps({**_as_dict(metrics, path, trace), "taken_as_zero": taken_as_zero}, indent=1) + "\n")
+        body = {**_as_dict(metrics, path, trace), "taken_as_zero": taken_as_zero}
+        print_json("simulate-update" if is_update else "simulate", body)
         return
     _print_update(metrics, trace) if isinstance(metrics, UpdateMetrics) else _print(metrics, trace)
     _print_path(path, trace.clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -19,7 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from treadle.cli.commands.simulate import show_bytes
 from treadle.cli.options import Json, parse_bytes, spread_options
-from treadle.cli.terminal import err, out, plain
+from treadle.cli.output import print_json
+from treadle.cli.terminal import err, out
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +297,7 @@ def _print(done: Updated, *, as_json: bool) -> None:
             "seconds": {phase: round(seconds, 6) for phase, seconds in done.seconds.items()},
             "notes": list(done.notes),
         }
-        plain(json.dumps(shown, indent=1) + "\n")
+        print_json("update", shown)
         return
     out.print(f"[green]version {done.version}[/] is served by all workers")
     seconds = ", ".join(f"{phase} {s:.3f}" for phase, s in done.seconds.items() if phase != "total" and s >= 0.0005)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from typing import Annotated
 
@@ -11,8 +10,9 @@ import typer
 from treadle.cli.findings import print_report
 from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_bytes, spread_options
+from treadle.cli.output import print_json
 from treadle.cli.target import Target
-from treadle.cli.terminal import plain, suggest, working
+from treadle.cli.terminal import suggest, working
 from treadle.cli.update_target import Update
 from treadle.costs import durations
 from treadle.ir import Schedule
@@ -72,7 +72,7 @@ def verify(
             report = verify_program(program, durations(program, model.costs), ring=ring, memory_limit=limit)
     assert report is not None
     if as_json:
-        plain(json.dumps(report.as_dict(), indent=1) + "\n")
+        print_json("verify", report.as_dict())
     else:
         print_report(report, schedule, program, everything=everything)
         simulate = f"treadle simulate {target} {model} {update}".replace("  ", " ").rstrip()

@@ -1,0 +1,177 @@
+"""Every --json output fits its schema, and every schema says what each key is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.json_output import read_json
+from treadle.cli.app import COMMANDS, app, make_command
+from treadle.cli.output import VERSIONS, print_json, schema_text
+from treadle.export import json_form
+
+SIZE = ("--pp", "2", "-m", "4")
+LAYERS = ("--layers", "1", "--moe", "--costs", "deepseek-v3-h800")
+UPDATE = ("update", "--devices", "4", "--rounds", "2")
+
+OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "a schedule": ("schedule", ("show", "interleaved-overlap", *SIZE), 0),
+    "a schedule with receives": ("schedule", ("show", "received.txt"), 0),
+    "the schedules": ("schedules", ("schedules",), 0),
+    "all findings": ("explain", ("explain",), 0),
+    "one finding": ("explain", ("explain", "t201"), 0),
+    "a clean schedule": ("verify", ("verify", "dualpipe", *SIZE), 0),
+    "a schedule with findings": ("verify", ("verify", "zb-v", "--pp", "4", "-m", "8", "--receives", "use"), 1),
+    "rows that are unsound": ("verify", ("verify", "unsound.txt"), 1),
+    "a clean program": ("verify", ("verify", "1f1b", *SIZE, *LAYERS), 0),
+    "a program over its limit": ("verify", ("verify", "1f1b", *SIZE, *LAYERS, "--memory-limit", "1MB"), 1),
+    "a program without bytes": ("verify", ("verify", "1f1b", *SIZE, "--layers", "2"), 0),
+    "an update verified": ("verify", ("verify", *UPDATE), 0),
+    "an update over its limit": ("verify", ("verify", *UPDATE, "--memory-limit", "2B"), 1),
+    "cells simulated": ("simulate", ("simulate", "zb-h1", *SIZE), 0),
+    "layers simulated": ("simulate", ("simulate", "interleaved-overlap", *SIZE, *LAYERS, "--offload"), 0),
+    "a model simulated": ("simulate", ("simulate", "1f1b", *SIZE, "--model-layers", "8", "--by-layer", "--moe"), 0),
+    "many ranks": ("simulate", ("simulate", "1f1b", "--pp", "32", "-m", "64"), 0),
+    "a trace": ("simulate", ("simulate", "first.npz"), 0),
+    "an update": ("simulate-update", ("simulate", *UPDATE), 0),
+    "schedules": ("compare", ("compare", "1f1b", "zb-v", "interleaved:vpp=4", "--pp", "4", "-m", "8"), 0),
+    "sizes that differ": ("compare", ("compare", "1f1b", "first.npz", "--pp", "4", "-m", "8"), 0),
+    "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
+    "a trace with an outlier past all numbers": ("compare", ("compare", "first.npz", "odd.npz"), 0),
+    "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
+    "a costs file with problems": ("costs-check", ("costs", "check", "wrong.toml"), 1),
+    "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),
+    "rows of an update": ("update-rows", ("show", *UPDATE), 0),
+}
+"""By name: the kind, the command (--json is added), and its exit code. Tests of dryrun and update hold theirs."""
+
+
+def run(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, args)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that commands read."""
+    import numpy as np
+
+    import treadle
+
+    place = tmp_path_factory.mktemp("made")
+    (place / "unsound.txt").write_text("0: F0.0 F1.0 B0.0 B0.0\n1: B0.0 F0.0 W7.0\n")
+    (place / "received.txt").write_text("# receive 0>1: F0.0\n0: F0.0 B0.0\n1: F0.0 B0.0\n")
+    (place / "right.toml").write_text("[cells]\nf = 1\nb = 2\n")
+    (place / "wrong.toml").write_text("[cells]\nf = -1\ng = 2\n")
+    unit = treadle.load_costs("unit")
+    program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
+    first = treadle.simulate(program, unit)
+    treadle.save_trace(first, place / "first.npz")
+    treadle.save_trace(treadle.simulate(program, unit, slowness=0.1, seed=3), place / "slow.npz")
+    last = np.flatnonzero(first.end > first.start)[-1]
+    end = np.where(np.arange(program.num_ops) == last, 99 * first.end, first.start)
+    odd = treadle.Trace(program, first.start, end, first.clock, "all ops but one take no time")
+    treadle.save_trace(odd, place / "odd.npz")
+    return place
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output_fits_its_schema(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, args, code = OUTPUTS[name]
+    monkeypatch.chdir(made)
+    exit_code, printed = run(*args, "--json")
+    read = read_json(kind, printed)
+    assert exit_code == code
+    if kind == "verify":
+        assert read["clean"] == (code == 0) == (not read["findings"])
+
+
+def test_an_outlier_past_all_numbers_has_no_score(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    ops = read_json("compare", run("compare", "first.npz", "odd.npz", "--json")[1])["ops"]
+    assert [outlier["score"] for outlier in ops["outliers"]] == [None]
+
+
+def test_every_command_with_json_is_covered() -> None:
+    """A command that gets --json gets a kind, a schema and a case here."""
+    with_json = {name for name in COMMANDS for option in _options(make_command(name)) if "--json" in option}
+    elsewhere = {"dryrun", "update"}  # tests/runtime/test_dryrun.py, tests/cli/test_update.py
+    assert with_json == {args[0] for _, args, _ in OUTPUTS.values()} | elsewhere
+    assert set(VERSIONS) == {kind for kind, *_ in OUTPUTS.values()} | elsewhere
+
+
+def _options(command: Any) -> Iterator[list[str]]:
+    for inner in getattr(command, "commands", {}).values():
+        yield from _options(inner)
+    yield from (parameter.opts for parameter in command.params)
+
+
+def test_each_kind_has_a_schema_and_each_schema_a_kind() -> None:
+    kept = [entry.name for entry in files("treadle.cli").joinpath("schemas").iterdir()]
+    assert sorted(kept) == sorted(f"{kind}.json" for kind in VERSIONS)
+    assert VERSIONS["schedule"] == json_form.VERSION
+
+
+@pytest.mark.parametrize("kind", VERSIONS)
+def test_schema_describes_every_key_and_allows_no_other(kind: str) -> None:
+    schema = json.loads(schema_text(kind))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["title"]
+    assert schema["required"][0] == f"treadle-{kind}"
+    assert schema["properties"][f"treadle-{kind}"]["const"] == VERSIONS[kind]
+    for part in _objects(schema):
+        for key, value in part.get("properties", {}).items():
+            assert value.get("description"), key
+        if "properties" in part:
+            assert part["additionalProperties"] is False
+            assert set(part["required"]) <= set(part["properties"])
+        else:
+            assert isinstance(part["additionalProperties"], dict), "a mapping says what its values are"
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema of an object inside a schema, itself among them."""
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _objects(entry)
+    if isinstance(schema, dict):
+        if "object" in (schema.get("type"), *(schema["type"] if isinstance(schema.get("type"), list) else ())):
+            yield schema
+        for entry in schema.values():
+            yield from _objects(entry)
+
+
+def test_schema_is_listed_and_printed() -> None:
+    listed = run("schema")[1]
+    assert [line.split()[0] for line in listed.splitlines()[1:]] == list(VERSIONS)
+    for name in ("verify", "treadle-verify"):
+        assert json.loads(run("schema", name)[1]) == json.loads(schema_text("verify"))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("schema", "verfy"), "did you mean 'verify'?"),
+        (("schema", "x"), "there are schedule, schedules, "),
+        (("show", "1f1b", *SIZE, "--lower", "--layers", "1", "--json"), "-o program.npz writes the program"),
+        (("compare", "1f1b", *SIZE, "--fit", "fitted.toml", "--json"), "takes at least two, got 1f1b"),
+    ],
+)
+def test_json_that_a_command_does_not_have_is_refused(args: tuple[str, ...], told: str) -> None:
+    error = CliRunner().invoke(app, args).exception
+    assert isinstance(error, ValueError)
+    assert told in str(error)
+
+
+def test_numbers_that_json_lacks_are_not_printed() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        print_json("verify", {"peak": float("nan")})
