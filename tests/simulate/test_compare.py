@@ -42,8 +42,8 @@ def build(lanes: Sequence[Lane], deps: dict[int, list[int]] | None = None, joine
     pairs = np.zeros(num, bool)
     pairs[list(joined)] = True
     by_layer = bool((kind >= OpKind.ATTN_F).any())
-    parts = ((1, 1), FORWARD, BACKWARD) if by_layer else ((0, 0), (OpKind.F,), (OpKind.B,))
-    layout = Layout(Placement.loop(2), 8, *parts, weights=(OpKind.W,))
+    forward, backward = (FORWARD, BACKWARD) if by_layer else ((OpKind.F,), (OpKind.B,))
+    layout = Layout(Placement.loop(2), 8, (1, 1) if by_layer else (0, 0), forward, backward, (OpKind.W,))
     return Program(
         layout=layout,
         kind=kind,

@@ -337,10 +337,17 @@ def test_two_traces_share_the_time_axis(window: Browser, tmp_path: Path) -> None
     assert "measured on nothing" in window.js("document.getElementById('titles').textContent")
 
 
+def uneven() -> Trace:
+    """Stages of 2, 2, 1, ... layers, which hold different amounts."""
+    schedule = treadle.generate("interleaved", pp=4, microbatches=12)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(model_layers=10)), COSTS)
+
+
 @needs_browser
-@pytest.mark.parametrize("name", ["layers", "jittered", "dualpipe", "zb-v"])
+@pytest.mark.parametrize("name", ["layers", "jittered", "uneven", "dualpipe", "zb-v"])
 def test_memory_and_totals_are_the_library_s(window: Browser, tmp_path: Path, name: str) -> None:
-    trace = {"layers": layers, "jittered": jittered_layers}.get(name, lambda: cells(name, 4, 12))()
+    made = {"layers": layers, "jittered": jittered_layers, "uneven": uneven}
+    trace = made.get(name, lambda: cells(name, 4, 12))()
     opened(window, tmp_path, trace)
     want = peaks(trace.program, Times(trace.start, trace.end))
     origin = int(trace.start.min())

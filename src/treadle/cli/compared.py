@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from treadle.api import files
 from treadle.cli.model import Model
@@ -48,7 +48,7 @@ def _target(text: str, sizes: Target) -> Target:
     """`zb-v`, `interleaved:vpp=4`, `1f1b:pp=8,m=32`, or a file, which has its own sizes."""
     name, colon, own = text.partition(":")
     if colon and name in known():
-        given = {}
+        given: dict[str, Any] = {}
         for part in own.split(","):
             size = re.fullmatch(r"(pp|vpp|m)=([0-9]{1,9})", part)
             if size is None:

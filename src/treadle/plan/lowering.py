@@ -136,7 +136,7 @@ class LoweringOptions:
             if said is not None and total != said:
                 raise ValueError(
                     f"costs {costs.name!r} are of a model of {said} layers, and layers {_listed(self.layers)} on "
-                    f"{num_stages} stages make {total}; leave --layers out"
+                    f"{num_stages} stages make {total}; take costs of that model, or leave --layers out"
                 )
             return self
         if said is not None and self.model_layers not in (None, said):
@@ -144,12 +144,12 @@ class LoweringOptions:
                 f"costs {costs.name!r} are of a model of {said} layers, got {self.model_layers}; "
                 "leave --model-layers out, or change [model] layers"
             )
-        total = self.model_layers if self.model_layers is not None else said
-        if total is None:
+        held = self.model_layers if self.model_layers is not None else said
+        if held is None:
             if self.by_layer:
                 raise ValueError("the grain of layers needs their number; add --layers N or --model-layers N")
             return replace(self, layers=(0,) * num_stages)
-        return replace(self, layers=cut_layers(total, num_stages), model_layers=None)
+        return replace(self, layers=cut_layers(held, num_stages), model_layers=None)
 
 
 def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = LoweringOptions()) -> Program:  # noqa: B008

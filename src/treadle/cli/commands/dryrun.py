@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from treadle.cli.commands.simulate import show_bytes
 from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, suggest, working
+from treadle.ir.show import show_bytes
 from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from treadle.cli.commands.simulate import show_bytes
 from treadle.cli.options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.terminal import err, out
+from treadle.ir.show import show_bytes
 
 if TYPE_CHECKING:
     import torch
