@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.costs import Costs, load_costs
+from treadle.costs import Costs, durations, load_costs
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
@@ -155,7 +155,11 @@ def _predicted(shown: Schedule | Program, costs: Costs | str | None) -> Shown:
     taken = load_costs(costs) if isinstance(costs, str) else costs
     stopped = run_to_hang(program, taken)
     if stopped is not None:
-        report = verify_schedule(shown) if isinstance(shown, Schedule) else verify_program(program)
+        report = (
+            verify_schedule(shown)
+            if isinstance(shown, Schedule)
+            else verify_program(program, durations(program, taken))
+        )
         why = report.findings[0].message if report.findings else "does not finish"
         return Shown(name, f"{name}: {why}" if name else why, *stopped)
     trace = simulate(program, taken)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import treadle
+from treadle.passes.cells import lower_cells
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import replicated
 from treadle.weights.lower import lower_update
@@ -34,6 +35,7 @@ SHOWN: dict[str, Any] = {
     "update": lower_update(even_stream(2, 2)),
     "plan": update_plan(),
     "hangs": HANGS,
+    "program that hangs": lower_cells(HANGS),
 }
 
 

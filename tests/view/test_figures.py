@@ -322,7 +322,7 @@ def test_a_figure_has_the_width_and_the_letters_it_was_asked_for(cells: Trace, t
         sheet = sheet_of([cells], style=style)
         assert {text.get_fontsize() for text in sheet.axes.texts if text.get_text() == "Device 0"} == {points}
     for text in sheet_of([cells], style=FigureStyle(width="column")).axes.texts:
-        assert text.get_fontsize() >= LEAST_PT
+        assert float(text.get_fontsize()) >= LEAST_PT
 
 
 def test_a_png_is_as_large_as_it_says(cells: Trace, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -219,6 +220,80 @@ def test_a_click_lights_up_what_waits_for_what(window: Browser, tmp_path: Path, 
     assert set(state["lit"][0]) == {op} | waits_for(trace.program, op) | waiters(trace.program, op)
     shown.press(Keys.ESCAPE)
     assert shown.state()["lit"] is None
+
+
+@needs_browser
+def test_arrows_lead_from_what_an_op_waits_for(window: Browser, tmp_path: Path) -> None:
+    """Where messages take no time and have no row, they lead from the action that made one to the action that reads."""
+    trace = cells("zb-h1", 4, 8)
+    shown = opened(window, tmp_path, trace)
+    program = trace.program
+
+    def named(op: int) -> tuple[int, str]:
+        return program.op(op).lane.rank, str(program.op(op))
+
+    forward = next(op for op in range(program.num_ops) if named(op) == (2, "F4.0"))
+    shown.point(forward, click=True)
+    state = shown.state()
+    arrows = {(named(start), named(stop), why) for start, stop, why in state["links"][0]}
+    assert ((1, "F4.0"), (2, "F4.0"), "waits") in arrows
+    assert ((2, "F4.0"), (3, "F4.0"), "waiters") in arrows
+    assert {op for start, stop, _ in state["links"][0] for op in (start, stop)} <= set(state["lit"][0])
+    shown.press(Keys.ESCAPE)
+    assert shown.state()["links"] == [[]]
+    shown.button("path")
+    on_path = set(critical_path(trace))
+    for start, stop, _ in shown.state()["links"][0]:
+        assert {start, stop} <= on_path
+        assert program.lane_of[start] != program.lane_of[stop]
+
+
+_TOUCH = """(() => {
+  const plot = document.getElementById("plot"), box = plot.getBoundingClientRect();
+  const touch = ([x, y], identifier) => new Touch({ identifier, target: plot, clientX: x, clientY: y });
+  const send = (type, points) => plot.dispatchEvent(new TouchEvent(type,
+    { touches: points.map(touch), cancelable: true, bubbles: true }));
+  for (const points of arguments[0]) send(points === arguments[0][0] ? "touchstart" : "touchmove", points);
+  send("touchend", []);
+})()"""
+
+
+@needs_browser
+def test_fingers_tap_drag_and_pinch(window: Browser, tmp_path: Path) -> None:
+    shown = opened(window, tmp_path, layers())
+    op = first_op(shown.traces[0].program, OpKind.ATTN_B)
+    shown.point(op)
+    box = window.js("treadle.positionOf(0, arguments[0])", op)
+    x, y = box["x"], box["y"]
+    window.js(_TOUCH, [[[x, y]]])
+    assert shown.state()["selected"]["op"] == op
+    assert shown.tooltip_shown()
+    window.js(_TOUCH, [[[x, y]], [[x - 60, y]], [[x - 120, y]]])
+    assert abs(window.js("treadle.positionOf(0, arguments[0])", op)["x"] - x + 120) <= 2
+    before = shown.state()
+    window.js(_TOUCH, [[[x - 50, y], [x + 50, y]], [[x - 100, y], [x + 100, y]]])
+    after = shown.state()
+    assert math.isclose(after["to"] - after["from"], (before["to"] - before["from"]) / 2, rel_tol=0.01)
+    assert after["selected"] == before["selected"]
+
+
+@needs_browser
+def test_a_page_is_not_blank_before_its_scripts_run(window: Browser, tmp_path: Path) -> None:
+    """Without its scripts, as a browser paints it first, it has titles, ranks and boxes; the scripts replace them."""
+    trace = cells("dualpipe", 4, 12)
+    text = page([("dualpipe", trace)])
+    (tmp_path / "still.html").write_text(re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL), "utf-8")
+    window.driver.get((tmp_path / "still.html").as_uri())
+    assert window.js("document.title") == "dualpipe: 4 devices, 2 chunks each, 12 micro-batches"
+    assert "4 devices" in window.js("document.getElementById('titles').textContent")
+    names = window.js("[...document.querySelectorAll('#preview span')].map((e) => e.textContent)")
+    assert names == [f"rank {rank}" for rank in range(4)]
+    drawn = window.js("[...document.querySelectorAll('#preview path')].map((e) => e.getBoundingClientRect().width)")
+    assert len(drawn) >= 4
+    assert max(drawn) > 500
+    shown = opened(window, tmp_path, trace)
+    assert window.js("document.getElementById('preview')") is None
+    assert shown.state()["rows"] == [4]
 
 
 @needs_browser

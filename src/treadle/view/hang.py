@@ -52,7 +52,7 @@ def run_to_hang(program: Program, costs: Costs) -> tuple[Trace, Hang] | None:
     start, end = np.where(waiting, stop, times.start), np.where(waiting, stop, times.end)
     gap = int(GAP * np.median(dur[dur > 0])) if (dur > 0).any() else 0
     for lane in np.flatnonzero(program.lane_kind == LaneKind.COMPUTE):
-        _queue(program, lane, waiting, circle, dur, stop + gap, start, end)
+        _queue(program, int(lane), waiting, circle, dur, stop + gap, start, end)
     about = f"ran as far as it goes with costs {costs.name!r}; what waits stands behind, in the order of its rank"
     return Trace(program, start, end, costs.clock, about), Hang(stop, waiting, circle)
 

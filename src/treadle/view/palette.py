@@ -179,6 +179,25 @@ PALETTES: dict[str, Palette] = {
         Role.BROADCAST: Look("#faedc8"),
         Role.RELOAD: Look("#d55e00"),
     },
+    # For papers that are printed: steps of grey, halves of a backward told by their hatches.
+    "grey": {
+        Role.FORWARD: Look("#f4f4f4", later="#707070"),
+        Role.BACKWARD: Look("#bdbdbd", later="#3a3a3a"),
+        Role.INPUT: Look("#dedede", hatch="/////", later="#585858"),
+        Role.WEIGHT: Look("#cfcfcf", hatch="\\\\\\\\\\", later="#4a4a4a"),
+        Role.PP: Look("#8c8c8c"),
+        Role.EP: Look("#e4e4e4"),
+        Role.DP: Look("#4d4d4d", "#ffffff"),
+        Role.EMBED: Look("#d4d4d4", hatch="|||||"),
+        Role.HEAD: Look("#c4c4c4", hatch="-----"),
+        Role.OUT: Look("#cccccc", hatch="/////"),
+        Role.IN: Look("#ebebeb", hatch="\\\\\\\\\\"),
+        Role.HOST: Look("#b9b9b9", hatch="..."),
+        Role.H2D: Look("#e2e2e2", hatch="/////"),
+        Role.SOURCE: Look("#adadad"),
+        Role.BROADCAST: Look("#ededed"),
+        Role.RELOAD: Look("#7d7d7d", "#ffffff"),
+    },
 }
 
 

@@ -136,7 +136,7 @@ class Sheet:
         path = Path(closed.reshape(-1, 2), codes)
         # A hatch has the colour of the edges, so edges are drawn apart.
         style = {"facecolor": look.fill, "edgecolor": _darker(look), "hatch": look.hatch, "linewidth": 0}
-        self.axes.add_artist(PathPatch(path, **style, zorder=1))  # type: ignore[arg-type]
+        self.axes.add_artist(PathPatch(path, **style, zorder=1))
 
     def outlines(self, corners: Floats, colour: str, width: float, *, dashed: bool = False) -> None:
         """Empty boxes."""

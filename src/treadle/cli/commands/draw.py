@@ -196,6 +196,7 @@ def _drawn(target: Target, model: Model, update: Update) -> _Drawn:
 
 def _stopped(name: str, loaded: Schedule | Program, model: Model) -> _Drawn | None:
     """What does not finish, up to where it hangs, with the finding that says why; None if it finishes."""
+    from treadle.costs import durations
     from treadle.passes.cells import lower_cells
     from treadle.verify import verify_program, verify_schedule
     from treadle.view.hang import run_to_hang
@@ -204,7 +205,11 @@ def _stopped(name: str, loaded: Schedule | Program, model: Model) -> _Drawn | No
     found = run_to_hang(program, model.costs)
     if found is None:
         return None
-    report = verify_schedule(loaded) if isinstance(loaded, Schedule) else verify_program(program)
+    report = (
+        verify_schedule(loaded)
+        if isinstance(loaded, Schedule)
+        else verify_program(program, durations(program, model.costs))
+    )
     return _Drawn(name, *found, report.findings[0]) if report.findings else None
 
 

@@ -20,6 +20,7 @@ from treadle.ir.trace import Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.view.described import described
 from treadle.view.page.columns import columns
+from treadle.view.page.preview import preview
 from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
 
 SCRIPTS = ("trace.js", "paint.js", "memory.js", "details.js", "page.js")
@@ -48,7 +49,17 @@ def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi", *, tit
     script = "\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     # A script ends at the first "</script" inside it, whatever the names of the traces say: no "<" stays in the data.
     shipped = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"title": escape(heading), "style": style, "script": script, "data": shipped}
+    titles = "".join(
+        f"<div><b>{escape(name)}</b> <span>{escape(described(trace))}</span></div>" for name, trace in traces
+    )
+    parts = {
+        "title": escape(heading),
+        "titles": titles,
+        "preview": preview([t for _, t in traces], colours),
+        "style": style,
+        "script": script,
+        "data": shipped,
+    }
     for name, text in parts.items():
         html = html.replace(f"<!--{name}-->", text)
     return html

@@ -12,8 +12,8 @@ function showTitles(traces, parent) {
   for (const trace of traces) {
     const line = element("div", null, parent);
     element("b", trace.name, line);
-    const size = `${trace.numOps.toLocaleString("en")} ops on ${plural(trace.numRanks, "rank")}`;
-    element("span", [size, trace.about].filter(Boolean).join(", "), line);
+    const ops = `${trace.numOps.toLocaleString("en")} ops on ${plural(trace.numRanks, "rank")}`;
+    element("span", [trace.size, ops, trace.about].filter(Boolean).join(", "), line);
   }
 }
 

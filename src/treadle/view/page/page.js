@@ -14,6 +14,7 @@ class Page {
     this.folded = new Set();
     this.scroll = 0;
     this.lit = null; // or, for each trace, a map from op to why it is lit
+    this.links = traces.map(() => []); // for each trace, arrows between lit ops: [from, to, why]
     this.selected = null;
     this.pathShown = false;
     this.chosen = traces.map((trace) => mostLoaded(trace)); // the rank whose memory is filled
@@ -46,7 +47,7 @@ class Page {
 
   drawNow() {
     const view = { from: this.from, to: this.to, scroll: this.scroll, folded: this.folded };
-    this.painter.draw(this.panes, view, this.lit);
+    this.painter.draw(this.panes, view, this.lit, this.links);
     this.memoryPainter.draw(this.traces, view, this.chosen);
   }
 
@@ -142,6 +143,7 @@ class Page {
 
   clear() {
     this.lit = this.selected = null;
+    this.links = this.traces.map(() => []);
     this.pathShown = false;
     $("path").setAttribute("aria-pressed", false);
     $("details").replaceChildren();
@@ -156,11 +158,35 @@ class Page {
     for (const other of waiters) this.lit[index].set(other, "waiters");
     for (const other of waits) this.lit[index].set(other, "waits");
     this.lit[index].set(op, "selected");
+    this.links[index] = this.linksOf(index, op, waits, waiters);
     this.choose(index, trace.rankOf(op));
     showSelected($("details"), trace, op, waits, waiters, (other) => {
       this.select(index, other);
       this.bringIntoSight(index, other);
     });
+  }
+
+  // Arrows into an op from what it waits for, and out of it to what waits for it. Where a message has no row, they come
+  // from the op that made it, and lead to the ones that read it; those are lit too.
+  linksOf(index, op, waits, waiters) {
+    const trace = this.traces[index], { rowOf } = this.panes[index], [first, after] = trace.half(op), found = [];
+    const add = (others, why, forward) => {
+      for (const other of new Set(others.flatMap((each) => trace.withRow(each, rowOf, forward)))) {
+        if (other >= first && other < after) continue;
+        found.push(forward ? [op, other, why] : [other, op, why]);
+        if (!this.lit[index].has(other)) this.lit[index].set(other, why);
+      }
+    };
+    add(waits, "waits", false);
+    add(waiters, "waiters", true);
+    return found;
+  }
+
+  // Along the critical path, from row to row.
+  pathLinks(trace, index) {
+    const { rowOf } = this.panes[index], shown = Array.from(trace.path).filter((op) => rowOf.has(trace.laneOf[op]));
+    const links = shown.slice(1).map((op, i) => [shown[i], op, "path"]);
+    return links.filter(([from, to]) => trace.laneOf[from] !== trace.laneOf[to]);
   }
 
   togglePath() {
@@ -169,6 +195,7 @@ class Page {
     if (!show) return;
     this.pathShown = true;
     this.lit = this.traces.map((trace) => new Map(Array.from(trace.path, (op) => [op, "path"])));
+    this.links = this.traces.map((trace, index) => this.pathLinks(trace, index));
     $("path").setAttribute("aria-pressed", true);
     showPath($("details"), this.traces);
   }
@@ -254,6 +281,54 @@ function listenToMouse(page) {
   }, { passive: false });
 }
 
+// One finger drags, two pinch, a tap is a click that shows the tooltip too.
+function listenToTouch(page) {
+  const plot = $("plot"), tooltip = $("tooltip");
+  let held = null; // where the fingers were: their middle, how far apart, and if they moved
+  const seen = (event) => {
+    const box = plot.getBoundingClientRect(), touches = [...event.touches];
+    const middle = (name) => touches.reduce((sum, touch) => sum + touch[name], 0) / touches.length;
+    const [one, two] = touches, apart = two === undefined ? 0 : Math.abs(one.clientX - two.clientX);
+    return { x: middle("clientX") - box.left, y: middle("clientY") - box.top, apart, number: touches.length };
+  };
+  plot.addEventListener("touchstart", (event) => {
+    event.preventDefault(); // no mouse events after it
+    tooltip.style.display = "none";
+    held = { ...seen(event), moved: held !== null };
+    [held.x0, held.y0] = [held.x, held.y];
+  }, { passive: false });
+  plot.addEventListener("touchmove", (event) => {
+    event.preventDefault();
+    if (held === null) return;
+    const now = seen(event);
+    held.moved ||= now.number > 1 || Math.hypot(now.x - held.x0, now.y - held.y0) > 2 * STILL;
+    if (held.moved && now.number === held.number) {
+      page.pan(held.x - now.x);
+      page.moveScroll(held.y - now.y);
+      if (now.apart > 10 && held.apart > 10) page.zoom(held.apart / now.apart, now.x);
+    }
+    if (held.moved) Object.assign(held, now);
+  }, { passive: false });
+  const leave = (event) => {
+    event.preventDefault();
+    if (event.touches.length) {
+      held = { ...held, ...seen(event), moved: true };
+      return;
+    }
+    const tap = held !== null && !held.moved ? held : null;
+    held = null;
+    if (tap === null || event.type === "touchcancel") return;
+    const found = page.opAt(tap.x, tap.y), name = tap.x < GUTTER ? page.rowAt(tap.y) : null;
+    if (found !== null) page.select(found.trace, found.op);
+    else if (name !== null) page.toggleFold(name.row.rank);
+    else page.clear();
+    const box = plot.getBoundingClientRect();
+    if (found !== null) showTooltip(tooltip, page.traces[found.trace], found.op, tap.x + box.left, tap.y + box.top);
+  };
+  plot.addEventListener("touchend", leave, { passive: false });
+  plot.addEventListener("touchcancel", leave, { passive: false });
+}
+
 function listenToKeys(page) {
   const width = () => $("plot").clientWidth - GUTTER;
   const keys = {
@@ -314,6 +389,7 @@ function outside(page) {
       scroll: page.scroll,
       selected: page.selected,
       path: page.pathShown,
+      links: page.links,
       lit: page.lit?.map((ops) => [...ops.keys()]) ?? null,
       folded: [...page.folded],
       rows: page.panes.map((pane) => pane.rows.length),
@@ -327,15 +403,18 @@ function outside(page) {
 async function main() {
   const { roles, kinds, traces: shipped } = JSON.parse($("data").textContent);
   const traces = await Promise.all(shipped.map((trace) => Trace.load(trace, kinds)));
+  $("titles").replaceChildren();
   showTitles(traces, $("titles"));
   showLegend(traces, kinds, roles, $("legend"));
   const page = new Page(traces, kinds, roles);
   showTotals(traces, $("totals"), (index, rank) => page.choose(index, rank));
   markChosen(page.chosen, $("totals"));
   listenToMouse(page);
+  listenToTouch(page);
   listenToKeys(page);
   page.layOut();
   page.drawNow();
+  $("preview").remove();
   window.treadle = outside(page);
   requestAnimationFrame(() => requestAnimationFrame(() => { window.treadle.firstPaint = performance.now(); }));
 }

@@ -14,6 +14,7 @@ const OUTLINES = { selected: [0, 0, 0], waits: [31, 95, 208], waiters: [176, 69,
 const FADED = 0.2; // what stays of a colour when something else is lit up
 const FAINTEST = 0.3; // of its colour: short messages stay in sight however many fall into a pixel
 const SMALLEST_LABEL = 13; // pixels
+const MOST_ARROWS = 400; // drawn at once
 
 function rgb(hex) {
   return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
@@ -97,8 +98,9 @@ class Painter {
     this.line = new Uint32Array(width);
   }
 
-  // `view`: from, to in ticks, and scroll; `lit`: null or, for each trace, a map from ops to names of OUTLINES.
-  draw(panes, view, lit) {
+  // `view`: from, to in ticks, and scroll; `lit`: null or, for each trace, a map from ops to names of OUTLINES;
+  // `links`: for each trace, arrows between ops: [from, to, a name of OUTLINES].
+  draw(panes, view, lit, links) {
     this.prepare();
     this.from = view.from;
     this.scale = this.image.width / (view.to - view.from);
@@ -110,6 +112,7 @@ class Painter {
     }
     this.context.putImageData(this.image, this.left, this.top);
     this.drawLabels(lit);
+    if (lit !== null) for (const pane of panes) this.drawArrows(pane, view.scroll, links[pane.index]);
     this.drawFrame(panes, view);
   }
 
@@ -237,6 +240,50 @@ class Painter {
     const [first, after] = trace.half(op), middle = (shown.above + shown.below) >> 1;
     if (after - first < 2) return { x0, x1, above: shown.above, below: shown.below };
     return op === first ? { x0, x1, above: shown.above, below: middle } : { x0, x1, above: middle, below: shown.below };
+  }
+
+  // From the end of one op to the start of another; those that would be too many to tell apart are left out.
+  drawArrows(pane, scroll, links) {
+    const { context, ratio } = this, { width, height } = this.image;
+    context.save();
+    context.beginPath();
+    context.rect(this.left, this.top + (pane.top - AXIS) * ratio, width, pane.height * ratio);
+    context.clip();
+    context.lineWidth = 1.4 * ratio;
+    let drawn = 0;
+    for (const [from, to, why] of links) {
+      const start = this.anchor(pane, from, scroll, true), stop = this.anchor(pane, to, scroll, false);
+      if (start === null || stop === null || Math.max(start.x, stop.x) < 0 || Math.min(start.x, stop.x) > width) continue;
+      if (++drawn > MOST_ARROWS) break;
+      this.drawArrow(start, stop, `rgb(${OUTLINES[why].join()})`, Math.min(height, 26 * ratio));
+    }
+    context.restore();
+  }
+
+  // The middle of an op's end or start, wherever that is along its row; null where the row is out of sight.
+  anchor(pane, op, scroll, atEnd) {
+    const { trace } = pane, row = pane.rows[pane.rowOf.get(trace.laneOf[op])];
+    const shown = row === undefined ? null : this.rowPixels(pane, row, scroll);
+    if (shown === null) return null;
+    const x = ((atEnd ? trace.end : trace.start)[op] - this.from) * this.scale, [first, after] = trace.half(op);
+    const share = after - first < 2 ? 0.5 : op === first ? 0.25 : 0.75;
+    return { x, y: shown.above + share * (shown.below - shown.above) };
+  }
+
+  drawArrow(start, stop, colour, bow) {
+    const { context, ratio } = this, [x0, y0, x1, y1] = [start.x, start.y, stop.x, stop.y];
+    const head = 5 * ratio, pull = Math.max(8 * ratio, Math.min(bow, Math.abs(x1 - x0) / 2 + Math.abs(y1 - y0) / 4));
+    context.strokeStyle = context.fillStyle = colour;
+    context.beginPath();
+    context.moveTo(this.left + x0, this.top + y0);
+    const [cx0, cx1] = [this.left + x0 + pull, this.left + x1 - pull];
+    context.bezierCurveTo(cx0, this.top + y0, cx1, this.top + y1, this.left + x1 - head, this.top + y1);
+    context.stroke();
+    context.beginPath();
+    context.moveTo(this.left + x1, this.top + y1);
+    context.lineTo(this.left + x1 - head, this.top + y1 - 0.6 * head);
+    context.lineTo(this.left + x1 - head, this.top + y1 + 0.6 * head);
+    context.fill();
   }
 
   fill({ x0, x1, above, below }, colour) {

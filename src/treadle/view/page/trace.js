@@ -36,8 +36,8 @@ class Trace {
   constructor(shipped, kinds, columns) {
     const { kind, mb, chunk, layer, sizeBytes, joined, dep, path } = columns;
     Object.assign(this, { kind, mb, chunk, layer, sizeBytes, joined, dep, path, kinds });
-    const { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given } = shipped;
-    Object.assign(this, { name, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given });
+    const { name, size, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given } = shipped;
+    Object.assign(this, { name, size, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given });
     const { savedUnit, savedRow, replicas } = shipped;
     Object.assign(this, { savedUnit, savedRow, replicas });
     this.look = kind.map((each, op) => 2 * each + (chunk[op] > 0)); // a kind has one look in chunk 0, one in later ones
@@ -120,13 +120,29 @@ class Trace {
 
   waitersOf(op) {
     const [first, after] = this.half(op);
-    this.readers ??= this.invert();
     const found = new Set();
     if (after < this.lanes.ptr[this.laneOf[op] + 1]) found.add(after);
     for (let half = first; half < after; half++) {
-      for (let k = this.readers.ptr[half]; k < this.readers.ptr[half + 1]; k++) found.add(this.readers.op[k]);
+      for (const reader of this.readersOf(half)) found.add(reader);
     }
     return [...found];
+  }
+
+  // The ops with a row that an op stands for: itself, or those that a message without one carries data from, or to.
+  withRow(op, rowOf, forward) {
+    if (rowOf.has(this.laneOf[op])) return [op];
+    const found = new Set();
+    for (const member of [op, ...this.partners(op)]) {
+      for (const other of forward ? this.readersOf(member) : this.needs(member)) {
+        if (rowOf.has(this.laneOf[other]) && this.laneOf[other] !== this.laneOf[member]) found.add(other);
+      }
+    }
+    return [...found];
+  }
+
+  readersOf(op) {
+    this.readers ??= this.invert();
+    return this.readers.op.subarray(this.readers.ptr[op], this.readers.ptr[op + 1]);
   }
 
   // Of each op, the ops that depend on it. Made at the first click: the first paint does without.
