@@ -1,7 +1,7 @@
 """What mkdocs cannot do by itself: figures from the pages' own commands, help texts, files of the repository.
 
-A picture that a page shows as `made/NAME.svg` is made by the command of that page that says `-o NAME.svg`, or by
-`docs/figures.py`. A link to `../FILE` leads to a copy of that file in the site.
+A picture that a page shows as `made/NAME.svg` is made by the command of that page that says `-o NAME.svg`.
+A link to `../FILE` leads to a copy of that file in the site.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS)]
 os.environ.setdefault("COLUMNS", "100")
 
-import figures as drawn  # noqa: E402
 import pages  # noqa: E402
 
 _MADE = re.compile(r"\((?:\.\./)*made/([\w.-]+)\)")
@@ -38,22 +37,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Make the figures, and bring the files of the repository that pages link to."""
     place = tempfile.TemporaryDirectory(prefix="treadle-docs-")
     _kept.append(place)
-    wanted: set[str] = set()
     linked: set[str] = set()
     for file in files.documentation_pages():
         text = file.content_string
         shown = set(_MADE.findall(text))
         if shown:
             directory = Path(place.name) / file.src_uri
-            made = _make(text, directory, shown)
-            for name in sorted(made):
+            _make(text, directory)
+            for name in sorted(shown):
+                if not (directory / name).exists():
+                    raise PluginError(f"{file.src_uri} shows made/{name}, and no command there writes it")
                 files.append(File.generated(config, f"made/{name}", abs_src_path=str(directory / name)))
-            wanted |= shown - made
         linked |= {path for path in (_outside(file.src_uri, m) for m in _OUTSIDE.finditer(text)) if path}
-    for name in sorted(wanted):
-        files.append(File.generated(config, f"made/{name}", abs_src_path=str(_draw(name, Path(place.name)))))
     for path in sorted(linked):
-        files.append(File.generated(config, f"{_copied(path)}", content=_as_page(path)))
+        files.append(File.generated(config, _copied(path), content=_as_page(path)))
     return files
 
 
@@ -77,8 +74,8 @@ def on_post_build(**_: Any) -> None:
         _kept.pop().cleanup()
 
 
-def _make(text: str, directory: Path, shown: set[str]) -> set[str]:
-    """Run the page's commands that write files; return which of the pictures it shows are there then."""
+def _make(text: str, directory: Path) -> None:
+    """Run the commands of a page that write files, in a directory."""
     directory.mkdir(parents=True)
     for name in ("examples", "docs"):
         (directory / name).symlink_to(ROOT / name)
@@ -91,16 +88,6 @@ def _make(text: str, directory: Path, shown: set[str]) -> set[str]:
             code, printed = pages.run(command.line, directory)
             if code not in (0, 1):
                 raise PluginError(f"$ {command.line}\n{printed}")
-    return {name for name in shown if (directory / name).exists()}
-
-
-def _draw(name: str, directory: Path) -> Path:
-    stem = Path(name).stem
-    figure = drawn.FIGURES.get(stem)
-    if figure is None:
-        raise PluginError(f"made/{name}: no command of its page writes it, and docs/figures.py does not draw it")
-    figure(directory / name)
-    return directory / name
 
 
 def _outside(uri: str, found: re.Match[str]) -> str | None:
