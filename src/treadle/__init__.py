@@ -13,6 +13,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from treadle.host.extras import brought_by
+
 if TYPE_CHECKING:
     from treadle import moe, update
     from treadle.api.files import dumps, load, load_any, loads, save_trace
@@ -140,14 +142,8 @@ def __getattr__(name: str) -> Any:
     """Import a name, or raise an ImportError that says which extra to install."""
     if name not in _MODULE_OF and name not in _PACKAGES:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
-    try:
+    with brought_by("update" if name == "update" else "run", needed_by=f"treadle.{name}"):
         module = import_module(_MODULE_OF.get(name, f"treadle.{name}"))
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "msgspec", "xxhash", "safetensors"):
-            raise
-        extra = "update" if name == "update" else "run"
-        text = f"treadle.{name} needs {error.name}; install it with: pip install 'treadle[{extra}]'"
-        raise ImportError(text) from error
     value = module if name in _PACKAGES else getattr(module, name)
     globals()[name] = value
     return value

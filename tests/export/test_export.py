@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,20 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_text_round_trip_of_anything(schedule: Schedule) -> None:
     assert text.parse(text.dump(schedule)) == schedule
     assert parse_any(text.dump(schedule)) == schedule
+
+
+@given(schedules(), st.sampled_from(["", "rank", "rank ", "Rank "]))
+def test_text_without_chunks_is_read_exactly_if_there_is_one(schedule: Schedule, rank: str) -> None:
+    lines = text.dump(replace(schedule, name="x")).splitlines(True)
+    short = "".join(re.sub(r"([FBIW][0-9]+)\.0\b", r"\1", line if line[0] == "#" else rank + line) for line in lines)
+    actions = [a for row in schedule.rows for cell in row for a in cell.actions]
+    chunks = max([schedule.vpp, *(a.chunk + 1 for a in actions)])
+    left_out = any(a.chunk == 0 for a in [*actions, *(a for row in schedule.receives.values() for a in row)])
+    if chunks == 1 or not left_out:
+        assert parse_any(short) == replace(schedule, name="x")
+    else:
+        with pytest.raises(ParseError, match="does not say its chunk"):
+            parse_any(short)
 
 
 @given(schedules())
@@ -469,6 +484,8 @@ def test_parse_any_tells_the_form_by_its_content() -> None:
 def test_parse_any_reports_in_the_words_of_the_form() -> None:
     with pytest.raises(ParseError, match=r"mine\.txt:1:1: expected a row"):
         parse_any("junk\n0: F0.0\n", "mine.txt")
+    with pytest.raises(ParseError, match=r"mine\.txt:1:1: expected a row"):
+        parse_any("rank0 F0 F1\n", "mine.txt")
     with pytest.raises(ParseError, match=r"mine\.csv:1:1: 'junk' is not an entry of torch's CSV"):
         parse_any("junk\n", "mine.csv")
 

@@ -29,6 +29,20 @@ REFUSED = {
     "junk behind a pair": ("0: (F1.0|B0.0)x\n", ":1:15: "),
     "numbers past all limits": ("0: F999999.999\n", "at most 100000000 forwards"),
     "nothing": ("", "empty"),
+    "a chunk left out beside another": (
+        "0: F0.0 F0 B0.0\n1: F0.1\n",
+        ":1:9: 'F0' does not say its chunk, and ranks have 2",
+    ),
+    "a chunk left out in a pair": ("0: F0.1\n1: (F1|B0.0)\n", ":2:4: '(F1|B0.0)' does not say its chunk"),
+    "a chunk left out where there are two": (
+        HEAD.replace("vpp: 1", "vpp: 2") + "0: F0 B0\n",
+        "'F0' does not say its chunk, and ranks have 2 here; for chunk 0 write F0.0\n  0: F0 B0\n     ^",
+    ),
+    "a chunk left out of a receive": ("# receive 0>1: F0\n0: F0.1\n1: F0.0\n", ":1:16: 'F0' does not say its chunk"),
+    "a dot without a chunk": ("0: F0.\n", ":1:4: 'F0.' is not a cell"),
+    "a rank without a colon": ("rank0 F0 B0\n", "expected a row such as '0: F0.0 B0.0'"),
+    "cells without a rank": ("F0 B0\n", "expected a row such as '0: F0.0 B0.0'"),
+    "a named row of another rank": ("rank 1: F0 B0\n", "expected the row of rank 0, got rank 1"),
 }
 
 
@@ -38,6 +52,20 @@ def test_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
         treadle.loads(text, "mine.txt")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["{}", "rank{}", "rank {}", "Rank {}"])
+def test_with_one_chunk_rows_may_leave_it_out_and_name_the_rank(name: str) -> None:
+    rows = ("F0 F1 B0 B1", "F0 (F1|B0) I1.0 W1")
+    read = treadle.loads("".join(f"{name.format(rank)}: {row}\n" for rank, row in enumerate(rows)))
+    printed = "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 (F1.0|B0.0) I1.0 W1.0\n"
+    assert read == treadle.loads(printed)
+    assert treadle.dumps(read).endswith(printed)
+
+
+def test_with_one_chunk_a_whole_file_may_leave_it_out() -> None:
+    text = HEAD.replace("pp: 1", "pp: 2", 1) + "# receive 0>1: F0\n0: F0 B0\n1: F0 B0\n"
+    assert treadle.loads(text).receives == {(0, 1): (treadle.F(0),)}
 
 
 def test_a_file_says_its_placement_itself() -> None:

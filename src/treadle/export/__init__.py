@@ -35,7 +35,8 @@ FORMATS: dict[str, Format] = {
     "json": Format("treadle.export.json_form"),
 }
 
-_TEXT_LINE = re.compile(r"^(#|[0-9]+:)", re.MULTILINE)
+_TEXT_LINE = re.compile(r"^(#|[0-9]+:|[Rr]ank|\(?[FBIW][0-9])", re.MULTILINE)
+"""Beginnings of lines that torch's CSV does not have: its entries begin with a stage."""
 
 
 def format_of(content: str) -> str:

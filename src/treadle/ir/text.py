@@ -10,7 +10,8 @@
     1: F0.0 B0.0 F1.0 B1.0
 
 `parse(dump(s)) == s`. Rows alone are read too, with what the missing lines would have said taken from the
-rows or from the caller. `##` starts a comment.
+rows or from the caller. `##` starts a comment. With one chunk a rank, rows that people write may leave `.0` out, and
+may begin with `rank 0:` or `rank0:`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from treadle.host.errors import PortableError
 from treadle.ir.action import Action, Cell, Kind, Pair
@@ -30,8 +32,8 @@ MAGIC = "# treadle-schedule 1"
 KEYS = ("name", "placement", "pp", "vpp", "microbatches", "receive")
 
 _HEADER = re.compile(r"# ([a-z_-]+)(?: ([0-9]+)>([0-9]+))?:(?: |$)(.*)")
-_ROW = re.compile(r"([0-9]+):(.*)")
-_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,2})")
+_ROW = re.compile(r"(?:[Rr]ank *)?([0-9]+):(.*)")
+_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]{0,5})(?:\.(0|[1-9][0-9]{0,2}))?")
 _PAIR = re.compile(r"\((F[^|]*)\|(B[^|]*)\)")
 
 
@@ -65,17 +67,38 @@ def _header_lines(schedule: Schedule) -> Iterator[str]:
 
 def parse_action(text: str) -> Action | None:
     """An action from its token, or None if it is not one."""
-    match = _ACTION.fullmatch(text)
-    return Action(Kind[match[1]], int(match[2]), int(match[3])) if match else None
+    action = _read_action(text)
+    return action if action is not None and str(action) == text else None
 
 
 def parse_cell(text: str) -> Cell | None:
     """A cell from its token, or None if it is not one."""
+    cell = _read_cell(text)
+    return cell if cell is not None and str(cell) == text else None
+
+
+def _read_action(text: str) -> Action | None:
+    """An action from its token, with or without its chunk, or None if it is not one."""
+    match = _ACTION.fullmatch(text)
+    return Action(Kind[match[1]], int(match[2]), int(match[3] or 0)) if match else None
+
+
+def _read_cell(text: str) -> Cell | None:
     match = _PAIR.fullmatch(text)
     if match is None:
-        return parse_action(text)
-    forward, backward = parse_action(match[1]), parse_action(match[2])
+        return _read_action(text)
+    forward, backward = _read_action(match[1]), _read_action(match[2])
     return Pair(forward, backward) if forward and backward else None
+
+
+class _Short(NamedTuple):
+    """A token that leaves a chunk out, the cell it stands for, and its place."""
+
+    token: str
+    cell: Cell
+    number: int
+    line: str
+    column: int
 
 
 @dataclass
@@ -89,6 +112,7 @@ class _TextReader:
     rows: list[Row] = field(default_factory=list)
     number: int = 0
     line: str = ""
+    short: _Short | None = None
 
     def error(self, message: str, column: int = 0) -> ParseError:
         return ParseError(message, self.source, self.number, self.line, column)
@@ -129,18 +153,25 @@ class _TextReader:
             raise self.error(f"expected the row of rank {len(self.rows)}, got rank {match[1]}")
         cells = []
         for token, column in _tokens(line, match.start(2)):
-            cell = parse_cell(token)
+            cell = _read_cell(token)
             if cell is None:
                 raise self.error(f"{token!r} is not a cell; cells are {_CELLS}", column + _junk(token))
+            self._note_short(token, cell, column)
             cells.append(cell)
         self.rows.append(tuple(cells))
 
     def _labels(self, start: int) -> Iterator[Action]:
         for token, column in _tokens(self.line, start):
-            action = parse_action(token)
+            action = _read_action(token)
             if action is None or action.kind not in (Kind.F, Kind.B):
                 raise self.error(f"{token!r} is not a message; messages are F0.0 or B0.0", column)
+            self._note_short(token, action, column)
             yield action
+
+    def _note_short(self, token: str, cell: Cell, column: int) -> None:
+        """Remember the first token that leaves a chunk out: whether it may is known after the last line."""
+        if self.short is None and token != str(cell):
+            self.short = _Short(token, cell, self.number, self.line, column)
 
     def finish(self, placement: str | None) -> Schedule:
         absent = [key for key in KEYS[1:5] if self.strict and key not in self.values]
@@ -149,7 +180,9 @@ class _TextReader:
         if not self.rows:
             raise ValueError(f"{self.source}: no rows; a schedule has a line such as '0: F0.0 B0.0' for each rank")
         actions = [action for row in self.rows for cell in row for action in cell.actions]
-        vpp = self._integer("vpp", 1 + max((a.chunk for a in actions), default=0))
+        chunks = 1 + max((a.chunk for a in actions), default=0)
+        vpp = self._integer("vpp", chunks)
+        self._check_short(max(vpp, chunks))
         pp = self._integer("pp", len(self.rows))
         if pp != len(self.rows):
             raise ValueError(f"{self.source}: the header says pp {pp}, but there are {len(self.rows)} rows")
@@ -164,6 +197,12 @@ class _TextReader:
             return Schedule(name, where, num, tuple(self.rows), self.receives)
         except ValueError as error:
             raise ValueError(f"{self.source}: {error}") from None
+
+    def _check_short(self, chunks: int) -> None:
+        if chunks > 1 and self.short is not None:
+            token, cell, number, line, column = self.short
+            message = f"{token!r} does not say its chunk, and ranks have {chunks} here; for chunk 0 write {cell}"
+            raise ParseError(message, self.source, number, line, column)
 
     def _integer(self, key: str, default: int) -> int:
         text = self.values.get(key, str(default))
@@ -183,10 +222,10 @@ def _tokens(line: str, start: int) -> Iterator[tuple[str, int]]:
 def _junk(token: str) -> int:
     """Return the place in a token, which is no cell, where its longest valid beginning ends."""
     good = _ACTION.match(token)
-    if good is not None:
+    if good is not None and good[3] is not None:
         return good.end()
     closing = token.find(")")
-    return closing + 1 if closing >= 0 and parse_cell(token[: closing + 1]) is not None else 0
+    return closing + 1 if closing >= 0 and _read_cell(token[: closing + 1]) is not None else 0
 
 
 def parse(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:

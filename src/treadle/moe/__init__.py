@@ -6,10 +6,13 @@
 puts them together as segments. `Exchange` moves rows, for a layer of your own.
 """
 
-from treadle.moe.exchanges import EXCHANGES, TokenExchange
-from treadle.moe.experts import Experts
-from treadle.moe.layer import MoELayer
-from treadle.moe.router import Router, Routing
-from treadle.runtime.model.exchange import Exchange
+from treadle.host.extras import brought_by
+
+with brought_by("run", needed_by="treadle.moe"):
+    from treadle.moe.exchanges import EXCHANGES, TokenExchange
+    from treadle.moe.experts import Experts
+    from treadle.moe.layer import MoELayer
+    from treadle.moe.router import Router, Routing
+    from treadle.runtime.model.exchange import Exchange
 
 __all__ = ["EXCHANGES", "Exchange", "Experts", "MoELayer", "Router", "Routing", "TokenExchange"]

@@ -27,11 +27,14 @@ numbered steps.
 
 from typing import TYPE_CHECKING, Any
 
-from treadle.update.adapters import Adapter, Plain
-from treadle.update.errors import UpdateError
-from treadle.update.options import UpdateOptions
-from treadle.update.worker.endpoint import Endpoint
-from treadle.update.worker.gate import ClosedError, Gate
+from treadle.host.extras import brought_by
+
+with brought_by("update", needed_by="treadle.update"):
+    from treadle.update.adapters import Adapter, Plain
+    from treadle.update.errors import UpdateError
+    from treadle.update.options import UpdateOptions
+    from treadle.update.worker.endpoint import Endpoint
+    from treadle.update.worker.gate import ClosedError, Gate
 
 if TYPE_CHECKING:
     from treadle.update.rank.source import Source, WeightSource
@@ -61,4 +64,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'treadle.update' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"treadle.update.{_OF_RANKS[name]}"), name)
+    with brought_by("update", needed_by=f"treadle.update.{name}"):
+        return getattr(import_module(f"treadle.update.{_OF_RANKS[name]}"), name)
