@@ -17,15 +17,22 @@ pytest.importorskip("transformers")
 
 SCRIPT = ROOT / "examples" / "rl_loop.py"
 
+LINE = re.compile(
+    r"version (\d)  loss ([\d.]+)  \[.*\]  (\d) of 6 right  "
+    r"waited \d+\.\d\d s for engines, moved (\d+) kB in \d+\.\d\d s, agreed in \d+\.\d\d s"
+)
+
 
 def test_each_version_of_the_loop_is_newer_and_writes_better(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()
-    shown = [re.fullmatch(r"version (\d)  loss ([\d.]+)  \[.*\]  (\d) of 6 right  .*", line) for line in lines]
+    shown = [LINE.fullmatch(line) for line in lines]
     assert all(shown), done.stdout
-    versions, losses, right = zip(*(match.groups() for match in shown if match is not None), strict=True)
+    versions, losses, right, size_kb = zip(*(match.groups() for match in shown if match is not None), strict=True)
     assert versions == ("1", "2", "3")
     assert float(losses[0]) > float(losses[1]) > float(losses[2])
     assert int(right[0]) < int(right[2])
+    assert len(set(size_kb)) == 1  # each version moves the whole model
+    assert int(size_kb[0]) > 100
