@@ -14,6 +14,7 @@ import pytest
 import typer
 
 import treadle
+from tests.support.patience import HUNG_S
 from treadle.cli.app import COMMANDS
 from treadle.verify import CODES
 
@@ -22,7 +23,9 @@ TREADLE = str(Path(sys.executable).parent / "treadle")
 
 def run(*args: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run([TREADLE, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [TREADLE, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=HUNG_S
+    )
 
 
 def on_a_terminal(*args: str) -> str:
@@ -31,7 +34,7 @@ def on_a_terminal(*args: str) -> str:
         ["script", "--quiet", "--return", "--command", " ".join([TREADLE, *args]), "/dev/null"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG_S,
     )
     return done.stdout
 
@@ -154,7 +157,7 @@ def test_rows_alone_take_a_placement() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(
-        f"{TREADLE} show interleaved --pp 64 -m 1024 | head -c 13", shell=True, capture_output=True, timeout=120
+        f"{TREADLE} show interleaved --pp 64 -m 1024 | head -c 13", shell=True, capture_output=True, timeout=HUNG_S
     )
     assert done.stdout == b"# treadle-sch"
     assert done.stderr == b""

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.support.json_output import read_json
 from tests.support.paths import ROOT
+from tests.support.patience import HUNG_S
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from treadle.update.protocol.messages import Refused
@@ -47,7 +48,7 @@ def workers() -> Iterator[Workers]:
 def treadle_update(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (cwd / "update.py").write_text(SCRIPT)
     command = [sys.executable, str(cwd / "update.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=HUNG_S, check=False)
 
 
 def save(directory: Path, version: int) -> Path:

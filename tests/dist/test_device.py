@@ -10,6 +10,7 @@ from time import perf_counter_ns
 
 import torch
 
+from tests.support.patience import HUNG_S
 from tests.support.paths import ROOT
 from treadle.dist.device import device_of
 
@@ -28,7 +29,7 @@ def test_times_of_a_device_are_on_the_hosts_clock_and_in_order(device: torch.dev
 def test_a_device_that_is_not_there_is_told_at_once() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/dist/test_device.py", "-k", "clock"]
     environment = os.environ | {"TREADLE_TEST_DEVICE": "tpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode != 0
     assert "TREADLE_TEST_DEVICE=tpu: " in done.stdout
     assert "give cpu or cuda" in done.stdout

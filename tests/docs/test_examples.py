@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.patience import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 def torchrun(num_ranks: int, script: str, directory: Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
-        [*command, str(EXAMPLES / script)], cwd=directory, capture_output=True, text=True, timeout=240, check=False
+        [*command, str(EXAMPLES / script)], cwd=directory, capture_output=True, text=True, timeout=HUNG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.patience import HUNG_S
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ LINE = re.compile(
 
 def test_each_version_of_the_loop_is_newer_and_writes_better(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()
     shown = [LINE.fullmatch(line) for line in lines]

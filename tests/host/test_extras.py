@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.patience import HUNG_S
 from treadle.host.extras import brought_by
 
 IMPORTS = {
@@ -39,7 +40,7 @@ for line in lines:
 @pytest.mark.parametrize("missing", ["torch", "msgspec"])
 def test_an_import_without_its_extra_names_it(missing: str) -> None:
     command = [sys.executable, "-c", TRY, missing, *IMPORTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S, check=True)
     expected = [
         f"{missing}|{what} needs {missing}; install it with: pip install 'treadle[{extra}]'"
         for what, extra in IMPORTS.values()

@@ -13,6 +13,7 @@ import pytest
 import treadle
 from tests.support.json_output import read_json
 from tests.support.oracle import chunks_of, make_batch, make_mesh, make_stages, mean_loss
+from tests.support.patience import HUNG_S
 from tests.support.ranks import check, run_ranks
 from treadle.costs import dump as dump_costs
 from treadle.ir.program import COMMUNICATION, LaneKind, OpKind
@@ -161,6 +162,8 @@ def test_compare_with_a_schedule_by_name(measured: list[treadle.Trace], tmp_path
 
 
 def compare(*args: str, cwd: Path) -> dict[str, Any]:
-    done = subprocess.run([TREADLE, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [TREADLE, "compare", *args, "--json"], cwd=cwd, capture_output=True, text=True, timeout=HUNG_S
+    )
     assert done.returncode == 0, done.stderr
     return read_json("compare", done.stdout)

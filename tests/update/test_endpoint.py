@@ -15,6 +15,7 @@ import torch
 
 import treadle.update.worker.endpoint as endpoint_module
 import treadle.wire.link as link_module
+from tests.support.patience import SOON_S
 from tests.support.update.engines import eventually, out_of_descriptors
 from tests.support.update.workers import Asker
 from treadle.host.sockets import close_server, connect, listen
@@ -115,6 +116,6 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
         who = f"update rank 1 of process {os.getpid()} has taken worker 0 over"
         with pytest.raises(PeerGoneError, match=who):
             first.expect(Status, 5.0)
-        assert told.get(timeout=5.0) == who
+        assert told.get(timeout=SOON_S) == who
         assert second.ask(GetStatus(), Status, 5.0).state == "closed"
         second.drop()

@@ -44,7 +44,7 @@ COMMANDS = {
         "treadle simulate interleaved-overlap --pp 4 -m 16 --layers 1 --moe --costs deepseek-v3-h800 -o trace.json",
     ),
     "compare": CommandHelp(
-        "Holds schedules, programs or traces against the first one; two traces of one program op by op.",
+        "Compares schedules, programs or traces with the first one; two traces of one program op by op.",
         "Examples: treadle compare 1f1b interleaved dualpipev --pp 4 -m 16   |   "
         "treadle compare 1f1b interleaved:vpp=2 interleaved:vpp=4 --pp 4 -m 16 --model-layers 64   |   "
         "treadle compare predicted.json measured/ --fit fitted.toml",
