@@ -9,6 +9,7 @@ import pytest
 
 import treadle
 from docs.pages import DOCS, ROOT, blocks, pages, replay, run
+from treadle.schedules import SCHEDULES
 
 QUICK = ("docs/own_schedule.md",)
 """Pages whose test is in the quick tier; the rest start processes or draw."""
@@ -102,3 +103,10 @@ def test_command_line_has_every_command() -> None:
     shown = set(re.findall(r"^<!-- help: treadle (\w+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
     listed = run("treadle --help", ROOT)[1].partition("Commands")[2]
     assert shown == set(re.findall(r"^│ (\w+) ", listed, re.MULTILINE))
+
+
+def test_every_schedule_has_a_page_in_the_site() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text("utf-8")
+    for name in SCHEDULES:
+        assert (DOCS / "schedules" / f"{name}.md").is_file(), name
+        assert f": schedules/{name}.md\n" in listed, name
