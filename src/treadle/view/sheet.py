@@ -169,7 +169,7 @@ class Sheet:
         """One collection for each text, over all strips: a collection costs as much as hundreds of its items."""
         for (text, size, colour), places in self._glyphs.items():
             path, at = outline(text).transformed(Affine2D().scale(size)), np.concatenate(places)
-            style = {"facecolors": colour, "linewidths": 0, "zorder": 3}
+            style: dict[str, Any] = {"facecolors": colour, "linewidths": 0, "zorder": 3}
             marks = PathCollection([path], offsets=at, offset_transform=self.axes.transData, **style)
             marks.set_transform(self._points)
             self.axes.add_collection(marks, autolim=False)
