@@ -14,6 +14,8 @@ from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
+from treadle.passes.cut import common_layers
+from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
 from treadle.verify import verify_program, verify_schedule
 from treadle.view.described import described
@@ -72,6 +74,7 @@ def draw(
 ) -> Path | Picture:
     """Draw schedules, programs, traces or update plans; several stand above each other on one time axis.
 
+    Several schedules get one model, the smallest that all of them cut evenly, as `treadle compare` gives them.
     A schedule that does not finish is drawn up to where it hangs, with the ops that wait for each other in red.
 
     Args:
@@ -106,7 +109,9 @@ def draw(
     target = checked_path(path, (*SUFFIXES, PAGE)) if path is not None else None
     style = FigureStyle(width, fold, font_size, title, palette)
     several = isinstance(shown, Iterable) and not isinstance(shown, Drawable)
-    found = [prepared(each, costs) for each in (shown if several else [shown])]  # type: ignore[union-attr]
+    listed: list[object] = list(shown) if several else [shown]  # type: ignore[arg-type]
+    layers = _common_layers(listed)
+    found = [prepared(each, costs, layers) for each in listed]
     if names is not None:
         found = [replace(each, name=name, title=name) for each, name in zip(found, names, strict=True)]
     if target is not None and target.suffix == PAGE:
@@ -131,8 +136,8 @@ def picture(shown: Shown) -> Picture:
     return Picture(_svg(_sheet([shown], None, FigureStyle())))
 
 
-def prepared(shown: object, costs: Costs | str | None = None) -> Shown:
-    """Find the times of an object: its own, or predicted ones."""
+def prepared(shown: object, costs: Costs | str | None = None, model_layers: int | None = None) -> Shown:
+    """Find the times of an object: its own, or predicted ones. `model_layers` are those of a schedule's model."""
     if isinstance(shown, Trace):
         return Shown("", described(shown), shown)
     if isinstance(shown, UpdatePlan):
@@ -144,10 +149,16 @@ def prepared(shown: object, costs: Costs | str | None = None) -> Shown:
         raise ValueError(
             f"draw takes a Schedule, a Program, a Trace, an UpdatePlan or a list of them, got {type(shown).__name__}"
         )
-    return _predicted(shown, costs)
+    return _predicted(shown, costs, model_layers)
 
 
-def _predicted(shown: Schedule | Program, costs: Costs | str | None) -> Shown:
+def _common_layers(listed: Sequence[object]) -> int | None:
+    """The layers of a model that schedules of different numbers of stages share; None where chunks are alike."""
+    stages = {each.placement.num_stages for each in listed if isinstance(each, Schedule)}
+    return common_layers(stages) if len(stages) > 1 else None
+
+
+def _predicted(shown: Schedule | Program, costs: Costs | str | None, model_layers: int | None) -> Shown:
     name = shown.name if isinstance(shown, Schedule) else ""
     program = lower_cells(shown) if isinstance(shown, Schedule) else shown
     if costs is None:
@@ -162,9 +173,20 @@ def _predicted(shown: Schedule | Program, costs: Costs | str | None) -> Shown:
         )
         why = report.findings[0].message if report.findings else "does not finish"
         return Shown(name, f"{name}: {why}" if name else why, *stopped)
+    if isinstance(shown, Schedule) and model_layers is not None:
+        program = lower(shown, taken, LoweringOptions(model_layers=model_layers))
     trace = simulate(program, taken)
-    trace = replace(trace, about=f"{trace.about}: {taken.about}" if taken.about else trace.about)
+    trace = with_assumptions(trace, taken)
     return Shown(name, f"{name}: {described(trace)}" if name else described(trace), trace)
+
+
+def with_assumptions(trace: Trace, costs: Costs) -> Trace:
+    """Add what the costs say about themselves to the line that a figure ends with."""
+    if not costs.about:
+        return trace
+    layout = trace.program.layout
+    of = "of a layer, " if layout.model_layers and not layout.by_layer else ""
+    return replace(trace, about=f"{trace.about}: {of}{costs.about}")
 
 
 def _sheet(found: Sequence[Shown], content: FigureContent | None, style: FigureStyle) -> Sheet:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import treadle
+from treadle.drawing import Picture
 from treadle.passes.cells import lower_cells
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import replicated
@@ -45,8 +46,10 @@ def test_everything_is_drawn_and_shows_itself(name: str, tmp_path: Path) -> None
         path = treadle.draw(SHOWN[name], tmp_path / f"a{form}", width="column")
         assert path == tmp_path / f"a{form}"
         assert (tmp_path / f"a{form}").stat().st_size > 1000
-    for shown in (SHOWN[name], treadle.draw(SHOWN[name])):
-        assert shown._repr_html_().startswith("<svg ")
+    picture = treadle.draw(SHOWN[name])
+    assert isinstance(picture, Picture)
+    assert picture.svg.startswith("<svg ")
+    assert SHOWN[name]._repr_html_() == picture._repr_html_()
 
 
 def test_several_are_drawn_on_one_axis(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ COMMANDS = {
         "treadle compare predicted.json measured/ --fit fitted.toml",
     ),
     "draw": CommandHelp(
-        "Draws a schedule, program or trace: on the terminal, as a figure for a paper, or as a page to explore.",
+        "Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.",
         "Examples: treadle draw 1f1b --pp 4 -m 8   |   "
         "treadle draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
         "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "

@@ -76,6 +76,7 @@ class Sheet:
         self.figure = Figure(figsize=(width * scale / 72, 1), facecolor="white")
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
+        self._glyphs: dict[tuple[str, float, str], list[Floats]] = {}
         self._points = Affine2D().scale(scale / 72) + self.figure.dpi_scale_trans
 
     @property
@@ -162,17 +163,22 @@ class Sheet:
 
     def glyphs(self, text: str, at: Floats, size: float, colour: str) -> None:
         """Write one text at many places, as outlines."""
-        path = outline(text).transformed(Affine2D().scale(size))
-        marks = PathCollection(
-            [path], offsets=at, offset_transform=self.axes.transData, facecolors=colour, linewidths=0
-        )
-        marks.set_transform(self._points)
-        marks.set_zorder(3)
-        self.axes.add_collection(marks, autolim=False)
+        self._glyphs.setdefault((text, size, colour), []).append(at)
+
+    def _put_glyphs(self) -> None:
+        """One collection for each text, over all strips: a collection costs as much as hundreds of its items."""
+        for (text, size, colour), places in self._glyphs.items():
+            path, at = outline(text).transformed(Affine2D().scale(size)), np.concatenate(places)
+            style: dict[str, Any] = {"facecolors": colour, "linewidths": 0, "zorder": 3}
+            marks = PathCollection([path], offsets=at, offset_transform=self.axes.transData, **style)
+            marks.set_transform(self._points)
+            self.axes.add_collection(marks, autolim=False)
+        self._glyphs.clear()
 
     def save(self, path: FilePath | BinaryIO, form: str | None = None) -> FigureSize:
         """Writes the file, in the form of its name's ending. The axes cover the sheet, a point each way."""
         suffix = path.suffix.lower() if isinstance(path, FilePath) else f".{form}"
+        self._put_glyphs()
         width, height = self.width * self.scale / 72, self.y * self.scale / 72
         self.figure.set_size_inches(width, height)
         self.axes.set_xlim(0, self.width)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from treadle.cli.compared import Loaded, hold_model
 from treadle.cli.model import Model
 from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import err, out, suggest, working
 from treadle.cli.update_target import Update
+from treadle.drawing import with_assumptions
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
@@ -146,13 +148,18 @@ def draw(
         Path | None, typer.Option("--against", help="A second trace below the first, on one time axis.")
     ] = None,
 ) -> None:
-    """Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore."""
+    """Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.
+
+    Several schedules get the same model: one of --model-layers, or the smallest that all of them cut evenly.
+    """
     _check(output, figure, palette_name)
     sized = [Target(name, pp, vpp, microbatches, placement) for name in names]
     targets = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
-    drawn = [_drawn(target, model, update) for target in targets]
+    loaded = [(target.name, update.load(target)) for target in targets]
+    held = hold_model(loaded, model) if len(loaded) > 1 else model
+    drawn = [_drawn(name, each, held) for name, each in loaded]
     if against is not None:
-        drawn.append(_drawn(Target(str(against)), Model(), Update()))
+        drawn.append(_drawn(str(against), Target(str(against)).load(), Model()))
     options = f"{' '.join(names[1:])} {str(targets[0])[len(names[0]) :]} {model} {update}"
     told = " ".join(f"treadle draw {names[0]} {options}".split())
     if output is None:
@@ -181,17 +188,15 @@ def _check(output: Path | None, figure: FigureOptions, palette_name: str) -> Non
     palette(palette_name)
 
 
-def _drawn(target: Target, model: Model, update: Update) -> _Drawn:
-    loaded = update.load(target)
+def _drawn(name: str, loaded: Loaded, model: Model) -> _Drawn:
     try:
         trace = model.trace(loaded)
     except ValueError:
-        stopped = None if isinstance(loaded, Trace) else _stopped(target.name, loaded, model)
+        stopped = None if isinstance(loaded, Trace) else _stopped(name, loaded, model)
         if stopped is None:
             raise
         return stopped
-    assumed = model.costs.about if trace is not loaded else ""
-    return _Drawn(target.name, replace(trace, about=f"{trace.about}: {assumed}") if assumed else trace)
+    return _Drawn(name, with_assumptions(trace, model.costs) if trace is not loaded else trace)
 
 
 def _stopped(name: str, loaded: Schedule | Program, model: Model) -> _Drawn | None:
