@@ -91,7 +91,7 @@ def draw(
         grain: cells or lanes; None is that of the program.
         memory: draw what each rank holds below.
         ranks: only these, without gaps.
-        window: only from one time to another, in units of the time axis.
+        window: only from one time to another, in units of the trace's clock: units or microseconds.
 
     Returns:
         The path of the file, or the picture.

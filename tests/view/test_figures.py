@@ -401,3 +401,15 @@ def test_all_that_is_written_is_on_the_sheet(cells: Trace, lanes: Trace, tmp_pat
 def test_treadle_alone_does_not_load_matplotlib() -> None:
     code = "import sys, treadle, treadle.cli; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_legend_names_what_is_drawn(lanes: Trace) -> None:
+    def legend(window: tuple[float, float] | None) -> list[str]:
+        return [text.get_text() for text in sheet_of([lanes], FigureContent(window=window)).axes.texts]
+
+    assert "Extra warm-up forward" in legend(None)
+    end = lanes.makespan / lanes.clock.ticks
+    cut = legend((0.9 * end, end))
+    assert "Extra warm-up forward" not in cut
+    assert "Forward" not in cut
+    assert "Backward" in cut

@@ -144,6 +144,15 @@ class _Panel:
         took = f"{end / 1000:,.1f} ms" if unit == "us" else f"{end:g} {'units' if unit == 'unit' else unit}"
         return took + (f", at most {self.unit.show(self.peak)} {self.unit.name} held" if self.curves else "")
 
+    @property
+    def has_extra(self) -> bool:
+        """Does it show an extra warm-up cell."""
+        if self.hang is not None:
+            return False
+        rank = self.trace.program.lane_rank[self.trace.program.lane_of[self.boxes.op]]
+        cell = self.trace.program.cell[self.boxes.op]
+        return any(bool(((rank == r) & (cell == extra)).any()) for r, extra in extra_cells(self.trace).items())
+
     def entries(self, colours: Palette) -> list[Entry]:
         """The legend's entries."""
         if self.hang is None:
@@ -192,7 +201,7 @@ def _timeline(
         sheet.y += 12 if any(panel.hang is not None for panel in panels) else 0
         _axis(sheet, panels, scale, part, window)
     found = [entry for panel in panels for entry in panel.entries(colours)]
-    extra = [EXTRA] if not many and panels[0].hang is None and extra_cells(panels[0].trace) else []
+    extra = [EXTRA] if not many and panels[0].has_extra else []
     left = margins.left if not margins.cramped else 8.0
     legend(sheet, left, [*found, *extra])
     told = ["Memory: a line a device, the highest dark, its peak marked."] if many and content.memory else []

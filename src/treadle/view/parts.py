@@ -123,8 +123,9 @@ def entries(trace: Trace, boxes: Boxes, palette: Palette) -> list[Entry]:
     found = [Entry(ROLES[i].value.capitalize(), (palette[ROLES[i]],)) for i in np.unique(boxes.role)]
     if trace.program.joined[boxes.op].any():
         found.append(Entry("Overlapped forward and backward", (palette[Role.FORWARD], palette[Role.BACKWARD])))
-    if boxes.later.any():
-        dark = [palette[ROLES[i]].of_later_chunk() for i in np.unique(boxes.role[boxes.later])]
+    later = [palette[ROLES[i]] for i in np.unique(boxes.role[boxes.later])]
+    dark = [look.of_later_chunk() for look in later if look.later]
+    if dark:
         two_ways = trace.program.layout.placement.num_pipes > 1
         found.append(Entry("Dark: the other direction" if two_ways else "Dark: later chunks", tuple(dark[:2])))
     return found

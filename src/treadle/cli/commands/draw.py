@@ -71,7 +71,7 @@ class FigureOptions:
     )
     no_title: Annotated[bool, _option("--no-title", help="No title.")] = False
     window: Annotated[
-        str | None, _option("--window", help="Only from one time to another, in units of the axis: 20:45.")
+        str | None, _option("--window", help="Only from one time to another, in units or microseconds: 20:45.")
     ] = None
     ranks: Annotated[str | None, _option("--ranks", help="Only these ranks: 0-3.")] = None
     memory: Annotated[bool, _option("--memory", help="The memory curve below, with its peak.")] = False
