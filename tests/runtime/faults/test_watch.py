@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from tests.support.patience import PATIENT_S
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import PageReader, ProgressPage, Snapshot
@@ -162,7 +161,7 @@ def test_text_of_others_is_cut_and_printable() -> None:
 def told(lost: Lost, waiting_for: str | None = None) -> RankLostError:
     here = Snapshot(1, 1, 7)
     return rank_lost(
-        lost, rank=0, here=here, name=lambda rank, op: f"F{op}.{rank}", deadline_s=PATIENT_S, waiting_for=waiting_for
+        lost, rank=0, here=here, name=lambda rank, op: f"F{op}.{rank}", deadline_s=60, waiting_for=waiting_for
     )
 
 
