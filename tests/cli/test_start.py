@@ -46,5 +46,5 @@ def test_a_command_imports_what_it_needs(command: str) -> None:
     code = f"import sys; sys.argv = ['treadle', *{command.split()!r}]\nfrom treadle.cli import main\nmain()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    heavy = {"numpy", "numba", "matplotlib", "torch", "pydantic"} | ({"rich"} if command != "--help" else set())
+    heavy = {"numpy", "numba", "matplotlib", "torch", "pydantic", "rich"}
     assert not heavy & imported

@@ -93,11 +93,11 @@ def make_command(name: str) -> Any:
     return command
 
 
-def _typer(name: str, **options: Any) -> typer.Typer:
+def _typer(name: str, *, rich: bool = True, **options: Any) -> typer.Typer:
     return typer.Typer(
         name=name,
         add_completion=False,
-        rich_markup_mode="rich",
+        rich_markup_mode="rich" if rich else None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         **options,
@@ -118,7 +118,7 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if self._listing:
-            return TyperCommand(cmd_name, help=COMMANDS[cmd_name].about)
+            return TyperCommand(cmd_name, short_help=COMMANDS[cmd_name].about)
         return make_command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -132,6 +132,7 @@ class Commands(TyperGroup):
 
 app = _typer(
     "treadle",
+    rich=False,  # the list of commands in plain text: rich takes longer to import than to read it
     cls=Commands,
     help="Distributed training schedules as data: list, show, verify, simulate, draw, compare and rehearse them.",
     epilog="Start with: treadle schedules",
