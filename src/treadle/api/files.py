@@ -21,6 +21,9 @@ def loads(text: str, source: str = "<text>", *, placement: str | None = None) ->
         source: the name that errors give the text.
         placement: for rows without the lines that name one: loop (the default), v, bidirectional, or a table.
 
+    Returns:
+        The Schedule, sound or not.
+
     Raises:
         ValueError: the text holds no schedule; the message names the line.
 
@@ -35,6 +38,13 @@ def loads(text: str, source: str = "<text>", *, placement: str | None = None) ->
 
 def load(path: str | Path, *, placement: str | None = None) -> Schedule:
     """Read a schedule from a file in any of the forms that `dumps` writes.
+
+    Args:
+        path: of the file.
+        placement: for rows without the lines that name one: loop (the default), v, bidirectional, or a table.
+
+    Returns:
+        The Schedule, sound or not.
 
     Raises:
         ValueError: the file holds no schedule.
@@ -56,6 +66,9 @@ def dumps(schedule: Schedule, format: str = "text") -> str:
         schedule: any.
         format: text, torch-csv or json.
 
+    Returns:
+        Text that `loads` reads back.
+
     Raises:
         ValueError: there is no such format.
 
@@ -75,6 +88,9 @@ def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Pr
     Args:
         path: of the file.
         placement: for rows of a schedule without the lines that name one.
+
+    Returns:
+        A Schedule, a Program or a Trace.
 
     Raises:
         ValueError: the file holds none of these.

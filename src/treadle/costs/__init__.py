@@ -32,6 +32,9 @@ def load_costs(name: str) -> Costs:
     Args:
         name: `unit` (F = I = W = 1, communication free), a preset, or the path of a TOML file.
 
+    Returns:
+        The Costs.
+
     Raises:
         ValueError: no preset has this name, or the file does not hold costs; the message names line and field.
 

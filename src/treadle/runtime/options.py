@@ -16,7 +16,13 @@ SavedName: TypeAlias = Literal["leave", "count", "offload"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. `costs` and `saved` are the same on all ranks: the plan is made from them."""
+    """The options of a Pipeline. `costs` and `saved` are the same on all ranks: the plan is made from them.
+
+    Example:
+        >>> RunOptions(deadline_s=60, lanes="serial").saved
+        'leave'
+
+    """
 
     deadline_s: float = 600.0
     """Seconds that a rank waits for another before it takes that rank for lost.

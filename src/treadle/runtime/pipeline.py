@@ -80,6 +80,21 @@ class Pipeline:
         TypeError: An argument is of another type.
         ValueError: On all ranks, if the modules of one do not fit the schedule or each other.
 
+    Example:
+        A pipeline of one rank; under torchrun, `dist.init_process_group("gloo")` and a mesh of more ranks.
+
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        >>> schedule = treadle.generate("1f1b", pp=1, microbatches=2)
+        >>> pipe = Pipeline({0: nn.Linear(4, 4)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
+        >>> loss = pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        >>> pipe.report.finite, pipe.report.reduced
+        (True, True)
+        >>> pipe.close()
+        >>> dist.destroy_process_group()
+
     """
 
     def __init__(

@@ -57,6 +57,11 @@ class StepReport:
     `finite`: whether the loss and every gradient are finite, on all ranks. `reduced`: whether `.grad` is that of a
     single process; if not, it is this rank's share, which a later step with `reduce=True` adds up. `saved`: the bytes
     that this rank's layers saved for backward, where they are counted.
+
+    Example:
+        >>> StepReport(torch.tensor(0.5), torch.tensor([0.25, 0.75]), finite=True, reduced=True).finite
+        True
+
     """
 
     loss: Tensor

@@ -86,6 +86,9 @@ def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:
     Args:
         traces: pairs (name, trace), all on one clock.
 
+    Returns:
+        A row for each trace; `ops` has the ops of two traces of one program, or `why_not` says why there are none.
+
     Raises:
         ValueError: there is no trace, or their clocks differ.
 

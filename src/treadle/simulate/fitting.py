@@ -31,6 +31,12 @@ def fit(trace: Trace) -> Costs:
     fitted as it ran: where its weight half was not split off, its time is in the backward's. Sizes are taken from the
     program as far as it has them.
 
+    Args:
+        trace: usually a measured one, `pipe.trace`.
+
+    Returns:
+        Costs on the trace's clock; `treadle.costs.dump` writes them as TOML.
+
     Example:
         >>> unit = treadle.load_costs("unit")
         >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit), unit)

@@ -101,6 +101,12 @@ def measure(trace: Trace) -> Metrics:
 
     Communication of a measured trace counts without the wait for the ranks that came late.
 
+    Args:
+        trace: predicted or measured.
+
+    Returns:
+        Metrics, in ticks of the trace's clock: `trace.clock.show(ticks)` converts to its unit.
+
     Raises:
         ValueError: ops of a lane are not in order of time.
 

@@ -56,6 +56,15 @@ def critical_path(trace: Trace) -> list[int]:
     together with. The one that ended last did; in a prediction its end is the start, in a measurement there may be a
     gap. Of ops that go together only the one through which the path came is on it.
 
+    Args:
+        trace: predicted or measured.
+
+    Returns:
+        Indices of ops, from the first to start to the last to end; `trace.program.op(index)` is the op.
+
+    Raises:
+        ValueError: ops of a lane are not in order of time.
+
     Example:
         >>> unit = treadle.load_costs("unit")
         >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=1), unit), unit)

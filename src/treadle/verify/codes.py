@@ -125,6 +125,12 @@ CODES: dict[str, Explanation] = {
 def explain(code: str) -> Explanation:
     """Return what a code of a finding means.
 
+    Args:
+        code: such as T201.
+
+    Returns:
+        An Explanation: title, meaning, example and the way out.
+
     Raises:
         ValueError: there is no such code; the message names those there are.
 

@@ -37,7 +37,19 @@ ORDER = ("attn", "counts", "host", "dispatch", "mlp", "combine")
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a layer. `run` takes the values it reads, and returns the one it writes or a tuple of them."""
+    """One part of a layer. `run` takes the values it reads, and returns the one it writes or a tuple of them.
+
+    Example:
+        >>> class Block(nn.Linear):
+        ...     def segments(self):
+        ...         return [
+        ...             compute("attn", self.forward, reads="x", writes="h"),
+        ...             compute("mlp", torch.tanh, reads="h", writes="x"),
+        ...         ]
+        >>> reference_forward(Block(2, 2), torch.zeros(1, 2))["x"].shape
+        torch.Size([1, 2])
+
+    """
 
     name: str
     run: Callable[..., Any]
@@ -46,14 +58,50 @@ class Segment:
 
 
 def compute(name: str, run: Callable[..., Any], *, reads: str, writes: str) -> Segment:
-    """A segment that computes: attn or mlp."""
+    """Make a segment that computes.
+
+    Args:
+        name: attn or mlp.
+        run: takes the values it reads, returns the one it writes or a tuple of them.
+        reads: names of values, apart by spaces; `x` is the layer's input.
+        writes: names of values; the last segment writes `x`, which the next layer reads.
+
+    Returns:
+        The Segment.
+
+    Raises:
+        ValueError: another name.
+
+    Example:
+        >>> compute("attn", torch.tanh, reads="x", writes="h").writes
+        ('h',)
+
+    """
     if name not in COMPUTE:
         raise ValueError(f"a compute segment is one of {', '.join(COMPUTE)}, got {name!r}")
     return Segment(name, run, tuple(reads.split()), tuple(writes.split()))
 
 
 def exchange(name: str, run: Callable[..., Any], *, reads: str, writes: str) -> Segment:
-    """A segment that ranks of an expert group do together: counts, host (waiting for them), dispatch or combine."""
+    """Make a segment that the ranks of an expert group run together.
+
+    Args:
+        name: counts, host (waits for the counts on the host), dispatch or combine.
+        run: takes the values it reads, returns the one it writes or a tuple of them.
+        reads: names of values, apart by spaces.
+        writes: names of values.
+
+    Returns:
+        The Segment.
+
+    Raises:
+        ValueError: another name.
+
+    Example:
+        >>> exchange("dispatch", torch.clone, reads="tokens plan", writes="received").reads
+        ('tokens', 'plan')
+
+    """
     if name not in EXCHANGE:
         raise ValueError(f"an exchange segment is one of {', '.join(EXCHANGE)}, got {name!r}")
     return Segment(name, run, tuple(reads.split()), tuple(writes.split()))

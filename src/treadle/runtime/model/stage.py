@@ -23,7 +23,17 @@ from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGra
 
 
 class StageOutput(NamedTuple):
-    """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one."""
+    """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one.
+
+    Example:
+        >>> class Routed(nn.Linear):
+        ...     def forward(self, x):
+        ...         y = super().forward(x)
+        ...         return StageOutput(y, aux_loss=0.01 * y.square().mean())
+        >>> Routed(2, 2)(torch.zeros(1, 2)).output.shape
+        torch.Size([1, 2])
+
+    """
 
     output: Tensor | Tensors
     aux_loss: Tensor

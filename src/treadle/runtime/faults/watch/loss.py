@@ -28,6 +28,14 @@ class RankLostError(PortableError, RuntimeError):
     `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it said goodbye while others still needed
     it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the pipeline). `op` is the
     op of the lost rank, `waiting_for` the op or rank that this rank waited for.
+
+    Example:
+        >>> try:
+        ...     raise RankLostError("rank 2 was lost", rank=2, kind="killed", op="F3.2", waiting_for=None)
+        ... except RankLostError as lost:
+        ...     print(lost.rank, lost.kind, lost.op)
+        2 killed F3.2
+
     """
 
     def __init__(self, message: str, *, rank: int, kind: str, op: str | None, waiting_for: str | None) -> None:
