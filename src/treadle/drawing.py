@@ -17,7 +17,7 @@ from treadle.passes.cells import lower_cells
 from treadle.passes.cut import common_layers
 from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
-from treadle.verify import verify_program, verify_schedule
+from treadle.verify import Finding, verify_program, verify_schedule
 from treadle.view.described import described
 from treadle.view.hang import Hang, run_to_hang
 from treadle.view.style import SUFFIXES, FigureStyle, checked_path
@@ -164,20 +164,28 @@ def _predicted(shown: Schedule | Program, costs: Costs | str | None, model_layer
     if costs is None:
         costs = "deepseek-v3-h800" if program.layout.by_layer else "unit"
     taken = load_costs(costs) if isinstance(costs, str) else costs
-    stopped = run_to_hang(program, taken)
-    if stopped is not None:
-        report = (
-            verify_schedule(shown)
-            if isinstance(shown, Schedule)
-            else verify_program(program, durations(program, taken))
-        )
-        why = report.findings[0].message if report.findings else "does not finish"
-        return Shown(name, f"{name}: {why}" if name else why, *stopped)
+    hangs = stopped(shown, taken)
+    if hangs is not None:
+        trace, hang, finding = hangs
+        return Shown(name, f"{name}: {finding.message}" if name else finding.message, trace, hang)
     if isinstance(shown, Schedule) and model_layers is not None:
         program = lower(shown, taken, LoweringOptions(model_layers=model_layers))
     trace = simulate(program, taken)
     trace = with_assumptions(trace, taken)
     return Shown(name, f"{name}: {described(trace)}" if name else described(trace), trace)
+
+
+def stopped(shown: Schedule | Program, costs: Costs) -> tuple[Trace, Hang, Finding] | None:
+    """Run what does not finish up to where it hangs, with the finding that says why; None for what finishes."""
+    program = lower_cells(shown) if isinstance(shown, Schedule) else shown
+    found = run_to_hang(program, costs)
+    if found is None:
+        return None
+    if isinstance(shown, Schedule):
+        report = verify_schedule(shown)
+    else:
+        report = verify_program(program, durations(program, costs))
+    return *found, report.findings[0]
 
 
 def with_assumptions(trace: Trace, costs: Costs) -> Trace:

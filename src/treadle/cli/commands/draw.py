@@ -18,9 +18,7 @@ from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import err, out, suggest, working
 from treadle.cli.update_target import Update
-from treadle.drawing import with_assumptions
-from treadle.ir import Schedule
-from treadle.ir.program import Program
+from treadle.drawing import stopped, with_assumptions
 from treadle.ir.trace import Trace
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
@@ -192,30 +190,11 @@ def _drawn(name: str, loaded: Loaded, model: Model) -> _Drawn:
     try:
         trace = model.trace(loaded)
     except ValueError:
-        stopped = None if isinstance(loaded, Trace) else _stopped(name, loaded, model)
-        if stopped is None:
+        hangs = None if isinstance(loaded, Trace) else stopped(loaded, model.costs)
+        if hangs is None:
             raise
-        return stopped
+        return _Drawn(name, *hangs)
     return _Drawn(name, with_assumptions(trace, model.costs) if trace is not loaded else trace)
-
-
-def _stopped(name: str, loaded: Schedule | Program, model: Model) -> _Drawn | None:
-    """What does not finish, up to where it hangs, with the finding that says why; None if it finishes."""
-    from treadle.costs import durations
-    from treadle.passes.cells import lower_cells
-    from treadle.verify import verify_program, verify_schedule
-    from treadle.view.hang import run_to_hang
-
-    program = lower_cells(loaded) if isinstance(loaded, Schedule) else loaded
-    found = run_to_hang(program, model.costs)
-    if found is None:
-        return None
-    report = (
-        verify_schedule(loaded)
-        if isinstance(loaded, Schedule)
-        else verify_program(program, durations(program, model.costs))
-    )
-    return _Drawn(name, *found, report.findings[0]) if report.findings else None
 
 
 def _tell(finding: Finding) -> None:
