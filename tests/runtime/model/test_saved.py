@@ -250,7 +250,9 @@ def counted(rank: int, saved: Any) -> tuple[int, int]:
     pipe.step(x, x)
     assert pipe.report is not None
     assert pipe.report.saved is not None
-    program = replace(pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind))
+    program = replace(
+        pipe.program, layout=replace(pipe.program.layout, saved=pipe.report.saved.by_kind, saved_unit="bytes")
+    )
     predicted = int(treadle.measure(treadle.simulate(program, unit)).peaks[rank])
     pipe.close()
     return pipe.report.saved.peak, predicted
