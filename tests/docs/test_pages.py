@@ -101,8 +101,8 @@ def test_python_api_has_every_public_name() -> None:
 
 def test_command_line_has_every_command() -> None:
     shown = set(re.findall(r"^<!-- help: treadle (\w+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
-    listed = run("treadle --help", ROOT)[1].partition("Commands")[2]
-    assert shown == set(re.findall(r"^│ (\w+) ", listed, re.MULTILINE))
+    listed = run("treadle --help", ROOT)[1].partition("Commands:")[2]
+    assert shown == set(re.findall(r"^  (\w+)  ", listed, re.MULTILINE))
 
 
 def test_every_schedule_has_a_page_in_the_site() -> None:
