@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import treadle.plan.lowering as lowering
 from treadle.costs import Costs, durations, load_costs
+from treadle.host.errors import named
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
@@ -42,7 +43,7 @@ def lower(schedule: Schedule, costs: CostsOrName = "unit", options: LoweringOpti
 
     """
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"lower takes a Schedule, got {_named(schedule)}; {_way_out(schedule)}")
+        raise TypeError(f"lower takes a Schedule, got {named(schedule)}; {_way_out(schedule)}")
     return lowering.lower(schedule, _costs(costs), _options(options))
 
 
@@ -89,7 +90,7 @@ def verify(
     if isinstance(target, Trace):
         target = target.program
     if not isinstance(target, Program):
-        raise TypeError(f"verify takes a Schedule, a Program or a Trace, got {_named(target)}; {_way_out(target)}")
+        raise TypeError(f"verify takes a Schedule, a Program or a Trace, got {named(target)}; {_way_out(target)}")
     for name, given in (("eager", eager), ("receives", receives != "sender"), ("max_activations", max_activations)):
         if given:
             raise ValueError(f"{name} is for schedules: a Program has its messages and lanes already; leave it out")
@@ -133,7 +134,7 @@ def simulate(
     elif options is not None:
         raise ValueError("options say how a Schedule is lowered, and this Program is; leave them out")
     if not isinstance(target, Program):
-        raise TypeError(f"simulate takes a Schedule or a Program, got {_named(target)}; {_way_out(target)}")
+        raise TypeError(f"simulate takes a Schedule or a Program, got {named(target)}; {_way_out(target)}")
     if target.layout.is_update:
         return simulate_update(target)
     return simulate_program(target, _costs(costs), slowness=slowness, seed=seed)
@@ -143,7 +144,7 @@ def _costs(given: Any) -> Costs:
     if isinstance(given, str):
         return load_costs(given)
     if not isinstance(given, Costs):
-        raise TypeError(f"costs are Costs or a name that treadle.load_costs takes, such as 'unit', got {_named(given)}")
+        raise TypeError(f"costs are Costs or a name that treadle.load_costs takes, such as 'unit', got {named(given)}")
     return given
 
 
@@ -151,13 +152,8 @@ def _options(given: Any) -> LoweringOptions:
     if given is None:
         return LoweringOptions()
     if not isinstance(given, LoweringOptions):
-        raise TypeError(f"options are treadle.LoweringOptions(...), got {_named(given)}")
+        raise TypeError(f"options are treadle.LoweringOptions(...), got {named(given)}")
     return given
-
-
-def _named(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def _way_out(value: object) -> str:

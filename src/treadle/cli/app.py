@@ -86,14 +86,15 @@ def make_command(name: str) -> Any:
     """Import a command: the function `name` of `treadle.cli.commands.name`, or the Typer app of that name."""
     made: Any = getattr(import_module(f"treadle.cli.commands.{name}"), name)
     if not isinstance(made, typer.Typer):
-        function, made = made, _typer(name)
+        function, made = made, make_typer(name)
         made.command(epilog=COMMANDS[name].examples)(function)
     command = typer.main.get_command(made)
     command.name = name
     return command
 
 
-def _typer(name: str, *, rich: bool = True, **options: Any) -> typer.Typer:
+def make_typer(name: str, *, rich: bool = True, **options: Any) -> typer.Typer:
+    """Make an app with the settings that all commands share."""
     return typer.Typer(
         name=name,
         add_completion=False,
@@ -130,7 +131,7 @@ class Commands(TyperGroup):
             self._listing = False
 
 
-app = _typer(
+app = make_typer(
     "treadle",
     rich=False,  # the list of commands in plain text: rich takes longer to import than to read it
     cls=Commands,

@@ -6,18 +6,17 @@ import difflib
 from importlib.resources import files
 from pathlib import Path
 
-from treadle.costs.costs import UNIT, Costs, dump, parse
+from treadle.costs.costs import EXCHANGE, UNIT, Costs, dump, parse
 from treadle.costs.durations import durations, ticks
 from treadle.costs.format import schema
 from treadle.costs.lacking import Lack, lacks, missing
 from treadle.costs.reading import Problem, read
 
-_FREE = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
 UNIT_COSTS = Costs(
     "unit",
     UNIT,
     cells={"layers": 1, "f": UNIT.ticks, "i": UNIT.ticks, "w": UNIT.ticks, "b": 2 * UNIT.ticks, "fb": 3 * UNIT.ticks},
-    layer=dict.fromkeys(_FREE, 0),
+    layer=dict.fromkeys(EXCHANGE, 0),
     message=dict.fromkeys(("send", "offload", "onload", "reduce_grad"), 0),
     about="F = I = W = 1, B = 2, (F|B) = 3, communication free",
 )

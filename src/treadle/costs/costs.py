@@ -37,7 +37,7 @@ the first and the last stage what [ends] says besides. A layer's time is a whole
 
 At the grain of layers attention and MLP take what [layer] says. If it has no time of theirs, they share what the
 layer (or the chunk, where [cells] does not say its layers) takes, half and half. What is not given at all is 0, and
-`Costs.missing` names it.
+`treadle.costs.missing` names it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ MESSAGE = SECTIONS["message"].names
 _PARTS = {"f": LAYER[:6], "i": LAYER[6:], "w": WEIGHTS}
 """The parts of a layer that an action is made of."""
 _COMPUTE = ("attn_f", "mlp_f", "mlp_b", "attn_b", *WEIGHTS)
+EXCHANGE = tuple(part for part in LAYER if part not in _COMPUTE)
+"""The parts of a layer that exchange tokens with experts, or wait for that."""
 _FIRST = {"f": ("embed_f",), "i": ("embed_b",), "w": (), "b": ("embed_b",)}
 _LAST = {"f": ("head_f",), "i": ("head_b",), "w": ("head_w",), "b": ("head_b", "head_w")}
 """What an action of the first and of the last stage includes besides its layers."""

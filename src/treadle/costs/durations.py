@@ -12,7 +12,7 @@ from treadle.ir.execute import Ticks
 from treadle.ir.kernel import kernel
 from treadle.ir.program import EMBEDDING, HEAD, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
 
-_WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.HEAD_B: OpKind.HEAD_W}
+WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.HEAD_B: OpKind.HEAD_W}
 """The weight half that a backward includes unless it is split off."""
 _SHARED = {
     "f": (OpKind.ATTN_F, OpKind.MLP_F),
@@ -124,7 +124,7 @@ def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
         table[part] = costs.layer.get(OpKind(part).name.lower(), 0)
     if not costs.has_parts:
         _share_out(table, costs, stage.layers)
-    for backward, weight in _WHOLE.items():
+    for backward, weight in WHOLE.items():
         if layout.by_layer and weight not in layout.weights:
             table[backward] += table[weight]
     return table

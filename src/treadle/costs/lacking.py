@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.costs.costs import Costs
+from treadle.costs.costs import EXCHANGE, Costs
+from treadle.costs.durations import WHOLE
 from treadle.ir.program import EMBEDDING, HEAD, Layout, OpKind, Program
 
-_WHOLE = {OpKind.MLP_B: "mlp_w", OpKind.ATTN_B: "attn_w", OpKind.HEAD_B: "head_w"}
-"""The weight half that a backward includes where it is not split off."""
 _SHARES = {"f": "f", "b": "i", "w": "w"}
 """The action whose time attention and MLP share, by the end of a part's name."""
 
@@ -61,8 +60,9 @@ def _wanted(kind: OpKind, layout: Layout, costs: Costs) -> Iterator[str]:
         yield from () if costs.says(costs.by_layers or costs.cells, action) else (action,)
     else:
         yield from () if name in costs.layer else (name,)
-    weight = _WHOLE.get(kind)
-    if weight is not None and OpKind[weight.upper()] not in layout.weights:
+    half = WHOLE.get(kind)
+    if half is not None and half not in layout.weights:
+        weight = half.name.lower()
         given = costs.ends if kind is OpKind.HEAD_B else costs.layer
         yield from () if weight in given or (kind is not OpKind.HEAD_B and not costs.has_parts) else (weight,)
 
@@ -96,9 +96,8 @@ def _lacks(costs: Costs) -> Iterator[Lack]:
         yield Lack(("[cells] layers",), effect)
     if not costs.has_parts:
         yield Lack(("[layer] attn_f, mlp_f, ...",), "with --layers, attention and MLP share f, i and w evenly")
-    exchange = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
     for section_name, names, effect in (
-        ("layer", exchange, "taken as 0 with --moe (counts and host not with --padded)"),
+        ("layer", EXCHANGE, "taken as 0 with --moe (counts and host not with --padded)"),
         ("message", ("send",), "messages between stages take 0"),
         ("message", ("offload", "onload"), "taken as 0 with --offload"),
         ("message", ("reduce_grad",), "taken as 0 with --dp or --ep"),

@@ -25,3 +25,9 @@ class PortableError(TreadleError):
 
 def _made(kind: type[PortableError], *args: Any) -> PortableError:
     return kind.__new__(kind, *args)
+
+
+def named(value: object) -> str:
+    """Name what came instead of what is allowed: its type and a short repr, in one line."""
+    text = repr(value).replace("\n", " ")
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

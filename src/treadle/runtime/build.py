@@ -18,6 +18,7 @@ from treadle.dist.boundary import Boundary, all_flags
 from treadle.dist.device import Cuda, Device
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
+from treadle.host.errors import named
 from treadle.ir import Kind, Schedule
 from treadle.ir.dependency import WEIGHT_OF
 from treadle.ir.program import Longs, Op, OpKind, Program
@@ -46,19 +47,14 @@ _SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
 def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
     """Refuse arguments of another type, before any rank is waited for."""
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
-        raise TypeError(f"stages are {{chunk: nn.Module}} of this rank, such as {{0: module}}, got {_named(stages)}")
+        raise TypeError(f"stages are {{chunk: nn.Module}} of this rank, such as {{0: module}}, got {named(stages)}")
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"the schedule is a treadle.Schedule, got {_named(schedule)}; treadle.generate makes one, treadle.load "
+            f"the schedule is a treadle.Schedule, got {named(schedule)}; treadle.generate makes one, treadle.load "
             "reads a file"
         )
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is a function of (output, target), got {_named(loss_fn)}")
-
-
-def _named(value: object) -> str:
-    text = repr(value).replace("\n", " ")
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+        raise TypeError(f"loss_fn is a function of (output, target), got {named(loss_fn)}")
 
 
 def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) -> None:

@@ -9,18 +9,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from treadle.cli.app import COMMANDS, make_typer
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.costs import PRESETS, dump, lacks, load_costs, parse, read, schema
 
-costs = typer.Typer(
-    help="Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+costs = make_typer("costs", help=COMMANDS["costs"].about, no_args_is_help=True)
 
 
 @costs.command(epilog="Example: treadle costs check mine.toml")
@@ -33,7 +28,8 @@ def check(
     """
     text = path.read_text(encoding="utf-8")
     _, problems = read(text)
-    lacking = lacks(parse(text, str(path))) if not problems else ()
+    checked = parse(text, str(path)) if not problems else None
+    lacking = lacks(checked) if checked is not None else ()
     if as_json:
         found = [problem.as_dict() for problem in problems]
         absent = [{"names": list(lack.names), "effect": lack.effect} for lack in lacking]
@@ -42,11 +38,9 @@ def check(
         raise typer.Exit(1 if problems else 0)
     for problem in problems:
         out.print(f"[bold red]wrong[/] {escape(problem.at(str(path)))}", soft_wrap=True)
-    if problems:
+    if checked is None:
         raise typer.Exit(1)
-    out.print(
-        f"[green]right:[/] {escape(str(path))}, costs {escape(repr(parse(text, str(path)).name))}", soft_wrap=True
-    )
+    out.print(f"[green]right:[/] {escape(str(path))}, costs {escape(repr(checked.name))}", soft_wrap=True)
     for lack in lacking:
         out.print(escape(str(lack)), soft_wrap=True)
     suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {path}")

@@ -18,7 +18,7 @@ from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import err, out, suggest, working
 from treadle.cli.update_target import Update
-from treadle.drawing import stopped, with_assumptions
+from treadle.drawing import PAGE, stopped, with_assumptions
 from treadle.ir.trace import Trace
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
@@ -27,8 +27,6 @@ from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
 if TYPE_CHECKING:
     from treadle.verify import Finding
     from treadle.view.hang import Hang
-
-PAGE = ".html"
 
 
 class Grain(StrEnum):
