@@ -246,6 +246,11 @@ class Layout:
         return self.placement.pp * self.num_replicas
 
     @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step, over all pipes."""
+        return self.num_mb * self.placement.num_pipes
+
+    @property
     def by_layer(self) -> bool:
         """True at the grain of layers, False at the grain of cells."""
         return max(self.layers) > 0 and OpKind.F not in self.forward

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 def show_bytes(size: float) -> str:
     """A number of bytes: `22.5 GB`, `300 bytes`."""
@@ -16,3 +19,8 @@ def show_held(size: float, unit: str) -> str:
     if unit == "bytes":
         return show_bytes(size)
     return f"{size:.6g} {unit[:-1] if size == 1 else unit}"
+
+
+def peak_object(peaks: Sequence[float], unit: str) -> dict[str, Any]:
+    """What each rank holds at most, as JSON has it."""
+    return {"unit": unit, "most": max(peaks, default=0), "ranks": list(peaks)}

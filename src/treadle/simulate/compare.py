@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from treadle.ir.show import peak_object
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.difference import Difference, difference, unlike
 from treadle.simulate.held import StepSize, held_text
@@ -72,7 +73,7 @@ class Comparison:
 
     def _row(self, row: ComparisonRow) -> dict[str, Any]:
         shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble), "size": asdict(row.size)}
-        shown["peak"] = {"unit": row.metrics.peak_unit, "most": row.metrics.peak, "ranks": list(row.metrics.peaks)}
+        shown["peak"] = peak_object(row.metrics.peaks, row.metrics.peak_unit)
         for name in ("makespan", "exposed"):
             number: Versus = getattr(row, name)
             value, by = self.clock.show(number.value), self.clock.show(number.difference)

@@ -19,8 +19,7 @@ class StepSize:
     @classmethod
     def of(cls, layout: Layout) -> StepSize:
         """The sizes that a Program's layout has."""
-        total = layout.num_mb * layout.placement.num_pipes
-        return cls(layout.model_layers or None, layout.num_ranks, total)
+        return cls(layout.model_layers or None, layout.num_ranks, layout.num_microbatches)
 
 
 _WORDS = {"layers": "a model of {} layers", "ranks": "{} ranks", "microbatches": "{} micro-batches"}

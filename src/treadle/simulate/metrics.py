@@ -15,6 +15,7 @@ from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
 from treadle.ir.memory import in_unit, peaks
 from treadle.ir.program import COMMUNICATION, Ints, LaneKind, Longs, Program
+from treadle.ir.show import peak_object
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.waiting import without_waiting
 
@@ -85,7 +86,7 @@ class Metrics:
             "exposed": self.clock.show(self.exposed),
             "num_ops": self.num_ops,
             "ranks": rows,
-            "peak": {"unit": self.peak_unit, "most": self.peak, "ranks": list(self.peaks)},
+            "peak": peak_object(self.peaks, self.peak_unit),
         }
 
 

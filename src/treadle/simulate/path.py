@@ -62,9 +62,6 @@ def critical_path(trace: Trace) -> list[int]:
     Returns:
         Indices of ops, from the first to start to the last to end; `trace.program.op(index)` is the op.
 
-    Raises:
-        ValueError: ops of a lane are not in order of time.
-
     Example:
         >>> unit = treadle.load_costs("unit")
         >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=1), unit), unit)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.ir.program import Op
-from treadle.ir.show import show_held
+from treadle.ir.show import peak_object, show_held
 
 MOST = 1000
 """Findings of one code past this many say nothing new: they are not looked for, and the report says so."""
@@ -119,9 +119,7 @@ class VerifyReport:
             "num_cells": self.num_cells,
             "num_ops": self.num_ops,
             "peak_activations": list(self.peak_activations),
-            "peak": {"unit": self.peak_unit, "most": max(self.peaks), "ranks": list(self.peaks)}
-            if self.peaks
-            else None,
+            "peak": peak_object(self.peaks, self.peak_unit) if self.peaks else None,
             "cut": list(self.cut),
             "findings": [finding.as_dict() for finding in self.findings],
         }

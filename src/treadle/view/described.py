@@ -12,8 +12,7 @@ def described(trace: Trace) -> str:
     if layout.is_update:
         return described_update(trace.program)
     chunks = f", {layout.placement.vpp} chunks each" if layout.placement.vpp > 1 else ""
-    total = layout.num_mb * layout.placement.num_pipes
-    return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(total, 'micro-batch')}"
+    return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(layout.num_microbatches, 'micro-batch')}"
 
 
 def _counted(count: int, name: str) -> str:
