@@ -48,20 +48,13 @@ def served(tensors: list[Tensor]) -> Holding:
 
 def numbers(tensor: Tensor, box: Box, version: int) -> npt.NDArray[np.uint16]:
     """The elements of a box, the same in any process: by their place in the tensor, its name, and the version."""
-    seed = int(xxhash.xxh32_intdigest(f"{tensor.name} {version}".encode()))
-    out = np.empty(box.shape, np.uint16)
-    rows = range(box.start[0], box.stop[0])
-    inner = np.zeros((1,) * (len(box.start) - 1), np.uint32)
-    for axis in range(1, len(box.start)):
-        along = np.arange(box.start[axis], box.stop[axis], dtype=np.uint32)
-        inner = inner + along.reshape([-1 if a == axis else 1 for a in range(1, len(box.start))]) * np.uint32(
-            math.prod(tensor.shape[axis + 1 :])
-        )
-    width = math.prod(tensor.shape[1:])
-    for at, row in enumerate(rows):
-        first = np.array([(row * width + seed) & 0xFFFFFFFF], np.uint32)  # arrays wrap around without a warning
-        out[at] = ((inner + first) * np.uint32(2654435761) >> np.uint32(16)).reshape(inner.shape)
-    return out
+    seed = xxhash.xxh32_intdigest(f"{tensor.name} {version}".encode())
+    place = np.full((1,) * len(box.shape), seed, np.uint32)
+    for axis, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+        stride = math.prod(tensor.shape[axis + 1 :])
+        along = (np.arange(start, stop, dtype=np.uint64) * stride).astype(np.uint32)  # wraps around
+        place = place + along.reshape([-1 if a == axis else 1 for a in range(len(box.shape))])
+    return (place * np.uint32(2654435761) >> np.uint32(16)).astype(np.uint16)
 
 
 def source_of(have: Holding, rank: int, version: int) -> Source:
