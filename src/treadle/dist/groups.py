@@ -10,12 +10,14 @@ import hashlib
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.device import Wait
 from treadle.dist.mesh_position import MeshPosition
+from treadle.dist.streams import streams_of
 
 
 class Communicator(Protocol):
@@ -58,7 +60,8 @@ def make_communicator(name: str, ranks: list[int], rank: int, deadline: timedelt
     backend = dist.get_backend()
     if backend == "gloo":
         gloo: Communicator = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
-        return gloo
+        streams = streams_of(torch.device("cpu"))
+        return gloo if streams is None else streams.communicator(gloo, name)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = deadline
