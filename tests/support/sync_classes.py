@@ -7,7 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from treadle.runtime.checker.analysis import analyse
+from treadle.runtime.checker.recorder import OUTSIDE
 from treadle.runtime.checker.log import LAUNCH, RECORD_STREAM, Entry, HostWait, Keep, Record, Wait
+
+
+BACK_PRESSURE = "treadle/runtime/run/lanes/stream.py"
+"""Where the launching thread waits for the device so as not to run too far ahead: that orders nothing."""
 
 
 def op_kind(told: str) -> str:
@@ -23,10 +28,12 @@ def sync_classes(log: Sequence[Entry]) -> dict[str, list[int]]:
     recorded = {entry.event: op_kind(entry.where.op) for entry in log if isinstance(entry, Record)}
     found: dict[str, list[int]] = defaultdict(list)
     for place, entry in enumerate(log):
+        if entry.where.op == OUTSIDE:
+            continue
         match entry:
             case Wait(why=why) if why != LAUNCH:
                 found[f"{op_kind(entry.where.op)}: {why} for {recorded.get(entry.event, '?')}"].append(place)
-            case HostWait():
+            case HostWait() if not entry.where.line.startswith(BACK_PRESSURE):
                 found[f"{op_kind(entry.where.op)}: the host waits for {entry.why}"].append(place)
             case Keep(by=by) if by == RECORD_STREAM:
                 found[f"{op_kind(entry.where.op)}: {by} at {entry.where.line.partition(':')[0]}"].append(place)
