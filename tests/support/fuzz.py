@@ -38,6 +38,7 @@ import treadle
 import treadle.moe
 import treadle.runtime
 from tests.support.delays import Delays
+from tests.support.experts import named_grads
 from tests.support.fuzz_models import (
     BATCHES,
     MOST_DIFFERENCE,
@@ -135,9 +136,9 @@ class Runner:
                 param.grad = None
         loss = float(self.pipe.step(*(batch or make_batch(self.config, number, self.replica))))
         return loss, {
-            f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": param.grad
+            f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": grad
             for chunk, stage in self.stages.items()
-            for name, param in stage.named_parameters()
+            for name, grad in named_grads(stage)
         }
 
 
