@@ -36,18 +36,17 @@ class Guard:
         self.slots = memoryview(array("q", [NOBODY] * 4))
         self._agreed = False
 
-    def join(self, groups: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
+    def join(self, groups: Groups, deadline_s: float, address: str | None) -> None:
         """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
         self.position = groups.position
-        rings = [group for group in (groups.pp_group, groups.reduce_group) if group is not None]
-        pp_ranks, alike = groups.pp_group.ranks, groups.reduce_group.ranks if groups.reduce_group is not None else []
+        rings = [group for group in (groups.pp_group, groups.replica_group) if group is not None]
+        pp_ranks, alike = groups.pp_group.ranks, groups.replica_group.ranks if groups.replica_group is not None else []
         ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
         self.watch = Watch.join(
             rings,
             rank=groups.position.rank,
             name=self.name,
             deadline_s=deadline_s,
-            device=device,
             address=address,
             waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks})],  # in the order of ALIKE, ALL
         )

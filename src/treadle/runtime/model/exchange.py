@@ -43,6 +43,10 @@ class EpGroupModule(nn.Module):
         """Takes the group, and a dict that all modules of the group share."""
         self.ep_group, self.shared = ep_group, shared
 
+    def leave(self) -> None:
+        """Gives the group back when its Pipeline is closed."""
+        self.ep_group, self.shared = None, {}
+
     @property
     def size(self) -> int:
         """Returns the number of ranks of the group."""
