@@ -24,6 +24,7 @@ from treadle.dist.boundary import Boundary
 from treadle.dist.communicators import CLOSED, Communicator, close_communicator
 from treadle.dist.device import Wait
 from treadle.dist.groups import Group
+from treadle.dist.streams import keep
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 
@@ -78,6 +79,8 @@ class Channel:
         """Launches a message, and waits for earlier ones so that few stay alive. Errors call the message `told`."""
         if not tensors:
             return
+        for tensor in tensors:
+            keep(tensor)  # its memory may be another stream's
         sent = [tensor.contiguous() for tensor in tensors]
         works = [self.communicator.send([tensor], self.peer, 0) for tensor in sent]
         size_bytes = sum([tensor.nbytes for tensor in sent])

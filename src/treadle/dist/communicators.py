@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.backends import CPU, FAKE, GLOO, NCCL, backend_of
 from treadle.dist.nccl_settings import refuse_wrong_settings
+from treadle.dist.streams import streams_of
 
 NEVER = timedelta(days=365)
 """The timeout of a device's own communicators. They count from the launch of an op, not from the begin of its wait, so
@@ -91,26 +92,35 @@ def make_communicator(
     ranks: list[int],
     rank: int,
     deadline: timedelta,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     *,
     traffic: Traffic = REDUCTION,
     backend: str | None = None,
 ) -> Communicator:
     """Makes a communicator of `ranks` for tensors of `device`, and connects it. All of them make it under one name.
 
-    `backend` is that of the world for the device if not given.
+    Without a device it is for control messages, from CPU to CPU. `backend` is that of the world for the device if not
+    given.
     """
     store, at = PrefixStore(f"treadle/{name}", _get_default_store()), ranks.index(rank)
-    backend = backend if backend is not None else backend_of(device)
+    backend = backend if backend is not None else backend_of(device if device is not None else CPU)
     if backend == FAKE:
         fake: Communicator = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
         return fake
     if backend == GLOO:
         gloo: Communicator = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
-        return gloo
+        return _seen(gloo, name, device)
+    assert device is not None, "control goes over gloo"
     made = _nccl(store, at, len(ranks), traffic) if backend == NCCL else _other(backend, store, at, len(ranks))
     connect(made, device, deadline)
-    return made
+    return _seen(made, name, device)
+
+
+def _seen(made: Communicator, name: str, device: torch.device | None) -> Communicator:
+    """Returns the communicator as the device's streams want it to be used."""
+    streams = streams_of(device) if device is not None else None
+    seen: Communicator = made if streams is None else streams.communicator(made, name)
+    return seen
 
 
 def _nccl(store: PrefixStore, at: int, size: int, traffic: Traffic) -> Communicator:

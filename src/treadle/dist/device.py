@@ -1,13 +1,11 @@
-"""The differences between a CPU with gloo and a GPU with NCCL: waits, time, the end of a step.
+"""The differences between a device whose calls return when they have run, and one that runs behind the host.
 
-On a CPU a wait blocks the calling thread, with a deadline. On a GPU a wait only blocks the compute stream, so the
+On a CPU a wait blocks the calling thread, with a deadline. On a GPU a wait only blocks the current stream, so the
 thread runs ahead. Time is then read from events on that stream, and the deadline applies where the thread catches up,
 at the end of a step.
 """
 
 from __future__ import annotations
-
-from treadle.host.errors import TreadleError
 
 import time
 from collections.abc import Callable
@@ -18,6 +16,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from treadle.dist.streams import Event, Streams, streams_of
+from treadle.host.errors import TreadleError
 
 Wait = Callable[[dist.Work], Any]
 
@@ -63,30 +64,33 @@ class Host:
         return noted
 
 
-class Cuda:
-    """A GPU: ops are launched on the current stream, communication on streams of its own."""
+class StreamDevice:
+    """A device with streams: ops are launched on the current stream, communication on streams of its own."""
 
     POLL_S = 0.0005
 
-    def __init__(self, device: torch.device, deadline: timedelta) -> None:
-        self.device, self.deadline_s = device, deadline.total_seconds()
+    def __init__(self, device: torch.device, deadline: timedelta, streams: Streams) -> None:
+        self.device, self.deadline_s, self.streams = device, deadline.total_seconds(), streams
         self.wait: Wait = methodcaller("wait")  # with a timeout, NCCL's wait blocks the thread
         self.now: Callable[[], Any] = self._event
         self._anchor = self._event(), perf_counter_ns()
 
-    def _event(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def _event(self) -> Event:
+        return self.streams.event(self.device, timed=True)
 
     def catch_up(self) -> None:
         """Polls an event: a thread blocked in the driver could not be told of a loss."""
-        last, until = self.now(), time.monotonic() + self.deadline_s
-        while not last.query():
+        last = self.now()
+        self.await_event(last)
+        self._anchor = last, perf_counter_ns()
+
+    def await_event(self, event: Event) -> None:
+        """Waits until the device has come to an event; raises after the deadline."""
+        until = time.monotonic() + self.deadline_s
+        while not event.query():
             if time.monotonic() > until:
                 raise GpuLateError(f"Timed out: the GPU has not finished its step within {self.deadline_s:g} s")
             time.sleep(self.POLL_S)
-        self._anchor = last, perf_counter_ns()
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
         """Converts events by their distance to the last one, whose time on the host's clock is known."""
@@ -96,4 +100,5 @@ class Cuda:
 
 def device_of(device: torch.device, deadline: timedelta) -> Device:
     """Returns the waits and times of a torch device."""
-    return Cuda(device, deadline) if device.type == "cuda" else Host(deadline)
+    streams = streams_of(device)
+    return Host(deadline) if streams is None else StreamDevice(device, deadline, streams)

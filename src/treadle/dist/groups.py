@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from treadle.dist.backends import CPU
 from treadle.dist.communicators import CLOSED, REDUCTION, Traffic, close_communicator, make_communicator
 from treadle.dist.device import Wait
 from treadle.dist.mesh_position import MeshPosition
@@ -24,14 +23,14 @@ def next_name(position: MeshPosition) -> str:
 
 
 def control_wait(deadline: timedelta) -> Wait:
-    """Returns the wait of groups of the CPU: it blocks, and raises after the deadline."""
+    """Returns the wait of groups for control: it blocks, and raises after the deadline."""
     return methodcaller("wait", deadline)
 
 
 class Group:
     """A group of ranks with their own communicator; `group_rank` is this rank's number in it.
 
-    Its tensors are on `device`. A group of the CPU carries control messages on every kind of device.
+    Its tensors are on `device`. Without one it is for control: its tensors are on the CPU, and a wait blocks and raises.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Group:
         rank: int,
         deadline: timedelta,
         wait: Wait,
-        device: torch.device = CPU,
+        device: torch.device | None = None,
         *,
         traffic: Traffic = REDUCTION,
         backend: str | None = None,

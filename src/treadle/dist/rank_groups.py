@@ -25,6 +25,7 @@ from treadle.dist.device import Wait
 from treadle.dist.groups import Group, control_wait
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.native_sockets import Sockets
+from treadle.dist.streams import streams_of
 from treadle.ir.program import LaneKind, Program
 
 MOST = 8
@@ -118,9 +119,9 @@ class Groups:
         self.outgoing, self.incoming = sides
 
     def _make_reduce_group(self, device: torch.device, wait: Wait) -> Group | None:
-        """Returns the group that replicas agree over if its backend carries the device's tensors, else one more."""
+        """Returns the group that replicas agree over if the device's waits are like the CPU's, else one more."""
         control = self.replica_group
-        if control is None or backend_of(device) in (GLOO, FAKE):
+        if control is None or streams_of(device) is None or backend_of(device) == FAKE:
             return control
         name = f"{self.name}/reduce/{min(control.ranks)}"
         return Group(name, control.ranks, self.position.rank, self.deadline, wait, device)

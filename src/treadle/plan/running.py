@@ -63,12 +63,15 @@ def expected(program: Program) -> Longs:
     return ticks
 
 
-def host_order(program: Program, ticks: Longs) -> list[Ints]:
+def host_order(program: Program, ticks: Longs, *, by_start: bool = False) -> list[Ints]:
     """Return each rank's ops of all lanes in the order in which its thread launches them.
 
     What runs beside computation is launched before the compute op during which it would start if the thread were
     free, as it cannot depend on that op. Whatever an op waits for ended before that moment in one execution of the
     whole program, so ranks that go through their lists, and wait where they must, all come to the end.
+
+    Where the thread only launches and a device computes, ops go `by_start`: an op that blocks the thread, as the wait
+    for counts does, then comes behind the compute op that hides it.
     """
     source, target = launch_edges(program)
     after = np.full(program.num_ops, NEVER, np.int32)
@@ -79,6 +82,10 @@ def host_order(program: Program, ticks: Longs) -> list[Ints]:
     computes = (program.lane_kind == LaneKind.COMPUTE)[program.lane_of]
     lists = []
     for r in range(program.num_ranks):
+        if by_start:
+            own = np.flatnonzero(rank == r)
+            lists.append(own[np.lexsort((program.launch[own], times.start[own]))].astype(np.int32))
+            continue
         compute, beside = np.flatnonzero((rank == r) & computes), np.flatnonzero((rank == r) & ~computes)
         place = np.searchsorted(times.end[compute], times.start[beside], side="right")
         ops = np.concatenate([beside, compute])

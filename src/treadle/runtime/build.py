@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from treadle.costs import Costs, durations
 from treadle.dist.boundary import Boundary, all_flags
-from treadle.dist.device import Cuda, Device
+from treadle.dist.device import Device, StreamDevice
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.host.errors import named
@@ -35,7 +35,7 @@ from treadle.runtime.model.segments import Plan, is_segmented
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.model.weight_grad import WeightGradQueue, WeightGradSplit
 from treadle.runtime.options import LanesName, SavedName
-from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
+from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.layers import PACE
 from treadle.verify import verify_program, verify_schedule
 
@@ -337,12 +337,13 @@ def known_inputs(stages: Mapping[int, Chunk], recipe: StageRecipe) -> dict[int, 
 
 
 def make_lanes(
-    name: LanesName, device: Device, ticks: Longs, deadline_s: float, num_lanes: int, ops: list[Op]
+    name: LanesName, device: Device, ticks: Longs, deadline_s: float, lanes: list[str], ops: list[Op]
 ) -> Lanes:
-    """What ops of layers run on."""
+    """What ops of layers run on. `lanes` are their names; the first computes."""
+    num_lanes = len(lanes)
     dur_ns = [int(ticks[op.index]) for op in ops]
-    if isinstance(device, Cuda):
-        return CudaLanes(num_lanes, len(ops), device)
+    if isinstance(device, StreamDevice):
+        return StreamLanes(lanes, [str(op) for op in ops], device)
     if name == "paced":
         pace, kind = [PACE[op.lane.kind] for op in ops], [op.kind for op in ops]
         return PacedLanes(num_lanes, dur_ns, pace, kind, deadline_s)

@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from treadle.dist.backends import CPU, is_dry
 from treadle.dist.boundary import Boundary
 from treadle.dist.clock import clock_offset
-from treadle.dist.device import device_of
+from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
+from treadle.dist.streams import upload
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
-from treadle.plan.running import join_halves
+from treadle.plan.running import host_order, join_halves
 from treadle.runtime.build import (
     StageRecipe,
     bind,
@@ -222,7 +223,9 @@ class Pipeline:
         if self._shape is None:
             return CellExecutor(part, self._device, self.handlers)
         make = partial(make_lanes, self.options.lanes, self._device, ticks, self.options.deadline_s)
-        return LayerExecutor(part, ticks, make, self.handlers)
+        by_start = isinstance(self._device, StreamDevice)
+        order = host_order(program, ticks, by_start=by_start)[part.pp_rank]
+        return LayerExecutor(part, order, make, self.handlers)
 
     handlers: Mapping[OpKind, Handler] = HANDLERS
     """The calls that run each kind of op; a subclass may have its own, to measure them."""
@@ -304,7 +307,7 @@ class Pipeline:
     def _begin(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
-        factor = torch.tensor(scale, dtype=torch.float64, device=self.device)
+        factor = upload([scale], torch.float64, self.device)[0]
         for stage in stages.values():
             stage.begin_step(factor)
 

@@ -64,7 +64,9 @@ def layers(handlers: dict[OpKind, Handler], name: str = "1f1b") -> tuple[Executo
     options = LoweringOptions(layers=(2,) * PP, moe=True, head=True)
     program = lower_weaving(schedule, UNIT_COSTS, options, reduce=True)
     ticks = durations(program, UNIT_COSTS)
-    executor = LayerExecutor(rank_program(program), ticks, lambda num, ops: SerialLanes(len(ops)), handlers)
+    executor = LayerExecutor(
+        rank_program(program), host_order(program, ticks)[RANK], lambda lanes, ops: SerialLanes(len(ops)), handlers
+    )
     return executor, in_order(program, ticks)
 
 

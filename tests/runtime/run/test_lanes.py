@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from treadle.dist.device import Cuda
-from treadle.runtime.run.lanes import CudaLanes, Lanes, PacedLanes, SerialLanes, ThreadLanes, VirtualLanes
+from treadle.dist.device import StreamDevice
+from treadle.dist.streams import Accelerator
+from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.lanes.paced import MADE_UP_NS, Pace
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
@@ -20,10 +21,13 @@ MS = 1_000_000
 DUR_NS = [20 * MS] * NUM_OPS
 
 
-def cuda() -> Lanes:
-    if not torch.cuda.is_available():
-        pytest.skip("lanes as CUDA streams need a GPU")
-    return CudaLanes(NUM_LANES, NUM_OPS, Cuda(torch.device("cuda", 0), timedelta(seconds=DEADLINE_S)))
+def stream() -> Lanes:
+    if not torch.accelerator.is_available():
+        pytest.skip("lanes as streams need an accelerator")
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    behind = StreamDevice(device, timedelta(seconds=DEADLINE_S), Accelerator())
+    return StreamLanes([f"lane {lane}" for lane in range(NUM_LANES)], list(map(str, range(NUM_OPS))), behind)
 
 
 BACKENDS: dict[str, Callable[[], Lanes]] = {
@@ -31,7 +35,7 @@ BACKENDS: dict[str, Callable[[], Lanes]] = {
     "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, [0] * NUM_OPS, DEADLINE_S),
     "serial": lambda: SerialLanes(NUM_OPS),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
-    "cuda": cuda,
+    "stream": stream,
 }
 
 
@@ -70,12 +74,12 @@ def test_lanes_run_side_by_side(lanes: Lanes) -> None:
     if isinstance(lanes, SerialLanes):
         pytest.skip("serial lanes are what does not overlap")
     lanes.begin()
-    wait = (lambda: None) if isinstance(lanes, VirtualLanes | PacedLanes | CudaLanes) else (lambda: time.sleep(0.02))
+    wait = (lambda: None) if isinstance(lanes, VirtualLanes | PacedLanes | StreamLanes) else (lambda: time.sleep(0.02))
     for op in (0, 1):
         lanes.launch(1 + op, op, wait, ())
     lanes.finish()
     start, end = lanes.times()
-    if not isinstance(lanes, CudaLanes):
+    if not isinstance(lanes, StreamLanes):
         assert max(start[:2]) < min(end[:2])
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from treadle.dist.streams import Download
 from treadle.moe.router import Routing
 from treadle.runtime.model.exchange import Exchange
 
@@ -23,14 +25,16 @@ class AllToAll(Exchange):
         return tokens[_token(routing)]
 
     def count(self, routing: Routing) -> Routing:
-        """Tells every rank how many rows it will get."""
-        return replace(routing, arriving=self.counts(routing.counts))
+        """Tells every rank how many rows it will get, and starts the copy of the numbers to the host."""
+        arriving = self.counts(routing.counts)
+        leaving = routing.counts.reshape(self.size, -1).sum(1)
+        return replace(routing, arriving=arriving, trip=Download(torch.cat([leaving, arriving])))
 
     def wait(self, routing: Routing) -> Routing:
-        """Brings the numbers to the host, which a dispatch needs to make room."""
-        assert routing.arriving is not None
-        send = routing.counts.reshape(self.size, -1).sum(1).tolist()
-        return replace(routing, send=send, rows=routing.arriving.reshape(self.size, -1).tolist())
+        """Waits on the host for the numbers, which a dispatch needs to make room."""
+        numbers = routing.trip.tensor()
+        send, rows = numbers[: self.size].tolist(), numbers[self.size :].reshape(self.size, -1).tolist()
+        return replace(routing, trip=None, send=send, rows=rows)
 
     def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
         """Rows to the ranks of their experts."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from treadle.dist.groups import Group
+from treadle.dist.streams import Download, keep, upload
 from treadle.runtime.model.exchange import RankOwned
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -28,6 +29,8 @@ class _Flight:
     flat: Tensor
     group: Group
     work: dist.Work | None = None
+    used: Download | None = None
+    """For each parameter, whether some replica used it."""
 
 
 class Gradients:
@@ -109,6 +112,7 @@ class Gradients:
 
         It adds to the gradients that earlier steps left in `.grad`, and does not reduce those again.
         """
+        self._flights.clear()  # a step that failed may have left some
         everything = [p for params in self.params.values() for p in params]
         for param, hook in list(self._hooks.items()):
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
@@ -143,7 +147,9 @@ class Gradients:
             if group is None:
                 continue
             local = [self._sums.get(p, p.grad) for p in params]
-            used = torch.tensor([g is not None for g in local], dtype=dtype, device=params[0].device)
+            for grad in local:
+                _keep_parts(grad)  # this stream has yet to read what is let go of below
+            used = upload([g is not None for g in local], dtype, params[0].device)
             parts = [
                 g.to_dense().reshape(-1) if g is not None else torch.zeros(p.numel(), dtype=dtype, device=p.device)
                 for p, g in zip(params, local, strict=True)
@@ -160,15 +166,19 @@ class Gradients:
             flight.work = flight.group.launch_reduce(flight.flat)
 
     def arrive(self, chunk: int) -> None:
-        """Waits for the reduction of a chunk's gradients, and puts them into `.grad`."""
-        for flight in self._flights.pop(chunk):
+        """Waits for the reduction of a chunk's gradients. The host reads at the end of the step which were used."""
+        for flight in self._flights[chunk]:
             assert flight.work is not None
             flight.group.wait(flight.work)
-            self._land(flight)
+            flight.used = Download(flight.flat[-len(flight.params) :])
 
     def finish(self, *, reduce: bool) -> None:
-        """Ends a step: puts float32 sums, and gradients held back before, into `.grad`."""
+        """Ends a step: puts reduced gradients, float32 sums, and gradients held back before, into `.grad`."""
         self.reduced = reduce or self.group is None
+        for flights in self._flights.values():
+            for flight in flights:
+                _land(flight)
+        self._flights.clear()
         for param, total in self._sums.items():
             before = self._held.pop(param, None)
             param.grad = (total if before is None else total + before).to(param.dtype)
@@ -180,16 +190,6 @@ class Gradients:
             param.grad = before if param.grad is None else before.add_(param.grad)
         self._held.clear()
 
-    def _land(self, flight: _Flight) -> None:
-        flags = flight.flat[-len(flight.params) :]
-        used = [True] * len(flight.params) if flags.is_meta else flags.tolist()
-        at = 0
-        for param, flag in zip(flight.params, used, strict=True):
-            size = param.numel()
-            if flag:
-                param.grad = flight.flat[at : at + size].view_as(param).to(param.dtype)
-            at += size
-
     def num_bad(self) -> int:
         """Returns how many parameters have a gradient that is not finite."""
         grads = [p.grad for params in self.params.values() for p in params if p.grad is not None]
@@ -199,3 +199,22 @@ class Gradients:
             return 0
         largest = torch.stack([n.double() for n in torch._foreach_norm(grads, float("inf"))])
         return int((~largest.isfinite()).sum())
+
+
+def _land(flight: _Flight) -> None:
+    """Puts reduced gradients into `.grad`."""
+    assert flight.used is not None, "its reduction has arrived"
+    used = [True] * len(flight.params) if flight.flat.is_meta else flight.used.tolist()
+    at = 0
+    for param, flag in zip(flight.params, used, strict=True):
+        size = param.numel()
+        if flag:
+            param.grad = flight.flat[at : at + size].view_as(param).to(param.dtype)
+        at += size
+
+
+def _keep_parts(grad: Tensor | None) -> None:
+    """Keeps a gradient, or the parts of a sparse one, for the current stream."""
+    if grad is not None:
+        for part in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+            keep(part)

@@ -48,9 +48,10 @@ def may_draw(layer: nn.Module) -> bool:
 
 def generator_of(device: torch.device) -> torch.Generator:
     """Returns the generator that random ops on this device use by default."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    made: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    return made
 
 
 class Seeds:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from treadle.dist.streams import keep
 from treadle.runtime.model.edge import edge_of
 
 COMPUTE = ("attn", "mlp")
@@ -162,10 +163,9 @@ class Value:
         return cls(thing, False)
 
     def read(self) -> Any:
-        """What a reader gets. On a GPU the reader's stream may be another than the maker's."""
+        """What a reader gets. The reader's stream may be another than the maker's."""
         for tensor in tensors_in(self.thing):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            keep(tensor)
         if not self.needs_grad:
             return self.thing
         return _Read.apply(self.thing, self, _START)  # type: ignore[no-untyped-call]
@@ -230,6 +230,8 @@ class Cut:
     def backward(self) -> None:
         """From the gradients of what it wrote to those of what it read."""
         known = [(edge, value.grad) for value, edge in self.outputs if value.grad is not None]
+        for _, grad in known:
+            keep(grad)  # made on the stream of a reader, and let go of below, before this stream has read it
         if known:
             torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
         for value, _ in self.outputs:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from treadle.dist.device import Device, Host
+from treadle.dist.device import Device, Host, StreamDevice
+from treadle.dist.streams import Streams
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.run.handlers import HANDLERS, Handler
-from treadle.runtime.run.ops import instructions, labelled, post_early, walk, where
+from treadle.runtime.run.ops import Instruction, instructions, labelled, post_early, walk, where
 from treadle.runtime.run.own_error import LaunchRow
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import Recorder
@@ -33,7 +35,7 @@ class CellExecutor:
         ends: list[Any] = []
         recorder.ends = ends
         try:
-            walk(labelled(recorder.listed, self.program), guard.slots, self.device.now, ends)
+            walk(self._told(labelled(recorder.listed, self.program)), guard.slots, self.device.now, ends)
             self.device.catch_up()
         except Exception as error:
             failed = where(recorder.listed, ends)
@@ -41,6 +43,13 @@ class CellExecutor:
             row.blame(guard, error, failed.op, failed.peer)
         if self._known is None and isinstance(self.device, Host):
             self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)
+
+    def _told(self, listed: Sequence[Instruction]) -> Sequence[Instruction]:
+        """Return the same list, with a device that reports on ops told which one begins."""
+        if not isinstance(self.device, StreamDevice):
+            return listed
+        streams, op = self.device.streams, self.program.op
+        return [i._replace(run=partial(_told_run, streams, str(op(i.op)), i.run)) for i in listed]
 
     def times(self) -> Longs:
         """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
@@ -52,3 +61,8 @@ class CellExecutor:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def _told_run(streams: Streams, told: str, run: Callable[[], None]) -> None:
+    streams.begin_op(told)
+    run()

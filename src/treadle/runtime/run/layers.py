@@ -16,8 +16,7 @@ import numpy as np
 from treadle.dist.channel import Channel
 from treadle.dist.device import GpuLateError, LateError
 from treadle.dist.groups import Group
-from treadle.ir.program import LaneKind, Longs, Op, OpKind
-from treadle.plan.running import host_order
+from treadle.ir.program import Ints, LaneKind, Longs, Op, OpKind
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
@@ -46,19 +45,19 @@ _TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
 
 
 class LayerExecutor:
-    """Runs a rank's ops at layer granularity. `own[i]` is the i-th op launched; lanes identify ops by i."""
+    """Runs a rank's ops at layer granularity, launched in `order`. `own[i]` is the i-th; lanes identify ops by i."""
 
     def __init__(
         self,
         part: RankProgram,
-        ticks: Longs,
-        make_lanes: Callable[[int, list[Op]], Lanes],
+        order: Ints,
+        make_lanes: Callable[[list[str], list[Op]], Lanes],
         handlers: Mapping[OpKind, Handler] = HANDLERS,
     ) -> None:
         program = part.program
         self.program = program
         self.rank = part.global_rank(part.pp_rank)
-        self.own = [program.op(int(index)) for index in host_order(program, ticks)[part.pp_rank]]
+        self.own = [program.op(int(index)) for index in order]
         lanes = sorted({op.lane for op in self.own}, key=lambda lane: (lane.kind, lane.peer))
         assert lanes[0].kind is LaneKind.COMPUTE
         self._lane = [lanes.index(op.lane) for op in self.own]
@@ -83,7 +82,7 @@ class LayerExecutor:
             if op.kind.is_send and op.index + 1 in program.lane_ptr
         ]
         self._waits = ObservedWait.of(_talkers(part))
-        self.lanes = make_lanes(len(lanes), self.own)
+        self.lanes = make_lanes([lane.name for lane in lanes], self.own)
 
     def run(self, guard: Guard) -> None:
         """Run a step."""

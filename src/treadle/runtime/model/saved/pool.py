@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from treadle.dist.streams import Streams, streams_of
 
 _SMALLEST = 4096
 _EXTENT = 64 << 20
 
 
-class HostBlock(NamedTuple):
-    """`room` is a flat uint8 tensor of at least the size asked for; `free` an event behind its last reader on a GPU."""
-
-    room: Tensor
-    free: torch.cuda.Event | None = None
-
-
 class Pool(Protocol):
     """A pool of blocks. One lane takes blocks, one lane gives them back."""
 
-    size_bytes: int
-    """All memory it has."""
+    @property
+    def size_bytes(self) -> int:
+        """All memory it has."""
+        ...
 
     def take(self, size_bytes: int) -> Tensor:
-        """Returns a block with room for so many bytes. On a GPU the current stream may write to it."""
+        """Returns a block with room for so many bytes, flat and of type uint8, which the current stream may write."""
         ...
 
     def give_back(self, room: Tensor) -> None:
@@ -84,31 +81,39 @@ class FilePool:
 
 
 class PinnedPool:
-    """Pinned host memory, which a GPU copies to and from beside its computation."""
+    """Pinned host memory, which a device copies to and from beside its computation.
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[HostBlock]] = defaultdict(list)
-        self.size_bytes = 0
+    torch's pinned allocator keeps the blocks, and reuses one when the copies that used it have ended. Here they are
+    only counted: in powers of two, as that allocator rounds, by the most that were taken at once of each size.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._taken: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+
+    @property
+    def size_bytes(self) -> int:
+        """All memory it has."""
+        return sum(size * num for size, num in self._most.items())
 
     def take(self, size_bytes: int) -> Tensor:
-        """Returns a used block whose last copy has been read, or a new one."""
-        size = size_class(size_bytes)
-        free = self._free[size]
-        if free:
-            room, read = free.pop()
-            if read is not None:
-                torch.cuda.current_stream().wait_event(read)
-            return room
-        self.size_bytes += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        """Returns a block."""
+        size = _power_of_two(size_bytes)
+        self._taken[size] += 1
+        self._most[size] = max(self._most[size], self._taken[size])
+        return self._streams.pinned(size_bytes)
 
     def give_back(self, room: Tensor) -> None:
-        """Keeps the block with an event: its next taker waits for the reads queued on the current stream."""
-        read: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        read.record(torch.cuda.current_stream())
-        self._free[len(room)].append(HostBlock(room, read))
+        """Counts it; the allocator gets it with the last reference."""
+        self._taken[_power_of_two(len(room))] -= 1
+
+
+def _power_of_two(size_bytes: int) -> int:
+    return 1 << max(0, size_bytes - 1).bit_length()
 
 
 def pool_for(device: torch.device, directory: Path | None) -> Pool:
-    """Returns a pool of pinned memory for a GPU, of a file for a CPU."""
-    return PinnedPool() if device.type == "cuda" else FilePool(directory)
+    """Returns a pool of pinned memory for a device with streams, of a file for a CPU."""
+    streams = streams_of(device)
+    return FilePool(directory) if streams is None else PinnedPool(streams)

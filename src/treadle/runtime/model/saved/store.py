@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from treadle.dist.streams import keep
 from treadle.ir.program import OpKind
 from treadle.runtime.model.saved.live_bytes import LiveBytes
 from treadle.runtime.model.saved.pool import Pool
@@ -78,8 +79,7 @@ class Saved:
                 "a tensor that backward needs was changed in place after it was saved "
                 f"(shape {tuple(self.tensor.shape)}, version {self.tensor._version}, saved at {self._version})"
             )
-        if self.tensor.is_cuda:
-            self.tensor.record_stream(torch.cuda.current_stream(self.device))
+        keep(self.tensor)
         return self.tensor.untyped_storage()
 
     def leave(self, pool: Pool) -> None:

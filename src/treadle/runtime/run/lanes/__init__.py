@@ -6,14 +6,14 @@ The interface is `Lanes`: launch this call on a lane after those ops. Backends:
     paced     as thread, but an op takes the time of its cost, asleep
     serial    one op after the other in the calling thread: the same step without overlap
     virtual   the calling thread, with a clock that only counts; it tests orders and measures nothing
-    cuda      a stream a lane, events between them
+    stream    a device's stream for each lane, events between them
 """
 
-from treadle.runtime.run.lanes.cuda import CudaLanes
 from treadle.runtime.run.lanes.interface import Lanes
 from treadle.runtime.run.lanes.paced import PacedLanes
 from treadle.runtime.run.lanes.serial import SerialLanes
+from treadle.runtime.run.lanes.stream import StreamLanes
 from treadle.runtime.run.lanes.thread import ThreadLanes
 from treadle.runtime.run.lanes.virtual import VirtualLanes
 
-__all__ = ["CudaLanes", "Lanes", "PacedLanes", "SerialLanes", "ThreadLanes", "VirtualLanes"]
+__all__ = ["Lanes", "PacedLanes", "SerialLanes", "StreamLanes", "ThreadLanes", "VirtualLanes"]

@@ -1,51 +1,62 @@
-"""Lanes as CUDA streams. The calling thread launches all kernels ahead of the GPU; events keep their order."""
+"""Lanes as streams of a device. The calling thread launches all kernels ahead of it; events keep their order."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
-import torch
-
-from treadle.dist.device import Cuda
+from treadle.dist.device import StreamDevice
+from treadle.dist.streams import Event
 from treadle.runtime.run.lanes.interface import Run
 
+RUN_AHEAD = 64
+"""Compute ops that may be launched and not run. A recorded block is reused only when its event has passed, so a host
+that launches a whole step ahead needs more memory than the Program says."""
 
-class CudaLanes:
+
+class StreamLanes:
     """Lane 0 is the stream that is current when a step begins; the others have streams of their own."""
 
     ahead = False
 
-    def __init__(self, num_lanes: int, num_ops: int, device: Cuda) -> None:
-        self.device, self._num_ops = device, num_ops
-        self._others = [torch.cuda.Stream(device.device) for _ in range(1, num_lanes)]  # type: ignore[no-untyped-call]
+    def __init__(self, lanes: Sequence[str], ops: Sequence[str], device: StreamDevice) -> None:
+        self.device, self._ops = device, ops
+        self._others = [device.streams.new(device.device, name) for name in lanes[1:]]
         self.begin()
 
     def begin(self) -> None:
         """Starts a step. Its kernels wait for the work that the current stream was given before."""
         self.failed: int | None = None
-        current = torch.cuda.current_stream(self.device.device)
+        current = self.device.streams.current(self.device.device)
         self._streams = [current, *self._others]
-        self._start: list[torch.cuda.Event | None] = [None] * self._num_ops
-        self._end: list[torch.cuda.Event | None] = [None] * self._num_ops
+        self._start: list[Event | None] = [None] * len(self._ops)
+        self._end: list[Event | None] = [None] * len(self._ops)
+        self._launched: deque[Event] = deque()
         for stream in self._others:
             stream.wait_stream(current)
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
         """Lets the lane's stream wait for events, and launches the op's kernels on it."""
-        stream = self._streams[lane]
+        streams, stream = self.device.streams, self._streams[lane]
+        streams.begin_op(self._ops[op])
         for other in after:
             event = self._end[other]
             assert event is not None, f"op {op} is launched before op {other}, which it waits for"
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with streams.on(stream):
             self._start[op] = self.device.now()
             self.failed = op
             run()
             self.failed = None
-            self._end[op] = self.device.now()
+            self._end[op] = end = self.device.now()
+        if lane == 0:
+            self._launched.append(end)
+            if len(self._launched) > RUN_AHEAD:
+                self.device.await_event(self._launched.popleft())
 
     def finish(self) -> None:
         """Lets the caller's stream wait for all lanes, and waits for it."""
+        self.device.streams.begin_op("the end of the step")
         for stream in self._others:
             self._streams[0].wait_stream(stream)
         self.device.catch_up()
