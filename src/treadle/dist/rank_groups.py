@@ -22,6 +22,7 @@ from treadle.dist.backends import FAKE, GLOO, backend_of
 from treadle.dist.channel import Channel, Control
 from treadle.dist.communicators import CHANNEL, EXCHANGE, Communicator, JointAbort, error_of, make_communicator
 from treadle.dist.device import Wait
+from treadle.dist.errors import CommunicatorError
 from treadle.dist.groups import Group, control_wait
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.native_sockets import Sockets
@@ -145,11 +146,12 @@ class Groups:
         return len(self.communicators)
 
     def refuse_errors(self) -> None:
-        """Raises RuntimeError if a communicator has met an error that its waits have not raised."""
+        """Raises CommunicatorError if a communicator has met an error that its waits have not raised."""
         for communicator in self.communicators:
             error = error_of(communicator)
             if error is not None:
-                raise RuntimeError(f"Connection closed: a communicator of rank {self.position.rank} reports {error}")
+                rank = self.position.rank
+                raise CommunicatorError(f"Connection closed: a communicator of rank {rank} reports {error}")
 
     def close(self) -> None:
         """Closes all communicators: their connections, threads and memory."""

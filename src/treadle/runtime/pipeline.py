@@ -19,7 +19,7 @@ from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
-from treadle.dist.streams import upload
+from treadle.dist.streams import Download, upload
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
@@ -173,6 +173,7 @@ class Pipeline:
         self._guard.program = self.program
         if not is_dry():
             self._guard.join(self.groups, self.options.deadline_s, self.options.address)
+            self._device.observe(self._guard)
 
     def _prepare_gradients(self) -> None:
         """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
@@ -370,8 +371,9 @@ class Pipeline:
             for microbatch in stage.microbatches() if self.device.type != "meta" else ():
                 for part in microbatch.losses:
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
+        told = Download(losses).tensor(self._guard.refuse_void)
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.groups, losses.to(CPU), scale, num_bad)
+            loss, losses, num_bad, alike = agree(self.groups, told, scale, num_bad)
         if not alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"

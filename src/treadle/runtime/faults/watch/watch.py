@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 
 from treadle.dist.addresses import own_address
+from treadle.dist.errors import OWN_ERRORS
 from treadle.runtime.faults.progress.page import COMPUTING, PageReader, ProgressPage, namespace_id
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
@@ -142,7 +143,7 @@ class Watch:
 
         A network error is probably the echo of another loss, so every rank is asked for its state first.
         """
-        secondhand = from_network(error)
+        secondhand = from_network(error) and not isinstance(error, OWN_ERRORS)
         if secondhand and not isinstance(error, RankLostError):
             self._find_out(WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED)
         self._watchdog.acknowledged = True
