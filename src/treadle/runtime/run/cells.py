@@ -38,6 +38,8 @@ class CellExecutor:
         recorder.ends = ends
         try:
             walk(self._told(labelled(recorder.listed, self.program)), guard.slots, self.device.now, ends)
+            if isinstance(self.device, StreamDevice):
+                self.device.streams.begin_op("")
             self.device.catch_up()
             guard.refuse_void()
         except Exception as error:
