@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from treadle.ir import Schedule
 from treadle.selfcheck.experts import far
-from treadle.selfcheck.models import Shape, grads_of, make_batch, own_stage, train_whole, whole_model
+from treadle.selfcheck.models import MeshShape, grads_of, make_batch, own_stage, train_whole, whole_model
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed, SkippedError
 from treadle.selfcheck.setup import Setup
@@ -19,14 +19,14 @@ STEPS = 2
 ADVICE = "do not train on this machine; report it with this file, and try 'lanes=\"serial\"'"
 
 
-def shapes_of(setup: Setup) -> list[Shape]:
+def shapes_of(setup: Setup) -> list[MeshShape]:
     """Returns the meshes to try: experts in groups of two, replicas of two, and one long pipe."""
     num = setup.num_ranks
     side = 2 if num % 2 == 0 and num >= 4 else 1
-    layered, plain = Shape(num // side, 1, side, True), Shape(num // side, side, 1, False)
+    layered, plain = MeshShape(num // side, 1, side, True), MeshShape(num // side, side, 1, False)
     if setup.quick:
         return [layered]
-    return list(dict.fromkeys([layered, plain, Shape(num, 1, 1, False)]))
+    return list(dict.fromkeys([layered, plain, MeshShape(num, 1, 1, False)]))
 
 
 def schedule_for(name: str, pp: int) -> Schedule:
@@ -48,7 +48,7 @@ def check_gradients(setup: Setup, name: str) -> Passed:
     return Passed(f"{'; '.join(map(str, shapes))}: off by {worst:.0e} at most", {"off_by": worst})
 
 
-def compare_rank(setup: Setup, rank: int, name: str, shape: Shape) -> float:
+def compare_rank(setup: Setup, rank: int, name: str, shape: MeshShape) -> float:
     """Returns how far this rank's gradients are at most from those of one process."""
     schedule, device = schedule_for(name, shape.pp), setup.device(rank)
     pp_rank, replica = divmod(rank, shape.replicas)

@@ -18,7 +18,7 @@ SIZES = (12, 8, 16, 10)
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeshShape:
     """A mesh, and whether stages are MoE layers in segments or plain modules."""
 
     pp: int
@@ -36,7 +36,7 @@ class Shape:
         return self.dp * self.ep
 
 
-def whole_model(shape: Shape, num_stages: int, dtype: torch.dtype, device: torch.device) -> list[nn.Sequential]:
+def whole_model(shape: MeshShape, num_stages: int, dtype: torch.dtype, device: torch.device) -> list[nn.Sequential]:
     """Returns all stages with all experts; the same numbers on each rank."""
     torch.manual_seed(11)
     if shape.layered:
@@ -89,7 +89,7 @@ def grads_of(stage: nn.Sequential, own: nn.Sequential) -> Iterator[tuple[str, Te
         yield name, param.grad, want
 
 
-def make_batch(shape: Shape, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_batch(shape: MeshShape, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns inputs and targets: [replica, micro-batch, token, width]."""
     draw = torch.Generator().manual_seed(23)
     sizes = (2, shape.replicas, schedule.num_microbatches, TOKENS, WIDTH)
