@@ -116,7 +116,8 @@ def by_segments(layer: MoELayer, *batches: Tensor) -> list[tuple[Tensor, Tensor]
 
 def ep_group(rank: int) -> Group:
     wait = timedelta(seconds=30)
-    return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
+    device = torch.get_default_device()
+    return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait), device)
 
 
 def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.device]:

@@ -79,7 +79,7 @@ class Streams(Protocol):
         ...
 
     def begin_op(self, told: str) -> None:
-        """What is launched from now on belongs to this op; a report names it."""
+        """What is launched from now on belongs to this op, "" for none; a report names it."""
         ...
 
 
