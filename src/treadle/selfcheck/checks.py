@@ -15,7 +15,7 @@ from treadle.selfcheck.lanes import check_lanes
 from treadle.selfcheck.report import CheckResult, CheckStatus, FailedError, Passed, SelfcheckReport, SkippedError
 from treadle.selfcheck.setup import Setup, describe_machine
 from treadle.selfcheck.steps import check_offload, check_overlap
-from treadle.selfcheck.streams import check_streams
+from treadle.selfcheck.streams import check_stream_order
 from treadle.selfcheck.update import check_update
 
 UNEXPECTED = "an error that no check expects; report it with this file"
@@ -37,7 +37,7 @@ def all_checks() -> Iterator[Check]:
     yield Check("experts", check_experts)
     for name in SCHEDULES:
         yield Check(f"gradients: {name}", partial(check_gradients, name=name))
-    yield Check("stream checker", check_streams)
+    yield Check("stream checker", check_stream_order)
     yield Check("overlap", check_overlap)
     yield Check("offload", check_offload)
     yield Check("weight update", check_update)
