@@ -102,9 +102,7 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
     for finding in (*report.findings, *masked.findings):
         finding.rank = rank
     log = checker.log if with_log else []
-    return CheckedRank(
-        report.findings, masked.findings, waits, collectives, wrong, log, checker.streams, cpu_s
-    )
+    return CheckedRank(report.findings, masked.findings, waits, collectives, wrong, log, checker.streams, cpu_s)
 
 
 def check_pipeline(config: Config, *, recomputed: bool = False, with_log: bool = False) -> list[CheckedRank]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.dist.backends import CPU
+from treadle.dist.streams import HOST_MEMORY
 from treadle.dist.boundary import Boundary
 from treadle.dist.communicators import CLOSED, Communicator, close_communicator
 from treadle.dist.device import Wait
@@ -42,7 +42,7 @@ HEADER_TAG = 1
 
 @dataclass(frozen=True)
 class Control:
-    """Where a channel's headers go: a group of the CPU, and the number of the channel's peer in it."""
+    """Where a channel's headers go: a group of CPUs, and the number of the channel's peer in it."""
 
     group: Group
     peer: int
@@ -129,7 +129,7 @@ class Channel:
         """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
         assert self.control is not None
         assert self.control_wait is not None
-        header = torch.empty(size, dtype=torch.int64, device=CPU)
+        header = torch.empty(size, dtype=torch.int64, device=HOST_MEMORY)
         self.control_wait(self.control.group.communicator.recv([header], self.control.peer, HEADER_TAG))
         return header
 

@@ -121,6 +121,10 @@ class Accelerator:
         """Does nothing: a profiler's range already has the op's name."""
 
 
+HOST_MEMORY = torch.device("cpu", 0)
+"""The host's memory, whatever torch's default device is. Control messages name it by its index; a CPU that the stream
+checker takes for a device has none."""
+
 _ACCELERATOR = Accelerator()
 _WITHOUT = ("cpu", "meta")
 _replaced: dict[str, Streams] = {}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.dist.backends import CPU
 from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
+from treadle.dist.streams import HOST_MEMORY
 from treadle.ir import Schedule
 from treadle.runtime.model.gradients import Gradients
 
@@ -140,7 +140,7 @@ def digest_of(value: object) -> int:
 
 
 def _gather(group: Group, row: list[int]) -> list[list[int]]:
-    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=CPU))]
+    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=HOST_MEMORY))]
 
 
 def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
@@ -212,7 +212,7 @@ def raise_for_all(groups: Groups, reason: str | None) -> None:
     rank, rejections = groups.position.rank, Rejections(groups.name)
     if reason is not None:
         rejections.write(rank, reason)
-    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=CPU)
+    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=HOST_MEMORY)
     for group in (groups.dp_group, groups.copies_group, groups.pp_group):
         if group is not None:
             group.all_reduce(told, largest=True)
@@ -236,7 +236,11 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
         for name, p in modules[chunk].named_parameters()
         if p not in gradients.owned
     ]
-    sums = torch.stack([_digest(p) for _, _, p in named]).to(CPU) if named else torch.zeros(1, 2, device=CPU)
+    sums = (
+        torch.stack([_digest(p) for _, _, p in named]).to(HOST_MEMORY)
+        if named
+        else torch.zeros(1, 2, device=HOST_MEMORY)
+    )
     both = torch.stack([sums, -sums])
     group.all_reduce(both, largest=True)
     apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()

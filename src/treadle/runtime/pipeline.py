@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from treadle.dist.backends import CPU, is_dry
+from treadle.dist.backends import is_dry
 from treadle.dist.boundary import Boundary
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
-from treadle.dist.streams import Download, upload
+from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
@@ -365,7 +365,7 @@ class Pipeline:
 
     def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
-        home = self.device if self.device.type != "meta" else CPU  # a dry run's meta tensors carry no numbers
+        home = self.device if self.device.type != "meta" else HOST_MEMORY  # a dry run's meta tensors carry no numbers
         losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=home)
         for chunk, stage in stages.items():
             for microbatch in stage.microbatches() if self.device.type != "meta" else ():
@@ -411,7 +411,7 @@ class Pipeline:
         along_pp = clock_offset(self.groups.pp_group)
         if self.groups.replica_group is None:
             return along_pp
-        along_dp = torch.tensor([clock_offset(self.groups.replica_group)], device=CPU)
+        along_dp = torch.tensor([clock_offset(self.groups.replica_group)], device=HOST_MEMORY)
         return along_pp + int(self.groups.pp_group.all_gather(along_dp)[0])
 
     def close(self) -> None:

@@ -22,12 +22,13 @@ class FindingKind(Enum):
     OTHER_ORDER = "ranks call the same communicators in different orders"
 
 
+_KEEP = "call treadle.dist.streams.keep(tensor) on the stream that uses it, or hold the tensor longer"
 _WAY_OUT = {
     FindingKind.READ_TOO_EARLY: "let the second stream wait for an event behind the first",
     FindingKind.WRITTEN_TOO_EARLY: "let the second stream wait for an event behind the first",
     FindingKind.WRITTEN_TWICE: "let the second stream wait for an event behind the first",
-    FindingKind.REUSED: "call treadle.dist.streams.keep(tensor) on the stream that uses it, or hold the tensor longer",
-    FindingKind.NOT_KEPT: "call treadle.dist.streams.keep(tensor) on the stream that uses it, or hold the tensor longer",
+    FindingKind.REUSED: _KEEP,
+    FindingKind.NOT_KEPT: _KEEP,
     FindingKind.OTHER_STREAM: "run a backward on the lane of its forward",
     FindingKind.ON_HOST: "make the tensor with device=, or upload it (treadle.dist.streams.upload)",
     FindingKind.OTHER_ORDER: "call them in one order on all ranks, whatever the data are",

@@ -1,7 +1,7 @@
 """Notes every kernel that torch runs: which storages it reads and writes, and whether the host waits for it.
 
 A dispatch mode sees kernels. A function mode sees what a CPU answers without one, as `tolist`, and whether a new tensor
-is the host's: one that is made without a device is.
+is the host's: one that is made without a device, or in HOST_MEMORY, is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import HOST
 from treadle.runtime.checker.recorder import Recorder
@@ -41,8 +42,11 @@ _COPIES = frozenset(("copy_", "_to_copy"))
 _NOT_VIEWS = frozenset(("reshape", "contiguous", "_reshape_alias_copy"))
 
 _MAKERS: frozenset[Any] = frozenset(
-    (torch.arange, torch.as_tensor, torch.empty, torch.eye, torch.frombuffer, torch.from_numpy, torch.full)
-    + (torch.linspace, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros)
+    getattr(torch, name)
+    for name in (
+        *("arange", "as_tensor", "empty", "eye", "frombuffer", "from_numpy", "full", "linspace", "ones", "rand"),
+        *("randint", "randn", "randperm", "tensor", "zeros"),
+    )
 )
 _TO_HOST: dict[Any, str] = {
     Tensor.tolist: "tolist",
@@ -178,6 +182,8 @@ class Functions(TorchFunctionMode):
         kwargs, recorder = kwargs or {}, self.recorder
         if func in _TO_HOST:
             return self._to_host(func, args, kwargs)
+        if func is Tensor.to and any(map(_is_host, (*args[1:], kwargs.get("device")))):
+            return self._to_host(Tensor.cpu, args[:1], {}).to(*(a for a in args[1:] if not _is_host(a)))
         if func in _MAKERS and not (args and isinstance(args[0], Tensor)):
             return self._make(func, args, kwargs)
         if func is Tensor.to and recorder.is_pageable(recorder.storage_of(args[0])) and _names_device(args, kwargs):
@@ -193,7 +199,7 @@ class Functions(TorchFunctionMode):
         return made
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
+        if kwargs.get("device") is not None and not _is_host(kwargs["device"]):
             if func in (torch.tensor, torch.as_tensor):
                 self.recorder.host_waits(f"torch.{func.__name__} of numbers of the host")
             return func(*args, **kwargs)
@@ -225,6 +231,11 @@ class Functions(TorchFunctionMode):
     def _outside(run: Callable[[], Any]) -> Any:
         with not_noted():
             return run()
+
+
+def _is_host(device: Any) -> bool:
+    """Returns whether a device is the host's memory, by the name that control messages use."""
+    return isinstance(device, torch.device) and device == HOST_MEMORY
 
 
 def _names_device(args: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from treadle.dist.backends import CPU
+from treadle.dist.streams import HOST_MEMORY
 
 _CONTACT = struct.Struct("!I46sHIi16s16s16s")
 
@@ -72,7 +72,7 @@ def beside(ranks: Sequence[int], rank: int) -> set[int]:
 def exchange(groups: Sequence[GatherGroup], own: Contact) -> dict[int, Contact]:
     """Gathers contacts over all groups, and returns those of this rank's neighbours in the rings."""
     neighbours: dict[int, Contact] = {}
-    packed = torch.tensor(list(own.pack()), dtype=torch.uint8, device=CPU)
+    packed = torch.tensor(list(own.pack()), dtype=torch.uint8, device=HOST_MEMORY)
     for group in groups:
         if len(group.ranks) == 1:
             continue
