@@ -14,18 +14,18 @@ from treadle.runtime.checker.log import (
     Allocate,
     Collective,
     Entry,
+    EventRecord,
     Free,
     HostWait,
     Keep,
-    Record,
+    LaunchSite,
     Use,
     Wait,
-    Where,
 )
 
 ONE, TWO, THREE = 1, 2, 3
 STREAMS = ["host", "one", "two", "three"]
-AT = Where("an op", "file.py:1")
+AT = LaunchSite("an op", "file.py:1")
 
 
 class Script:
@@ -48,7 +48,7 @@ class Script:
 
     def order(self, first: int, second: int) -> None:
         event = next(self._numbers)
-        self.log += [Record(event, first, AT), Wait(second, event, "wait_event", AT)]
+        self.log += [EventRecord(event, first, AT), Wait(second, event, "wait_event", AT)]
 
     def host_waits(self, stream: int) -> None:
         self.log.append(HostWait(stream, None, "tolist", AT))
