@@ -50,7 +50,7 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),
     "rows of an update": ("update-rows", ("show", *UPDATE), 0),
 }
-"""By name: the kind, the command (--json is added), and its exit code. Tests of dryrun and update hold theirs."""
+"""By name: the kind, the command (--json is added), and its exit code. dryrun, selfcheck and update have their own."""
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -103,7 +103,7 @@ def test_an_outlier_past_all_numbers_has_no_score(made: Path, monkeypatch: pytes
 def test_every_command_with_json_is_covered() -> None:
     """A command that gets --json gets a kind, a schema and a case here."""
     with_json = {name for name in COMMANDS for option in _options(make_command(name)) if "--json" in option}
-    elsewhere = {"dryrun", "update"}  # tests/runtime/test_dryrun.py, tests/cli/test_update.py
+    elsewhere = {"dryrun", "selfcheck", "update"}  # tests of runtime, selfcheck and cli/test_update.py
     assert with_json == {args[0] for _, args, _ in OUTPUTS.values()} | elsewhere
     assert set(VERSIONS) == {kind for kind, *_ in OUTPUTS.values()} | elsewhere
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from datetime import timedelta
 from time import perf_counter_ns
+from typing import Any
 
+import pytest
 import torch
 
 from tests.support.patience import HUNG_S
 from tests.support.paths import ROOT
-from treadle.dist.device import device_of
+from treadle.dist import device as device_module
+from treadle.dist.device import GpuLateError, StreamDevice, device_of
+from treadle.dist.streams import Accelerator
 
 
 def test_times_of_a_device_are_on_the_hosts_clock_and_in_order(device: torch.device) -> None:
@@ -33,3 +37,104 @@ def test_a_device_that_is_not_there_is_told_at_once() -> None:
     assert done.returncode != 0
     assert "TREADLE_TEST_DEVICE=tpu: " in done.stdout
     assert "give cpu or cuda" in done.stdout
+
+
+# -- lateness, by a device double and a clock of its own ---------------------------------------------------------------
+
+
+class Clock:
+    """A clock that sleeping moves on, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class SlowStreams(Accelerator):
+    """Streams whose events are reached one after the other, `every_s` apart, none from `stops_s` on."""
+
+    def __init__(self, clock: Clock, every_s: float, stops_s: float) -> None:
+        self.clock, self.every_s, self.stops_s, self.num = clock, every_s, stops_s, 0
+
+    def event(self, device: torch.device, *, timed: bool = False) -> Any:
+        self.num += 1
+        streams, reached_s = self, self.num * self.every_s
+
+        class Event:
+            def query(self) -> bool:
+                return streams.clock.now_s >= reached_s and reached_s < streams.stops_s
+
+        return Event()
+
+
+class Watcher:
+    """Notes what it is told; from `lost_s` on a rank is lost."""
+
+    def __init__(self, clock: Clock, lost_s: float) -> None:
+        self.clock, self.lost_s, self.moves = clock, lost_s, [True]
+
+    def refuse_void(self) -> None:
+        if self.clock.now_s >= self.lost_s:
+            raise ConnectionError("a rank is lost")
+
+    def device_moves(self, moves: bool) -> None:
+        self.moves.append(moves)
+
+
+def wait_for_ops(
+    monkeypatch: pytest.MonkeyPatch, num: int, *, stops_s: float = 1e9, lost_s: float = 1e9
+) -> tuple[Clock, Watcher]:
+    """Waits with a deadline of 10 s for a device that takes 3 s for each op."""
+    clock = Clock()
+    monkeypatch.setattr(device_module, "time", clock)
+    made = StreamDevice(torch.device("cpu"), timedelta(seconds=10), SlowStreams(clock, 3.0, stops_s))
+    watcher = Watcher(clock, lost_s)
+    made.observe(watcher)
+    made.POLL_S, made.STALL_S = 0.04, 5.0
+    for _ in range(num):
+        made.now()
+    try:
+        made.catch_up()
+    except Exception as error:
+        error.args = (error.args[0], round(clock.now_s))
+        raise
+    return clock, watcher
+
+
+def test_a_step_may_take_longer_than_the_deadline_while_its_ops_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, watcher = wait_for_ops(monkeypatch, 10)
+    assert clock.now_s > 3 * 10
+    assert all(watcher.moves)
+
+
+def test_a_device_that_stops_is_late_a_deadline_after_its_last_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GpuLateError, match="the GPU has finished no op within 10 s") as error:
+        wait_for_ops(monkeypatch, 10, stops_s=20.0)
+    assert error.value.args[1] == 18 + 10
+
+
+def test_a_wait_for_a_device_ends_when_its_work_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConnectionError, match="a rank is lost") as error:
+        wait_for_ops(monkeypatch, 10, stops_s=1.0, lost_s=4.0)
+    assert error.value.args[1] == 4
+
+
+def test_a_device_that_does_not_move_is_shown_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Watcher] = []
+    init = Watcher.__init__
+
+    def noted(self: Watcher, clock: Clock, lost_s: float) -> None:
+        init(self, clock, lost_s)
+        made.append(self)
+
+    monkeypatch.setattr(Watcher, "__init__", noted)
+    with pytest.raises(GpuLateError):
+        wait_for_ops(monkeypatch, 10, stops_s=1.0)
+    moves = made[0].moves
+    assert moves == sorted(moves, reverse=True)
+    assert {True, False} == set(moves)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support import deepep_contract
+from tests.support.experts import named_grads
 from tests.support.ranks import check, run_ranks
 from treadle.dist.groups import Group
 from treadle.moe import EXCHANGES, MoELayer, Routing
@@ -115,7 +116,8 @@ def by_segments(layer: MoELayer, *batches: Tensor) -> list[tuple[Tensor, Tensor]
 
 def ep_group(rank: int) -> Group:
     wait = timedelta(seconds=30)
-    return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait))
+    device = torch.get_default_device()
+    return Group("experts", list(range(dist.get_world_size())), rank, wait, lambda work: work.wait(wait), device)
 
 
 def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.device]:
@@ -132,7 +134,7 @@ def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.d
 def one_rank(rank: int, backend: Backend, route: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     layer, device = own_part(rank, backend, route)
     ((made, grad),) = by_segments(layer, batch(rank, backend.dtype).to(device))
-    return made.cpu(), grad.cpu(), {name: p.grad.cpu() for name, p in layer.named_parameters() if p.grad is not None}
+    return made.cpu(), grad.cpu(), {name: g.cpu() for name, g in named_grads(layer) if g is not None}
 
 
 def alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
@@ -154,15 +156,15 @@ def test_as_in_one_process(backend: Backend, route: str, ep: int) -> None:
         assert x.grad is not None
         assert alike(results[rank][1], x.grad, backend.tolerance)
     own = EXPERTS // ep
-    for name, param in layer.named_parameters():
+    for name, want in named_grads(layer):
         pieces = name.split(".")
         if pieces[0] == "experts":
             rank, pieces[2] = divmod(int(pieces[2]), own)[0], str(int(pieces[2]) % own)
             got = results[rank][2][".".join(pieces)]
         else:
             got = torch.stack([grads[name] for _, _, grads in results]).sum(0)
-        assert param.grad is not None
-        assert alike(got, param.grad, backend.tolerance), name
+        assert want is not None
+        assert alike(got, want, backend.tolerance), name
 
 
 def several_under_way(rank: int, backend: Backend) -> bool:

@@ -55,10 +55,10 @@ def test_digests_fit_into_a_tensor_and_tell_texts_apart() -> None:
 def rejected(rank: int) -> str:
     deadline = timedelta(seconds=20)
     position = mesh_position(init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "dp")))
-    groups = Groups.make(next_name(position), position, deadline, lambda work: work.wait(deadline))
+    groups = Groups.make(next_name(position), position, deadline)
     reason = f"the stages of {rank} do not fit" if rank in (1, 3) else None
     with pytest.raises(ValueError, match="do not fit") as error:
-        raise_for_all(groups, reason, torch.get_default_device())
+        raise_for_all(groups, reason)
     dist.barrier()
     groups.close()
     return str(error.value)

@@ -17,7 +17,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.dist import channel
 from treadle.dist.boundary import boundary_of
 from treadle.dist.channel import Channel
-from treadle.dist.groups import make_communicator
+from treadle.dist.communicators import make_communicator
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.faults import arrivals
 
@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_come_is_named(how: str) -> None:
 
 def send_many(rank: int, num: int) -> str:
     """Rank 1 posts its receives only when rank 0's send has returned."""
-    group = make_communicator("many", [0, 1], rank, timedelta(seconds=20))
+    group = make_communicator("many", [0, 1], rank, timedelta(seconds=20), torch.get_default_device())
     waited = []
 
     def wait(work: dist.Work) -> object:

@@ -38,6 +38,7 @@ import treadle
 import treadle.moe
 import treadle.runtime
 from tests.support.delays import Delays
+from tests.support.experts import named_grads
 from tests.support.fuzz_models import (
     BATCHES,
     MOST_DIFFERENCE,
@@ -107,11 +108,11 @@ class Record:
 class Runner:
     """One pipeline of a rank, with a copy of the model of its own."""
 
-    def __init__(self, life: Life, rank: int, lanes: str) -> None:
+    def __init__(self, life: Life, rank: int, lanes: str, model: list[nn.Sequential] | None = None) -> None:
         config = life.config
         pp_rank, self.replica = divmod(rank, config.dp * config.ep)
         self.config, self.ep_rank = config, self.replica % config.ep
-        model = own_part(config, self.ep_rank)
+        model = model or own_part(config, self.ep_rank)
         placed = enumerate(config.made.placement.stages[pp_rank])
         self.stages: dict[int, nn.Module] = {}
         self.numbers: dict[int, int] = {}
@@ -128,16 +129,16 @@ class Runner:
             saved="offload" if config.kind == "offload" else "leave",
         )
 
-    def step(self, number: int) -> tuple[float, Grads]:
-        """The loss and this rank's gradients, by their names in the whole model."""
+    def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
+        """The loss and this rank's gradients, by their names in the whole model, for a batch."""
         for stage in self.stages.values():
             for param in stage.parameters():
                 param.grad = None
-        loss = float(self.pipe.step(*make_batch(self.config, number, self.replica)))
+        loss = float(self.pipe.step(*(batch or make_batch(self.config, number, self.replica))))
         return loss, {
-            f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": param.grad
+            f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": grad
             for chunk, stage in self.stages.items()
-            for name, param in stage.named_parameters()
+            for name, grad in named_grads(stage)
         }
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.experts import named_parts, of_part
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
 from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
@@ -233,7 +234,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int) -> tuple[float, Grads, Sizes]:
     """The loss, the gradients and their sizes, over all micro-batches of all replicas; bf16 is summed in float32."""
-    names = {f"{at}.{name}": p for at, stage in enumerate(model) for name, p in stage.named_parameters()}
+    names = {f"{at}.{name}": (p, part) for at, stage in enumerate(model) for name, p, part in named_parts(stage)}
     replicas = config.dp * config.ep
     sizes: dict[nn.Parameter, float] = defaultdict(float)
     sums: dict[nn.Parameter, Tensor] = {}  # a tied parameter has several names
@@ -243,15 +244,15 @@ def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int
             loss = _forward(config, model, x, target, step, replica * config.num_mb + mb)
             torch.autograd.backward(loss / (config.num_mb * replicas))
             total += float(loss.detach().double()) / (config.num_mb * replicas)
-            for param in dict.fromkeys(names.values()):
+            for param in dict.fromkeys(param for param, _ in names.values()):
                 if param.grad is not None:
                     grad = param.grad.float() if param.dtype is torch.bfloat16 else param.grad
                     sums[param] = sums[param] + grad if param in sums else grad
                     sizes[param] += float(grad.abs().max())
                     param.grad = None
-    grads = {name: sums.get(param) for name, param in names.items()}
+    grads = {name: of_part(sums.get(param), part) for name, (param, part) in names.items()}
     least = max(sizes.values()) / 10
-    return total, grads, {name: max(sizes[param], least) for name, param in names.items()}
+    return total, grads, {name: max(sizes[param], least) for name, (param, _) in names.items()}
 
 
 def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor, step: int, mb: int) -> Tensor:

@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.support import devices
 from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
+from treadle.dist.nccl_settings import NEEDED
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -257,6 +258,7 @@ def _rank_main(place: _Place, task: bytes) -> None:
         fn, args = pickle.loads(task)
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
+        os.environ.update(NEEDED if devices.backend() == "nccl" else {})
         devices.enter(place.rank)
         dist.init_process_group(
             devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout

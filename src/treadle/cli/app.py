@@ -61,6 +61,10 @@ COMMANDS = {
         "Examples: treadle dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
         "treadle dryrun mine.txt --width 4096 --layers 2",
     ),
+    "selfcheck": CommandHelp(
+        "Checks this machine: lanes, gradients of all schedules, overlap, offload, a weight update. Exits with 0 or 1.",
+        "Examples: treadle selfcheck --quick   |   treadle selfcheck --ranks 8 -o report.json",
+    ),
     "update": CommandHelp(
         "Brings new weights to a running engine: all of its workers serve them, or none does.",
         "Examples: treadle update --from checkpoint/ --to /run/engine   |   "

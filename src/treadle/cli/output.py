@@ -23,6 +23,7 @@ VERSIONS = {
     "compare": 1,
     "costs-check": 1,
     "dryrun": 1,
+    "selfcheck": 1,
     "update": 1,
     "update-rows": 1,
 }

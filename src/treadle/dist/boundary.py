@@ -1,7 +1,7 @@
 """The boundary between two stages: the tensors sent, each of one shape and dtype for all micro-batches.
 
 Before a stage's first output a header is sent, so that its reader can allocate; from then on receives are posted
-ahead. The header is numbers in a tensor of fixed size.
+ahead. The header is numbers in a tensor of fixed size, in the host's memory whatever the stages run on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from treadle.dist.streams import HOST_MEMORY
 
 _DTYPES = (
     torch.float32,
@@ -74,7 +76,7 @@ def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
 
 def to_header(boundary: Boundary, stage: int) -> Tensor:
     """Returns the boundary as numbers. Raises ValueError for what a header cannot hold."""
-    header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+    header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=HOST_MEMORY)
     if len(boundary) > _MOST_TENSORS:
         raise ValueError(
             f"stage {stage} returns {len(boundary)} tensors; {_MOST_TENSORS} is the most that can be sent on"
@@ -89,7 +91,7 @@ def to_header(boundary: Boundary, stage: int) -> Tensor:
                 f"stage {stage} returns a tensor of {len(spec.shape)} dimensions; {_MOST_DIMS} is the most"
             )
         fields = [_DTYPES.index(spec.dtype), int(spec.grad), len(spec.shape), *spec.shape]
-        header[1 + number * _FIELDS :][: len(fields)] = torch.tensor(fields)
+        header[1 + number * _FIELDS :][: len(fields)] = torch.tensor(fields, device=HOST_MEMORY)
     return header
 
 
@@ -110,9 +112,9 @@ def all_flags(boundary: Boundary) -> Flags:
 
 def to_flags(flags: Flags) -> Tensor:
     """Returns the flags as numbers."""
-    header = torch.zeros(FLAGS_SIZE, dtype=torch.int64)
+    header = torch.zeros(FLAGS_SIZE, dtype=torch.int64, device=HOST_MEMORY)
     header[0] = len(flags)
-    header[1 : 1 + len(flags)] = torch.tensor(flags, dtype=torch.int64)
+    header[1 : 1 + len(flags)] = torch.tensor(flags, dtype=torch.int64, device=HOST_MEMORY)
     return header
 
 

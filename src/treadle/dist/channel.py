@@ -3,21 +3,27 @@
 Messages have no tags: the k-th sent is the k-th received, and the verifier has checked that the two have the same
 name. A receive's tensors are allocated when it is posted and belong to its reader; the Program says how many are
 posted ahead. A sent tensor is kept alive until its send has ended, which is checked when a later message is sent.
+
+Headers go beside the messages, from CPU to CPU over the group of the pipeline, with a tag of their own: the k-th header
+sent between two ranks is the k-th received. So a receive of a header ends at its deadline whatever the device does.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.dist.boundary import Boundary
+from treadle.dist.communicators import CLOSED, Communicator, close_communicator
 from treadle.dist.device import Wait
-from treadle.dist.groups import CLOSED, Communicator, close_communicator
+from treadle.dist.groups import Group
 from treadle.dist.streams import keep
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
@@ -28,6 +34,18 @@ _LEAVING = 4
 
 _SMALL_BYTES = 1 << 18
 """As long as fewer bytes are on their way the number does not matter: keeping them is cheaper than waiting."""
+
+
+HEADER_TAG = 1
+"""The tag of headers; other messages of the pipeline's group have 0."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where a channel's headers go: a group of CPUs, and the number of the channel's peer in it."""
+
+    group: Group
+    peer: int
 
 
 class _Leaving(NamedTuple):
@@ -43,11 +61,16 @@ class _Leaving(NamedTuple):
 class Channel:
     """The communicator of one direction between this rank and a peer, whose number in it is `peer`.
 
-    Its messages are made on `device`.
+    Its messages are made on `device`. Without `control` it has no headers.
     """
 
-    def __init__(self, communicator: Communicator, peer: int, device: torch.device, wait: Wait) -> None:
+    def __init__(
+        self, communicator: Communicator, peer: int, device: torch.device, wait: Wait, control: Control | None = None
+    ) -> None:
         self.communicator, self.peer, self.device, self.wait = communicator, peer, device, wait
+        self.control = control
+        self.control_wait: Wait | None = control.group.wait if control is not None else None
+        self._headers: deque[tuple[Tensor, dist.Work]] = deque()
         self._leaving: deque[_Leaving] = deque()
         self._num_leaving = 0
         self._leaving_bytes = 0
@@ -69,6 +92,10 @@ class Channel:
 
     def drain(self) -> None:
         """Waits until all messages have left."""
+        while self._headers:
+            assert self.control_wait is not None
+            self.control_wait(self._headers[0][1])
+            self._headers.popleft()
         while self._leaving:
             self._wait_for_oldest()
 
@@ -93,19 +120,24 @@ class Channel:
         return tensors
 
     def send_header(self, header: Tensor) -> None:
-        """Sends the header of a stage's messages to their reader."""
-        self.send([header.to(self.device)], "a header")
+        """Launches the send of the header of a stage's messages to their reader."""
+        assert self.control is not None
+        work = self.control.group.communicator.send([header], self.control.peer, HEADER_TAG)
+        self._headers.append((header, work))
 
     def receive_header(self, size: int) -> Tensor:
         """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
-        header = torch.empty(size, dtype=torch.int64, device=self.device)
-        self.wait(self.communicator.recv([header], self.peer, 0))
+        assert self.control is not None
+        assert self.control_wait is not None
+        header = torch.empty(size, dtype=torch.int64, device=HOST_MEMORY)
+        self.control_wait(self.control.group.communicator.recv([header], self.control.peer, HEADER_TAG))
         return header
 
     def close(self) -> None:
         """Closes the communicator, and drops messages that did not leave."""
         communicator, self.communicator = self.communicator, CLOSED
         self._leaving.clear()
+        self._headers.clear()
         close_communicator(communicator)
 
 

@@ -31,6 +31,18 @@ class GpuLateError(LateError):
     """A wait for this rank's GPU has reached the deadline. A GPU shows neither that it computes nor its wait target."""
 
 
+class Observer(Protocol):
+    """Who is told about a wait for the device."""
+
+    def refuse_void(self) -> None:
+        """Raises if the device's work is void."""
+        ...
+
+    def device_moves(self, moves: bool) -> None:
+        """Takes whether the device gets on with its work."""
+        ...
+
+
 class Device(Protocol):
     """One rank's device."""
 
@@ -40,8 +52,12 @@ class Device(Protocol):
     now: Callable[[], Any]
     """Returns the time in a form of this device, which `nanoseconds` converts."""
 
+    def observe(self, observer: Observer) -> None:
+        """Has long waits for the device ask the observer whether they are still of use, and tell it of progress."""
+        ...
+
     def catch_up(self) -> None:
-        """Waits until everything launched so far is done; raises LateError after the deadline."""
+        """Waits until everything launched so far is done; raises LateError after a deadline without progress."""
         ...
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
@@ -56,6 +72,9 @@ class Host:
         self.wait: Wait = methodcaller("wait", deadline)
         self.now: Callable[[], Any] = perf_counter_ns
 
+    def observe(self, observer: Observer) -> None:
+        """Does nothing: there are no waits for a CPU."""
+
     def catch_up(self) -> None:
         """Returns at once: no work is left."""
 
@@ -68,29 +87,59 @@ class StreamDevice:
     """A device with streams: ops are launched on the current stream, communication on streams of its own."""
 
     POLL_S = 0.0005
+    LOOK_S = 0.05
+    """How often a wait looks for progress, and whether it is still of use."""
+
+    STALL_S = 1.0
+    """After so long without progress the device is taken to wait for another rank."""
 
     def __init__(self, device: torch.device, deadline: timedelta, streams: Streams) -> None:
         self.device, self.deadline_s, self.streams = device, deadline.total_seconds(), streams
+        self._observer: Observer | None = None
+        self._ahead: list[Event] = []  # noted and perhaps not reached yet
         self.wait: Wait = methodcaller("wait")  # with a timeout, NCCL's wait blocks the thread
         self.now: Callable[[], Any] = self._event
         self._anchor = self._event(), perf_counter_ns()
 
+    def observe(self, observer: Observer) -> None:
+        """Has waits ask the observer from now on."""
+        self._observer = observer
+
     def _event(self) -> Event:
-        return self.streams.event(self.device, timed=True)
+        event = self.streams.event(self.device, timed=True)
+        self._ahead.append(event)
+        return event
 
     def catch_up(self) -> None:
         """Polls an event: a thread blocked in the driver could not be told of a loss."""
         last = self.now()
         self.await_event(last)
+        self._ahead.clear()
         self._anchor = last, perf_counter_ns()
 
     def await_event(self, event: Event) -> None:
-        """Waits until the device has come to an event; raises after the deadline."""
-        until = time.monotonic() + self.deadline_s
+        """Waits until the device has come to an event; raises after a deadline in which it has come to none at all.
+
+        A step may take longer than the deadline, which is how long one rank waits for another.
+        """
+        moved = looked = time.monotonic()
         while not event.query():
-            if time.monotonic() > until:
-                raise GpuLateError(f"Timed out: the GPU has not finished its step within {self.deadline_s:g} s")
+            now = time.monotonic()
+            if now - looked >= self.LOOK_S:
+                looked = now
+                moved = now if self._has_moved() else moved
+                if self._observer is not None:
+                    self._observer.refuse_void()
+                    self._observer.device_moves(now - moved < self.STALL_S)
+            if now - moved > self.deadline_s:
+                raise GpuLateError(f"Timed out: the GPU has finished no op within {self.deadline_s:g} s")
             time.sleep(self.POLL_S)
+
+    def _has_moved(self) -> bool:
+        """Returns whether an event was reached since the last call."""
+        before = len(self._ahead)
+        self._ahead = [event for event in self._ahead if not event.query()]
+        return len(self._ahead) < before
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
         """Converts events by their distance to the last one, whose time on the host's clock is known."""

@@ -79,7 +79,7 @@ class Streams(Protocol):
         ...
 
     def begin_op(self, told: str) -> None:
-        """What is launched from now on belongs to this op; a report names it."""
+        """What is launched from now on belongs to this op, "" for none; a report names it."""
         ...
 
 
@@ -120,6 +120,10 @@ class Accelerator:
     def begin_op(self, told: str) -> None:
         """Does nothing: a profiler's range already has the op's name."""
 
+
+HOST_MEMORY = torch.device("cpu", 0)
+"""The host's memory, whatever torch's default device is. Control messages name it by its index; a CPU that the stream
+checker takes for a device has none."""
 
 _ACCELERATOR = Accelerator()
 _WITHOUT = ("cpu", "meta")

@@ -261,6 +261,13 @@ def bind(modules: Modules, groups: Groups) -> None:
             part.join(groups.ep_group, shared)
 
 
+def unbind(modules: Modules, groups: Groups) -> None:
+    """Takes the expert group from the modules that still have it."""
+    for part in (part for module in modules.values() for part in module.modules()):
+        if isinstance(part, EpGroupModule) and part.ep_group is not None and part.ep_group is groups.ep_group:
+            part.leave()
+
+
 @dataclass(frozen=True)
 class StageRecipe:
     """What the stages of a rank are built from. `boundaries[stage]` is what it sends on, where that is known."""

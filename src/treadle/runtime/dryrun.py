@@ -188,7 +188,7 @@ class _CountingChannel(Channel):
     """A channel that notes the bytes of its messages in `sizes`. A receive buffer counts until its reader has it."""
 
     def __init__(self, channel: Channel, sizes: list[int], buffers: _Meter) -> None:
-        super().__init__(channel.communicator, channel.peer, channel.device, channel.wait)
+        super().__init__(channel.communicator, channel.peer, channel.device, channel.wait, channel.control)
         self._sizes, self._buffers = sizes, buffers
 
     def send(self, tensors: Sequence[Tensor], told: str) -> None:

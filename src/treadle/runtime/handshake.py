@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
+from treadle.dist.streams import HOST_MEMORY
 from treadle.ir import Schedule
 from treadle.runtime.model.gradients import Gradients
 
@@ -115,16 +116,15 @@ def meet(
     terms: str,
     stages: RankStages,
     problem: ValueError | None,
-    device: torch.device,
 ) -> Handshake:
     """Exchanges the facts about all ranks' stages. If a rank cannot take part, or has another schedule, all raise.
 
     `terms` is a text of everything else that the plan is made from; it must be the same on all ranks. `problem` is
     this rank's reason for not taking part.
     """
-    _agree_to_start(groups, schedule, terms, problem, device)
-    stages = _agree_over_replicas(groups, stages, device)
-    rows = [RankStages.decode(row) for row in _gather(groups.pp_group, stages.encode(), device)]
+    _agree_to_start(groups, schedule, terms, problem)
+    stages = _agree_over_replicas(groups, stages)
+    rows = [RankStages.decode(row) for row in _gather(groups.pp_group, stages.encode())]
     _refuse_mixed(rows, groups.pp_group.ranks)
     return Handshake(
         {(rank, chunk): can for rank, row in enumerate(rows) for chunk, can in enumerate(row.can_split)},
@@ -139,19 +139,19 @@ def digest_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _gather(group: Group, row: list[int], device: torch.device) -> list[list[int]]:
-    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=device))]
+def _gather(group: Group, row: list[int]) -> list[list[int]]:
+    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=HOST_MEMORY))]
 
 
-def _agree_over_replicas(groups: Groups, stages: RankStages, device: torch.device) -> RankStages:
+def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
     """Returns the stages with a backward split only where all replicas can. Raises if replicas' stages differ."""
     reason = None
     if groups.dp_group is not None:
-        rows = [RankStages.decode(row) for row in _gather(groups.dp_group, stages.encode(), device)]
+        rows = [RankStages.decode(row) for row in _gather(groups.dp_group, stages.encode())]
         stages = replace(stages, can_split=[all(can) for can in zip(*(row.can_split for row in rows), strict=True)])
         if not all(row.agrees_with(rows[0]) for row in rows):
             reason = "its replicas have stages of other depths or segments; a stage is the same in all of them"
-    raise_for_all(groups, reason, device)
+    raise_for_all(groups, reason)
     return stages
 
 
@@ -166,9 +166,7 @@ def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int]) -> None:
         )
 
 
-def _agree_to_start(
-    groups: Groups, schedule: Schedule, terms: str, problem: ValueError | None, device: torch.device
-) -> None:
+def _agree_to_start(groups: Groups, schedule: Schedule, terms: str, problem: ValueError | None) -> None:
     """Raises on all ranks if one has a problem, another schedule or other terms. Ranks with a problem raise that."""
     rejections = Rejections(groups.name)
     if problem is not None:
@@ -182,7 +180,7 @@ def _agree_to_start(
     )
     for group in (groups.dp_group, groups.pp_group):  # each group passes on what the one before found
         if group is not None:
-            rows = [StartTerms.decode(row) for row in _gather(group, own.encode(), device)]
+            rows = [StartTerms.decode(row) for row in _gather(group, own.encode())]
             own = _merge(own, rows, group.ranks)
     if problem is not None:
         raise problem
@@ -209,12 +207,12 @@ def _merge(own: StartTerms, rows: Sequence[StartTerms], ranks: Sequence[int]) ->
     )
 
 
-def raise_for_all(groups: Groups, reason: str | None, device: torch.device) -> None:
+def raise_for_all(groups: Groups, reason: str | None) -> None:
     """Raises on every rank if one has a reason to reject the pipeline; ranks without one quote the highest that has."""
     rank, rejections = groups.position.rank, Rejections(groups.name)
     if reason is not None:
         rejections.write(rank, reason)
-    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=device)
+    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=HOST_MEMORY)
     for group in (groups.dp_group, groups.copies_group, groups.pp_group):
         if group is not None:
             group.all_reduce(told, largest=True)
@@ -227,9 +225,9 @@ def raise_for_all(groups: Groups, reason: str | None, device: torch.device) -> N
         )
 
 
-def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gradients, device: torch.device) -> None:
+def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
     """Raises on all ranks if copies of a stage do not start from the same parameters."""
-    group, reason = gradients.group, None
+    group, reason = groups.replica_group, None
     if group is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
     named = [
@@ -238,7 +236,8 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
         for name, p in modules[chunk].named_parameters()
         if p not in gradients.owned
     ]
-    sums = torch.stack([_digest(p) for _, _, p in named]) if named else torch.zeros(1, 2, device=device)
+    digests = [_digest(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
+    sums = torch.stack(digests).to(HOST_MEMORY)
     both = torch.stack([sums, -sums])
     group.all_reduce(both, largest=True)
     apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()
@@ -248,7 +247,7 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
             f"copies of a stage start from different parameters, the first {name} of chunk {chunk}, of shape "
             f"{tuple(param.shape)}; make them from one seed, or broadcast them before making the Pipeline"
         )
-    raise_for_all(groups, reason, device)
+    raise_for_all(groups, reason)
 
 
 def _digest(param: nn.Parameter) -> Tensor:

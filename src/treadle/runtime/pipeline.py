@@ -9,17 +9,17 @@ from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from treadle.dist.backends import is_dry
 from treadle.dist.boundary import Boundary
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
-from treadle.dist.streams import upload
+from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
@@ -43,6 +43,7 @@ from treadle.runtime.build import (
     reduce_order,
     segments_in,
     shape_of,
+    unbind,
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
@@ -116,7 +117,7 @@ class Pipeline:
         self._guard = Guard()
         name = next_name(self.position)
         with Arrivals(name, self.position, self._deadline).making():
-            self.groups = Groups.make(name, self.position, self._deadline, self._device.wait)
+            self.groups = Groups.make(name, self.position, self._deadline)
             met = self._meet(schedule)
             self._plan(schedule, met)
             self._connect()
@@ -135,9 +136,8 @@ class Pipeline:
     # -- making it ---------------------------------------------------------------------------------------------------
 
     def _choose_devices(self, mesh: DeviceMesh) -> None:
-        """Find where the modules are, and where ranks agree on things: a dry run's meta tensors carry no numbers."""
+        """Find where the modules are, and how waits on that device end."""
         self.device = device_in(self._modules, mesh)
-        self._control = torch.device("cpu") if self.device.type == "meta" else self.device
         self._deadline = timedelta(seconds=self.options.deadline_s)
         self._device = device_of(self.device, self._deadline)
 
@@ -157,7 +157,7 @@ class Pipeline:
         embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
         stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
         terms = f"{self.options.costs!r} {self.options.saved}"
-        return meet(self.groups, schedule, terms, stages, problem, self._control)
+        return meet(self.groups, schedule, terms, stages, problem)
 
     def _plan(self, schedule: Schedule, met: Handshake) -> None:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
@@ -168,18 +168,19 @@ class Pipeline:
 
     def _connect(self) -> None:
         """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
-        self.groups.connect(self.program, self.device)
+        self.groups.connect(self.program, self.device, self._device.wait)
         bind(self._modules, self.groups)
         self._guard.program = self.program
-        if dist.get_backend() != "fake":
-            self._guard.join(self.groups, self.options.deadline_s, self._control, self.options.address)
+        if not is_dry():
+            self._guard.join(self.groups, self.options.deadline_s, self.options.address)
+            self._device.observe(self._guard)
 
     def _prepare_gradients(self) -> None:
         """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
         order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
         reduce_group, expert_dp_group = self.groups.reduce_group, self.groups.expert_dp_group
         self.gradients = Gradients(self._modules, order, reduce_group, expert_dp_group, self.position.ep)
-        check_copies(self.groups, self._modules, self.gradients, self._control)
+        check_copies(self.groups, self._modules, self.gradients)
 
     def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
         """Make the rank's stages, and the store that their saved tensors go through."""
@@ -364,18 +365,21 @@ class Pipeline:
 
     def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
-        losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=self._control)
+        home = self.device if self.device.type != "meta" else HOST_MEMORY  # a dry run's meta tensors carry no numbers
+        losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=home)
         for chunk, stage in stages.items():
             for microbatch in stage.microbatches() if self.device.type != "meta" else ():
                 for part in microbatch.losses:
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
+        told = Download(losses).tensor(self._guard.refuse_void)
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.groups, losses, scale, num_bad)
+            loss, losses, num_bad, alike = agree(self.groups, told, scale, num_bad)
         if not alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
             )
         finite = num_bad == 0 and bool(loss.isfinite())
+        loss, losses = loss.to(home), losses.to(home)
         self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
         return loss
 
@@ -388,26 +392,26 @@ class Pipeline:
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
         program = spread(self._last.program, ep=self.position.ep, dp=self.position.dp // self.position.ep)
-        times = torch.from_numpy(self._last.times()).to(self._control)
+        times = torch.from_numpy(self._last.times())
         mine = times >= 0
         with self._guard.step(self._step), self._guard.together("the trace"):
             times = torch.where(mine, times + self._clock_offset, 0)
             self.groups.pp_group.all_reduce(times)
             replicas = [times]
-            if self.groups.reduce_group is not None:
+            if self.groups.replica_group is not None:
                 gathered = dict(
-                    zip(self.groups.reduce_group.ranks, self.groups.reduce_group.all_gather(times), strict=True)
+                    zip(self.groups.replica_group.ranks, self.groups.replica_group.all_gather(times), strict=True)
                 )
                 replicas = [gathered[rank] for rank in self.position.dp_ranks]
-        start, end = torch.cat(replicas, dim=1).cpu().numpy()
+        start, end = torch.cat(replicas, dim=1).numpy()
         return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
 
     @cached_property
     def _clock_offset(self) -> int:
-        along_pp = clock_offset(self.groups.pp_group, self._control)
-        if self.groups.reduce_group is None:
+        along_pp = clock_offset(self.groups.pp_group)
+        if self.groups.replica_group is None:
             return along_pp
-        along_dp = torch.tensor([clock_offset(self.groups.reduce_group, self._control)], device=self._control)
+        along_dp = torch.tensor([clock_offset(self.groups.replica_group)], device=HOST_MEMORY)
         return along_pp + int(self.groups.pp_group.all_gather(along_dp)[0])
 
     def close(self) -> None:
@@ -426,6 +430,7 @@ class Pipeline:
         self.gradients.close()
         for stage in self.stages.values():
             split.restore(stage.module)
+        unbind(self._modules, self.groups)
         if self._guard.is_lost:
             self.groups.break_off()  # or a thread that still waits for a lost rank would be waited for
         self.groups.close()

@@ -74,7 +74,7 @@ class StepReport:
 def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
     """Returns (loss of the global batch, losses of this pipeline, number of bad gradients, do all ranks scale alike).
 
-    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule.
+    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU.
     """
     remainder = float(hash(scale) % _PRIME)
     said = losses.new_tensor([num_bad, 1.0, remainder, remainder**2])
@@ -82,8 +82,8 @@ def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[T
     groups.pp_group.all_reduce(both)
     losses = both[: len(losses)]
     total = torch.cat([losses.sum().reshape(1) * scale, both[len(losses) :]])
-    if groups.reduce_group is not None:
-        groups.reduce_group.all_reduce(total)
+    if groups.replica_group is not None:
+        groups.replica_group.all_reduce(total)
     if groups.copies_group is not None:
         total[0] /= 2  # each pipeline is there with two of its ranks
     loss, bad, num, plain, square = total

@@ -183,13 +183,13 @@ class Updater:
         if done.shares is None or done.times is None:
             raise ValueError(f"nothing moved for version {done.version}, so there is no trace of it")
         if self._trace_group is None:
-            self._trace_group = self.context.broadcasts.make("trace")
+            self._trace_group = self.context.broadcasts.make_control("trace")
         group = self._trace_group
         own = noted(done.times, len(done.shares.plan.buckets))
-        own[own >= 0] += clock_offset(group, self.device)
-        gathered = group.all_gather(torch.from_numpy(own).to(self.device))
+        own[own >= 0] += clock_offset(group)
+        gathered = group.all_gather(torch.from_numpy(own))
         about = f"update to version {done.version}, measured"
-        return trace_of(done.shares.plan, [times.cpu().numpy() for times in gathered], about)
+        return trace_of(done.shares.plan, [times.numpy() for times in gathered], about)
 
     def _break_off(self) -> None:
         """End waits in the process group. Before the attempt has its number nobody is in it."""
@@ -211,6 +211,8 @@ class Updater:
         self.context.worker.drop()
         self.context.coordinator.close()
         self.context.broadcasts.drop()
+        if self._trace_group is not None:
+            self._trace_group.close()
         self.context.buffers.free()
         if self.coordinator is not None:
             self.coordinator.close()

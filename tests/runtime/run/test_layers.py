@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.experts import named_grads
 from tests.support.oracle import make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -116,7 +117,7 @@ def one_process(case: Case) -> tuple[float, list[dict[str, Tensor]]]:
             share = (nn.functional.mse_loss(h, target[replica, mb]) + aux) / (MB * replicas)
             torch.autograd.backward(share)
             total += share.item()
-    grads = [{name: p.grad for name, p in stage.named_parameters() if p.grad is not None} for stage in model]
+    grads = [{name: grad for name, grad in named_grads(stage) if grad is not None} for stage in model]
     return total, grads
 
 
@@ -138,11 +139,11 @@ def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor
     own = EXPERTS // case.ep
     grads = {}
     for chunk, module in stages.items():
-        for name, param in module.named_parameters():
+        for name, grad in named_grads(module):
             number = expert_number(name)
             full = name if number is None else renumbered(name, number + ep_rank * own)
-            assert param.grad is not None
-            grads[placed[chunk], full] = param.grad
+            assert grad is not None
+            grads[placed[chunk], full] = grad
     about = {
         "communicators": len(pipe.groups),
         "kinds": {OpKind(int(kind)).name for kind in program.kind},

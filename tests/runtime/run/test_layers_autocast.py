@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
+from tests.support.experts import named_grads, take_own
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
@@ -35,11 +36,10 @@ def cast_stages(ep: int, ep_rank: int) -> list[nn.Sequential]:
     torch.manual_seed(2)
     layers = [MoELayer(WIDTH, HIDDEN, EXPERTS, mixer=Precise()) for _ in range(PP)]
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), layers[0]), nn.Sequential(layers[1], nn.Linear(WIDTH, WIDTH))]
-    own = slice(ep_rank * EXPERTS // ep, (ep_rank + 1) * EXPERTS // ep)
     for at, whole in enumerate(layers if ep > 1 else ()):
         layer = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=ep, ep_rank=ep_rank, mixer=whole.mixer)
         layer.norm, layer.expert_norm, layer.router = whole.norm, whole.expert_norm, whole.router
-        layer.experts.up, layer.experts.down = whole.experts.up[own], whole.experts.down[own]
+        take_own(layer.experts, whole.experts)
         stages[at][1 - at] = layer
     return stages
 
@@ -90,11 +90,11 @@ def cast_rank(rank: int, on: bool) -> tuple[dict[str, Tensor], list[tuple[torch.
         pipe.step(x, x)
     pipe.close()
     grads = {}
-    for name, p in stage.named_parameters():
+    for name, grad in named_grads(stage):
         pieces = name.split(".")
         if "experts" in pieces:
             pieces[3] = str(int(pieces[3]) + ep_rank * (EXPERTS // EP))
-        grads[".".join(pieces)] = cast(Tensor, p.grad)
+        grads[".".join(pieces)] = cast(Tensor, grad)
     return grads, note.seen
 
 
@@ -110,7 +110,7 @@ def test_autocast_around_a_step(on: bool, tolerance: float) -> None:
             torch.autograd.backward(loss / (MB * EP))
     for rank, (grads, seen) in enumerate(results):
         for name, grad in grads.items():
-            want = model[rank // EP].get_parameter(name).grad
+            want = dict(named_grads(model[rank // EP]))[name]
             assert want is not None
             assert grad.dtype is torch.float32
             assert close(grad, want, tolerance), (rank, name)

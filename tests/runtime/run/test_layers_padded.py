@@ -13,6 +13,7 @@ from torch.nn import functional
 import treadle
 from tests.support import deepep_contract
 from tests.support.devices import DEVICE_TYPE
+from tests.support.experts import named_grads, take_own
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import Exchange, Experts, MoELayer
@@ -92,8 +93,7 @@ def padded_stages(num: int, ep: int, ep_rank: int) -> list[nn.Sequential]:
         for at, layer in enumerate(layers if ep > 1 else ()):
             mine = Padded(ep, ep_rank)
             mine.mix, mine.score = layer.mix, layer.score
-            own = slice(ep_rank * mine.own, (ep_rank + 1) * mine.own)
-            mine.experts.up, mine.experts.down = layer.experts.up[own], layer.experts.down[own]
+            take_own(mine.experts, layer.experts)
             layers[at] = mine
         stages.append(nn.Sequential(*layers).double())
     return stages
@@ -110,11 +110,11 @@ def padded_rank(rank: int, name: str) -> tuple[dict[tuple[int, str], Tensor], se
     pipe.step(x, x.flip(0))
     grads = {}
     for chunk, module in stages.items():
-        for param_name, p in module.named_parameters():
+        for param_name, grad in named_grads(module):
             pieces = param_name.split(".")
             if "experts" in pieces:
                 pieces[3] = str(int(pieces[3]) + ep_rank * (EXPERTS // EP))
-            grads[placed[chunk], ".".join(pieces)] = cast(Tensor, p.grad)
+            grads[placed[chunk], ".".join(pieces)] = cast(Tensor, grad)
     pipe.close()
     return grads, kinds(pipe), len(pipe.groups)
 
@@ -138,7 +138,7 @@ def test_padded_dispatches_need_no_counts(name: str) -> None:
         assert not {"COUNTS", "HOST"} & seen
         assert {"DISPATCH_F", "COMBINE_F", "DISPATCH_B", "COMBINE_B"} <= seen
         for (stage, param_name), grad in grads.items():
-            want = model[stage].get_parameter(param_name).grad
+            want = dict(named_grads(model[stage]))[param_name]
             assert want is not None
             assert close(grad, want, 1e-10), (stage, param_name)
 

@@ -194,8 +194,11 @@ def _join_group() -> torch.device | None:
     import torch
     import torch.distributed as dist
 
+    from treadle.dist.nccl_settings import NEEDED
+
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
+    os.environ.update(NEEDED if on_gpu else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
     return device

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from treadle.dist.backends import is_dry
+from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
 from treadle.runtime.faults.watch import RankLostError
 
@@ -31,7 +31,7 @@ class Arrivals:
     @contextmanager
     def making(self) -> Iterator[None]:
         """Wraps the making of the pipeline: records an error, and replaces that of a wait by the loss behind it."""
-        if dist.get_backend() == "fake":
+        if is_dry():
             yield
             return
         try:
@@ -58,7 +58,7 @@ class Arrivals:
 
     def _behind(self, error: BaseException) -> RankLostError | None:
         """Returns the loss behind the error of a wait: a rank did not come, or has given up. None for other errors."""
-        own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
+        own = isinstance(error, (RankLostError, *OWN_ERRORS))
         if own or not isinstance(error, (RuntimeError, OSError)):
             return None
         everyone = [rank for row in self._position.ranks for rank in row if rank != self._position.rank]

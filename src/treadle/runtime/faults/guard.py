@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
-
+from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.ir.program import Program
@@ -35,23 +34,24 @@ class Guard:
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
         self._agreed = False
+        self._groups: Groups | None = None
 
-    def join(self, groups: Groups, deadline_s: float, device: torch.device, address: str | None) -> None:
+    def join(self, groups: Groups, deadline_s: float, address: str | None) -> None:
         """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
         self.position = groups.position
-        rings = [group for group in (groups.pp_group, groups.reduce_group) if group is not None]
-        pp_ranks, alike = groups.pp_group.ranks, groups.reduce_group.ranks if groups.reduce_group is not None else []
+        rings = [group for group in (groups.pp_group, groups.replica_group) if group is not None]
+        pp_ranks, alike = groups.pp_group.ranks, groups.replica_group.ranks if groups.replica_group is not None else []
         ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
         self.watch = Watch.join(
             rings,
             rank=groups.position.rank,
             name=self.name,
             deadline_s=deadline_s,
-            device=device,
             address=address,
             waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks})],  # in the order of ALIKE, ALL
         )
         self.watch.on_alarm(groups.break_off)
+        self._groups = groups
         self.slots = self.watch.slots
 
     def name(self, rank: int, op: int) -> str:
@@ -70,6 +70,19 @@ class Guard:
         """Raises the loss if one is known."""
         if self.watch is not None and self.watch.alarm is not None:
             raise self.watch.noticed()
+
+    def refuse_void(self) -> None:
+        """Raises if what this rank has computed is void: a rank is lost, or a communicator has met an error.
+
+        Communicators of a device are aborted on alarm. What waits for them there goes on then, with any numbers.
+        """
+        self.raise_known()
+        if self._groups is not None:
+            self._groups.refuse_errors()
+
+    def device_moves(self, moves: bool) -> None:
+        """Shows others that the device gets on with what was launched, or that it may wait for any of them."""
+        self.slots[1] = NOBODY if moves else ALL
 
     @contextmanager
     def step(self, number: int, *, own_first: bool = False) -> Iterator[None]:
@@ -116,6 +129,7 @@ class Guard:
         self.slots[1] = ALL
         try:
             yield
+            self.refuse_void()
         except Exception as error:
             self._raise(error, what)
         self._agreed = True
@@ -149,9 +163,10 @@ class Guard:
         if self.watch is not None:
             self.watch.close()
             self.watch.slots = self.slots = memoryview(array("q", [NOBODY] * 4))
+        self._groups = None
 
 
 def _of_a_wait(error: Exception) -> bool:
-    """True for errors raised by a failed wait. Out of memory is always this rank's own fault."""
-    own = isinstance(error, (RankLostError, torch.OutOfMemoryError))
+    """True for errors raised by a failed wait. Errors of the device are always this rank's own fault."""
+    own = isinstance(error, (RankLostError, *OWN_ERRORS))
     return isinstance(error, (RuntimeError, OSError)) and not own

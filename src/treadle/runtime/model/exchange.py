@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.groups import Group
 from treadle.host.errors import TreadleError
 
@@ -42,6 +43,10 @@ class EpGroupModule(nn.Module):
     def join(self, ep_group: Group, shared: dict[Any, Any]) -> None:
         """Takes the group, and a dict that all modules of the group share."""
         self.ep_group, self.shared = ep_group, shared
+
+    def leave(self) -> None:
+        """Gives the group back when its Pipeline is closed."""
+        self.ep_group, self.shared = None, {}
 
     @property
     def size(self) -> int:
@@ -97,6 +102,6 @@ def _swap(ep_group: Group, rows: Tensor, send: list[int], receive: list[int]) ->
     try:
         return ep_group.swap(rows, send, receive)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, OWN_ERRORS):
             raise
         raise ExchangeError(str(error)) from error

@@ -2,8 +2,8 @@
 
 During I each `nn.Linear` of the chunk computes only the gradient of its input, and queues its input and the gradient of
 its output. W multiplies the two. No graph is kept or walked for W, and nothing else that autograd saved stays alive in
-between. All other parameters (norms, embeddings, parameters of custom modules) get their gradients in I, so gradients
-never depend on how many could be deferred.
+between. A module of another kind does the same if it is a `DefersWeightGrad`. All other parameters (norms, embeddings,
+parameters of custom modules) get their gradients in I, so gradients never depend on how many could be deferred.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 AddGradient = Callable[[Tensor, Tensor], None]
+"""Adds to a parameter a gradient of it."""
+
+WeightHalf = Callable[[Tensor, Tensor, AddGradient], None]
+"""Computes gradients of parameters from the input of a module and the gradient of its output."""
 
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """A deferred weight gradient of one linear: its input and its output gradient."""
+    """A deferred weight gradient of one module: its input, its output gradient, and what multiplies them."""
 
-    linear: nn.Linear
     x: Tensor
     grad: Tensor
+    half: WeightHalf
 
     @property
     def size_bytes(self) -> int:
@@ -35,12 +39,8 @@ class WeightGrad:
         return self.x.nbytes + self.grad.nbytes
 
     def run(self, add: AddGradient) -> None:
-        """Computes the gradients of weight and bias."""
-        grad, x = self.grad.flatten(0, -2), self.x.flatten(0, -2)
-        if self.linear.weight.requires_grad:
-            add(self.linear.weight, grad.t() @ x)
-        if self.linear.bias is not None and self.linear.bias.requires_grad:
-            add(self.linear.bias, grad.sum(0))
+        """Computes the gradients of the module's parameters."""
+        self.half(self.x, self.grad, add)
 
 
 class WeightGradQueue:
@@ -62,18 +62,45 @@ class WeightGradQueue:
         assert halves is not None, "closed without being opened"
         return halves
 
-    def take(self, linear: nn.Linear, x: Tensor, grad: Tensor) -> bool:
+    def take(self, x: Tensor, grad: Tensor, half: WeightHalf) -> bool:
         """Defers a weight gradient if the queue is open; returns whether it did."""
         if self._open is None:
             return False
-        self._open.append(WeightGrad(linear, x.detach(), grad))  # the graph behind x would stay alive with it
+        self._open.append(WeightGrad(x.detach(), grad, half))  # the graph behind x would stay alive with it
         return True
 
 
-def _as_it_is(x: Tensor) -> AbstractContextManager[Any]:
+class DefersWeightGrad(nn.Module):
+    """A module that can defer the gradients of all its own parameters: its backward offers them to `defer`."""
+
+    _queue: WeightGradQueue | None = None
+    _num_hooks = 0
+
+    def defer_to(self, queue: WeightGradQueue | None) -> None:
+        """Lets the module defer to a queue from here on; None: not any more."""
+        self._queue, self._num_hooks = queue, _num_hooks(self)
+
+    def defer(self, x: Tensor, grad: Tensor, half: WeightHalf) -> bool:
+        """Defers `half(x, grad, add)` if a queue is open.
+
+        Returns whether it did; if not, the backward computes the gradients itself, and autograd tells hooks that were
+        put on the parameters since `defer_to`.
+        """
+        return self._queue is not None and _num_hooks(self) == self._num_hooks and self._queue.take(x, grad, half)
+
+
+def as_it_is(x: Tensor) -> AbstractContextManager[Any]:
     """Turns autocast off: the caller has chosen the precision of the linear already."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Returns the precision in which autocast runs a linear, None where it leaves it alone."""
+    kind = x.device.type
+    lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    double = x.dtype is torch.float64 or weight.dtype is torch.float64
+    return torch.get_autocast_dtype(kind) if lowers and not double else None
 
 
 class _Linear(torch.autograd.Function):
@@ -81,20 +108,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: WeightGradQueue, linear: nn.Linear
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: WeightGradQueue, half: WeightHalf
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.halves, ctx.linear = halves, linear
-        with _as_it_is(x):
+        ctx.halves, ctx.half = halves, half
+        with as_it_is(x):
             return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         again = torch.is_grad_enabled()  # with create_graph: what is computed here is differentiated itself
-        with _as_it_is(x):
+        with as_it_is(x):
             dx = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-            if not again and ctx.halves.take(ctx.linear, x, grad):
+            if not again and ctx.halves.take(x, grad, ctx.half):
                 return dx, None, None, None, None
             flat = grad.flatten(0, -2)
             dw = (flat.t() @ x.flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -114,16 +141,21 @@ class SplitForward:
         linear, weight, bias = self.linear, self.linear.weight, self.linear.bias
         if not torch.is_grad_enabled() or input.dim() < 2 or _num_hooks(linear) != self._num_hooks:
             return functional.linear(input, weight, bias)  # autograd tells hooks that were put on the parameters since
-        kind = input.device.type
-        lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if (
-            lowers and input.dtype is not torch.float64 and weight.dtype is not torch.float64
-        ):  # autocast leaves it alone
-            input = input.to(torch.get_autocast_dtype(kind))
+        lower = autocast_dtype(input, weight)
+        if lower is not None:
+            input = input.to(lower)
         elif input.dtype is not weight.dtype or (bias is not None and bias.dtype is not weight.dtype):
             return functional.linear(input, weight, bias)  # raises torch's own error
-        out: Tensor = _Linear.apply(input, weight, bias, self.halves, linear)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(input, weight, bias, self.halves, self.weight_half)  # type: ignore[no-untyped-call]
         return out
+
+    def weight_half(self, x: Tensor, grad: Tensor, add: AddGradient) -> None:
+        """Computes the gradients of weight and bias."""
+        linear, grad, x = self.linear, grad.flatten(0, -2), x.flatten(0, -2)
+        if linear.weight.requires_grad:
+            add(linear.weight, grad.t() @ x)
+        if linear.bias is not None and linear.bias.requires_grad:
+            add(linear.bias, grad.sum(0))
 
 
 @dataclass(frozen=True)
@@ -133,7 +165,7 @@ class WeightGradSplit:
     num_params: int
     num_deferred: int
     why: str | None
-    linears: tuple[nn.Linear, ...]
+    linears: tuple[nn.Linear | DefersWeightGrad, ...]
 
     @property
     def possible(self) -> bool:
@@ -155,40 +187,52 @@ def examine(module: nn.Module) -> WeightGradSplit:
     return WeightGradSplit(len(params), len(deferred), why, linears)
 
 
-def apply(linears: Sequence[nn.Linear], halves: WeightGradQueue) -> None:
+def apply(linears: Sequence[nn.Linear | DefersWeightGrad], halves: WeightGradQueue) -> None:
     """Lets linears put their weight gradients into the queue `halves`."""
     for linear in linears:
-        linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]
+        if isinstance(linear, DefersWeightGrad):
+            linear.defer_to(halves)
+        else:
+            linear.forward = SplitForward(linear, halves)  # type: ignore[method-assign]
 
 
 def restore(module: nn.Module) -> None:
-    """Restores the linears' own `forward`."""
+    """Restores the linears' own `forward`; no module of this one defers any more."""
     for part in module.modules():
-        if isinstance(part.__dict__.get("forward"), SplitForward):
+        if isinstance(part, DefersWeightGrad):
+            part.defer_to(None)
+        elif isinstance(part.__dict__.get("forward"), SplitForward):
             del part.__dict__["forward"]
 
 
-def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    """Yields modules that are exactly `nn.Linear`: a subclass or a changed one may compute something else."""
+def _linears(module: nn.Module) -> Iterator[nn.Linear | DefersWeightGrad]:
+    """Yields modules that are exactly `nn.Linear`: a subclass or a changed one may compute something else.
+
+    A `DefersWeightGrad` answers for its subclasses.
+    """
     for part in module.modules():
-        own = part.__dict__.get("forward")
-        if type(part) is not nn.Linear or not (own is None or isinstance(own, SplitForward)):
-            continue
         params = part._parameters  # a weight that is made from others by a hook is not there
-        plain = params.get("weight") is not None and "bias" in params and not part._forward_pre_hooks
-        if plain and not any(p is not None and _has_hooks(p) for p in params.values()):
-            yield part
+        if part._forward_pre_hooks or any(p is not None and _has_hooks(p) for p in params.values()):
+            continue
+        if isinstance(part, DefersWeightGrad):
+            if params:
+                yield part
+        elif type(part) is nn.Linear:
+            own = part.__dict__.get("forward")
+            plain = params.get("weight") is not None and "bias" in params
+            if plain and (own is None or isinstance(own, SplitForward)):
+                yield part
 
 
 def _has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
 
-def _num_hooks(linear: nn.Linear) -> int:
-    """Returns the number of gradient hooks on a linear's parameters; float32 sums have one from the start."""
+def _num_hooks(module: nn.Module) -> int:
+    """Returns the number of gradient hooks on a module's parameters; float32 sums have one from the start."""
     return sum(
         len(hooks)
-        for param in (linear.weight, linear.bias)
+        for param in module._parameters.values()
         if param is not None
         for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)
         if hooks

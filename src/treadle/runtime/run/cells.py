@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from treadle.dist.device import Device, Host, StreamDevice
+from treadle.dist.device import Device, GpuLateError, Host, StreamDevice
+from treadle.dist.errors import CommunicatorError
 from treadle.dist.streams import Streams
 from treadle.ir.program import Longs, OpKind, Program
 from treadle.runtime.faults.guard import Guard
+from treadle.runtime.faults.progress.wait_target import ALL
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.ops import Instruction, instructions, labelled, post_early, walk, where
 from treadle.runtime.run.own_error import LaunchRow
@@ -36,11 +38,17 @@ class CellExecutor:
         recorder.ends = ends
         try:
             walk(self._told(labelled(recorder.listed, self.program)), guard.slots, self.device.now, ends)
+            if isinstance(self.device, StreamDevice):
+                self.device.streams.begin_op("")
             self.device.catch_up()
+            guard.refuse_void()
         except Exception as error:
             failed = where(recorder.listed, ends)
+            peer = failed.peer
+            if isinstance(error, (GpuLateError, CommunicatorError)):  # the device may have waited at any op
+                peer = guard.slots[1] = ALL
             row = LaunchRow(self.program, self.rank, list(dict.fromkeys(i.op for i in recorder.listed)))
-            row.blame(guard, error, failed.op, failed.peer)
+            row.blame(guard, error, failed.op, peer)
         if self._known is None and isinstance(self.device, Host):
             self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from treadle.dist.channel import Channel
 from treadle.dist.device import GpuLateError, LateError
+from treadle.dist.errors import CommunicatorError
 from treadle.dist.groups import Group
 from treadle.ir.program import Ints, LaneKind, Longs, Op, OpKind
 from treadle.runtime.faults.guard import Guard
@@ -103,6 +104,7 @@ class LayerExecutor:
             self.lanes.finish()
             for at, channel in self._last_sends:  # noqa: B007  (an error is told of this op)
                 channel.drain()
+            guard.refuse_void()
             self._known = self.lanes.ahead
         except Exception as error:
             self._blame(guard, under_way, error, at)
@@ -115,12 +117,13 @@ class LayerExecutor:
         """Raises what an error comes to: its op's own, or the loss behind a wait. The lost may be this rank itself."""
         at = self.lanes.failed if self.lanes.failed is not None else at
         op = self.own[at]
-        waited_here = isinstance(error, LateError)  # for another lane, which is shown already
+        on_device = isinstance(error, (GpuLateError, CommunicatorError))  # which may have waited at any op
+        waited_here = on_device or isinstance(error, LateError)  # for another lane, which is shown already
         talks = waited_here or op.lane.kind in _TALKS
         if op.lane.kind is LaneKind.EP:  # layers run there too, and raise errors of their own
             talks = waited_here or isinstance(error, ExchangeError)
         under_way.over()
-        if isinstance(error, GpuLateError):
+        if on_device:
             under_way.show(at, ALL)
         elif not waited_here:
             under_way.show(at, self._rows.wait_target[at] if talks else NOBODY)

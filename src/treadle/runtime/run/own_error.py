@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from treadle.ir.program import Program
 from treadle.runtime.faults.guard import Guard
+from treadle.runtime.faults.watch import RankLostError
 
 AROUND = 3
 """Ops shown before and after the one that failed."""
@@ -26,7 +27,7 @@ class LaunchRow:
         try:
             guard.blame(error, op, peer)
         except Exception as raised:
-            if raised is error:
+            if raised is error and not isinstance(error, RankLostError):
                 error.add_note(self.note(op, guard.slots[2]))
             raise
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from treadle.dist.backends import CPU, default_backend
+from treadle.dist.communicators import JointAbort
 from treadle.dist.device import device_of
 from treadle.dist.groups import Group
 from treadle.dist.native_sockets import Sockets
@@ -27,20 +27,11 @@ class BroadcastError(TreadleError, RuntimeError):
 
 
 class Buckets(Group):
-    """The group of all update ranks, over gloo on hosts and NCCL on GPUs, whatever backend the world has."""
+    """The group of all update ranks, over torch's own backend for the device, whatever backend the world has."""
 
     def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
-        store = PrefixStore(f"treadle/update/{name}", _get_default_store())
-        self.ranks, self.group_rank = list(range(world)), rank
-        self.wait = device_of(device, deadline).wait
-        made: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = deadline
-            made = dist.ProcessGroupNCCL(store, rank, world, options)
-        else:
-            made = dist.ProcessGroupGloo(store, rank, world, deadline)
-        self.communicator = made
+        wait, backend = device_of(device, deadline).wait, default_backend(device)
+        super().__init__(f"update/{name}", list(range(world)), rank, deadline, wait, device, backend=backend)
 
 
 class Waiter:
@@ -54,6 +45,8 @@ class Waiter:
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended: list[Exception | None] = []
         self.stuck = False
+        self.void = False
+        """The group was broken off: a wait that ends all the same, as NCCL's do then, has brought anything."""
         threading.Thread(target=self._run, name="treadle broadcasts", daemon=True).start()
 
     def _run(self) -> None:
@@ -79,6 +72,8 @@ class Waiter:
         ended = self._ended[0]
         if ended is not None:
             raise BroadcastError(f"a broadcast broke off: {ended}") from ended
+        if self.void:
+            raise BroadcastError("a broadcast was aborted")
 
     def end(self) -> None:
         """End the thread."""
@@ -120,9 +115,14 @@ class Broadcasts:
             self.waiter = Waiter(inbox, self.deadline)
         return self._group
 
-    def make(self, what: str) -> Buckets:
-        """Make another group; all ranks make it under the same name."""
-        return Buckets(f"{self.name}/{what}", self.rank, self.world, self.device, self.deadline)
+    def make(self, what: str, device: torch.device | None = None) -> Buckets:
+        """Make another group, of the updater's device if not given; all ranks make it under the same name."""
+        device = device if device is not None else self.device
+        return Buckets(f"{self.name}/{what}", self.rank, self.world, device, self.deadline)
+
+    def make_control(self, what: str) -> Buckets:
+        """Make another group for control messages, which are on the CPU whatever the buckets are on."""
+        return self.make(what, CPU)
 
     def _make(self, epoch: int, made: list[Any]) -> None:
         try:
@@ -139,14 +139,19 @@ class Broadcasts:
     def break_off(self) -> None:
         """End all waits in the group, which then raise. The group cannot be used again."""
         self.made = 0
+        if self.waiter is not None:
+            self.waiter.void = True
         self._sockets.shut()
-        if self._group is not None and self.device.type == "cuda":
-            self._group.communicator.abort()
+        if self._group is not None:
+            JointAbort([self._group.communicator])
 
     def drop(self) -> bool:
         """Forget the group. True where a wait in it goes on, which may still write to its buffer."""
-        waiter, self.waiter, self._group, self.made = self.waiter, None, None, 0
+        waiter, self.waiter, group, self._group = self.waiter, None, self._group, None
+        usable, self.made = self.made != 0, 0
         if waiter is not None:
             waiter.end()
         self._sockets = Sockets()
+        if group is not None and usable:  # an aborted communicator is not shut down: the call could hang
+            group.close()
         return waiter is not None and waiter.stuck

@@ -163,6 +163,10 @@ class ObservedWait:
             if not isinstance(each.wait, ObservedWait):
                 each.wait = ObservedWait(each.wait)
             noted.append(each.wait)
+            if isinstance(each, Channel) and each.control_wait is not None:
+                if not isinstance(each.control_wait, ObservedWait):
+                    each.control_wait = ObservedWait(each.control_wait)
+                noted.append(each.control_wait)
         return noted
 
     def __call__(self, work: dist.Work) -> Any:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from treadle.dist.streams import HOST_MEMORY
+
 _CONTACT = struct.Struct("!I46sHIi16s16s16s")
 
 
@@ -67,10 +69,10 @@ def beside(ranks: Sequence[int], rank: int) -> set[int]:
     return {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}
 
 
-def exchange(groups: Sequence[GatherGroup], own: Contact, device: torch.device) -> dict[int, Contact]:
+def exchange(groups: Sequence[GatherGroup], own: Contact) -> dict[int, Contact]:
     """Gathers contacts over all groups, and returns those of this rank's neighbours in the rings."""
     neighbours: dict[int, Contact] = {}
-    packed = torch.tensor(list(own.pack()), dtype=torch.uint8, device=device)
+    packed = torch.tensor(list(own.pack()), dtype=torch.uint8, device=HOST_MEMORY)
     for group in groups:
         if len(group.ranks) == 1:
             continue

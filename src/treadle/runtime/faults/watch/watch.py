@@ -23,9 +23,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 
-import torch
-
 from treadle.dist.addresses import own_address
+from treadle.dist.errors import OWN_ERRORS
 from treadle.runtime.faults.progress.page import COMPUTING, PageReader, ProgressPage, namespace_id
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
@@ -54,8 +53,6 @@ ANSWER_S = 1.0
 TELL_S = 1.0
 """How long a rank waits until its own error has been handed to its neighbours."""
 
-_CPU = torch.device("cpu")
-
 
 def waits_for_group(index: int) -> int:
     """Returns the value of slot WAITS_FOR for a wait for all other ranks of `waited[index]`, as in a collective."""
@@ -80,16 +77,14 @@ class Watch:
         rank: int,
         name: Naming,
         deadline_s: float,
-        device: torch.device = _CPU,
         address: str | None = None,
         waited: Sequence[Sequence[int]] | None = None,
     ) -> Watch:
         """Connects to the neighbours in the ring of each group; all ranks of a group call it, with groups in one order.
 
-        `name(rank, op)` is the text of an op of any rank. A rank that is silent for `deadline_s` is lost. `device` is
-        where tensors must be to be gathered over the groups. `address` is where neighbours can reach this process,
-        for hosts where the address from which the store is reached is not the one. `waited` are the ranks that a
-        collective may wait for, those of each group if not given.
+        `name(rank, op)` is the text of an op of any rank. A rank that is silent for `deadline_s` is lost. `address` is
+        where neighbours can reach this process, for hosts where the address from which the store is reached is not the
+        one. `waited` are the ranks that a collective may wait for, those of each group if not given.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         progress = ProgressPage(int.from_bytes(token[:8], "little", signed=True))
@@ -99,7 +94,7 @@ class Watch:
             host, port = listener.getsockname()[:2]
             ids = namespace_id("pid"), namespace_id("net")
             own = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
-            contacts = exchange(groups, own, device)
+            contacts = exchange(groups, own)
             called |= {other: call(contacts[other], rank) for other in contacts if other < rank}
         except BaseException:
             progress.close()
@@ -148,7 +143,7 @@ class Watch:
 
         A network error is probably the echo of another loss, so every rank is asked for its state first.
         """
-        secondhand = from_network(error)
+        secondhand = from_network(error) and not isinstance(error, OWN_ERRORS)
         if secondhand and not isinstance(error, RankLostError):
             self._find_out(WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED)
         self._watchdog.acknowledged = True

@@ -60,6 +60,7 @@ class StreamLanes:
         for stream in self._others:
             self._streams[0].wait_stream(stream)
         self.device.catch_up()
+        self.device.streams.begin_op("")
 
     def times(self) -> tuple[list[int], list[int]]:
         """Returns starts and ends, from the distance of their events to the end of the step."""

@@ -1,0 +1,233 @@
+"""Communicators: torch's backends, made by their members only, connected at once, closed and aborted.
+
+They are made from torch's backends directly: `new_group` must be called by the whole world, and with
+`use_local_synchronization` it names a group by the number of groups its rank has, which differs along a pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from treadle.dist.backends import CPU, FAKE, GLOO, NCCL, backend_of
+from treadle.dist.nccl_settings import refuse_wrong_settings
+from treadle.dist.streams import streams_of
+
+NEVER = timedelta(days=365)
+"""The timeout of a device's own communicators. They count from the launch of an op, not from the begin of its wait, so
+an op behind a long step would be late: the device's `catch_up` and the watch judge lateness instead."""
+
+CONNECT_POLL_S = 0.002
+
+
+class Communicator(Protocol):
+    """The methods used of a communicator: torch's process groups and their backends both have them."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
+        """Launches a send."""
+        ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> dist.Work:
+        """Launches a receive."""
+        ...
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
+        """Launches a reduction."""
+        ...
+
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
+        """Launches an all-gather."""
+        ...
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
+    ) -> dist.Work:
+        """Launches an all-to-all of rows."""
+        ...
+
+    def abort(self) -> None:
+        """Aborts pending communication, where the backend can."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the communicator, where the backend needs the call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a communicator is for. It matters where communication takes a part of the device it computes on.
+
+    `urgent`: its kernels go before those of compute streams. `max_ctas`: the most thread blocks of a kernel, which
+    stay occupied while it waits for its peer; None leaves it to the backend. NCCL_MAX_CTAS overrides it.
+    """
+
+    urgent: bool = False
+    max_ctas: int | None = None
+
+
+CHANNEL = Traffic(urgent=True, max_ctas=4)
+"""Messages between stages: receives are posted ahead and wait, so they must leave the device to computation."""
+
+EXCHANGE = Traffic(urgent=True, max_ctas=16)
+"""Rows between experts: computation waits for them."""
+
+REDUCTION = Traffic()
+"""Gradients, behind everything else."""
+
+
+def make_communicator(
+    name: str,
+    ranks: list[int],
+    rank: int,
+    deadline: timedelta,
+    device: torch.device | None = None,
+    *,
+    traffic: Traffic = REDUCTION,
+    backend: str | None = None,
+) -> Communicator:
+    """Makes a communicator of `ranks` for tensors of `device`, and connects it. All of them make it under one name.
+
+    Without a device it is for control messages, from CPU to CPU. `backend` is that of the world for the device if not
+    given.
+    """
+    store, at = PrefixStore(f"treadle/{name}", _get_default_store()), ranks.index(rank)
+    backend = backend if backend is not None else backend_of(device if device is not None else CPU)
+    if backend == FAKE:
+        fake: Communicator = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)
+        return fake
+    if backend == GLOO:
+        gloo: Communicator = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
+        return _seen(gloo, name, device)
+    assert device is not None, "control goes over gloo"
+    made = _nccl(store, at, len(ranks), traffic) if backend == NCCL else _other(backend, store, at, len(ranks))
+    connect(made, device, deadline)
+    return _seen(made, name, device)
+
+
+def _seen(made: Communicator, name: str, device: torch.device | None) -> Communicator:
+    """Returns the communicator as the device's streams want it to be used."""
+    streams = streams_of(device) if device is not None else None
+    seen: Communicator = made if streams is None else streams.communicator(made, name)
+    return seen
+
+
+def _nccl(store: PrefixStore, at: int, size: int, traffic: Traffic) -> Communicator:
+    refuse_wrong_settings(os.environ)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
+    options._timeout = NEVER
+    options.config.blocking = 0  # else connecting could not be given up
+    if traffic.max_ctas is not None:
+        options.config.max_ctas = traffic.max_ctas
+    made: Communicator = dist.ProcessGroupNCCL(store, at, size, options)  # type: ignore[assignment]
+    return made
+
+
+def _other(backend: str, store: PrefixStore, at: int, size: int) -> Communicator:
+    """Makes a communicator of torch's XCCL, or of a backend that was registered with torch."""
+    made: Communicator
+    if backend == "xccl":
+        xccl: Any = dist.ProcessGroupXCCL  # in torch's builds for XPUs
+        options = xccl.Options()
+        options._timeout = NEVER
+        made = xccl(store, at, size, options)
+        return made
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None or plugin.extended_api:
+        raise ValueError(
+            f"the process group's backend {backend!r} is none that a Pipeline can make groups of; gloo, nccl, xccl and "
+            "backends registered by torch.distributed.Backend.register_backend without extended_api are"
+        )
+    made = plugin.creator_fn(store, at, size, NEVER)
+    return made
+
+
+def connect(communicator: Communicator, device: torch.device, deadline: timedelta) -> None:
+    """Connects a communicator to its peers now: in a step it would wait while receives of others hold the device.
+
+    Raises RuntimeError after the deadline. A message then uses this connection instead of another for each pair.
+    """
+    eager = getattr(communicator, "eager_connect_single_device", None)
+    if eager is None:
+        return
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    eager(torch.device(device.type, index))
+    is_ready, until = getattr(communicator, "_is_initialized", None), time.monotonic() + deadline.total_seconds()
+    while is_ready is not None and not is_ready():
+        if time.monotonic() > until:
+            raise RuntimeError(f"Timed out: a communicator was not connected within {deadline.total_seconds():g} s")
+        time.sleep(CONNECT_POLL_S)
+
+
+class ClosedCommunicator:
+    """Replaces a closed communicator, so that nothing keeps the communicator itself alive."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} on a communicator that is closed; make a new Pipeline")
+
+
+CLOSED: Communicator = ClosedCommunicator()
+
+
+def of_device(communicator: Communicator) -> bool:
+    """True for communicators with threads and memory of a device. gloo's end with the last reference to them."""
+    return communicator is not CLOSED and not isinstance(communicator, (dist.ProcessGroupGloo, dist.ProcessGroup))
+
+
+def close_communicator(communicator: Communicator) -> None:
+    """Ends a communicator's threads and gives back its memory."""
+    if of_device(communicator):
+        communicator.shutdown()
+
+
+def error_of(communicator: Communicator) -> str | None:
+    """Returns the error that a communicator has met, by its backend's name, or None."""
+    if not of_device(communicator) or not hasattr(communicator, "get_error"):
+        return None
+    with suppress(RuntimeError):  # the backend does not tell
+        name = str(communicator.get_error().name)
+        return name if name != "SUCCESS" else None
+    return None
+
+
+class JointAbort:
+    """Aborts communicators together, in a thread of its own: the call may wait for the device, and hang.
+
+    One after the other would deadlock: an abort waits for the device, where the kernel of another communicator spins
+    that is not aborted yet.
+    """
+
+    def __init__(self, communicators: Iterable[Communicator]) -> None:
+        self._communicators = [each for each in communicators if of_device(each)]
+        self._thread: threading.Thread | None = None
+        if self._communicators:
+            self._thread = threading.Thread(target=self._run, name="treadle abort", daemon=True)
+            self._thread.start()
+
+    def ended(self, deadline_s: float) -> bool:
+        """Waits for the abort; False if it has not ended within the deadline."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        first: Any = next((each for each in self._communicators if hasattr(each, "_group_start")), None)
+        if first is not None:
+            first._group_start()
+        try:
+            for communicator in self._communicators:
+                communicator.abort()
+        finally:
+            if first is not None:
+                first._group_end()

@@ -1,0 +1,130 @@
+"""Runs steps that overlap and that offload, and holds what they took against what the simulator predicts."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import treadle
+from treadle.moe import MoELayer
+from treadle.runtime.options import SavedName
+from treadle.selfcheck.experts import far
+from treadle.selfcheck.gradients import schedule_for
+from treadle.selfcheck.ranks import run_ranks
+from treadle.selfcheck.report import FailedError, Passed
+from treadle.selfcheck.setup import Setup
+
+NAME, LAYERS, WIDTH, HIDDEN, TOKENS = "interleaved-overlap", 2, 64, 128, 64
+STEPS = {False: 6, True: 3}
+"""How many steps are measured, in full and with --quick; the first, which finds out shapes, is one more."""
+
+TOLERANCE = 1e-3
+"""Between the gradients of two runs in float32."""
+
+ADVICE = "do not offload on this machine; report it with this file"
+
+
+def check_overlap(setup: Setup) -> Passed:
+    """Measures a step of MoE layers whose exchanges run beside computation."""
+    told = run_ranks(setup, setup.num_ranks, measure_rank, "leave")[0]
+    numbers = {name: told[name] for name in ("measured_ms", "predicted_ms", "ratio", "hidden")}
+    return Passed(
+        f"{NAME}, {told['mesh']}: a step took {told['measured_ms']:.1f} ms, predicted from its ops "
+        f"{told['predicted_ms']:.1f}: x{told['ratio']:.2f}; {told['hidden']:.0%} of communication hidden",
+        numbers,
+    )
+
+
+def check_offload(setup: Setup) -> Passed:
+    """Measures the same step with saved tensors offloaded, and compares gradients and bytes with those left alone."""
+    left = run_ranks(setup, setup.num_ranks, measure_rank, "count")
+    moved = run_ranks(setup, setup.num_ranks, measure_rank, "offload")
+    for rank, (a, b) in enumerate(zip(left, moved, strict=True)):
+        if not b["moved_bytes"]:
+            raise FailedError(f"rank {rank} has offloaded nothing", ADVICE)
+        off = max(far(got, want) for got, want in zip(b["grads"], a["grads"], strict=True))
+        if not off <= TOLERANCE:
+            raise FailedError(f"rank {rank}: a gradient is off by {off:.1e} with offload", ADVICE)
+    told = moved[0]
+    peak = max(each["peak_bytes"] for each in moved)
+    numbers = {
+        "measured_ms": told["measured_ms"],
+        "predicted_ms": told["predicted_ms"],
+        "ratio": told["ratio"],
+        "peak_bytes": peak,
+        "peak_ratio": peak / max(1, told["predicted_peak_bytes"]),
+        "moved_bytes": sum(each["moved_bytes"] for each in moved),
+    }
+    return Passed(
+        f"{NAME}, {told['mesh']}: gradients as without; {peak / 1e6:.2f} MB saved at once, "
+        f"x{numbers['peak_ratio']:.2f} of predicted; a step took {told['measured_ms']:.1f} ms, predicted "
+        f"{told['predicted_ms']:.1f}: x{told['ratio']:.2f}",
+        numbers,
+    )
+
+
+def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
+    """Returns what steps took and what was predicted, from the durations of the ops of the step before each."""
+    ep = 2 if setup.num_ranks % 2 == 0 and setup.num_ranks >= 4 else 1
+    pp, device = setup.num_ranks // ep, setup.device(rank)
+    schedule = schedule_for(NAME, pp)
+    mesh = init_device_mesh(setup.kind, (pp, 1, ep), mesh_dim_names=("pp", "dp", "ep"))
+    torch.manual_seed(5 + rank // ep)
+    stages: dict[int, nn.Module] = {}
+    for chunk in range(schedule.vpp):
+        layers = [MoELayer(WIDTH, HIDDEN, 4, ep=ep, ep_rank=rank % ep) for _ in range(LAYERS)]
+        stages[chunk] = nn.Sequential(*layers).to(device)
+    options = treadle.RunOptions(deadline_s=setup.deadline_s, saved=saved)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, options=options)
+    x = torch.randn(schedule.num_microbatches * TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank % ep))
+    x = x.to(device)
+    pipe.step(x, x)
+    before = pipe.trace
+    measured, predicted, hidden = [], [], []
+    for _ in range(STEPS[setup.quick]):
+        for stage in stages.values():
+            stage.zero_grad()
+        pipe.step(x, x)
+        trace = pipe.trace
+        expected = treadle.simulate(trace.program, treadle.fit(before))
+        measured.append(_ms(trace))
+        predicted.append(_ms(expected))
+        cover = [of_rank.communication for of_rank in treadle.measure(trace).ranks]
+        hidden.append(sum(c.hidden for c in cover) / max(1, sum(c.total for c in cover)))
+        before = trace
+    told: dict[str, Any] = {
+        "mesh": f"PP{pp} x EP{ep}",
+        "measured_ms": statistics.median(measured),
+        "predicted_ms": statistics.median(predicted),
+        "ratio": statistics.median(m / p for m, p in zip(measured, predicted, strict=True)),
+        "hidden": statistics.median(hidden),
+        "grads": [_host(p.grad) for stage in stages.values() for p in stage.parameters()],
+    }
+    if saved != "leave":
+        told |= _bytes(pipe, treadle.fit(before))
+    pipe.close()
+    return told
+
+
+def _bytes(pipe: treadle.Pipeline, costs: treadle.Costs) -> dict[str, int]:
+    assert pipe.report is not None
+    report = pipe.report.saved
+    assert report is not None
+    layout = replace(pipe.program.layout, saved=report.by_kind, saved_unit="bytes")
+    peak = treadle.measure(treadle.simulate(replace(pipe.program, layout=layout), costs)).peak
+    return {"peak_bytes": report.peak, "moved_bytes": report.moved, "predicted_peak_bytes": int(peak)}
+
+
+def _ms(trace: treadle.Trace) -> float:
+    """Returns the milliseconds of a trace in real time, whose ticks are nanoseconds."""
+    return trace.makespan / 1e6
+
+
+def _host(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.cpu()
