@@ -186,8 +186,7 @@ class AttemptRun:
         context.buffers.fit(shares)
         exports = context.rank in layouts.holds
         self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
-        device = context.device.index or 0 if context.device.type == "cuda" else -1
-        self.worker.map(context.buffers.all, device, deadline_s)
+        self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
 
