@@ -8,11 +8,13 @@ The log of two steps is then judged. The last line is JSON: the median and the s
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import statistics
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,21 +27,24 @@ PP, EP, LAYERS, MICROBATCHES, TOKENS, WIDTH = 2, 2, 2, 6, 64, 64
 ROUNDS = 7
 
 
-def rank_main(rank: int) -> dict[str, Any]:
-    """The seconds of all steps of a rank, and what judging them took."""
+def rank_main(rank: int, port: int, told: Any) -> None:
+    """Puts the seconds of all steps of a rank, and what judging them took."""
+    join(rank, port)
     schedule = treadle.generate("interleaved-overlap", pp=PP, microbatches=MICROBATCHES)
     mesh = init_device_mesh("cpu", (PP, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
 
-    def pipeline() -> Pipeline:
+    def stages() -> dict[int, nn.Module]:
         torch.manual_seed(rank // EP)
-        stages = {
+        return {
             chunk: nn.Sequential(*(MoELayer(WIDTH, WIDTH, 4, ep=EP, ep_rank=rank % EP) for _ in range(LAYERS)))
             for chunk in range(schedule.vpp)
         }
-        return Pipeline(stages, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, lanes="serial")
 
-    plain, seconds = pipeline(), {"plain": [0.0] * 0, "checked": [0.0] * 0}
+    def pipeline(modules: dict[int, nn.Module]) -> Pipeline:
+        return Pipeline(modules, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, lanes="serial")
+
+    plain, seconds = pipeline(stages()), {"plain": [0.0] * 0, "checked": [0.0] * 0}
 
     def timed(name: str, pipe: Pipeline) -> None:
         began = time.process_time()
@@ -49,8 +54,9 @@ def rank_main(rank: int) -> dict[str, Any]:
     plain.step(x, x)
     for _ in range(ROUNDS):  # a log of its own for each round: a step's cost does not depend on the steps before
         timed("plain", plain)
-        with torch.device("cpu"), check_streams() as checker:  # parameters are the device's
-            checked = pipeline()
+        modules = stages()
+        with check_streams() as checker:
+            checked = pipeline(modules)
             checked.step(x, x)
             timed("checked", checked)
             began = time.process_time()
@@ -59,26 +65,36 @@ def rank_main(rank: int) -> dict[str, Any]:
             checked.close()
     plain.close()
     assert report.clean, str(report)
-    return {**seconds, "entries": report.num_entries, "judged_s": judged}
+    told.put({**seconds, "entries": report.num_entries, "judged_s": judged})
+    dist.destroy_process_group()
+
+
+def join(rank: int, port: int) -> None:
+    """Joins the gloo group of all ranks."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PP * EP)
+    torch.set_num_threads(1)
 
 
 def main() -> None:
     """Runs the ranks, and prints a line for each kind of step."""
-    ranks = run_ranks(PP * EP, rank_main)
+    told = mp.get_context("forkserver").SimpleQueue()
+    run_ranks(rank_main, PP * EP, told, preload=["treadle.moe"])
+    ranks = [told.get() for _ in range(PP * EP)]
     totals = {kind: [sum(rank[kind][i] for rank in ranks) for i in range(ROUNDS)] for kind in ("plain", "checked")}
     ratios = [checked / plain for plain, checked in zip(totals["plain"], totals["checked"], strict=True)]
     for kind, of_rounds in totals.items():
         print(f"{kind:8} {statistics.median(of_rounds) * 1e3:8.1f} ms of CPU a step")
     entries, judged_s = sum(rank["entries"] for rank in ranks), sum(rank["judged_s"] for rank in ranks)
     print(f"{entries} entries of two steps of {len(ranks)} ranks, judged in {judged_s:.2f} s of CPU")
-    told = {
+    summary = {
         "ratio": round(statistics.median(ratios), 2),
         "least": round(min(ratios), 2),
         "most": round(max(ratios), 2),
         "entries": entries,
         "judged_s": round(judged_s, 2),
     }
-    print(json.dumps(told))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":
