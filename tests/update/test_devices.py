@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,22 @@ def of_model(updater: Updater, rank: int, places: Places) -> list[bool]:
 def test_a_model_of_transformers_is_updated_on_its_device() -> None:
     with Spawned(2, serve_model) as workers:
         assert run(workers, of_model) == [[True] * 3] * 2
+
+
+def measured(updater: Updater, rank: int, places: Places) -> tuple[list[str], int, bool]:
+    """What a rank asked of its device in its first update, its buffers' bytes, and whether its worker is right."""
+    updater.update(weights(places[2], rank, 1, on_device=True), 1)
+    first_asked = [event for event, _ in itertools.groupby(far.events)]
+    buffers = updater.context.buffers.all
+    return first_asked, sum(b.size_bytes for b in buffers), served(places[0], rank) == (1, expected(places[3], rank, 1))
+
+
+def test_memory_is_measured_when_the_group_has_its_own() -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        for asked, size_bytes, right in run(workers, measured, options=replace(OPTIONS, memory=None)):
+            assert asked == ["measured", "group", "measured", "buffer"]  # first: whether it can be
+            assert size_bytes <= far.FREE_BYTES
+            assert right
 
 
 def timed(updater: Updater, rank: int, places: Places) -> tuple[int, int]:

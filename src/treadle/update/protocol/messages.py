@@ -200,10 +200,14 @@ class Welcome(Message, frozen=True):
 
 
 class WeightLayout(Message, frozen=True):
-    """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants."""
+    """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants.
+
+    `copies` is how many buckets the worker's engine copies on its device while it loads; buffers leave room for them.
+    """
 
     tensors: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
+    copies: int = 0
 
 
 class Mapped(Message, frozen=True):

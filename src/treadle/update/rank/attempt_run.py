@@ -172,7 +172,10 @@ class AttemptRun:
 
     def _describe(self, asked: Send) -> Sides:
         has, wants = self._has if asked.has else None, self._wants if asked.wants else None
-        return Sides(self.epoch, self.context.rank, self.context.free_bytes, has, wants)
+        context = self.context
+        if context.is_measured:  # on all ranks or none: they have the same options and type of device
+            context.broadcasts.group_of(asked.group, context.inbox)
+        return Sides(self.epoch, context.rank, context.free_bytes, has, wants)
 
     def _plan(self) -> str:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""

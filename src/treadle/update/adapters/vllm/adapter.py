@@ -32,7 +32,8 @@ class Vllm:
     def __init__(self, model: Any, config: Any, tensors: Sequence[Tensor], line: Line) -> None:
         self.model, self.config, self.line = model, config, line
         self.device = next(model.parameters()).device
-        self._layout = WeightLayout(tuple(tensors), tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors))
+        wanted = tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors)
+        self._layout = WeightLayout(tuple(tensors), wanted, copies=int(streams_of(self.device) is not None))
         self._reloading = False
         self._came: set[str] = set()
 
