@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +22,7 @@ CPU, CUDA, META, MPS = map(torch.device, ("cpu", "cuda", "meta", "mps"))
 
 @contextmanager
 def world(backend: str) -> Iterator[None]:
-    store = FakeStore() if backend == "fake" else dist.HashStore()
+    store = FakeStore() if backend == "fake" else HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield

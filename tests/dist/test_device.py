@@ -16,6 +16,7 @@ from tests.support.patience import HUNG_S
 from tests.support.paths import ROOT
 from treadle.dist import device as device_module
 from treadle.dist.device import GpuLateError, StreamDevice, device_of
+from treadle.dist.streams import Accelerator
 
 
 def test_times_of_a_device_are_on_the_hosts_clock_and_in_order(device: torch.device) -> None:
@@ -54,7 +55,7 @@ class Clock:
         self.now_s += seconds
 
 
-class SlowStreams:
+class SlowStreams(Accelerator):
     """Streams whose events are reached one after the other, `every_s` apart, none from `stops_s` on."""
 
     def __init__(self, clock: Clock, every_s: float, stops_s: float) -> None:
@@ -91,10 +92,10 @@ def wait_for_ops(
     """Waits with a deadline of 10 s for a device that takes 3 s for each op."""
     clock = Clock()
     monkeypatch.setattr(device_module, "time", clock)
-    made = StreamDevice(torch.device("cpu"), timedelta(seconds=10), SlowStreams(clock, 3.0, stops_s))  # type: ignore
+    made = StreamDevice(torch.device("cpu"), timedelta(seconds=10), SlowStreams(clock, 3.0, stops_s))
     watcher = Watcher(clock, lost_s)
     made.observe(watcher)
-    made.POLL_S, made.STALL_S = 0.04, 5.0  # type: ignore[misc]
+    made.POLL_S, made.STALL_S = 0.04, 5.0
     for _ in range(num):
         made.now()
     try:

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from tests.runtime.test_pipeline_silent import low_losses
 from tests.support.cases import pipeline, refusal
+from tests.support.devices import DEVICE_TYPE
 from tests.support.oracle import make_batch, make_mesh, mean_loss
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
+from treadle.runtime.model.exchange import Exchange
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,44 @@ def make_and_close(rank: int, layered: bool, num: int) -> list[tuple[int, int, i
 @pytest.mark.parametrize(("layered", "num"), [(False, NUM), (True, 5)])
 def test_pipelines_that_were_closed_leave_nothing(layered: bool, num: int) -> None:
     for after in check(run_ranks(4, make_and_close, layered, num)):
+        assert all(last <= first for last, first in zip(after[-1], after[0], strict=True)), after
+
+
+class Exchanging(nn.Module):
+    """A stage that an expert group is given to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.exchange = nn.Linear(8, 8), Exchange()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def make_again(rank: int) -> list[tuple[int, int, int]]:
+    """What is held after each of some pipelines of the same modules, which have no group behind any of them."""
+    del rank
+    gc.disable()
+    torch.manual_seed(0)
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "ep"))
+    schedule, stages = treadle.generate("1f1b", pp=2, microbatches=3), [Exchanging(), Exchanging()]
+    after = []
+    for _ in range(5):
+        pipe = pipeline(schedule, stages, mesh, nn.functional.mse_loss)
+        own = stages[mesh.get_local_rank("pp")]
+        assert own.exchange.size == 2
+        pipe.step(torch.randn(6, 8), torch.randn(6, 8))
+        own.exchange.shared["buffer"] = object()
+        pipe.close()
+        assert own.exchange.ep_group is None
+        assert not own.exchange.shared
+        after.append(held())
+    return after
+
+
+def test_modules_give_their_expert_group_back() -> None:
+    for after in check(run_ranks(4, make_again)):
         assert all(last <= first for last, first in zip(after[-1], after[0], strict=True)), after
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,19 +15,15 @@ from tests.support.fuzz import Life, Runner
 from tests.support.fuzz_models import MOST_DIFFERENCE, Config, make_batch, make_model, own_part, run_whole
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.runtime.checker import Finding, check_streams, order_findings
+from treadle.runtime.checker import StreamFinding, check_streams, order_findings
 from treadle.runtime.checker.log import Collective, Entry
-
-KINDS = ("cells", "layers", "offload", "dp", "tied")
 
 
 @dataclass(frozen=True)
 class CheckedRank:
     """What a rank's steps came to."""
 
-    findings: list[Finding]
-    masked: list[Finding]
-    """Findings where the launching thread's waits order, too."""
+    findings: list[StreamFinding]
     host_waits: Counter[tuple[str, str, str]]
     """(why, op's kind, line) of the second step."""
     collectives: list[Collective]
@@ -71,7 +66,6 @@ class Recomputed(fuzz_models.Layer):
 
 def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> CheckedRank:
     """Two steps of a rank under the checker."""
-    torch.use_deterministic_algorithms(False)
     if recomputed:
         fuzz_models.Layer = Recomputed  # type: ignore[misc]
     replica = rank % (config.dp * config.ep)
@@ -84,7 +78,7 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
         checker.forget()
         loss, grads = runner.step(1, batches[1])
         grads = {name: grad.clone() if grad is not None else None for name, grad in grads.items()}
-        report, masked = checker.report(), checker.report(host_orders=True)
+        report = checker.report()
         collectives = list(checker.collectives)
         runner.pipe.close()
     cpu_s = time.process_time() - began
@@ -99,10 +93,10 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
     waits: Counter[tuple[str, str, str]] = Counter()
     for (why, where), times in report.host_waits.items():
         waits[why, where.op.partition(" ")[0].rstrip("0123456789."), where.line] += times
-    for finding in (*report.findings, *masked.findings):
+    for finding in report.findings:
         finding.rank = rank
     log = checker.log if with_log else []
-    return CheckedRank(report.findings, masked.findings, waits, collectives, wrong, log, checker.streams, cpu_s)
+    return CheckedRank(report.findings, waits, collectives, wrong, log, checker.streams, cpu_s)
 
 
 def check_pipeline(config: Config, *, recomputed: bool = False, with_log: bool = False) -> list[CheckedRank]:

@@ -130,7 +130,7 @@ class Runner:
         )
 
     def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
-        """The loss and this rank's gradients, by their names in the whole model, for this batch or that of the number."""
+        """The loss and this rank's gradients, by their names in the whole model, for a batch."""
         for stage in self.stages.values():
             for param in stage.parameters():
                 param.grad = None

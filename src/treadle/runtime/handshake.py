@@ -236,11 +236,8 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
         for name, p in modules[chunk].named_parameters()
         if p not in gradients.owned
     ]
-    sums = (
-        torch.stack([_digest(p) for _, _, p in named]).to(HOST_MEMORY)
-        if named
-        else torch.zeros(1, 2, device=HOST_MEMORY)
-    )
+    digests = [_digest(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
+    sums = torch.stack(digests).to(HOST_MEMORY)
     both = torch.stack([sums, -sums])
     group.all_reduce(both, largest=True)
     apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import HOST
-from treadle.runtime.checker.recorder import Recorder
+from treadle.runtime.checker.recorder import StreamRecorder
 
 _READS_BACK = frozenset(
     [
@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Sequence[Tensor]:
 class Kernels(TorchDispatchMode):
     """Notes kernels."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StreamRecorder) -> None:
         super().__init__()
         self.recorder = recorder
         self.makes_pageable = False
@@ -174,7 +174,7 @@ def _has_mask(args: Any) -> bool:
 class Functions(TorchFunctionMode):
     """Notes what a CPU does without a kernel, which tensors are the host's, and on which stream a graph was made."""
 
-    def __init__(self, recorder: Recorder, kernels: Kernels) -> None:
+    def __init__(self, recorder: StreamRecorder, kernels: Kernels) -> None:
         super().__init__()
         self.recorder, self.kernels = recorder, kernels
 

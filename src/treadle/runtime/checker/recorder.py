@@ -22,13 +22,13 @@ from treadle.runtime.checker.log import (
     Allocate,
     Collective,
     Entry,
+    EventRecord,
     Free,
     HostWait,
     Keep,
-    Record,
+    LaunchSite,
     Use,
     Wait,
-    Where,
 )
 
 OUTSIDE = "no op"
@@ -45,7 +45,7 @@ _TORCH = str(Path(torch.__file__).parent)
 class NotedStream:
     """A stream of the recorder."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: StreamRecorder, name: str) -> None:
         self.recorder, self.name, self.number = recorder, name, len(recorder.streams)
         recorder.streams.append(name)
 
@@ -61,11 +61,11 @@ class NotedStream:
 class NotedEvent:
     """An event of the recorder, recorded when it is made."""
 
-    def __init__(self, recorder: Recorder, stream: NotedStream) -> None:
+    def __init__(self, recorder: StreamRecorder, stream: NotedStream) -> None:
         self.recorder, self.at = recorder, time.perf_counter()
         recorder.num_events += 1
         self.number = recorder.num_events
-        recorder.note(Record(self.number, stream.number, recorder.where()))
+        recorder.note(EventRecord(self.number, stream.number, recorder.where()))
 
     def query(self) -> bool:
         """Notes that the host waits: it polls until the answer is yes."""
@@ -77,7 +77,7 @@ class NotedEvent:
         return (end_event.at - self.at) * 1e3
 
 
-class Recorder:
+class StreamRecorder:
     """The streams of a device that is not there (`treadle.dist.streams.Streams`), and the log of what they were told.
 
     A storage that it has not seen before was there before it: on the device, from the allocator of the first stream.
@@ -89,9 +89,9 @@ class Recorder:
         self.streams: list[str] = ["host"]
         self.num_events = 0
         self.op = OUTSIDE
-        self.stray: dict[tuple[str, str, str, Where], int] = {}
+        self.stray: dict[tuple[str, str, str, LaunchSite], int] = {}
         """(node, stream of its forward, stream of its backward, where): autograd would run it on the first."""
-        self.misplaced: dict[tuple[str, Where], int] = {}
+        self.misplaced: dict[tuple[str, LaunchSite], int] = {}
         """(kernel, where) that reads a tensor of the host beside one of the device."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._num_storages = 0
@@ -165,12 +165,12 @@ class Recorder:
         """Ends the log: what is let go of from here on is not noted."""
         self._closed = True
 
-    def where(self) -> Where:
+    def where(self) -> LaunchSite:
         """Returns the op and the innermost line that is neither torch's nor the seam's."""
         frame: Any = sys._getframe(1)
         while frame is not None and not _is_caller(frame.f_code.co_filename):
             frame = frame.f_back
-        return Where(
+        return LaunchSite(
             self.op, _line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else "an unknown line"
         )
 

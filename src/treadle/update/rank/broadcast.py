@@ -45,6 +45,8 @@ class Waiter:
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended: list[Exception | None] = []
         self.stuck = False
+        self.void = False
+        """The group was broken off: a wait that ends all the same, as NCCL's do then, has brought anything."""
         threading.Thread(target=self._run, name="treadle broadcasts", daemon=True).start()
 
     def _run(self) -> None:
@@ -70,6 +72,8 @@ class Waiter:
         ended = self._ended[0]
         if ended is not None:
             raise BroadcastError(f"a broadcast broke off: {ended}") from ended
+        if self.void:
+            raise BroadcastError("a broadcast was aborted")
 
     def end(self) -> None:
         """End the thread."""
@@ -135,6 +139,8 @@ class Broadcasts:
     def break_off(self) -> None:
         """End all waits in the group, which then raise. The group cannot be used again."""
         self.made = 0
+        if self.waiter is not None:
+            self.waiter.void = True
         self._sockets.shut()
         if self._group is not None:
             JointAbort([self._group.communicator])
