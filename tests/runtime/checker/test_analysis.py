@@ -244,7 +244,8 @@ def test_a_place_is_told_once_with_op_stream_tensor_and_line() -> None:
 
 def calls(*told: str) -> list[Collective]:
     """`ep alltoall 4` and so on."""
-    return [Collective(*text.split(" ", 2), AT) for text in told]  # type: ignore[call-arg]
+    parts = (text.split(" ", 2) for text in told)
+    return [Collective(communicator, call, size, AT) for communicator, call, size in parts]
 
 
 def test_ranks_that_call_alike_are_fine() -> None:

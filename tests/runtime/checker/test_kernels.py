@@ -113,7 +113,7 @@ def test_a_backward_on_another_stream_than_its_forward_is_found() -> None:
         y = linear(X).sum()
         side.wait_stream(streams.current(CPU))
         with streams.on(side):
-            y.backward()
+            torch.autograd.backward(y)
     assert FindingKind.OTHER_STREAM in found(checker)
 
 
@@ -156,7 +156,7 @@ def on_two_streams(use: Callable[[Tensor], Any], *, kept: bool) -> list[FindingK
 @pytest.mark.parametrize(
     "use",
     [
-        lambda grad: X.clone().requires_grad_().mul(2).backward(grad),
+        lambda grad: torch.autograd.backward([X.clone().requires_grad_().mul(2)], [grad]),
         lambda grad: torch.cat([grad.reshape(-1), grad.reshape(-1)]),
         lambda loss: loss.sum() + X.sum(),
     ],

@@ -58,8 +58,8 @@ class CheckedCommunicator:
         told = " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (*reads, *writes))
         recorder.collectives.append(Collective(self._name, call, told, recorder.where()))
         self._stream.wait_event(recorder.event_on(current), LAUNCH)
-        own = [[n for n in map(recorder.storage_of, side) if n is not None] for side in (reads, writes)]
-        recorder.use(self._stream.number, *own, call)
+        read, written = ([n for n in map(recorder.storage_of, side) if n is not None] for side in (reads, writes))
+        recorder.use(self._stream.number, read, written, call)
         is_message = call in ("send", "recv")
         for tensor in (*reads, *writes) if is_message else ():
             recorder.record_stream(tensor, self._stream, "the communicator")

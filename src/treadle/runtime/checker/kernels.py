@@ -84,11 +84,11 @@ def _tensors(value: Any) -> Sequence[Tensor]:
     return ()
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes kernels."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.makes_pageable = False
         """Is the tensor that is made now the host's."""

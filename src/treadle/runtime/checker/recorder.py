@@ -112,7 +112,7 @@ class StreamRecorder:
         return self._current[-1]
 
     @contextmanager
-    def on(self, stream: NotedStream) -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
         """Makes a stream the current one."""
         self._current.append(stream)
         try:
