@@ -13,9 +13,11 @@ import torch
 
 from treadle.dist.device import StreamDevice
 from treadle.dist.streams import Accelerator, Streams
+from treadle.runtime.checker.log import EventRecord, HostWait
 from treadle.runtime.checker.recorder import StreamRecorder
 from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.lanes.paced import MADE_UP_NS, Pace
+from treadle.runtime.run.lanes.stream import RUN_AHEAD
 
 NUM_LANES, NUM_OPS, DEADLINE_S = 4, 64, 5.0
 MS = 1_000_000
@@ -207,3 +209,15 @@ def test_after_an_error_a_paced_op_that_sleeps_does_not_run() -> None:
             lanes.launch(0, 2, lambda: (1 // 0, None)[1], ())
         lanes.close()
         assert 1 not in ran
+
+
+def test_a_host_runs_a_bounded_number_of_ops_ahead_of_its_device() -> None:
+    streams, num_ops = StreamRecorder(), RUN_AHEAD + 5
+    device = StreamDevice(torch.device("cpu"), timedelta(seconds=DEADLINE_S), streams)
+    lanes = StreamLanes(["compute", "ep"], list(map(str, range(2 * num_ops))), device)
+    for op in range(num_ops):
+        lanes.launch(0, 2 * op, lambda: None, ())
+        lanes.launch(1, 2 * op + 1, lambda: None, (2 * op,))
+    op_of = {entry.event: entry.where.op for entry in streams.log if isinstance(entry, EventRecord)}
+    waits = [op_of[entry.event or 0] for entry in streams.log if isinstance(entry, HostWait)]
+    assert waits == ["0", "2", "4", "6", "8"]  # the compute ops so far back
