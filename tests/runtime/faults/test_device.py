@@ -30,6 +30,8 @@ from treadle.dist.streams import replace_streams
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.exchange import Exchange, ExchangeError
 
+pytestmark = pytest.mark.slow
+
 LOST = 1
 GARBAGE = 7.25e11
 
