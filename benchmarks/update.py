@@ -111,12 +111,12 @@ def serve_bare(connection: socket.socket, held: dict[str, torch.Tensor], boxes: 
         buffers = [HostBuffer.map(fd, at) for fd, at in zip(fds, sizes, strict=True)]
         copies: dict[int, list[tuple[Any, Any]]] = {}
         for share in shares:
-            raw = buffers[share.bucket % len(buffers)].raw
+            raw = buffers[share.bucket % len(buffers)].tensor
             for take in share.takes:
                 item = share.items[take.item]
                 staged = boxed(raw, item.offset_bytes, item.piece.box.shape, "bfloat16")
                 target = opaque(held[item.piece.tensor])[take.box.slices(boxes[item.piece.tensor])]
-                copies.setdefault(share.bucket, []).append((target, staged[take.box.slices(item.piece.box)]))
+                copies.setdefault(share.bucket, []).append((target, opaque(staged)[take.box.slices(item.piece.box)]))
         connection.send(b"y")
         while told := connection.recv(1):
             for target, staged in copies.get(told[0], []):
@@ -143,10 +143,10 @@ class Bare:
         assert self.connection.recv(1) == b"y"
         self.packs: dict[int, list[tuple[Any, Any]]] = {}
         for number, bucket in enumerate(plan.buckets):
-            raw = self.buffers[number % plan.num_ipc].raw
+            raw = self.buffers[number % plan.num_ipc].tensor
             for item in bucket.items if bucket.source == rank else ():
                 target = boxed(raw, item.offset_bytes, item.piece.box.shape, "bfloat16")
-                self.packs.setdefault(number, []).append((target, opaque(source.local(item.piece))))
+                self.packs.setdefault(number, []).append((opaque(target), opaque(source.local(item.piece))))
 
     def run(self) -> None:
         pending = 0

@@ -147,7 +147,9 @@ def test_what_is_no_catalogue_is_refused_and_does_not_grow() -> None:
 # -- who is asked ------------------------------------------------------------------------------------------------------
 
 Q = Tensor("q", (8,), "float32")
-WHOLE, LOW, HIGH = (WeightLayout((Q,), (Piece("q", Box((a,), (b,))),)) for a, b in ((0, 8), (0, 4), (4, 8)))
+WHOLE, LOW, HIGH = (
+    WeightLayout((Q,), (Piece("q", Box((a,), (b,))),), copies) for a, b, copies in ((0, 8, 0), (0, 4, 1), (4, 8, 0))
+)
 
 
 def entered(wants: list[WeightLayout]) -> Attempt:
@@ -170,6 +172,7 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
         (False, False),
         (False, False),
     ]
+    assert {send.group for send in sends.values()} == {3}, "ranks that have no group make that of this attempt"
     wants = [LOW, HIGH, None, None]
     sides = {rank: Sides(3, rank, 7, WHOLE if rank == 0 else None, wants[rank]) for rank in range(4)}
     laid_out = attempt.layouts(Record(), attempt.catalogue(sides))

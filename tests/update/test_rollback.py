@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from tests.support.update.engines import Noting, served
 from treadle.update.memory.copying import copy_hashed, digest
@@ -34,7 +34,7 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
     store = RollbackStore(tmp_path)
     assert store.reserve(BOXES) is None
     assert blocks[0] * 512 >= 1 << 18  # no holes
-    store.array("w", BOXES[0][1])[:] = 1
+    store.tensor("w", BOXES[0][1])[:] = 1
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -78,6 +78,6 @@ def test_a_buffer_of_nothing_and_one_that_is_closed_twice() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3,), (2, 3)])
 def test_copies_of_any_shape(shape: tuple[int, ...]) -> None:
-    source, target = np.full(shape, 7, np.uint32), np.zeros(shape, np.uint32)
+    source, target = torch.full(shape, 7.0), torch.zeros(shape)
     assert copy_hashed(target, source) == digest(source)
-    assert np.array_equal(source, target)
+    assert torch.equal(source, target)

@@ -54,7 +54,7 @@ def test_a_source_may_make_its_pieces_when_they_are_asked_for() -> None:
     for number in own:
         Packer(shares, source, checked=True).fill(one, number)
         Packer(shares, lazy, checked=True).fill(other, number)
-        assert np.array_equal(one.raw, other.raw)
+        assert torch.equal(one.tensor, other.tensor)
     assert isinstance(lazy, OnDemand)
     assert lazy.asked == [item.piece for number in own for item in shares.plan.buckets[number].items]
 
@@ -231,16 +231,20 @@ def test_blocks(shape: tuple[int, ...], dtype: Any, turn: int, data: st.DataObje
     strided = data.draw(st.booleans()) and len(shape) > 1
     one = np.zeros(shape, dtype)
     other = np.zeros((*shape[:-1], shape[-1] + 3), dtype)[..., 3:] if strided else one.copy()
-    assert same(one, other, 1, 0)
-    assert same(one, other, EVERY, turn)
+
+    def equal(every: int, turn: int) -> bool:
+        return same(torch.from_numpy(one), torch.from_numpy(other), every, turn)
+
+    assert equal(1, 0)
+    assert equal(EVERY, turn)
     if not one.size:
         return
     at = np.unravel_index(data.draw(st.integers(0, one.size - 1)), shape)
     other[at] += 1
-    assert not same(one, other, 1, 0)
-    found = [not same(one, other, EVERY, turn + later) for later in range(EVERY)]
+    assert not equal(1, 0)
+    found = [not equal(EVERY, turn + later) for later in range(EVERY)]
     assert any(found)
     if not strided and one.nbytes >= EVERY * BLOCK_BYTES and one.nbytes % BLOCK_BYTES == 0:
         assert sum(found) == 1
     other[...] = one + 1
-    assert not same(one, other, EVERY, turn), "one that differs in every block is found at once"
+    assert not equal(EVERY, turn), "one that differs in every block is found at once"

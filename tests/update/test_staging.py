@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,14 +47,14 @@ def test_what_is_wanted_twice_comes_once() -> None:
     plan = Shares(plan_update(have, Holding({"w": tensor}, (pieces,)), SMALL)).of_worker(0, exports=False)
     assert shortfall(plan, pieces) == []
     assert shortfall(plan, [*pieces, Piece("v", Box((0,), (1,)))]) == ["v"]
-    numbers = np.arange(6, dtype=np.uint32)
+    numbers = torch.arange(6.0)
     parts = [
-        Arrival("w", take.box, "float32", numbers[take.box.slices(Box((0,), (6,)))])
+        Arrival("w", take.box, numbers[take.box.slices(Box((0,), (6,)))])
         for share in plan.shares
         for take in share.takes
     ]
     made = assembled(Assembly(), parts, pieces)
-    assert {str(arrival.box): arrival.staged.tolist() for arrival in made} == {
+    assert {str(arrival.box): arrival.tensor.tolist() for arrival in made} == {
         "[0:4]": [0, 1, 2, 3],
         "[2:6]": [2, 3, 4, 5],
     }

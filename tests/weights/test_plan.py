@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.update.moving import BYTES, carry_out, random_tensors
-from treadle.weights.buffers import ALIGN, Memory
+from treadle.weights.buffers import ALIGN, Memory, choose_buffers
 from treadle.weights.layouts import (
     REPLICATE,
     Owner,
@@ -327,6 +327,16 @@ def test_less_memory_means_fewer_buffers_and_says_so(free: int, buffers: tuple[i
     assert all("usable on a device" in note for note in plan.notes)
     assert (plan.num_h2d + plan.num_ipc) * plan.bucket_bytes <= free
     check(plan, have, want)
+
+
+def test_the_copy_of_an_engine_takes_room_of_buffers() -> None:
+    whole = choose_buffers(Memory(1000 << 20, share=1.0, target_bytes=200 << 20), 200 << 20)
+    assert (whole.num_h2d, whole.num_ipc, whole.limit_bytes) == (2, 2, 200 << 20)
+    beside = choose_buffers(Memory(1000 << 20, share=1.0, target_bytes=200 << 20, copies=2), 200 << 20)
+    assert (beside.num_h2d, beside.num_ipc, beside.limit_bytes) == (1, 2, 200 << 20)
+    assert "2 of them the engine's copy" in beside.notes[0]
+    with pytest.raises(ValueError, match="one bucket of 1048576 and 2 that the engine copies"):
+        choose_buffers(Memory(2 << 20, share=1.0, copies=2), 1 << 20)
 
 
 def test_too_little_memory_is_refused() -> None:

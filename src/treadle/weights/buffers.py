@@ -26,19 +26,23 @@ class Memory:
     """Bytes free on each device (one number: on every one), and what may be made of them.
 
     `share` of the least is used. A bucket is `target_bytes` where that fits, and not made smaller than `least_bytes`:
-    below that a broadcast is all latency, and fewer buffers and fewer sources are better than smaller buckets.
+    below that a broadcast is all latency, and fewer buffers and fewer sources are better than smaller buckets. `copies`
+    are buckets that an engine copies on the device while it loads: memory beside the buffers.
     """
 
     free_bytes: int | tuple[int, ...]
     share: float = 0.9
     target_bytes: int = 8 << 30
     least_bytes: int = 1 << 20
+    copies: int = 0
 
     def __post_init__(self) -> None:
         if not self.free or min(self.free) < 0:
             raise ValueError(f"free_bytes is a number of bytes, or one for each device, got {self.free_bytes}")
         if not 0 < self.share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {self.share}")
+        if self.copies < 0:
+            raise ValueError(f"copies is a number of buckets, 0 or more, got {self.copies}")
         if not ALIGN <= self.least_bytes <= self.target_bytes:
             raise ValueError(
                 f"bytes of a bucket go from least_bytes, {ALIGN} or more, to target_bytes; "
@@ -71,17 +75,20 @@ def choose_buffers(memory: Memory, largest_load_bytes: int) -> Buffers:
     wanted = aligned(min(memory.target_bytes, max(1, largest_load_bytes)))
     notes: list[str] = []
     for num_h2d, num_ipc in _WAYS:
-        num = num_h2d + num_ipc
+        num = num_h2d + num_ipc + memory.copies
         limit = min(wanted, memory.usable_bytes // num // ALIGN * ALIGN)
         # A second H2D buffer is for memory that is left over, not for smaller buckets.
         enough = wanted if num_h2d == 2 else min(wanted, memory.least_bytes)
         if limit >= enough:
             return Buffers(num_h2d, num_ipc, limit, tuple(notes))
         what = "a second H2D buffer" if num_h2d == 2 else _named(num_h2d, num_ipc)
-        notes.append(f"no {what}: {num} of {_bytes(enough)} each, {_bytes(memory.usable_bytes)} usable on a device")
+        beside = f" ({memory.copies} of them the engine's copy)" if memory.copies else ""
+        usable = _bytes(memory.usable_bytes)
+        notes.append(f"no {what}: {num} of {_bytes(enough)} each{beside}, {usable} usable on a device")
     raise ValueError(
         f"{min(memory.free)} bytes free, of which {memory.usable_bytes} may be used, are less than one bucket of "
-        f"{min(wanted, memory.least_bytes)}; free memory on the device, or lower least_bytes"
+        f"{min(wanted, memory.least_bytes)}{f' and {memory.copies} that the engine copies' if memory.copies else ''}; "
+        "free memory on the device, or lower least_bytes"
     )
 
 

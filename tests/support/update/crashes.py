@@ -103,7 +103,7 @@ def _arm_flip(updater: Updater, flip: Flip) -> None:
             take = mine.takes[-1]
             item = mine.items[take.item]
             low = take.box.slices(item.piece.box)
-            flat = updater.context.buffers.all[message.buffer].raw[item.offset_bytes :].view("u2")
+            flat = updater.context.buffers.all[message.buffer].tensor.numpy()[item.offset_bytes :].view("u2")
             strides = [1]
             for length in reversed(item.piece.box.shape[1:]):
                 strides.insert(0, strides[0] * length)

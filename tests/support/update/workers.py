@@ -216,29 +216,39 @@ class Spawned:
         self.directory = Path(tempfile.mkdtemp(prefix="treadle-u"))
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
         self.sockets.mkdir(mode=0o700)
+        self._serve, self._args = serve, args
+        self.processes: dict[int, ForkServerProcess] = {}
+        for pipe in [self._start(worker) for worker in range(num)]:
+            _await_up(pipe)
+
+    def _start(self, worker: int) -> Connection:
         context = server()
-        self.processes = []
-        pipes = []
-        for worker in range(num):
-            pipe, theirs = context.Pipe()
-            pipes.append(pipe)
-            self.processes.append(
-                context.Process(target=_spawned_main, args=(serve, self.sockets, worker, args, theirs), daemon=True)
-            )
-            self.processes[-1].start()
-            theirs.close()
-        for pipe in pipes:
-            assert pipe.poll(120)
-            assert pipe.recv() == "up"
+        pipe, theirs = context.Pipe()
+        args = (self._serve, self.sockets, worker, self._args, theirs)
+        self.processes[worker] = context.Process(target=_spawned_main, args=args, daemon=True)
+        self.processes[worker].start()
+        theirs.close()
+        return pipe
+
+    def restart(self, worker: int) -> None:
+        """Kill a worker's process and start another in its place."""
+        self.processes[worker].kill()
+        self.processes[worker].join()
+        _await_up(self._start(worker))
 
     def __enter__(self) -> Spawned:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
             process.join()
         shutil.rmtree(self.directory)
+
+
+def _await_up(pipe: Connection) -> None:
+    assert pipe.poll(120)
+    assert pipe.recv() == "up"
 
 
 def _spawned_main(

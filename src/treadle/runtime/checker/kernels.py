@@ -140,9 +140,10 @@ class Kernels(TorchDispatchMode):
                 recorder.host_waits("a copy of memory that is not pinned")
             elif pinned and not waits:
                 recorder.host_waits("a copy without non_blocking")
-        elif any(tensor.dim() for tensor in pageable):
-            key = kind.name, recorder.where()
-            recorder.misplaced[key] = recorder.misplaced.get(key, 0) + 1
+        else:
+            for tensor in pageable:
+                if tensor.dim():
+                    recorder.misplace(kind.name, tensor)
         node = torch._C._current_autograd_node()
         recorder.use(
             recorder.current().number, reads, writes, kind.name + (f" of {node.name()}" if node is not None else "")

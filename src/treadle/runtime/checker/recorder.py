@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.communicator import CheckedCommunicator
+from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.log import (
     HOST,
     RECORD_STREAM,
@@ -91,8 +92,8 @@ class StreamRecorder:
         self.op = OUTSIDE
         self.stray: dict[tuple[str, str, str, LaunchSite], int] = {}
         """(node, stream of its forward, stream of its backward, where): autograd would run it on the first."""
-        self.misplaced: dict[tuple[str, LaunchSite], int] = {}
-        """(kernel, where) that reads a tensor of the host beside one of the device."""
+        self.misplaced: dict[str, StreamFinding] = {}
+        """By line: a kernel that reads a tensor of the host beside one of the device."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._num_storages = 0
         self._pageable: set[int] = set()
@@ -194,8 +195,7 @@ class StreamRecorder:
         if pageable:
             self._pageable.add(number)
         else:
-            told = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            self.note(Allocate(number, 1 if home is None else home, told, self.where()))
+            self.note(Allocate(number, 1 if home is None else home, _told(tensor), self.where()))
         return number
 
     def _freed(self, key: int, number: int, _: Any) -> None:
@@ -219,9 +219,23 @@ class StreamRecorder:
         if reads or writes:
             self.note(Use(stream, tuple(reads), tuple(writes), kernel, self.where()))
 
+    def misplace(self, kernel: str, tensor: Tensor) -> None:
+        """Notes that a kernel of the device was given a tensor of the host."""
+        where = self.where()
+        known = self.misplaced.get(where.line)
+        if known is not None:
+            known.times += 1
+            return
+        told = f"tensor {_told(tensor)}, made in the block without device="
+        self.misplaced[where.line] = StreamFinding(FindingKind.ON_HOST, told, f"{kernel} {where}")
+
     def host_waits(self, why: str) -> None:
         """Notes that the launching thread waits for the current stream."""
         self.note(HostWait(self._current[-1].number, None, why, self.where()))
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 import xxhash
 
-from treadle.update.memory.copying import Array, cut, digest, opaque
+from treadle.update.memory.copying import copy, digest
 from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.update.worker.gate import Gate
@@ -25,7 +25,7 @@ def digest_of(held: Mapping[str, torch.Tensor]) -> str:
     """A digest of all tensors and their names."""
     hashed = xxhash.xxh3_128()
     for name in sorted(held):
-        hashed.update(name.encode() + digest(opaque(held[name])))
+        hashed.update(name.encode() + digest(held[name]))
     return hashed.hexdigest()
 
 
@@ -101,7 +101,7 @@ class Plain:
         """Do nothing: only the tensors may be torn."""
         return None
 
-    def export(self, piece: Piece, out: Array) -> str | None:
+    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
         """Copy from the tensor held."""
         held = self.held.get(piece.tensor)
         if held is None:
@@ -109,5 +109,5 @@ class Plain:
         mine = self._boxes[piece.tensor]
         if mine.meet(piece.box) != piece.box:
             return f"{piece.tensor} {piece.box} is not within {mine}, which is held"
-        out[...] = cut(opaque(held), piece.box.slices(mine))
+        copy(out, held[piece.box.slices(mine)])
         return None

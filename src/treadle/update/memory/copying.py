@@ -1,12 +1,15 @@
-"""Copies boxes in pieces that fit a core's cache, and makes digests on the way.
+"""Copies boxes between tensors, on the host and on devices, and makes digests on the way.
 
-Digests are of the box's bytes in C order, whatever its strides. Elements are opaque: a tensor is viewed as unsigned
-integers of its element size, so NumPy copies any dtype; it is faster at that than torch.
+Digests are of the box's bytes in C order, whatever its strides. Elements are opaque: they are copied as integers of
+their size, so any dtype arrives bit by bit. On the host NumPy copies, in pieces that fit a core's cache; it is faster
+at that than torch. Between devices, and between a device and the host, torch copies on the current stream. A digest of
+a device's bytes is made on the host, of a copy in pieces: bytes leave a device for a digest, and for nothing else.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -15,57 +18,94 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from treadle.dist.streams import streams_of
 from treadle.weights.pieces import ITEMSIZE
 
 Array: TypeAlias = npt.NDArray[Any]
 
 PIECE_BYTES = 512 << 10
+DEVICE_PIECE_BYTES = 16 << 20
+"""Bytes of a device that are compared, or copied for a digest, at once: enough that it is not all latency."""
 DIGEST_BYTES = 16
+_POLL_S = 0.00005
 
-OPAQUE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_TORCH: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_UNSIGNED: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_SIGNED: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""torch copies and compares signed integers on every device; of the unsigned ones NumPy is the better user."""
 
 
-def boxed(raw: npt.NDArray[np.uint8], offset_bytes: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """A view of a box's elements, which lie in C order at an offset of a buffer."""
+def boxed(raw: torch.Tensor, offset_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """A view of a box's elements, which lie in C order at an offset of a buffer's bytes."""
     size_bytes = math.prod(shape) * ITEMSIZE[dtype]
     if offset_bytes < 0 or offset_bytes + size_bytes > len(raw):
         raise ValueError(f"{size_bytes} bytes at {offset_bytes} are outside of a buffer of {len(raw)}")
-    flat = raw[offset_bytes : offset_bytes + size_bytes]
-    array: Array = flat.view(OPAQUE[ITEMSIZE[dtype]]).reshape(shape)
-    return array
+    return raw[offset_bytes : offset_bytes + size_bytes].view(getattr(torch, dtype)).view(shape)
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """True where the host can address a tensor's bytes."""
+    return tensor.device.type == "cpu"
 
 
 def opaque(tensor: torch.Tensor) -> Array:
     """A view of a host tensor as unsigned integers: the same memory."""
-    plain = tensor.detach()
-    if plain.dtype in (torch.bool, torch.uint8):
-        plain = plain.view(torch.uint8)
-    else:
-        plain = plain.view(_TORCH[plain.element_size()])
-    array: Array = plain.numpy()
+    array: Array = tensor.detach().view(_UNSIGNED[tensor.element_size()]).numpy()
     return array
 
 
-def meaning(array: Array, dtype: str) -> torch.Tensor:
-    """A view of opaque elements as a tensor of that dtype: the same memory."""
-    return torch.from_numpy(array).view(getattr(torch, dtype))
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy all elements bit by bit, without a digest. Where both are on a device, it is done when the stream is."""
+    if on_host(target) and on_host(source):
+        np.copyto(opaque(target), opaque(source))
+    else:
+        _integers(target).copy_(_integers(source))
 
 
-def cut(array: Array, at: tuple[slice | int, ...]) -> Array:
-    """A view of a part. An array even without dimensions, where NumPy's indexing returns a number."""
-    index: Any = (*at, ...)
-    part: Array = array[index]
-    return part
+def copy_hashed(target: torch.Tensor, source: torch.Tensor) -> bytes:
+    """Copy all elements; the digest of the source."""
+    if on_host(target) and on_host(source):
+        return _copy_hashed(opaque(target), opaque(source))
+    copy(target, source)
+    return digest(target if on_host(target) else source)
 
 
-def copy(target: Array, source: Array) -> None:
-    """Copy all elements, without a digest."""
-    np.copyto(target, source)
+def digest(source: torch.Tensor) -> bytes:
+    """The digest that `copy_hashed` returns, without a copy."""
+    hashed = xxhash.xxh3_128()
+    if on_host(source):
+        array = opaque(source)
+        for at in pieces(array.shape, array.itemsize):
+            hashed.update(_flat(cut(array, at)))
+    else:
+        for at in pieces(tuple(source.shape), source.element_size(), DEVICE_PIECE_BYTES):
+            hashed.update(_flat(opaque(source[at].cpu())))
+    return hashed.digest()
 
 
-def copy_hashed(target: Array, source: Array) -> bytes:
-    """Copy in pieces; the digest of the source."""
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True where two boxes of one shape are the same bit by bit. Two on a device are compared there."""
+    if on_host(one) and on_host(other):
+        mine, theirs = opaque(one), opaque(other)
+        return all(np.array_equal(cut(mine, at), cut(theirs, at)) for at in pieces(mine.shape, mine.itemsize))
+    for at in pieces(tuple(one.shape), one.element_size(), DEVICE_PIECE_BYTES):
+        a, b = one[at], other[at]
+        if a.device != b.device:
+            a, b = a.cpu(), b.cpu()
+        if not torch.equal(_integers(a), _integers(b)):
+            return False
+    return True
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait until a device has done what this thread's current stream was told so far. A host has always."""
+    streams = streams_of(device)
+    if streams is not None:
+        event = streams.event(device)
+        while not event.query():
+            time.sleep(_POLL_S)
+
+
+def _copy_hashed(target: Array, source: Array) -> bytes:
     hashed = xxhash.xxh3_128()
     for at in pieces(source.shape, source.itemsize):
         part, into = cut(source, at), cut(target, at)
@@ -79,12 +119,15 @@ def copy_hashed(target: Array, source: Array) -> bytes:
     return hashed.digest()
 
 
-def digest(source: Array) -> bytes:
-    """The digest that `copy_hashed` returns, without a copy."""
-    hashed = xxhash.xxh3_128()
-    for at in pieces(source.shape, source.itemsize):
-        hashed.update(_flat(source[at]))
-    return hashed.digest()
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(_SIGNED[tensor.element_size()])
+
+
+def cut(array: Array, at: tuple[slice | int, ...]) -> Array:
+    """A view of a part. An array even without dimensions, where NumPy's indexing returns a number."""
+    index: Any = (*at, ...)
+    part: Array = array[index]
+    return part
 
 
 def _flat(part: Array) -> Any:

@@ -1,17 +1,23 @@
-"""IPC buffers on a GPU, by CUDA IPC. Written without a GPU to run it on."""
+"""IPC buffers on a GPU, by CUDA IPC. The one file that asks `torch.cuda`: handles and UUIDs have no other form.
+
+A handle names its GPU by UUID: the index that one process has for a GPU may be another GPU's in the next. torch counts
+the process that a handle is sent to in a file, once a handle, so each process, and each new mapping, gets one of its
+own; two that map one handle would count down twice, and the memory could be freed under the second.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
 
-from treadle.update.memory.host import Raw
-
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    """The arguments with which torch opens another process's memory: plain numbers and bytes."""
+    """The arguments with which torch opens another process's memory, with a UUID in place of the GPU's index."""
 
-    device: int
+    gpu: str
     handle: bytes
     storage_bytes: int
     storage_offset: int
@@ -24,33 +30,78 @@ class _Handle(msgspec.Struct, frozen=True, array_like=True):
 class CudaBuffer:
     """GPU memory shared by two processes."""
 
-    fd: int | None = None
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size_bytes, self.tensor = tensor.numel(), tensor
 
-    def __init__(self, tensor: torch.Tensor, handle: bytes) -> None:
-        self.size_bytes, self.tensor, self.handle = tensor.numel(), tensor, handle
-
-    @classmethod
-    def make(cls, size_bytes: int, device: torch.device) -> CudaBuffer:
-        """Allocate a buffer, with a handle to send."""
-        tensor = torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device)
-        shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        return cls(tensor, msgspec.msgpack.encode(_Handle(*shared)))
-
-    @classmethod
-    def map(cls, handle: bytes, size_bytes: int) -> CudaBuffer:
-        """Map a buffer that another process made. Raises ValueError where it is too small."""
-        shared = msgspec.msgpack.decode(handle, type=_Handle)
-        if shared.storage_bytes < size_bytes:
-            raise ValueError(f"the buffer is said to have {size_bytes} bytes, its memory has {shared.storage_bytes}")
-        storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(shared))
-        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size_bytes]
-        return cls(tensor, b"")
-
-    @property
-    def raw(self) -> Raw:
-        """A copy of the bytes on the host. Digests are made there, so checks copy each bucket back once."""
-        return self.tensor.cpu().numpy()
+    def share(self) -> tuple[bytes, int | None]:
+        """A new handle; the process that maps it counts as one more user of the memory."""
+        index, *rest = _shared(self.tensor)
+        return msgspec.msgpack.encode(_Handle(_uuids()[index], *rest)), None
 
     def close(self) -> None:
-        """Release the buffer; its memory is freed when the other process has, too."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        """Release the buffer; its memory is freed when the processes that mapped it have released it, too."""
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        _collect()
+
+
+class CudaMemory:
+    """GPU memory, handed over by CUDA IPC handles."""
+
+    def make(self, size_bytes: int, device: torch.device) -> CudaBuffer:
+        """Allocate a buffer."""
+        return CudaBuffer(torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device))
+
+    def map(self, handles: Sequence[bytes], fds: list[int], sizes_bytes: Sequence[int]) -> list[CudaBuffer]:
+        """Map a handle for each size. Raises ValueError where a GPU is not visible or memory is too small."""
+        visible = _uuids()
+        mapped = []
+        for handle, size_bytes in zip(handles, sizes_bytes, strict=True):
+            shared = msgspec.msgpack.decode(handle, type=_Handle)
+            if shared.storage_bytes < size_bytes:
+                raise ValueError(
+                    f"the buffer is said to have {size_bytes} bytes, its memory has {shared.storage_bytes}"
+                )
+            index = index_of(shared.gpu, visible)
+            tensor = _opened(index, msgspec.structs.astuple(shared)[1:])
+            mapped.append(CudaBuffer(tensor[:size_bytes]))
+        return mapped
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Bytes that the GPU has free, for all processes."""
+        return torch.cuda.mem_get_info(device)[0]
+
+
+def index_of(gpu: str, visible: Sequence[str]) -> int:
+    """The index that this process has for the GPU with a UUID. Raises ValueError where it does not see it."""
+    if gpu not in visible:
+        seen = ", ".join(f"{index}: {uuid}" for index, uuid in enumerate(visible)) or "none"
+        raise ValueError(
+            f"the update rank's buffers are on GPU {gpu}, the worker's process sees {seen}; make the rank's GPU "
+            "visible to the worker (CUDA_VISIBLE_DEVICES), or start the rank on the worker's GPU"
+        )
+    return visible.index(gpu)
+
+
+# ---- calls of torch, each in a function of its own -------------------------------------------------------------------
+
+
+def _uuids() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by index."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def _shared(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The index of a tensor's GPU and the rest of a new handle."""
+    shared: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return shared
+
+
+def _opened(index: int, rest: tuple[Any, ...]) -> torch.Tensor:
+    """Another process's bytes, on the GPU with that index here."""
+    storage = torch.UntypedStorage._new_shared_cuda(index, *rest)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _collect() -> None:
+    """Free memory that no process has mapped any more, and torch's counter files without users."""
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -10,50 +10,20 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
-
-Raw = npt.NDArray[np.uint8]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class Buffer(Protocol):
-    """A buffer, in the process that made it or in one that mapped it."""
-
-    size_bytes: int
-    fd: int | None
-    """The descriptor to send with a message; None for GPU memory, and in the process that mapped it."""
-    handle: bytes
-    """The handle to send in a message; empty for host memory."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The bytes as a torch tensor."""
-        ...
-
-    @property
-    def raw(self) -> Raw:
-        """The bytes as a NumPy array on the host."""
-        ...
-
-    def close(self) -> None:
-        """Release the buffer. Views that still exist keep the memory."""
-        ...
-
-
 class HostBuffer:
-    """Shared host memory."""
+    """Shared host memory. `fd` is None in the process that mapped it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        self.size_bytes, self.handle = size_bytes, b""
+        self.size_bytes = size_bytes
         self.fd: int | None = fd
-        shared = mmap.mmap(fd, size_bytes)
-        self.raw: Raw = np.frombuffer(shared, np.uint8, size_bytes)
-        self.tensor = torch.frombuffer(shared, dtype=torch.uint8, count=size_bytes)
+        self.tensor = torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8, count=size_bytes)
 
     @classmethod
     def make(cls, size_bytes: int) -> HostBuffer:
@@ -67,7 +37,7 @@ class HostBuffer:
         except OSError:
             os.close(fd)
             raise
-        made.raw[:] = 0
+        made.tensor.zero_()
         return made
 
     @classmethod
@@ -87,10 +57,31 @@ class HostBuffer:
         mapped.fd = None
         return mapped
 
+    def share(self) -> tuple[bytes, int | None]:
+        """The descriptor; sending it duplicates it."""
+        return b"", self.fd
+
     def close(self) -> None:
         """Close the descriptor; the mapping ends with its last view."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        self.raw = np.empty(0, np.uint8)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class HostMemory:
+    """Host memory without a name, handed over by file descriptors."""
+
+    def make(self, size_bytes: int, device: torch.device) -> HostBuffer:
+        """Allocate a buffer."""
+        return HostBuffer.make(size_bytes)
+
+    def map(self, handles: Sequence[bytes], fds: list[int], sizes_bytes: Sequence[int]) -> list[HostBuffer]:
+        """Map a descriptor for each size."""
+        if len(fds) != len(sizes_bytes):
+            raise ValueError(f"{len(sizes_bytes)} buffers are named, {len(fds)} descriptors came")
+        return [HostBuffer.map(fds.pop(0), size_bytes) for size_bytes in sizes_bytes]
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """None: how much of a host's memory an update may take is the caller's choice."""
+        return None

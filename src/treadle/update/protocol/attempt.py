@@ -176,7 +176,7 @@ class Attempt:
             has.setdefault(entry.has, rank)
             wants.setdefault(entry.wants, rank)
         return {
-            rank: Send(self.epoch, has=has[entry.has] == rank, wants=wants[entry.wants] == rank)
+            rank: Send(self.epoch, has[entry.has] == rank, wants[entry.wants] == rank, self._group())
             for rank, entry in self.entered.items()
         }
 

@@ -24,6 +24,9 @@ from treadle.weights.pieces import Box, Piece, Tensor
 from treadle.wire.errors import WireError
 from treadle.wire.frames import MOST_BYTES
 
+MOST_COPIES = 64
+"""Most buckets that an engine may copy: with more, nothing is left for buffers."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -47,6 +50,8 @@ def check_layout(layout: WeightLayout) -> None:
     for piece in layout.pieces:
         if piece.tensor not in named:
             raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
+    if not 0 <= layout.copies <= MOST_COPIES:
+        raise WireError(f"an engine copies 0 to {MOST_COPIES} buckets while it loads, a layout says {layout.copies}")
 
 
 def list_layouts(
@@ -69,7 +74,7 @@ def _listed(layout: WeightLayout, tensors: dict[Tensor, int], boxes: dict[Box, i
     for piece in layout.pieces:
         pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
     idle = set(number.values()).difference(pieces[::2])
-    return Listed(tuple(pieces), tuple(sorted(idle)))
+    return Listed(tuple(pieces), tuple(sorted(idle)), layout.copies)
 
 
 def read_layouts(packed: bytes) -> Known:
@@ -92,7 +97,8 @@ def _spelled(listed: Listed, catalogue: Catalogue) -> WeightLayout:
     if len(numbers) % 2:
         raise WireError("a catalogue has a tensor and a box for each piece")
     pieces = zip(numbers[::2], numbers[1::2], strict=True)
-    return WeightLayout(tuple(tensors[at] for at in named), tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces))
+    own = tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces)
+    return WeightLayout(tuple(tensors[at] for at in named), own, listed.copies)
 
 
 def pack(catalogue: Catalogue) -> bytes:

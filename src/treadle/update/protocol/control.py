@@ -119,6 +119,7 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pieces: tuple[Number, ...]
     idle: tuple[Number, ...]
+    copies: Number = 0
 
 
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,11 +152,16 @@ class Layouts(Message, frozen=True):
 
 
 class Send(Message, frozen=True):
-    """Asks for Sides, since layouts changed. Of ranks with the same digest one is asked for the layout."""
+    """Asks for Sides, since layouts changed. Of ranks with the same digest one is asked for the layout.
+
+    `group` is the attempt that made the process group to use, as in Layouts: ranks whose device memory is measured make
+    the group first, because it takes some of that memory.
+    """
 
     epoch: int
     has: bool
     wants: bool
+    group: int
 
 
 class Proceed(Message, frozen=True):

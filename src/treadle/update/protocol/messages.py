@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.pieces import Piece, Tensor
 from treadle.weights.plan import Item, Take
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -72,11 +72,14 @@ class Settle(Message, frozen=True):
 
 
 class Map(Message, frozen=True):
-    """Hands the buffers over: file descriptors come with the message, or CUDA IPC handles of GPU `device` in it."""
+    """Hands the buffers over, which are on devices of torch's type `device`.
+
+    Host memory comes by file descriptors with the message, that of other devices by handles in it.
+    """
 
     sizes_bytes: tuple[int, ...]
     handles: tuple[bytes, ...] = ()
-    device: int = -1
+    device: str = "cpu"
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,10 +200,14 @@ class Welcome(Message, frozen=True):
 
 
 class WeightLayout(Message, frozen=True):
-    """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants."""
+    """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants.
+
+    `copies` is how many buckets the worker's engine copies on its device while it loads; buffers leave room for them.
+    """
 
     tensors: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
+    copies: int = 0
 
 
 class Mapped(Message, frozen=True):

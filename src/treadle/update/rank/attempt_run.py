@@ -172,7 +172,10 @@ class AttemptRun:
 
     def _describe(self, asked: Send) -> Sides:
         has, wants = self._has if asked.has else None, self._wants if asked.wants else None
-        return Sides(self.epoch, self.context.rank, self.context.free_bytes, has, wants)
+        context = self.context
+        if context.is_measured:  # on all ranks or none: they have the same options and type of device
+            context.broadcasts.group_of(asked.group, context.inbox)
+        return Sides(self.epoch, context.rank, context.free_bytes, has, wants)
 
     def _plan(self) -> str:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
@@ -186,8 +189,7 @@ class AttemptRun:
         context.buffers.fit(shares)
         exports = context.rank in layouts.holds
         self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
-        device = context.device.index or 0 if context.device.type == "cuda" else -1
-        self.worker.map(context.buffers.all, device, deadline_s)
+        self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
 

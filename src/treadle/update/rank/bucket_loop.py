@@ -1,7 +1,8 @@
 """The bucket loop: each bucket is packed by its source, broadcast into the IPC buffers, and loaded by the workers.
 
 While a worker loads bucket i from one IPC buffer, bucket i + 1 is broadcast into the other. A source with an H2D buffer
-packs its next bucket meanwhile, in a thread of its own.
+packs its next bucket meanwhile, in a thread of its own; on a device, on a stream of its own, for which the broadcast
+waits.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from time import perf_counter_ns
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
+from treadle.dist.device import device_of
+from treadle.dist.streams import streams_of
 from treadle.host.pressure import short_of_cores
-from treadle.update.memory.host import Buffer
+from treadle.update.memory.buffers import Buffer
 from treadle.update.protocol.messages import Export, Exported, Load, Loaded
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
@@ -27,7 +33,7 @@ class Fill(Protocol):
     """Fills a buffer with a bucket of which this rank is the source."""
 
     def __call__(self, buffer: Buffer, number: int) -> None:
-        """Put bucket `number` and its digests into the buffer."""
+        """Put bucket `number` and its digests into the buffer; on a device, on this thread's current stream."""
         ...
 
 
@@ -56,6 +62,7 @@ class BucketLoop:
         shares: Shares,
         rank: int,
         epoch: int,
+        device: torch.device,
         *,
         ipc: Sequence[Buffer],
         h2d: Sequence[Buffer],
@@ -66,12 +73,14 @@ class BucketLoop:
         checked: bool,
         compare: Callable[[Buffer, int], None] | None = None,
     ) -> None:
-        self.shares, self.rank, self.epoch = shares, rank, epoch
+        self.shares, self.rank, self.epoch, self.device = shares, rank, epoch, device
+        self.clock = device_of(device, timedelta(seconds=deadline_s))
         self.ipc, self.h2d, self.worker, self.group, self.wait = ipc, h2d, worker, group, wait
         self.deadline_s, self.checked = deadline_s, checked
         self.times, self.where = BucketTimes(), Where()
         self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
         self._waiting: deque[int] = deque()
+        self._filled: dict[int, tuple[Any, Any]] = {}
         self._packed: _Packed | None = None
         self._compare = compare
         self._arrived: tuple[Buffer, int] | None = None
@@ -79,7 +88,7 @@ class BucketLoop:
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
         """Move all buckets, until the worker has loaded its part; `loads`: it has one."""
         plan = self.shares.plan
-        self._packed = _Packed(self.h2d, self.own, fill, self.times) if self.h2d and self.own else None
+        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device) if self.h2d and self.own else None
         try:
             for number, bucket in enumerate(plan.buckets):
                 self._await_loaded(number - plan.num_ipc)
@@ -99,6 +108,7 @@ class BucketLoop:
                 progress(bucket.size_bytes)
             self._look()
             self._await_loaded(len(plan.buckets))
+            self._note_fills()
         finally:
             if self._packed is not None:
                 self._packed.stop()
@@ -117,10 +127,25 @@ class BucketLoop:
         if self._packed is not None:
             packed = self._packed.next(number, self.deadline_s)
             return perf_counter_ns(), len(self.ipc) + packed
-        start = perf_counter_ns()
-        fill(self.ipc[at], number)
-        self.times.h2d[number] = start, perf_counter_ns()
+        self._timed(fill)(self.ipc[at], number)
         return perf_counter_ns(), at
+
+    def _timed(self, fill: Fill) -> Fill:
+        """The same, with its start and end noted on the device's clock: on a stream a fill ends after its call."""
+
+        def timed(buffer: Buffer, number: int) -> None:
+            start = self.clock.now()
+            fill(buffer, number)
+            self._filled[number] = start, self.clock.now()
+
+        return timed
+
+    def _note_fills(self) -> None:
+        """Convert the fills' times, now that all have ended."""
+        self.clock.catch_up()
+        for number, noted in self._filled.items():
+            start, end = self.clock.nanoseconds(list(noted))
+            self.times.h2d[number] = start, end
 
     def _broadcast(self, buffer: Buffer, number: int) -> None:
         table = self.shares.tables[number]
@@ -156,32 +181,38 @@ class _Packed:
     """Packs a rank's buckets in turn into its H2D buffers, in a thread, ahead of their broadcasts.
 
     A lone buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links. One
-    of two is filled again as soon as its bucket was broadcast and loaded.
+    of two is filled again as soon as its bucket was broadcast and loaded. On a device the thread has a stream, which
+    begins after what the calling thread's stream was told so far: that may still write the source's weights.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, times: BucketTimes) -> None:
+    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, device: torch.device) -> None:
         self._buffers, self._alone, self._round = buffers, len(buffers) == 1, 0
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[int, Any] | Exception] = queue.SimpleQueue()
         self._used: dict[int, int] = {}
+        self._device, self._streams = device, streams_of(device)
+        self._launching: AbstractContextManager[Any] = nullcontext()
+        if self._streams is not None:
+            stream = self._streams.new(device, "h2d")
+            stream.wait_event(self._streams.event(device))
+            self._launching = self._streams.on(stream)
         for at in range(len(buffers)):
             self._free.put(at)
-        self._thread = threading.Thread(target=self._run, args=(own, fill, times), name="treadle h2d", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(own, fill), name="treadle h2d", daemon=True)
         self._thread.start()
 
-    def _run(self, own: Sequence[int], fill: Fill, times: BucketTimes) -> None:
-        for number in own:
-            at = self._free.get()
-            if at is None:
-                return
-            start = perf_counter_ns()
-            try:
-                fill(self._buffers[at], number)
-            except Exception as error:  # raised where the bucket is needed
-                self._full.put(error)
-                return
-            times.h2d[number] = start, perf_counter_ns()
-            self._full.put(at)
+    def _run(self, own: Sequence[int], fill: Fill) -> None:
+        with self._launching:
+            for number in own:
+                at = self._free.get()
+                if at is None:
+                    return
+                try:
+                    fill(self._buffers[at], number)
+                except Exception as error:  # raised where the bucket is needed
+                    self._full.put(error)
+                    return
+                self._full.put((at, self._streams.event(self._device) if self._streams is not None else None))
 
     @property
     def last(self) -> int:
@@ -189,7 +220,7 @@ class _Packed:
         return max(self._used, default=-1)
 
     def next(self, number: int, deadline_s: float) -> int:
-        """Wait for this bucket to be packed; the index of its buffer."""
+        """Wait for this bucket's turn to be packed, on a device in the current stream; the index of its buffer."""
         try:
             packed = self._full.get(timeout=deadline_s)
         except queue.Empty:
@@ -197,8 +228,11 @@ class _Packed:
             raise RuntimeError(late) from None
         if isinstance(packed, Exception):
             raise packed
-        self._used[number] = packed
-        return packed
+        at, ready = packed
+        if self._streams is not None:
+            self._streams.current(self._device).wait_event(ready)
+        self._used[number] = at
+        return at
 
     def done(self, number: int) -> None:
         """A bucket was broadcast, and loaded by this rank's worker if it takes any of it: its buffer is free."""

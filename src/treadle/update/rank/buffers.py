@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from treadle.update.memory.host import Buffer, HostBuffer
+from treadle.update.memory.buffers import Buffer, memory_of
 from treadle.update.rank.shares import Shares
 
 
@@ -12,7 +12,7 @@ class RankBuffers:
     """`ipc` buffers receive broadcasts, `h2d` buffers hold packed buckets of this rank; its worker maps both."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.memory = device, memory_of(device.type)
         self.ipc: list[Buffer] = []
         self.h2d: list[Buffer] = []
 
@@ -31,11 +31,13 @@ class RankBuffers:
             return held
         while held:
             held.pop().close()
-        if self.device.type == "cuda":
-            from treadle.update.memory.cuda import CudaBuffer  # only where there is a GPU
+        return [self.memory.make(size_bytes, self.device) for _ in range(num)]
 
-            return [CudaBuffer.make(size_bytes, self.device) for _ in range(num)]
-        return [HostBuffer.make(size_bytes) for _ in range(num)]
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that buffers can have now: what the device has free, and what they have. None where not measured."""
+        free = self.memory.free_bytes(self.device)
+        return free + sum(buffer.size_bytes for buffer in self.all) if free is not None else None
 
     def free(self) -> None:
         """Close all buffers. The worker's mappings keep the memory until it unmaps them."""

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
+import torch
 
-from treadle.update.memory.copying import Array, boxed, cut, opaque, pieces
-from treadle.update.memory.host import Buffer, Raw
+from treadle.update.memory.buffers import Buffer
+from treadle.update.memory.copying import boxed
+from treadle.update.memory.copying import same as same_bits
 from treadle.update.options import CompareSources
 from treadle.update.rank.source import WeightSource
 from treadle.weights.pieces import Box, Piece
@@ -50,8 +51,8 @@ class SourceComparison:
         bucket = self.plan.buckets[number]
         for item in bucket.items:
             for common in self._overlaps(item.piece):
-                came = cut(self._item(buffer, item), common.box.slices(item.piece.box))
-                if same(came, opaque(self.source.local(common).cpu()), self.every, self.turn):
+                came = self._item(buffer, item)[common.box.slices(item.piece.box)]
+                if same(came, self.source.local(common), self.every, self.turn):
                     self.equal.add(bucket.source)
                 else:
                     self.different.setdefault(bucket.source, []).append(common)
@@ -70,13 +71,9 @@ class SourceComparison:
             boxes.setdefault(piece.tensor, []).append(piece.box)
         return boxes
 
-    def _item(self, buffer: Buffer, item: Item) -> Array:
-        dtype, box = self.plan.tensors[item.piece.tensor].dtype, item.piece.box
-        if buffer.tensor.device.type == "cpu":
-            return boxed(buffer.raw, item.offset_bytes, box.shape, dtype)
-        size_bytes = self.plan.tensors[item.piece.tensor].itemsize * box.num_elements
-        raw: Raw = buffer.tensor[item.offset_bytes : item.offset_bytes + size_bytes].cpu().numpy()
-        return boxed(raw, 0, box.shape, dtype)
+    def _item(self, buffer: Buffer, item: Item) -> torch.Tensor:
+        tensor, box = self.plan.tensors[item.piece.tensor], item.piece.box
+        return boxed(buffer.tensor, item.offset_bytes, box.shape, tensor.dtype)
 
     def refusal(self, version: int) -> tuple[str, str] | None:
         """Who differs, and the error text; None where no difference was seen."""
@@ -105,22 +102,22 @@ def comparison(
     return SourceComparison(plan, source, rank, EVERY if compare == "sample" else 1, turn)
 
 
-def same(one: Array, other: Array, every: int, turn: int) -> bool:
-    """True where two arrays are the same bit by bit: all of it, or the blocks of this turn."""
-    if one.flags.c_contiguous and other.flags.c_contiguous:
-        one, other = one.reshape(-1), other.reshape(-1)
+def same(one: torch.Tensor, other: torch.Tensor, every: int, turn: int) -> bool:
+    """True where two tensors are the same bit by bit: all of it, or the blocks of this turn."""
+    if one.is_contiguous() and other.is_contiguous():
+        one, other = one.view(-1), other.view(-1)
     if every == 1:
-        return all(np.array_equal(cut(one, at), cut(other, at)) for at in pieces(one.shape, one.itemsize))
-    axis, rows = _blocks(one.shape, one.itemsize, every)
-    one, other = (np.moveaxis(array, axis, 0) for array in (one, other))
+        return same_bits(one, other)
+    axis, rows = _blocks(tuple(one.shape), one.element_size(), every)
+    one, other = one.movedim(axis, 0), other.movedim(axis, 0)
     whole = len(one) // rows
-    if not np.array_equal(one[whole * rows :], other[whole * rows :]):  # the rest, less than a block
+    if not same_bits(one[whole * rows :], other[whole * rows :]):  # the rest, less than a block
         return False
     if not whole:
         return True
-    split = (whole, rows, *one.shape[1:])
     chosen = slice(turn % min(every, whole), None, every)
-    return np.array_equal(one[: whole * rows].reshape(split)[chosen], other[: whole * rows].reshape(split)[chosen])
+    blocks = (tensor[: whole * rows].view(whole, rows, *tensor.shape[1:])[chosen] for tensor in (one, other))
+    return same_bits(*blocks)
 
 
 def _blocks(shape: tuple[int, ...], itemsize: int, every: int) -> tuple[int, int]:

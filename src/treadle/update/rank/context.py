@@ -64,8 +64,14 @@ class RankContext:
     process goes on with other blocks."""
 
     @property
+    def is_measured(self) -> bool:
+        """True where buffers get what the device has free. All that takes memory there besides must exist before."""
+        return self.options.memory is None and self.buffers.free_bytes is not None
+
+    @property
     def free_bytes(self) -> int:
         """Bytes for buffers on this rank's device."""
         if self.options.memory is not None:
             return min(self.options.memory.free)
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else HOST_BYTES
+        free = self.buffers.free_bytes
+        return free if free is not None else HOST_BYTES

@@ -26,6 +26,7 @@ class Loading:
             shares,
             context.rank,
             epoch,
+            context.device,
             ipc=context.buffers.ipc,
             h2d=context.buffers.h2d[: shares.plan.num_h2d],
             worker=context.worker,

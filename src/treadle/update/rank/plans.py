@@ -51,7 +51,10 @@ class Plans:
         everyone, free = range(len(known.has)), known.free_bytes
         have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
         want = _holding(known.wants, layouts.loads)
-        memory = replace(self._memory, free_bytes=free) if self._memory is not None else Memory(free)
+        if self._memory is not None:
+            memory = replace(self._memory, free_bytes=free)
+        else:  # all that is free: engines need some of it
+            memory = Memory(free, copies=max((known.wants[rank].copies for rank in layouts.loads), default=0))
         _check_changed(layouts.only, have, want)
         try:
             plan = plan_update(have, want, memory, layouts.only)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from treadle.host.errors import TreadleError
 from treadle.host.sockets import connect, place_of
 from treadle.update.errors import UpdateError, failure
-from treadle.update.memory.host import Buffer
+from treadle.update.memory.buffers import Buffer
 from treadle.update.options import UpdateOptions
 from treadle.update.protocol.catalogue import check_layout
 from treadle.update.protocol.control import Fault, Go, Phase
@@ -161,14 +161,15 @@ class WorkerClient:
             self._layout = wants
         return self._layout
 
-    def map(self, buffers: Sequence[Buffer], device: int, deadline_s: float) -> None:
-        """Send the buffers, unless the worker has mapped these already."""
+    def map(self, buffers: Sequence[Buffer], device_type: str, deadline_s: float) -> None:
+        """Send the buffers, unless the worker has mapped these already. Each mapping gets handles of its own."""
         if len(self._mapped) == len(buffers) and all(map(operator.is_, self._mapped, buffers)):
             return
         self._mapped = ()
         sizes = tuple(buffer.size_bytes for buffer in buffers)
-        handles = tuple(buffer.handle for buffer in buffers) if device >= 0 else ()
-        self.send(Map(sizes, handles, device), [buffer.fd for buffer in buffers if buffer.fd is not None])
+        shared = [buffer.share() for buffer in buffers]
+        handles, fds = tuple(handle for handle, _ in shared if handle), [fd for _, fd in shared if fd is not None]
+        self.send(Map(sizes, handles, device_type), fds)
         self.expect(Mapped, deadline_s)
         self._mapped = tuple(buffers)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from treadle.update.memory.copying import Array
+import torch
+
 from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Piece
@@ -45,7 +46,10 @@ class Adapter(Protocol):
         ...
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
-        """Copy these pieces into the model. Their memory is reused when this returns."""
+        """Copy these pieces into the model. Their memory is reused when the current stream has done what this queued.
+
+        An engine that copies on other streams waits for these before it returns.
+        """
         ...
 
     def finish(self) -> str | None:
@@ -68,6 +72,6 @@ class Adapter(Protocol):
         """Leave a load that will not be finished. The weights may be torn; they are loaded over, or never served."""
         ...
 
-    def export(self, piece: Piece, out: Array) -> str | None:
-        """Copy the elements of a piece to `out`, while serving goes on."""
+    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
+        """Copy the elements of a piece, bit by bit, to `out`, on the host or on a device, while serving goes on."""
         ...

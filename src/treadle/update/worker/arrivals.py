@@ -4,49 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from treadle.update.memory.copying import Array, copy, copy_hashed, digest, meaning, opaque
+from treadle.update.memory.copying import copy, copy_hashed, digest
 from treadle.weights.pieces import Box
 
 
 @dataclass
 class Arrival:
-    """A box of tensor `name`. `staged` is valid until `load` returns: an engine that needs it longer copies it.
+    """A box of tensor `name`: `tensor` has its elements, of the box's shape, on the host or on the buffers' device.
 
-    `copy_into` makes the digest on the way. Where an adapter reads `staged` by other means, the worker makes it after
-    `load`, which costs another pass over the bytes.
+    `tensor` is valid until `load` returns: an engine that needs it longer copies it. `copy_into` makes the digest on
+    the way. Where an adapter reads `tensor` by other means, the worker makes it after `load`, which costs another pass
+    over the bytes.
     """
 
     name: str
     box: Box
-    dtype: str
-    staged: Array
+    tensor: torch.Tensor
     expected: bytes | None = None
     found: bytes | None = field(default=None, repr=False)
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The staged elements as a torch tensor of the box's shape: the same memory."""
-        return meaning(self.staged, self.dtype)
-
-    def copy_into(self, target: torch.Tensor | Array) -> None:
-        """Copy to a tensor of the box's shape, and make the digest where one is expected."""
-        if isinstance(target, torch.Tensor):
-            if target.device.type != "cpu":
-                target.copy_(self.tensor)
-                return
-            target = opaque(target)
-        if target.shape != self.staged.shape or target.itemsize != self.staged.itemsize:
+    def copy_into(self, target: torch.Tensor) -> None:
+        """Copy bit by bit to a tensor of the box's shape, on any device; make the digest where one is expected."""
+        own = self.tensor
+        if target.shape != own.shape or target.element_size() != own.element_size():
             raise ValueError(
-                f"{self.name} {self.box} has shape {self.staged.shape} and {self.staged.itemsize} bytes an element, "
-                f"the target {target.shape} and {target.itemsize}"
+                f"{self.name} {self.box} has shape {tuple(own.shape)} and {own.element_size()} bytes an element, "
+                f"the target {tuple(target.shape)} and {target.element_size()}"
             )
         if self.expected is None:
-            copy(target, self.staged)
+            copy(target, own)
         else:
-            self.found = copy_hashed(target, self.staged)
+            self.found = copy_hashed(target, own)
 
     @property
     def wrong(self) -> bool:
@@ -54,12 +44,12 @@ class Arrival:
         if self.expected is None:
             return False
         if self.found is None:
-            self.found = digest(self.staged)
+            self.found = digest(self.tensor)
         return self.found != self.expected
 
 
 class Assembly:
-    """Puts pieces together from their parts, for engines that need whole ones."""
+    """Puts pieces together from their parts, on the device of these, for engines that need whole ones."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, Box], tuple[Arrival, int]] = {}
@@ -70,10 +60,10 @@ class Assembly:
             return part
         key = part.name, wanted
         if key not in self._parts:
-            whole = Arrival(part.name, wanted, part.dtype, np.empty(wanted.shape, part.staged.dtype))
+            whole = Arrival(part.name, wanted, part.tensor.new_empty(wanted.shape))
             self._parts[key] = whole, wanted.num_elements
         whole, missing = self._parts[key]
-        part.copy_into(whole.staged[part.box.slices(wanted)])
+        part.copy_into(whole.tensor[part.box.slices(wanted)])
         missing -= part.box.num_elements
         self._parts[key] = whole, missing
         if missing:

@@ -59,8 +59,8 @@ class RollbackCopy:
         return _reserve(self._old, boxes) or self._read(self._old)
 
     def _read(self, store: RollbackStore) -> str | None:
-        for name, box, _, array in store.items():
-            error = self.adapter.export(Piece(name, box), array)
+        for name, box, kept in store.items():
+            error = self.adapter.export(Piece(name, box), kept)
             if error is not None:
                 return error
         self._has_old = True
@@ -71,12 +71,12 @@ class RollbackCopy:
         if self.adapter.can_export or self._new is None:
             return
         for arrival in arrivals:
-            arrival.copy_into(self._new.array(arrival.name, arrival.box))
+            arrival.copy_into(self._new.tensor(arrival.name, arrival.box))
 
     def arrivals(self) -> list[Arrival]:
         """The old version, as arrivals to be loaded again."""
         assert self._old is not None
-        return [Arrival(name, box, dtype, array) for name, box, dtype, array in self._old.items()]
+        return [Arrival(name, box, kept) for name, box, kept in self._old.items()]
 
     def commit(self) -> None:
         """The new version becomes the rollback copy. Engines that can export their weights need none."""

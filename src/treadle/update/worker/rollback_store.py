@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from treadle.update.memory.copying import Array, boxed
-from treadle.update.memory.host import Raw
+from treadle.update.memory.copying import boxed
 from treadle.weights.pieces import ITEMSIZE, Box
 
 _ALIGN = 64
@@ -23,7 +23,7 @@ class RollbackStore:
 
     def __init__(self, where: Path | None) -> None:
         self.where = where
-        self._raw: Raw = np.empty(0, np.uint8)
+        self._raw = _in_memory(0)
         self._places: dict[tuple[str, Box], tuple[int, str]] = {}
 
     def needs(self, boxes: Sequence[tuple[str, Box, str]]) -> int:
@@ -44,9 +44,9 @@ class RollbackStore:
         """Make room for exactly these boxes, dropping what was held; None, or why there is no room."""
         need, self._places, at = self.needs(boxes), {}, 0
         if need > len(self._raw):
-            self._raw = np.empty(0, np.uint8)
+            self._raw = _in_memory(0)
             try:
-                self._raw = np.empty(need, np.uint8) if self.where is None else _on_disk(self.where, need)
+                self._raw = _in_memory(need) if self.where is None else _on_disk(self.where, need)
             except (OSError, MemoryError) as error:
                 what = "host memory" if self.where is None else f"disk in {self.where}"
                 why = error.strerror if isinstance(error, OSError) else "out of memory"
@@ -65,15 +65,15 @@ class RollbackStore:
         """Bytes of the boxes held now."""
         return sum(_padded(box, dtype) for (_, box), (_, dtype) in self._places.items())
 
-    def array(self, name: str, box: Box) -> Array:
-        """The memory of a box's elements."""
+    def tensor(self, name: str, box: Box) -> torch.Tensor:
+        """A box's elements."""
         at, dtype = self._places[name, box]
         return boxed(self._raw, at, box.shape, dtype)
 
-    def items(self) -> Iterator[tuple[str, Box, str, Array]]:
-        """All boxes held, as (name, box, dtype, elements)."""
-        for (name, box), (_, dtype) in self._places.items():
-            yield name, box, dtype, self.array(name, box)
+    def items(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """All boxes held, as (name, box, elements)."""
+        for name, box in self._places:
+            yield name, box, self.tensor(name, box)
 
     @property
     def _instead(self) -> str:
@@ -90,11 +90,16 @@ def _padded(box: Box, dtype: str) -> int:
     return -(-math.prod(box.shape) * ITEMSIZE[dtype] // _ALIGN) * _ALIGN
 
 
-def _on_disk(where: Path, size_bytes: int) -> Raw:
+def _in_memory(size_bytes: int) -> torch.Tensor:
+    """Memory of NumPy, which raises MemoryError where there is none; torch's error cannot be told from others."""
+    return torch.from_numpy(np.empty(size_bytes, np.uint8))
+
+
+def _on_disk(where: Path, size_bytes: int) -> torch.Tensor:
     """Map a file without a name, which ends with its process. Without holes: filling one on a full disk kills."""
     with tempfile.TemporaryFile(dir=where, prefix="treadle-old-") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)
-        return np.memmap(file, np.uint8, "w+", shape=(size_bytes,))
+        return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(size_bytes,)))
 
 
 def free_host_bytes() -> int:

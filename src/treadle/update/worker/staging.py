@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from treadle.update.memory.copying import DIGEST_BYTES, boxed, cut, digest
-from treadle.update.memory.host import Raw
+import torch
+
+from treadle.update.memory.buffers import Buffer
+from treadle.update.memory.copying import boxed, digest
+from treadle.update.memory.digests import read_digests, write_digests
 from treadle.update.protocol.messages import Share, TakePlan
 from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival, Assembly
@@ -60,18 +63,22 @@ def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
     return boxes
 
 
-def arrivals_of(plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> list[Arrival]:
+def arrivals_of(plan: TakePlan, share: Share, buffer: Buffer, *, checked: bool) -> list[Arrival]:
     """The boxes that a worker takes of a bucket in a buffer."""
-    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
-    items = [boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]) for item in share.items]
+    items = _items(plan, share, buffer)
     made = []
+    table = read_digests(buffer.tensor, share.table_bytes, share.checks) if checked else dict[int, bytes]()
     for take, check in zip(share.takes, share.checks, strict=True):
         piece = share.items[take.item].piece
-        part = cut(items[take.item], take.box.slices(piece.box))
-        at = share.table_bytes + DIGEST_BYTES * check
-        expected = raw[at : at + DIGEST_BYTES].tobytes() if checked else None
-        made.append(Arrival(piece.tensor, take.box, dtypes[piece.tensor], part, expected))
+        part = items[take.item][take.box.slices(piece.box)]
+        made.append(Arrival(piece.tensor, take.box, part, table.get(check)))
     return made
+
+
+def _items(plan: TakePlan, share: Share, buffer: Buffer) -> list[torch.Tensor]:
+    """The elements of each item of a share, in the buffer."""
+    dtypes, raw = {tensor.name: tensor.dtype for tensor in plan.tensors}, buffer.tensor
+    return [boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]) for item in share.items]
 
 
 def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Piece]) -> list[Arrival]:
@@ -92,21 +99,18 @@ def _part_of(part: Arrival, box: Box) -> Arrival:
     """A part of an arrival. It has no digest: that of the whole arrival is checked after `load`."""
     if box == part.box:
         return part
-    return Arrival(part.name, box, part.dtype, cut(part.staged, box.slices(part.box)))
+    return Arrival(part.name, box, part.tensor[box.slices(part.box)])
 
 
-def export_bucket(adapter: Adapter, plan: TakePlan, share: Share, raw: Raw, *, checked: bool) -> str | None:
+def export_bucket(adapter: Adapter, plan: TakePlan, share: Share, buffer: Buffer, *, checked: bool) -> str | None:
     """Copy a bucket of an engine's weights, and its digests, into a buffer; None, or what went wrong."""
-    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
-    out = []
-    for item in share.items:
-        out.append(boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]))
-        error = adapter.export(item.piece, out[-1])
+    out = _items(plan, share, buffer)
+    for item, into in zip(share.items, out, strict=True):
+        error = adapter.export(item.piece, into)
         if error is not None:
             return error
-    for take, check in zip(share.takes, share.checks, strict=True):
-        if checked:
-            part = cut(out[take.item], take.box.slices(share.items[take.item].piece.box))
-            at = share.table_bytes + DIGEST_BYTES * check
-            raw[at : at + DIGEST_BYTES] = bytearray(digest(part))
+    if checked:
+        boxes = [take.box.slices(share.items[take.item].piece.box) for take in share.takes]
+        made = [digest(out[take.item][box]) for take, box in zip(share.takes, boxes, strict=True)]
+        write_digests(buffer.tensor, share.table_bytes, dict(zip(share.checks, made, strict=True)))
     return None

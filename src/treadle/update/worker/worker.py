@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle.update.memory.host import Buffer, HostBuffer
+from treadle.update.memory.buffers import Buffer, memory_of
+from treadle.update.memory.copying import finish_copies
 from treadle.update.protocol import worker as deciding
 from treadle.update.protocol.messages import (
     MOST_PLANS,
@@ -48,7 +49,6 @@ from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
-from treadle.wire.errors import WireError
 
 BUSY_S = 2.0
 
@@ -178,16 +178,7 @@ class Worker:
 
     def _map(self, message: Map, fds: list[int]) -> FromWorker:
         self._unmap()
-        if message.device >= 0:
-            from treadle.update.memory.cuda import CudaBuffer  # only where there is a GPU
-
-            sizes = zip(message.handles, message.sizes_bytes, strict=True)
-            self._buffers = [CudaBuffer.map(handle, size) for handle, size in sizes]
-            return Mapped()
-        if len(fds) != len(message.sizes_bytes):
-            raise WireError(f"{len(message.sizes_bytes)} buffers are named, {len(fds)} descriptors came")
-        for size in message.sizes_bytes:
-            self._buffers.append(HostBuffer.map(fds.pop(0), size))
+        self._buffers = list(memory_of(message.device).map(message.handles, fds, message.sizes_bytes))
         return Mapped()
 
     def _unmap(self) -> None:
@@ -228,8 +219,10 @@ class Worker:
         if message.bucket not in self._loaded:
             plan = self.plans[begun.plan]
             share = self._share(plan.shares, message.bucket)
-            arrivals = arrivals_of(plan, share, self._raw(message.buffer), checked=begun.checked)
+            buffer = self._buffer(message.buffer)
+            arrivals = arrivals_of(plan, share, buffer, checked=begun.checked)
             self._make(moves, load=lambda: self._take_in(arrivals))
+            finish_copies(buffer.tensor.device)
             for arrival in arrivals:
                 if arrival.wrong:
                     raise MessageRefusedError(
@@ -255,8 +248,9 @@ class Worker:
         if self.state != "serving":
             raise MessageRefusedError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
         plan = self._plan(message.plan)
-        share, raw = self._share(plan.exports, message.bucket), self._raw(message.buffer)
-        self._do(export_bucket(self.adapter, plan, share, raw, checked=message.checked))
+        share, buffer = self._share(plan.exports, message.bucket), self._buffer(message.buffer)
+        self._do(export_bucket(self.adapter, plan, share, buffer, checked=message.checked))
+        finish_copies(buffer.tensor.device)
         return Exported(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
@@ -336,7 +330,7 @@ class Worker:
                 return share
         raise MessageRefusedError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
 
-    def _raw(self, buffer: int) -> Any:
+    def _buffer(self, buffer: int) -> Buffer:
         if not 0 <= buffer < len(self._buffers):
             raise MessageRefusedError("order", f"buffer {buffer} is not mapped, {len(self._buffers)} are")
-        return self._buffers[buffer].raw
+        return self._buffers[buffer]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.adapters.vllm.messages import Forget, Serve, Shut
-from treadle.update.memory.copying import Array
 from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.weights.pieces import Box, Piece, Tensor
@@ -32,7 +32,8 @@ class Vllm:
     def __init__(self, model: Any, config: Any, tensors: Sequence[Tensor], line: Line) -> None:
         self.model, self.config, self.line = model, config, line
         self.device = next(model.parameters()).device
-        self._layout = WeightLayout(tuple(tensors), tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors))
+        wanted = tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors)
+        self._layout = WeightLayout(tuple(tensors), wanted, copies=int(streams_of(self.device) is not None))
         self._reloading = False
         self._came: set[str] = set()
 
@@ -69,8 +70,6 @@ class Vllm:
             own = torch.empty(arrival.box.shape, dtype=arrival.tensor.dtype, device=self.device)
             arrival.copy_into(own)
             named.append((arrival.name, own))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the buffer is free for the next bucket when this returns
         with self._current():
             self.model.load_weights(named)
         self._came.update(name for name, _ in named)
@@ -104,7 +103,7 @@ class Vllm:
             self._finalize()
         return None
 
-    def export(self, piece: Piece, out: Array) -> str | None:
+    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
         """Fail: weights were packed for kernels and cannot be copied out."""
         return f"vLLM cannot hand out {piece.tensor}; give the source that has this version to recover()"
 
@@ -117,10 +116,10 @@ class Vllm:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Set vLLM's config, which is a global, and grad mode and CUDA device, which are the endpoint thread's."""
+        """Set vLLM's config, which is a global, and grad mode and current device, which are the endpoint thread's."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.config), torch.no_grad():
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            if streams_of(self.device) is not None:
+                torch.accelerator.set_device_index(self.device)
             yield

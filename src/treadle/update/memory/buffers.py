@@ -1,0 +1,57 @@
+"""IPC buffers, wherever their memory is: the interface, and the kind of memory for each type of device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from treadle.update.memory.cuda import CudaMemory
+from treadle.update.memory.host import HostMemory
+
+
+class Buffer(Protocol):
+    """A buffer, in the process that made it or in one that mapped it."""
+
+    size_bytes: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes, on their device: what is written here is in the buffer."""
+        ...
+
+    def share(self) -> tuple[bytes, int | None]:
+        """A handle, or a file descriptor, that one process maps once. Each process, and each new mapping, needs one."""
+        ...
+
+    def close(self) -> None:
+        """Release the buffer. Views that still exist keep the memory."""
+        ...
+
+
+class BufferMemory(Protocol):
+    """Memory of a type of device, which processes can share."""
+
+    def make(self, size_bytes: int, device: torch.device) -> Buffer:
+        """Allocate a buffer."""
+        ...
+
+    def map(self, handles: Sequence[bytes], fds: list[int], sizes_bytes: Sequence[int]) -> Sequence[Buffer]:
+        """Map buffers that another process shared; takes descriptors off `fds`. Raises ValueError for a bad one."""
+        ...
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Bytes that can be allocated now; None where the memory is not measured."""
+        ...
+
+
+MEMORIES: dict[str, BufferMemory] = {"cpu": HostMemory(), "cuda": CudaMemory()}
+"""By torch's type of a device."""
+
+
+def memory_of(device_type: str) -> BufferMemory:
+    """The memory of a type of device. Raises ValueError where there is none."""
+    if device_type not in MEMORIES:
+        raise ValueError(f"buffers can be on {', '.join(MEMORIES)}, got {device_type!r}; give the Updater one of these")
+    return MEMORIES[device_type]

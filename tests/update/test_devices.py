@@ -1,0 +1,255 @@
+"""Updates of engines on a device whose bytes the host cannot touch and whose copies end after their calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.patience import PATIENT_S
+from tests.support.ranks import check, run_ranks
+from tests.support.update import far
+from tests.support.update.models import SMALL, expected, model, source_of
+from tests.support.update.workers import Asker, Spawned
+from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
+from treadle.update.adapters.plain import digest_of
+from treadle.update.adapters.transformers import Transformers, named_weights
+from treadle.update.protocol.messages import Answer, Load
+from treadle.weights.layouts import Parallel
+from treadle.weights.pieces import Holding
+
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
+
+
+def layouts() -> tuple[Holding, Holding]:
+    """Two ranks that have everything, into TP2 along columns, whose slices are strided, and rows."""
+    tensors = model(2, 64)
+    dim = lambda name: None if "norm" in name else int("down" in name)  # noqa: E731
+    return Parallel(replicas=2).holding(tensors), Parallel(tp=2, dim=dim).holding(tensors)
+
+
+def serve(sockets: Path, worker: int, want: Holding) -> Endpoint:
+    """A plain engine on the device. What it answers is read from memory as it is, without waiting for the device."""
+    far.enter()
+    memory = {p.tensor: torch.zeros(p.box.shape, dtype=torch.bfloat16) for p in want.pieces[worker]}
+    boxes = {piece.tensor: piece.box for piece in want.pieces[worker]}
+    engine = Plain({name: far.far(held) for name, held in memory.items()}, want.tensors, boxes)
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        with engine.serving() as version:
+            return version, digest_of(memory).encode()
+
+    return Endpoint(engine, sockets, worker, answer=answer, spill=sockets)
+
+
+def weights(have: Holding, rank: int, version: int, *, on_device: bool) -> Source:
+    """Weights on the host, or on the device, where the current stream has yet to write them."""
+    made = source_of(have, rank, version)
+    if not on_device:
+        return made
+    written = {piece: far.far(torch.zeros_like(held)).copy_(far.far(held)) for piece, held in made.held.items()}
+    return Source(made.tensors, written)
+
+
+def served(sockets: Path, worker: int) -> tuple[int, str]:
+    asker = Asker(sockets, worker)
+    answer = asker.ask()
+    asker.close()
+    assert isinstance(answer, Answer), answer
+    return answer.version, answer.body.decode()
+
+
+Places = tuple[Path, Path, Holding, Holding]
+
+
+def updates(rank: int, places: Places, where: torch.device, options: UpdateOptions, do: Callable[..., Any]) -> Any:
+    far.enter()
+    with Updater(places[0], ledger=places[1], options=options, device=where) as updater:
+        return do(updater, rank, places)
+
+
+def run(
+    workers: Spawned, do: Callable[..., Any], where: torch.device = far.FAR, options: UpdateOptions = OPTIONS
+) -> list[Any]:
+    """`do` on both ranks, with buffers on a device."""
+    places = (workers.sockets, workers.ledger, *layouts())
+    return check(run_ranks(2, updates, places, where, options, do))
+
+
+# ---- what ranks do ---------------------------------------------------------------------------------------------------
+
+
+def from_both(updater: Updater, rank: int, places: Places) -> list[bool]:
+    """Versions from weights on the device and on the host, checked and not; then whether every byte was right."""
+    sockets, _, have, want = places
+    right = []
+    for version, (on_device, checked) in enumerate([(True, True), (True, False), (False, True), (False, False)], 1):
+        updater.options = replace(updater.options, checked=checked, compare_sources="all" if checked else "sample")
+        updater.update(weights(have, rank, version, on_device=on_device), version)
+        right.append(served(sockets, rank) == (version, expected(want, rank, version)))
+        dist.barrier()
+    return right
+
+
+@pytest.mark.parametrize("buffers", [far.FAR, torch.device("cpu")], ids=["on the device", "on the host"])
+def test_every_byte_arrives_in_an_engine_on_a_device(buffers: torch.device) -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        assert run(workers, from_both, buffers) == [[True] * 4] * 2
+
+
+def first(updater: Updater, rank: int, places: Places) -> None:
+    updater.update(weights(places[2], rank, 1, on_device=True), 1)
+
+
+def recovered(updater: Updater, rank: int, places: Places) -> tuple[int, bool]:
+    done = updater.recover()
+    return done.size_bytes, served(places[0], rank) == (1, expected(places[3], rank, 1))
+
+
+def test_peers_give_what_their_devices_hold() -> None:
+    """Worker 1 of each of two replicas: the ranks' weights are gone, and a worker exports into a device's buffer."""
+    have = layouts()[0]
+    with Spawned(2, serve, have) as workers:
+        places = (workers.sockets, workers.ledger, have, have)
+        check(run_ranks(2, updates, places, far.FAR, OPTIONS, first))
+        for checked in (True, False):
+            workers.restart(1)
+            options = replace(OPTIONS, checked=checked)
+            for size_bytes, right in check(run_ranks(2, updates, places, far.FAR, options, recovered)):
+                assert size_bytes > 0
+                assert right, f"checked={checked}"
+
+
+def rolled_back(updater: Updater, rank: int, places: Places) -> list[Any]:
+    """A byte of version 2 changes in a buffer; ranks differ in version 3; version 4 is right."""
+    sockets, _, have, want = places
+    first(updater, rank, places)
+    told: list[Any] = []
+    for version, spoil in ((2, _flip), (3, _differ)):
+        source = weights(have, rank, version, on_device=True)
+        spoil(updater, rank, source)
+        try:
+            updater.update(source, version)
+        except UpdateError as error:
+            told.append((str(error), served(sockets, rank) == (1, expected(want, rank, 1))))
+        dist.barrier()
+    updater.update(weights(have, rank, 4, on_device=True), 4)
+    return [*told, served(sockets, rank) == (4, expected(want, rank, 4))]
+
+
+def _flip(updater: Updater, rank: int, source: Source) -> None:
+    """Change a byte under the last load of worker 1, after the broadcast."""
+    client, send = updater.context.worker, updater.context.worker.send
+
+    def sending(message: Any, fds: Any = ()) -> None:
+        if isinstance(message, Load) and rank == 1:
+            buffer: Any = updater.context.buffers.all[message.buffer]
+            buffer.tensor.memory[: updater.context.options.memory.target_bytes] ^= 1  # type: ignore[union-attr]
+            client.send = send  # type: ignore[method-assign]
+        send(message, fds)
+
+    client.send = sending  # type: ignore[method-assign]
+
+
+def _differ(updater: Updater, rank: int, source: Source) -> None:
+    if rank == 1:
+        for held in source.held.values():
+            held += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollback", ["host", "disk"])
+def test_a_device_goes_back_to_the_old_version(rollback: Any) -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        for (corrupt, back), (mixed, back_again), right in run(
+            workers, rolled_back, options=replace(OPTIONS, rollback=rollback)
+        ):
+            assert "differ from their source's" in corrupt
+            assert "they hold different weights, all as version 3" in mixed
+            assert back
+            assert back_again
+            assert right
+
+
+class Tied(nn.Module):
+    """What the adapter of transformers asks of a model: weights, one of them tied, and `tie_weights`."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        torch.manual_seed(version)
+        self.embed, self.inside, self.head = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+def serve_model(sockets: Path, worker: int) -> Endpoint:
+    far.enter()
+    model, held = Tied(0), {}
+    for name in ("embed", "inside"):
+        held[name] = getattr(model, name).weight.data
+        getattr(model, name).weight = nn.Parameter(far.far(held[name]), requires_grad=False)
+    engine = Transformers(model)
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        with engine.serving() as version:
+            return version, digest_of(held).encode()
+
+    return Endpoint(engine, sockets, worker, answer=answer)
+
+
+def of_model(updater: Updater, rank: int, places: Places) -> list[bool]:
+    """Three versions, the second unchecked: the third reads the rollback copy of a version that came by copies."""
+    right = []
+    for version in (1, 2, 3):
+        updater.options = replace(updater.options, checked=version != 2)
+        weights = {name: held.detach() for name, held in named_weights(Tied(version)).items()}
+        updater.update(Source.of({name: far.far(held) for name, held in weights.items()}), version)
+        want = digest_of({name.removesuffix(".weight"): held for name, held in weights.items()})
+        right.append(served(places[0], rank) == (version, want))
+        dist.barrier()
+    return right
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_updated_on_its_device() -> None:
+    with Spawned(2, serve_model) as workers:
+        assert run(workers, of_model) == [[True] * 3] * 2
+
+
+def measured(updater: Updater, rank: int, places: Places) -> tuple[list[str], int, bool]:
+    """What a rank asked of its device in its first update, its buffers' bytes, and whether its worker is right."""
+    updater.update(weights(places[2], rank, 1, on_device=True), 1)
+    first_asked = [event for event, _ in itertools.groupby(far.events)]
+    buffers = updater.context.buffers.all
+    return first_asked, sum(b.size_bytes for b in buffers), served(places[0], rank) == (1, expected(places[3], rank, 1))
+
+
+def test_memory_is_measured_when_the_group_has_its_own() -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        for asked, size_bytes, right in run(workers, measured, options=replace(OPTIONS, memory=None)):
+            assert asked == ["measured", "group", "measured", "buffer"]  # first: whether it can be
+            assert size_bytes <= far.FREE_BYTES
+            assert right
+
+
+def timed(updater: Updater, rank: int, places: Places) -> tuple[int, int]:
+    """Nanoseconds that were noted for filling buffers, and those that the device copied on the stream for that."""
+    times = updater.update(weights(places[2], rank, 1, on_device=True), 1).times
+    assert times is not None
+    assert updater.context.buffers.h2d
+    return sum(end - start for start, end in times.h2d.values()), far.copied_ns["h2d"]
+
+
+def test_a_copy_is_timed_where_it_runs_on_a_stream_of_its_own() -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        for noted_ns, copied_ns in run(workers, timed, options=replace(OPTIONS, checked=False)):
+            assert 0 < copied_ns <= noted_ns + 1000  # times are rounded; launching takes the host a fraction
