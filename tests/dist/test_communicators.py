@@ -10,12 +10,15 @@ import time
 from datetime import timedelta
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.patience import PATIENT_S
+from treadle.dist import rank_groups
 from treadle.dist.communicators import CLOSED, JointAbort, close_communicator, connect, error_of
+from treadle.dist.rank_groups import Groups
 
 DEVICE = torch.device("cuda", 0)
 
@@ -81,6 +84,24 @@ def test_an_abort_that_hangs_holds_nobody_up() -> None:
     go_on.set()
     assert abort.ended(PATIENT_S)
     assert calls == ["start", "end"]
+
+
+def test_groups_whose_abort_hangs_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, calls = doubles("a")
+    go_on, group = threading.Event(), mock.Mock(communicator=made[0])
+    made[0].abort = go_on.wait
+    groups = Groups("one", mock.Mock(), timedelta(seconds=PATIENT_S), group, None)
+    groups.break_off()
+    groups.break_off()
+    monkeypatch.setattr(rank_groups, "ABORT_S", 0.01)
+    groups.close()
+    assert calls == ["start"]
+    group.close.assert_not_called()
+    go_on.set()
+    monkeypatch.setattr(rank_groups, "ABORT_S", PATIENT_S)
+    groups.close()
+    assert calls == ["start", "end"]
+    group.close.assert_called_once()
 
 
 def test_a_communicator_is_connected_when_it_is_made() -> None:

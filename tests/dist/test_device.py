@@ -1,4 +1,4 @@
-"""A rank's device: times in the order in which they were taken, on this host's clock; and the device that tests run on."""
+"""A rank's device: times in order, on this host's clock; when it is late; and the device that tests run on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.patience import HUNG_S
 from tests.support.paths import ROOT
+from tests.support.patience import HUNG_S
 from treadle.dist import device as device_module
 from treadle.dist.device import GpuLateError, StreamDevice, device_of
 from treadle.dist.streams import Accelerator
@@ -33,7 +33,9 @@ def test_times_of_a_device_are_on_the_hosts_clock_and_in_order(device: torch.dev
 def test_a_device_that_is_not_there_is_told_at_once() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/dist/test_device.py", "-k", "clock"]
     environment = os.environ | {"TREADLE_TEST_DEVICE": "tpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False
+    )
     assert done.returncode != 0
     assert "TREADLE_TEST_DEVICE=tpu: " in done.stdout
     assert "give cpu or cuda" in done.stdout

@@ -34,6 +34,7 @@ NOT_RUN = {
     ("docs/overlap.md", "takes minutes"),
     ("docs/own_schedule.md", "takes minutes, and the name is yours"),
     ("docs/run.md", "it is part of examples/any_model.py, which the command above runs"),
+    ("docs/running_on_gpus.md", "takes minutes"),
     ("docs/scale.md", "takes minutes and gigabytes"),
     ("docs/torchtitan.md", "needs torchtitan and GPUs"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),

@@ -15,7 +15,7 @@ from tests.support.fuzz import Life, Runner
 from tests.support.fuzz_models import MOST_DIFFERENCE, Config, make_batch, make_model, own_part, run_whole
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.runtime.checker import Finding, check_streams, order_findings
+from treadle.runtime.checker import StreamFinding, check_streams, order_findings
 from treadle.runtime.checker.log import Collective, Entry
 
 
@@ -23,7 +23,7 @@ from treadle.runtime.checker.log import Collective, Entry
 class CheckedRank:
     """What a rank's steps came to."""
 
-    findings: list[Finding]
+    findings: list[StreamFinding]
     host_waits: Counter[tuple[str, str, str]]
     """(why, op's kind, line) of the second step."""
     collectives: list[Collective]

@@ -88,11 +88,11 @@ PLANTS = {
         "treadle.runtime.model.gradients",
         (
             (
-                "flight.group.wait(flight.work)\n            self._land(flight)",
-                "self._land(flight)\n            flight.group.wait(flight.work)",
+                "            flight.group.wait(flight.work)\n",
+                "            flight.flat = flight.flat.clone()\n            flight.group.wait(flight.work)\n",
             ),
         ),
-        "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",  # others' .grad are views of what is reduced
+        "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",
     ),
     "piece-given-back-first": Plant(
         "a piece of the pool is given back before it is read",

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from treadle.runtime.checker.analysis import analyse
-from treadle.runtime.checker.log import LAUNCH, RECORD_STREAM, Entry, HostWait, Keep, Record, Wait
+from treadle.runtime.checker.log import LAUNCH, RECORD_STREAM, Entry, EventRecord, HostWait, Keep, Wait
 from treadle.runtime.checker.recorder import OUTSIDE
 
 BACK_PRESSURE = "treadle/runtime/run/lanes/stream.py"
-"""Where the launching thread waits for the device so as not to run too far ahead: that orders nothing."""
+"""LaunchSite the launching thread waits for the device so as not to run too far ahead: that orders nothing."""
 
 
 def op_kind(told: str) -> str:
@@ -24,7 +24,7 @@ def op_kind(told: str) -> str:
 
 def sync_classes(log: Sequence[Entry]) -> dict[str, list[int]]:
     """The places of the log by class: waits of streams, by both ops; waits of the host; recorded streams."""
-    recorded = {entry.event: op_kind(entry.where.op) for entry in log if isinstance(entry, Record)}
+    recorded = {entry.event: op_kind(entry.where.op) for entry in log if isinstance(entry, EventRecord)}
     found: dict[str, list[int]] = defaultdict(list)
     for place, entry in enumerate(log):
         if entry.where.op == OUTSIDE:

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.dist.streams import HOST_MEMORY
 from treadle.dist.boundary import Boundary
 from treadle.dist.communicators import CLOSED, Communicator, close_communicator
 from treadle.dist.device import Wait
 from treadle.dist.groups import Group
-from treadle.dist.streams import keep
+from treadle.dist.streams import HOST_MEMORY, keep
 
 Posted: TypeAlias = tuple[tuple[Tensor, ...], list[dist.Work]]
 

@@ -8,8 +8,8 @@ from time import perf_counter_ns
 
 import torch
 
-from treadle.dist.streams import HOST_MEMORY
 from treadle.dist.groups import Group
+from treadle.dist.streams import HOST_MEMORY
 
 _PINGS = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from treadle.dist.streams import Event, Streams, streams_of
+from treadle.dist.streams import DeviceEvent, Streams, streams_of
 from treadle.host.errors import TreadleError
 
 Wait = Callable[[dist.Work], Any]
@@ -96,7 +96,7 @@ class StreamDevice:
     def __init__(self, device: torch.device, deadline: timedelta, streams: Streams) -> None:
         self.device, self.deadline_s, self.streams = device, deadline.total_seconds(), streams
         self._observer: Observer | None = None
-        self._ahead: list[Event] = []  # noted and perhaps not reached yet
+        self._ahead: list[DeviceEvent] = []  # noted and perhaps not reached yet
         self.wait: Wait = methodcaller("wait")  # with a timeout, NCCL's wait blocks the thread
         self.now: Callable[[], Any] = self._event
         self._anchor = self._event(), perf_counter_ns()
@@ -105,7 +105,7 @@ class StreamDevice:
         """Has waits ask the observer from now on."""
         self._observer = observer
 
-    def _event(self) -> Event:
+    def _event(self) -> DeviceEvent:
         event = self.streams.event(self.device, timed=True)
         self._ahead.append(event)
         return event
@@ -117,7 +117,7 @@ class StreamDevice:
         self._ahead.clear()
         self._anchor = last, perf_counter_ns()
 
-    def await_event(self, event: Event) -> None:
+    def await_event(self, event: DeviceEvent) -> None:
         """Waits until the device has come to an event; raises after a deadline in which it has come to none at all.
 
         A step may take longer than the deadline, which is how long one rank waits for another.

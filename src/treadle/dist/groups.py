@@ -30,7 +30,7 @@ def control_wait(deadline: timedelta) -> Wait:
 class Group:
     """A group of ranks with their own communicator; `group_rank` is this rank's number in it.
 
-    Its tensors are on `device`. Without one it is for control: its tensors are on the CPU, and a wait blocks and raises.
+    Its tensors are on `device`. Without one it is for control: tensors are on the CPU, and a wait blocks and raises.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns every rank's tensor, in the order of `ranks`."""
-        gathered = [tensor.clone() for _ in self.ranks]  # torch's fake backend writes nothing: all ranks look like this one
+        gathered = [tensor.clone() for _ in self.ranks]  # the fake backend writes nothing: all ranks look like this one
         self.wait(self.communicator.allgather([gathered], [tensor]))
         return gathered
 

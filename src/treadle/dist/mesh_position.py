@@ -21,7 +21,7 @@ class MeshPosition:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the world."""
+        """The number of this rank in the world."""
         return self.ranks[self.pp_rank][self.dp_rank]
 
     @property

@@ -139,7 +139,14 @@ class Groups:
         return channels + [group.communicator for group in self._groups()]
 
     def _groups(self) -> list[Group]:
-        groups = (self.pp_group, self.dp_group, self.copies_group, self.reduce_group, self.ep_group, self.expert_dp_group)
+        groups = (
+            self.pp_group,
+            self.dp_group,
+            self.copies_group,
+            self.reduce_group,
+            self.ep_group,
+            self.expert_dp_group,
+        )
         return list({id(group): group for group in groups if group is not None}.values())
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point on a stream."""
 
     def query(self) -> bool:
@@ -28,7 +28,7 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """An in-order queue of the device."""
 
     def wait_event(self, event: Any, /) -> None:
@@ -43,19 +43,19 @@ class Stream(Protocol):
 class Streams(Protocol):
     """What the runtime asks of a device that runs behind the host."""
 
-    def new(self, device: torch.device, name: str) -> Stream:
+    def new(self, device: torch.device, name: str) -> DeviceStream:
         """Returns a new stream. Reports call it by its name."""
         ...
 
-    def current(self, device: torch.device) -> Stream:
+    def current(self, device: torch.device) -> DeviceStream:
         """Returns the stream on which this thread launches."""
         ...
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[Any]:
         """Makes a stream the current one for a block."""
         ...
 
-    def event(self, device: torch.device, *, timed: bool = False) -> Event:
+    def event(self, device: torch.device, *, timed: bool = False) -> DeviceEvent:
         """Records an event on the current stream."""
         ...
 
@@ -86,11 +86,11 @@ class Streams(Protocol):
 class Accelerator:
     """The streams of any accelerator that torch knows."""
 
-    def new(self, device: torch.device, name: str) -> Stream:
+    def new(self, device: torch.device, name: str) -> DeviceStream:
         """Makes a torch.Stream."""
         return torch.Stream(device=device)
 
-    def current(self, device: torch.device) -> Stream:
+    def current(self, device: torch.device) -> DeviceStream:
         """Returns torch's current stream."""
         return torch.accelerator.current_stream(device)
 
@@ -99,7 +99,7 @@ class Accelerator:
         made: AbstractContextManager[Any] = stream
         return made
 
-    def event(self, device: torch.device, *, timed: bool = False) -> Event:
+    def event(self, device: torch.device, *, timed: bool = False) -> DeviceEvent:
         """Makes and records a torch.Event."""
         event = torch.Event(device, enable_timing=timed)
         event.record(torch.accelerator.current_stream(device))
@@ -178,7 +178,7 @@ class Download:
 
     def __init__(self, tensor: Tensor) -> None:
         streams = streams_of(tensor.device)
-        self._event: Event | None = None
+        self._event: DeviceEvent | None = None
         if streams is None or not tensor.numel():
             self._room = tensor.detach()
             return

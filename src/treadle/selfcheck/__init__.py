@@ -11,6 +11,7 @@ predicted.
     checks.py     the checks in their order                       update.py     a weight update, against prediction
     ranks.py      processes in one group                          lanes.py      order on real lanes
     models.py     what the ranks train                            experts.py    grouped experts against a loop
+    settings.py   variables that the backend needs                streams.py    steps under the stream checker
 """
 
 from treadle.selfcheck.checks import run_checks

@@ -13,6 +13,7 @@ from treadle.selfcheck.experts import check_experts
 from treadle.selfcheck.gradients import check_gradients
 from treadle.selfcheck.lanes import check_lanes
 from treadle.selfcheck.report import CheckResult, CheckStatus, FailedError, Passed, SelfcheckReport, SkippedError
+from treadle.selfcheck.settings import check_settings
 from treadle.selfcheck.setup import Setup, describe_machine
 from treadle.selfcheck.steps import check_offload, check_overlap
 from treadle.selfcheck.streams import check_stream_order
@@ -33,6 +34,7 @@ class Check(NamedTuple):
 
 def all_checks() -> Iterator[Check]:
     """Yields the checks: what others need comes first."""
+    yield Check("settings", check_settings)
     yield Check("lanes", check_lanes)
     yield Check("experts", check_experts)
     for name in SCHEDULES:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from treadle.dist.backends import NCCL
+from treadle.dist.nccl_settings import NEEDED
 from treadle.selfcheck.report import FailedError, SkippedError
 from treadle.selfcheck.setup import Setup
 
@@ -102,11 +104,13 @@ def _rank_main(setup: Setup, rank: int, world: int, port: int, task: bytes, ther
     _begin()
     try:
         run, args = pickle.loads(task)
+        if setup.backend == NCCL:
+            os.environ.update({name: value for name, value in NEEDED.items() if name not in os.environ})
         if setup.kind != "cpu":
             torch.accelerator.set_device_index(rank)
         store = TCPStore("127.0.0.1", port, is_master=False)
         timeout = timedelta(seconds=setup.deadline_s)
-        dist.init_process_group(setup.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(setup.world_backend, store=store, rank=rank, world_size=world, timeout=timeout)
         value = run(*args)
         dist.destroy_process_group()
         tell(None, value)

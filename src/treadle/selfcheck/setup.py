@@ -51,6 +51,11 @@ class Setup:
         return str(dist.get_default_backend_for_device(self.kind))
 
     @property
+    def world_backend(self) -> str:
+        """Returns the backends of a world: the device's, and gloo for control messages."""
+        return self.backend if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{self.backend}"
+
+    @property
     def dtype(self) -> torch.dtype:
         """Returns the precision in which gradients are compared: float64 where the device has it."""
         return torch.float64 if self.kind in ("cpu", "cuda") else torch.float32

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from treadle.dist import clock as clock_module
 from treadle.dist import communicators, groups
 from treadle.dist.streams import replace_streams
 from treadle.runtime.faults.watch import EXIT_LOST
+from treadle.runtime.model.exchange import Exchange, ExchangeError
 
 LOST = 1
 GARBAGE = 7.25e11
@@ -182,6 +184,17 @@ def fail_on_device(rank: int, call: str, error: type[RuntimeError]) -> str:
     finally:
         pipe.close()
     return "nothing"
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_an_exchange_keeps_the_type_of_an_error_of_the_device(error: type[RuntimeError]) -> None:
+    exchange = Exchange()
+    exchange.join(mock.Mock(ranks=[0, 1], swap=mock.Mock(side_effect=error("CUDA error: misaligned address"))), {})
+    with pytest.raises(error, match="misaligned"):
+        exchange.swap(torch.ones(2, 3), [1, 1], [1, 1])
+    exchange.ep_group.swap.side_effect = RuntimeError("Connection closed by peer")  # type: ignore[union-attr]
+    with pytest.raises(ExchangeError, match="Connection closed"):
+        exchange.swap(torch.ones(2, 3), [1, 1], [1, 1])
 
 
 @pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError])

@@ -18,7 +18,9 @@ import treadle
 from tests.support.devices import DEVICE_TYPE
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
+from treadle.dist.streams import Accelerator
 from treadle.moe import MoELayer
+from treadle.runtime.checker import check_streams
 from treadle.runtime.model.saved import FilePool, LiveBytes, PinnedPool, SavedReport, SavedTensors
 from treadle.runtime.model.saved.pool import size_class
 from treadle.runtime.model.weight_grad import WeightGrad
@@ -134,13 +136,23 @@ def test_a_pool_uses_its_pieces_again(tmp_path: Path) -> None:
     assert pool.size_bytes == (64 << 20) + len(other)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
-def test_pinned_pieces_are_used_again() -> None:
-    pool = PinnedPool()
-    first = pool.take(100_000)
-    pool.give_back(first)
-    assert pool.take(99_000).data_ptr() == first.data_ptr()
-    assert first.is_pinned()
+def test_pinned_memory_is_counted_as_torch_rounds_it() -> None:
+    """In powers of two, by the most that is taken at once of each."""
+    with check_streams() as checker:
+        pool = PinnedPool(checker.recorder)
+        first, second = pool.take(100_000), pool.take(120_000)
+        assert (len(first), len(second)) == (100_000, 120_000)
+        pool.give_back(first)
+        pool.give_back(second)
+        pool.take(70_000)
+        assert pool.size_bytes == 2 << 17
+        pool.take(200_000)
+        assert pool.size_bytes == (2 << 17) + (1 << 18)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="pinned memory needs an accelerator")
+def test_pinned_memory_is_pinned() -> None:
+    assert PinnedPool(Accelerator()).take(100_000).is_pinned()
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

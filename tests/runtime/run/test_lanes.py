@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from treadle.dist.device import StreamDevice
-from treadle.dist.streams import Accelerator
+from treadle.dist.streams import Accelerator, Streams
+from treadle.runtime.checker.recorder import StreamRecorder
 from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.lanes.paced import MADE_UP_NS, Pace
 
@@ -21,13 +22,17 @@ MS = 1_000_000
 DUR_NS = [20 * MS] * NUM_OPS
 
 
+def on_streams(device: torch.device, streams: Streams) -> Lanes:
+    behind = StreamDevice(device, timedelta(seconds=DEADLINE_S), streams)
+    return StreamLanes([f"lane {lane}" for lane in range(NUM_LANES)], list(map(str, range(NUM_OPS))), behind)
+
+
 def stream() -> Lanes:
     if not torch.accelerator.is_available():
         pytest.skip("lanes as streams need an accelerator")
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    behind = StreamDevice(device, timedelta(seconds=DEADLINE_S), Accelerator())
-    return StreamLanes([f"lane {lane}" for lane in range(NUM_LANES)], list(map(str, range(NUM_OPS))), behind)
+    return on_streams(device, Accelerator())
 
 
 BACKENDS: dict[str, Callable[[], Lanes]] = {
@@ -36,6 +41,7 @@ BACKENDS: dict[str, Callable[[], Lanes]] = {
     "serial": lambda: SerialLanes(NUM_OPS),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
     "stream": stream,
+    "noted stream": lambda: on_streams(torch.device("cpu"), StreamRecorder()),
 }
 
 

@@ -64,11 +64,12 @@ class DeepEP(EpGroupModule):
         trip = Trip(self._buffer(leaving), self.num_experts)
         came, gates = _Dispatch.apply(leaving, gates, routing.chosen, trip)  # type: ignore[no-untyped-call]
         assert trip.experts is not None
-        token, choice = torch.nonzero(trip.experts >= 0, as_tuple=True)
-        order = torch.argsort(trip.experts[token, choice], stable=True)
-        trip.token = token[order]
+        expert = trip.experts.reshape(-1)  # -1 for those of other ranks, which go behind the rows that came
+        order = torch.argsort(torch.where(expert >= 0, expert, self.num_experts), stable=True)
+        taken = order[: sum(trip.per_expert)]  # the host knows how many: it need not wait for a count of them
+        trip.token = taken // trip.experts.shape[-1]
         routing = replace(routing, rows=[list(trip.per_expert)], trip=trip)
-        return came[trip.token], gates[trip.token, choice[order]], routing
+        return came[trip.token], gates.reshape(-1)[taken], routing
 
     def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
         """Each token's weighted sum here, and then back to its rank, where the sums of all ranks are added up."""

@@ -16,6 +16,6 @@ a stream, `analysis` the judgement, `findings` how it is told.
 """
 
 from treadle.runtime.checker.checker import CheckReport, StreamChecker, check_streams
-from treadle.runtime.checker.findings import Finding, FindingKind, order_findings
+from treadle.runtime.checker.findings import FindingKind, StreamFinding, order_findings
 
-__all__ = ["CheckReport", "Finding", "FindingKind", "StreamChecker", "check_streams", "order_findings"]
+__all__ = ["CheckReport", "FindingKind", "StreamChecker", "StreamFinding", "check_streams", "order_findings"]

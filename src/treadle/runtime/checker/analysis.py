@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treadle.runtime.checker.findings import Finding, FindingKind
-from treadle.runtime.checker.log import HOST, Allocate, Entry, Free, HostWait, Keep, Record, Use, Wait, Where
+from treadle.runtime.checker.findings import FindingKind, StreamFinding
+from treadle.runtime.checker.log import HOST, Allocate, Entry, EventRecord, Free, HostWait, Keep, LaunchSite, Use, Wait
 from treadle.runtime.checker.recorder import OUTSIDE
 
 
@@ -29,7 +29,7 @@ class _Done(NamedTuple):
     stream: int
     tick: int
     kernel: str
-    where: Where
+    where: LaunchSite
 
 
 class _Ghost(NamedTuple):
@@ -37,7 +37,7 @@ class _Ghost(NamedTuple):
 
     use: _Done
     made: Allocate
-    freed: Where
+    freed: LaunchSite
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Judge:
         self.events: dict[int, list[int]] = {}
         self.storages: dict[int, _Storage] = {}
         self.given_back: list[list[_Ghost]] = [[] for _ in streams]
-        self.found: dict[tuple[object, ...], Finding] = {}
+        self.found: dict[tuple[object, ...], StreamFinding] = {}
 
     def use(self, entry: Use) -> None:
         clock = self._launch(entry.stream)
@@ -107,7 +107,7 @@ class _Judge:
                 self._tell(FindingKind.NOT_KEPT, storage.made, use, None, entry.where)
         self.given_back[home] += [g for g in storage.ghosts if g not in self.given_back[home]]  # it was never written
 
-    def record(self, entry: Record) -> None:
+    def record(self, entry: EventRecord) -> None:
         self.events[entry.event] = list(self._launch(entry.stream))
 
     def wait(self, entry: Wait) -> None:
@@ -140,7 +140,7 @@ class _Judge:
         if earlier is not None and clock[earlier.stream] < earlier.tick:
             self._tell(kind, storage.made, earlier, now, None)
 
-    def _tell(self, kind: FindingKind, made: Allocate, use: _Done, now: _Done | None, freed: Where | None) -> None:
+    def _tell(self, kind: FindingKind, made: Allocate, use: _Done, now: _Done | None, freed: LaunchSite | None) -> None:
         key = (
             kind,
             made.where.line,
@@ -153,7 +153,7 @@ class _Judge:
         if known is not None:
             known.times += 1
             return
-        self.found[key] = Finding(
+        self.found[key] = StreamFinding(
             kind,
             tensor=f"tensor {made.told}, made on {self.names[made.stream]} {made.where}",
             first=f"{use.kernel} on {self.names[use.stream]} {use.where}",
@@ -176,7 +176,7 @@ def analyse(
     strict: bool = True,
     without: Collection[int] = frozenset(),
     only_first: bool = False,
-) -> list[Finding]:
+) -> list[StreamFinding]:
     """Returns what nothing orders, each place once.
 
     Args:
@@ -202,7 +202,7 @@ def analyse(
                 judge.allocate(entry)
             case Free():
                 judge.free(entry)
-            case Record():
+            case EventRecord():
                 judge.record(entry)
             case Wait():
                 judge.wait(entry)

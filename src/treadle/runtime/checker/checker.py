@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treadle.dist.streams import replace_streams
 from treadle.runtime.checker.analysis import analyse
-from treadle.runtime.checker.findings import Finding, FindingKind
+from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.kernels import Functions, Kernels
-from treadle.runtime.checker.log import Collective, Entry, HostWait, Where
-from treadle.runtime.checker.recorder import OUTSIDE, Recorder
+from treadle.runtime.checker.log import Collective, Entry, HostWait, LaunchSite
+from treadle.runtime.checker.recorder import OUTSIDE, StreamRecorder
+
+MOST_SHOWN = 12
+"""Findings that a report prints; its `findings` has them all."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class CheckReport:
     and launches nothing meanwhile. They are not findings.
     """
 
-    findings: list[Finding] = field(default_factory=list)
-    host_waits: Counter[tuple[str, Where]] = field(default_factory=Counter)
+    findings: list[StreamFinding] = field(default_factory=list)
+    host_waits: Counter[tuple[str, LaunchSite]] = field(default_factory=Counter)
     num_entries: int = 0
 
     @property
@@ -37,7 +40,10 @@ class CheckReport:
         for (why, where), times in self.host_waits.items():
             by_place[why, where.line] += times
         waits = [f"the host waits for {why} at {line}, {times} times" for (why, line), times in by_place.items()]
-        found = [str(finding) for finding in self.findings] or [f"nothing found in {self.num_entries:,} entries"]
+        found = [str(finding) for finding in self.findings[:MOST_SHOWN]]
+        found = found or [f"nothing found in {self.num_entries:,} entries"]
+        if len(self.findings) > MOST_SHOWN:
+            found.append(f"and {len(self.findings) - MOST_SHOWN} other places")
         return "\n".join([*found, *waits])
 
 
@@ -45,7 +51,7 @@ class StreamChecker:
     """A checked run. Its log grows until the block of `check_streams` ends; a report may be asked for at any time."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = StreamRecorder()
 
     @property
     def log(self) -> list[Entry]:
@@ -74,9 +80,8 @@ class StreamChecker:
         found = analyse(self.log, self.streams, host_orders=host_orders, strict=strict)
         for (node, forward, backward, where), times in self.recorder.stray.items():
             told = f"{node}, whose forward ran on {forward}"
-            found.append(Finding(FindingKind.OTHER_STREAM, told, f"backward on {backward} {where}", times=times))
-        for (kernel, where), times in self.recorder.misplaced.items():
-            found.append(Finding(FindingKind.ON_HOST, first=f"{kernel} {where}", times=times))
+            found.append(StreamFinding(FindingKind.OTHER_STREAM, told, f"backward on {backward} {where}", times=times))
+        found += [replace(finding) for finding in self.recorder.misplaced.values()]
         waits = (entry for entry in self.log[self._forgotten :] if isinstance(entry, HostWait))
         inside = Counter((entry.why, entry.where) for entry in waits if entry.where.op != OUTSIDE)
         return CheckReport(found, inside, len(self.log))

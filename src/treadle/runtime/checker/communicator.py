@@ -15,7 +15,7 @@ from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import LAUNCH, Collective
 
 if TYPE_CHECKING:
-    from treadle.runtime.checker.recorder import NotedEvent, Recorder
+    from treadle.runtime.checker.recorder import NotedEvent, StreamRecorder
 
 _Moving: TypeAlias = tuple[Any, Callable[[], Any] | None]
 """The work of the communicator underneath, and what brings its result to where it belongs."""
@@ -24,7 +24,7 @@ _Moving: TypeAlias = tuple[Any, Callable[[], Any] | None]
 class CheckedWork:
     """What a call on a communicator returns. It holds the tensors of a collective until it is waited for."""
 
-    def __init__(self, recorder: Recorder, moving: _Moving, end: NotedEvent, stash: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: StreamRecorder, moving: _Moving, end: NotedEvent, stash: Sequence[Tensor]) -> None:
         self._recorder, self._moving, self._end, self._stash = recorder, moving, end, stash
 
     def wait(self, timeout: Any = None) -> bool:
@@ -44,7 +44,7 @@ class CheckedWork:
 class CheckedCommunicator:
     """A communicator with a stream of its own. Other methods are those of the one underneath."""
 
-    def __init__(self, recorder: Recorder, under: Any, name: str) -> None:
+    def __init__(self, recorder: StreamRecorder, under: Any, name: str) -> None:
         self._recorder, self._under, self._name = recorder, under, name
         self._stream = recorder.new(torch.device("cpu"), f"communicator {name}")
 
@@ -58,8 +58,8 @@ class CheckedCommunicator:
         told = " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (*reads, *writes))
         recorder.collectives.append(Collective(self._name, call, told, recorder.where()))
         self._stream.wait_event(recorder.event_on(current), LAUNCH)
-        own = [[n for n in map(recorder.storage_of, side) if n is not None] for side in (reads, writes)]
-        recorder.use(self._stream.number, *own, call)
+        read, written = ([n for n in map(recorder.storage_of, side) if n is not None] for side in (reads, writes))
+        recorder.use(self._stream.number, read, written, call)
         is_message = call in ("send", "recv")
         for tensor in (*reads, *writes) if is_message else ():
             recorder.record_stream(tensor, self._stream, "the communicator")

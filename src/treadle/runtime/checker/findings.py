@@ -36,7 +36,7 @@ _WAY_OUT = {
 
 
 @dataclass
-class Finding:
+class StreamFinding:
     """One place that is wrong, and how often it was met."""
 
     kind: FindingKind
@@ -59,7 +59,7 @@ class Finding:
         return ("what", self.tensor), ("first", self.first), ("let go", self.freed), ("then", self.second)
 
 
-def order_findings(by_rank: Mapping[int, Sequence[Collective]]) -> list[Finding]:
+def order_findings(by_rank: Mapping[int, Sequence[Collective]]) -> list[StreamFinding]:
     """Compares what ranks called on the communicators that they share.
 
     The k-th call on a communicator has the same name on all its ranks, and a receive as many numbers as its send. Two
@@ -85,7 +85,7 @@ def order_findings(by_rank: Mapping[int, Sequence[Collective]]) -> list[Finding]
     return found
 
 
-def _collectives(mine: list[Collective], theirs: list[Collective], one: int, other: int) -> Finding | None:
+def _collectives(mine: list[Collective], theirs: list[Collective], one: int, other: int) -> StreamFinding | None:
     mine, theirs = ([c for c in calls if c.call not in ("send", "recv")] for calls in (mine, theirs))
     for number in range(max(len(mine), len(theirs))):
         ours = mine[number] if number < len(mine) else None
@@ -95,7 +95,7 @@ def _collectives(mine: list[Collective], theirs: list[Collective], one: int, oth
     return None
 
 
-def _messages(mine: list[Collective], theirs: list[Collective], one: int, other: int) -> Finding | None:
+def _messages(mine: list[Collective], theirs: list[Collective], one: int, other: int) -> StreamFinding | None:
     """The k-th send of a channel meets the k-th receive."""
     for communicator in dict.fromkeys(c.communicator for c in mine if c.call in ("send", "recv")):
         pairs = zip(*([c for c in calls if c.communicator == communicator] for calls in (mine, theirs)), strict=False)
@@ -110,12 +110,12 @@ def _name(call: Collective) -> tuple[str, ...]:
     return call.communicator, call.call, *sized
 
 
-def _differ(number: int, ours: Collective | None, others: Collective | None, one: int, other: int) -> Finding:
+def _differ(number: int, ours: Collective | None, others: Collective | None, one: int, other: int) -> StreamFinding:
     def told(call: Collective | None, rank: int) -> str:
         if call is None:
             return f"rank {rank} makes no such call"
         return f"rank {rank} calls {call.call} of {call.told} on {call.communicator} {call.where}"
 
-    return Finding(
+    return StreamFinding(
         FindingKind.OTHER_ORDER, tensor=f"call {number}", first=told(ours, one), second=told(others, other), rank=one
     )

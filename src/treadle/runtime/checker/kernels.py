@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import HOST
-from treadle.runtime.checker.recorder import Recorder
+from treadle.runtime.checker.recorder import StreamRecorder
 
 _READS_BACK = frozenset(
     [
@@ -84,11 +84,11 @@ def _tensors(value: Any) -> Sequence[Tensor]:
     return ()
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes kernels."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+    def __init__(self, recorder: StreamRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.makes_pageable = False
         """Is the tensor that is made now the host's."""
@@ -140,9 +140,10 @@ class Kernels(TorchDispatchMode):
                 recorder.host_waits("a copy of memory that is not pinned")
             elif pinned and not waits:
                 recorder.host_waits("a copy without non_blocking")
-        elif any(tensor.dim() for tensor in pageable):
-            key = kind.name, recorder.where()
-            recorder.misplaced[key] = recorder.misplaced.get(key, 0) + 1
+        else:
+            for tensor in pageable:
+                if tensor.dim():
+                    recorder.misplace(kind.name, tensor)
         node = torch._C._current_autograd_node()
         recorder.use(
             recorder.current().number, reads, writes, kind.name + (f" of {node.name()}" if node is not None else "")
@@ -174,7 +175,7 @@ def _has_mask(args: Any) -> bool:
 class Functions(TorchFunctionMode):
     """Notes what a CPU does without a kernel, which tensors are the host's, and on which stream a graph was made."""
 
-    def __init__(self, recorder: Recorder, kernels: Kernels) -> None:
+    def __init__(self, recorder: StreamRecorder, kernels: Kernels) -> None:
         super().__init__()
         self.recorder, self.kernels = recorder, kernels
 

@@ -12,7 +12,7 @@ HOST = 0
 """The number of the host among the streams."""
 
 
-class Where(NamedTuple):
+class LaunchSite(NamedTuple):
     """The op and the line of code that launched something."""
 
     op: str
@@ -28,14 +28,14 @@ class Allocate(NamedTuple):
     storage: int
     stream: int
     told: str
-    where: Where
+    where: LaunchSite
 
 
 class Free(NamedTuple):
     """Python has let go of a storage."""
 
     storage: int
-    where: Where
+    where: LaunchSite
 
 
 class Use(NamedTuple):
@@ -45,15 +45,15 @@ class Use(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     kernel: str
-    where: Where
+    where: LaunchSite
 
 
-class Record(NamedTuple):
+class EventRecord(NamedTuple):
     """An event is recorded on a stream."""
 
     event: int
     stream: int
-    where: Where
+    where: LaunchSite
 
 
 class Wait(NamedTuple):
@@ -62,7 +62,7 @@ class Wait(NamedTuple):
     stream: int
     event: int
     why: str
-    where: Where
+    where: LaunchSite
 
 
 class HostWait(NamedTuple):
@@ -71,7 +71,7 @@ class HostWait(NamedTuple):
     stream: int | None
     event: int | None
     why: str
-    where: Where
+    where: LaunchSite
 
 
 class Keep(NamedTuple):
@@ -80,10 +80,10 @@ class Keep(NamedTuple):
     storage: int
     stream: int
     by: str
-    where: Where
+    where: LaunchSite
 
 
-Entry: TypeAlias = Allocate | Free | Use | Record | Wait | HostWait | Keep
+Entry: TypeAlias = Allocate | Free | Use | EventRecord | Wait | HostWait | Keep
 
 
 class Collective(NamedTuple):
@@ -92,7 +92,7 @@ class Collective(NamedTuple):
     communicator: str
     call: str
     told: str
-    where: Where
+    where: LaunchSite
 
 
 LAUNCH = "launch"

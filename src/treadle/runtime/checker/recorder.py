@@ -16,19 +16,20 @@ from torch import Tensor
 
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.communicator import CheckedCommunicator
+from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.log import (
     HOST,
     RECORD_STREAM,
     Allocate,
     Collective,
     Entry,
+    EventRecord,
     Free,
     HostWait,
     Keep,
-    Record,
+    LaunchSite,
     Use,
     Wait,
-    Where,
 )
 
 OUTSIDE = "no op"
@@ -45,7 +46,7 @@ _TORCH = str(Path(torch.__file__).parent)
 class NotedStream:
     """A stream of the recorder."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: StreamRecorder, name: str) -> None:
         self.recorder, self.name, self.number = recorder, name, len(recorder.streams)
         recorder.streams.append(name)
 
@@ -61,11 +62,11 @@ class NotedStream:
 class NotedEvent:
     """An event of the recorder, recorded when it is made."""
 
-    def __init__(self, recorder: Recorder, stream: NotedStream) -> None:
+    def __init__(self, recorder: StreamRecorder, stream: NotedStream) -> None:
         self.recorder, self.at = recorder, time.perf_counter()
         recorder.num_events += 1
         self.number = recorder.num_events
-        recorder.note(Record(self.number, stream.number, recorder.where()))
+        recorder.note(EventRecord(self.number, stream.number, recorder.where()))
 
     def query(self) -> bool:
         """Notes that the host waits: it polls until the answer is yes."""
@@ -77,7 +78,7 @@ class NotedEvent:
         return (end_event.at - self.at) * 1e3
 
 
-class Recorder:
+class StreamRecorder:
     """The streams of a device that is not there (`treadle.dist.streams.Streams`), and the log of what they were told.
 
     A storage that it has not seen before was there before it: on the device, from the allocator of the first stream.
@@ -89,10 +90,10 @@ class Recorder:
         self.streams: list[str] = ["host"]
         self.num_events = 0
         self.op = OUTSIDE
-        self.stray: dict[tuple[str, str, str, Where], int] = {}
+        self.stray: dict[tuple[str, str, str, LaunchSite], int] = {}
         """(node, stream of its forward, stream of its backward, where): autograd would run it on the first."""
-        self.misplaced: dict[tuple[str, Where], int] = {}
-        """(kernel, where) that reads a tensor of the host beside one of the device."""
+        self.misplaced: dict[str, StreamFinding] = {}
+        """By line: a kernel that reads a tensor of the host beside one of the device."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._num_storages = 0
         self._pageable: set[int] = set()
@@ -111,7 +112,7 @@ class Recorder:
         return self._current[-1]
 
     @contextmanager
-    def on(self, stream: NotedStream) -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
         """Makes a stream the current one."""
         self._current.append(stream)
         try:
@@ -165,12 +166,12 @@ class Recorder:
         """Ends the log: what is let go of from here on is not noted."""
         self._closed = True
 
-    def where(self) -> Where:
+    def where(self) -> LaunchSite:
         """Returns the op and the innermost line that is neither torch's nor the seam's."""
         frame: Any = sys._getframe(1)
         while frame is not None and not _is_caller(frame.f_code.co_filename):
             frame = frame.f_back
-        return Where(
+        return LaunchSite(
             self.op, _line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else "an unknown line"
         )
 
@@ -194,8 +195,7 @@ class Recorder:
         if pageable:
             self._pageable.add(number)
         else:
-            told = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            self.note(Allocate(number, 1 if home is None else home, told, self.where()))
+            self.note(Allocate(number, 1 if home is None else home, _told(tensor), self.where()))
         return number
 
     def _freed(self, key: int, number: int, _: Any) -> None:
@@ -219,9 +219,23 @@ class Recorder:
         if reads or writes:
             self.note(Use(stream, tuple(reads), tuple(writes), kernel, self.where()))
 
+    def misplace(self, kernel: str, tensor: Tensor) -> None:
+        """Notes that a kernel of the device was given a tensor of the host."""
+        where = self.where()
+        known = self.misplaced.get(where.line)
+        if known is not None:
+            known.times += 1
+            return
+        told = f"tensor {_told(tensor)}, made in the block without device="
+        self.misplaced[where.line] = StreamFinding(FindingKind.ON_HOST, told, f"{kernel} {where}")
+
     def host_waits(self, why: str) -> None:
         """Notes that the launching thread waits for the current stream."""
         self.note(HostWait(self._current[-1].number, None, why, self.where()))
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @functools.cache

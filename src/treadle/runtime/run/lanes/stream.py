@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from treadle.dist.device import StreamDevice
-from treadle.dist.streams import Event
+from treadle.dist.streams import DeviceEvent
 from treadle.runtime.run.lanes.interface import Run
 
 RUN_AHEAD = 64
@@ -29,9 +29,9 @@ class StreamLanes:
         self.failed: int | None = None
         current = self.device.streams.current(self.device.device)
         self._streams = [current, *self._others]
-        self._start: list[Event | None] = [None] * len(self._ops)
-        self._end: list[Event | None] = [None] * len(self._ops)
-        self._launched: deque[Event] = deque()
+        self._start: list[DeviceEvent | None] = [None] * len(self._ops)
+        self._end: list[DeviceEvent | None] = [None] * len(self._ops)
+        self._launched: deque[DeviceEvent] = deque()
         for stream in self._others:
             stream.wait_stream(current)
 
