@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
+from treadle.cli.commands.update import _take_device
 from treadle.update.protocol.messages import Refused
 from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box
@@ -111,3 +112,16 @@ def test_nothing_to_recover(workers: Workers, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no version was ever committed" in done.stderr.replace("\n", " ")
     assert isinstance(ask_once(workers.sockets, 0), Refused)
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    assert _take_device(1) == torch.device("cuda", 1)
+    assert taken == [1]
+    with pytest.raises(ValueError, match="local rank 2 has no GPU of its own, 2 are visible; start at most one"):
+        _take_device(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert _take_device(0) is None, "buffers can be on the host then"

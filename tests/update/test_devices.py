@@ -30,17 +30,24 @@ OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 
 def layouts() -> tuple[Holding, Holding]:
     """Two ranks that have everything, into TP2 along columns, whose slices are strided, and rows."""
-    tensors = model(2, 64)
+    tensors = model(2, 128)
     dim = lambda name: None if "norm" in name else int("down" in name)  # noqa: E731
     return Parallel(replicas=2).holding(tensors), Parallel(tp=2, dim=dim).holding(tensors)
 
 
-def serve(sockets: Path, worker: int, want: Holding) -> Endpoint:
+class Whole(Plain):
+    """An engine like vLLM's: it takes whole pieces and gives none, so each version is kept as it arrives."""
+
+    can_export = False
+    whole = True
+
+
+def serve(sockets: Path, worker: int, want: Holding, kind: type[Plain] = Plain) -> Endpoint:
     """A plain engine on the device. What it answers is read from memory as it is, without waiting for the device."""
     far.enter()
     memory = {p.tensor: torch.zeros(p.box.shape, dtype=torch.bfloat16) for p in want.pieces[worker]}
     boxes = {piece.tensor: piece.box for piece in want.pieces[worker]}
-    engine = Plain({name: far.far(held) for name, held in memory.items()}, want.tensors, boxes)
+    engine = kind({name: far.far(held) for name, held in memory.items()}, want.tensors, boxes)
 
     def answer(body: bytes) -> tuple[int, bytes]:
         with engine.serving() as version:
@@ -165,9 +172,9 @@ def _differ(updater: Updater, rank: int, source: Source) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rollback", ["host", "disk"])
-def test_a_device_goes_back_to_the_old_version(rollback: Any) -> None:
-    with Spawned(2, serve, layouts()[1]) as workers:
+@pytest.mark.parametrize(("rollback", "kind"), [("host", Plain), ("disk", Plain), ("host", Whole)])
+def test_a_device_goes_back_to_the_old_version(rollback: Any, kind: type[Plain]) -> None:
+    with Spawned(2, serve, layouts()[1], kind) as workers:
         for (corrupt, back), (mixed, back_again), right in run(
             workers, rolled_back, options=replace(OPTIONS, rollback=rollback)
         ):

@@ -191,17 +191,37 @@ def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *,
 
 def _join_group() -> torch.device | None:
     """Joins the process group; the GPU of this rank, if the host has any."""
-    import torch
     import torch.distributed as dist
 
     from treadle.dist.nccl_settings import NEEDED
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ[_RANK]))) if on_gpu else None
-    os.environ.update(NEEDED if on_gpu else {})
+    device = _take_device(int(os.environ.get("LOCAL_RANK", os.environ[_RANK])))
+    os.environ.update(NEEDED if device is not None else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60))
+    backend = "gloo"
+    if device is not None:
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     return device
+
+
+def _take_device(local_rank: int) -> torch.device | None:
+    """Makes the GPU of a rank this thread's current one: what names no device would take up memory on the first GPU."""
+    import torch
+
+    from treadle.update.memory.buffers import MEMORIES
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type not in MEMORIES:
+        return None
+    num = torch.accelerator.device_count()
+    if local_rank >= num:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own, {num} are visible; start at most one update rank for each "
+            "GPU of a host, and make all of them visible (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(found.type, local_rank)
 
 
 def _run(

@@ -26,14 +26,14 @@ class Arrival:
     found: bytes | None = field(default=None, repr=False)
 
     def copy_into(self, target: torch.Tensor) -> None:
-        """Copy bit by bit to a tensor of the box's shape, on any device; make the digest where one is expected."""
+        """Copy bit by bit to a tensor of the box's shape, on any device; the first copy makes an expected digest."""
         own = self.tensor
         if target.shape != own.shape or target.element_size() != own.element_size():
             raise ValueError(
                 f"{self.name} {self.box} has shape {tuple(own.shape)} and {own.element_size()} bytes an element, "
                 f"the target {tuple(target.shape)} and {target.element_size()}"
             )
-        if self.expected is None:
+        if self.expected is None or self.found is not None:
             copy(target, own)
         else:
             self.found = copy_hashed(target, own)
