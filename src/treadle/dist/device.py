@@ -60,6 +60,10 @@ class Device(Protocol):
         """Waits until everything launched so far is done; raises LateError after a deadline without progress."""
         ...
 
+    def await_event(self, event: DeviceEvent) -> None:
+        """Waits until the device has come to an event; raises LateError after a deadline without progress."""
+        ...
+
     def nanoseconds(self, noted: list[Any]) -> list[int]:
         """Converts times from `now` to nanoseconds of this host's clock."""
         ...
@@ -77,6 +81,10 @@ class Host:
 
     def catch_up(self) -> None:
         """Returns at once: no work is left."""
+
+    def await_event(self, event: DeviceEvent) -> None:
+        """Raises AssertionError: nothing records an event here."""
+        raise AssertionError("a CPU has no events")
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
         """Returns the times as they are."""

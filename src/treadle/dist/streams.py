@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -171,10 +171,19 @@ def upload(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     return there.copy_(room, non_blocking=True)
 
 
+AwaitEvent: TypeAlias = Callable[[DeviceEvent], None]
+
+_POLL_S = 0.00002
+
+
+def _poll(event: DeviceEvent) -> None:
+    """Waits for an event. A thread that is blocked in the driver could not be told of anything, so it asks again."""
+    while not event.query():
+        time.sleep(_POLL_S)
+
+
 class Download:
     """A tensor of the device on its way to the host; `tensor` and `tolist` wait for it, and for nothing behind it."""
-
-    POLL_S = 0.00002
 
     def __init__(self, tensor: Tensor) -> None:
         streams = streams_of(tensor.device)
@@ -186,15 +195,11 @@ class Download:
         self._room.copy_(tensor.detach(), non_blocking=True)
         self._event = streams.event(tensor.device)
 
-    def tensor(self, check: Callable[[], None] | None = None) -> Tensor:
-        """Returns the tensor on the host. Polls: a thread that is blocked in the driver could not be told of a loss."""
-        while self._event is not None:
-            if self._event.query():
-                self._event = None
-                break
-            if check is not None:
-                check()
-            time.sleep(self.POLL_S)
+    def tensor(self, await_event: AwaitEvent | None = None) -> Tensor:
+        """Returns the tensor on the host. Where other ranks send it, `await_event` ends the wait if one is lost."""
+        if self._event is not None:
+            (await_event or _poll)(self._event)
+            self._event = None
         return self._room
 
     def tolist(self) -> Any:

@@ -251,14 +251,14 @@ def reduce_order(program: Program, pp_rank: int) -> list[int]:
     return [int(chunk) for chunk in program.chunk[mine]]
 
 
-def bind(modules: Modules, groups: Groups) -> None:
-    """Gives the exchanges of the modules their expert group."""
+def bind(modules: Modules, groups: Groups, device: Device) -> None:
+    """Gives the exchanges of the modules their expert group, and their way to wait for the device."""
     if groups.ep_group is None:
         return
     shared: dict[Any, Any] = {}
     for part in (part for module in modules.values() for part in module.modules()):
         if isinstance(part, EpGroupModule):
-            part.join(groups.ep_group, shared)
+            part.join(groups.ep_group, shared, device.await_event)
 
 
 def unbind(modules: Modules, groups: Groups) -> None:

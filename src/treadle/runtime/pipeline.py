@@ -169,7 +169,7 @@ class Pipeline:
     def _connect(self) -> None:
         """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
         self.groups.connect(self.program, self.device, self._device.wait)
-        bind(self._modules, self.groups)
+        bind(self._modules, self.groups, self._device)
         self._guard.program = self.program
         if not is_dry():
             self._guard.join(self.groups, self.options.deadline_s, self.options.address)
@@ -371,7 +371,7 @@ class Pipeline:
             for microbatch in stage.microbatches() if self.device.type != "meta" else ():
                 for part in microbatch.losses:
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
-        told = Download(losses).tensor(self._guard.refuse_void)
+        told = Download(losses).tensor(self._device.await_event)
         with self._guard.together("the agreement on the loss"):
             loss, losses, num_bad, alike = agree(self.groups, told, scale, num_bad)
         if not alike:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from treadle.dist.streams import HOST_MEMORY, Download, keep, streams_of, upload
+from treadle.dist.streams import HOST_MEMORY, DeviceEvent, Download, keep, streams_of, upload
 from treadle.runtime.checker import FindingKind, StreamChecker, check_streams
 from treadle.runtime.checker.log import Free, HostWait, Use
 
@@ -102,6 +102,19 @@ def test_without_its_event_the_host_reads_too_early() -> None:
         download._event = None
         download.tolist()
     assert found(checker) == [FindingKind.READ_TOO_EARLY]
+
+
+def test_a_wait_for_other_ranks_numbers_ends_as_its_device_says() -> None:
+    class LostError(Exception):
+        pass
+
+    def lost(event: DeviceEvent) -> None:
+        raise LostError
+
+    with check_streams():
+        download = Download(X + 1)
+        with pytest.raises(LostError):
+            download.tensor(lost)
 
 
 def test_a_backward_on_another_stream_than_its_forward_is_found() -> None:

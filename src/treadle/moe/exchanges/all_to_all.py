@@ -32,7 +32,7 @@ class AllToAll(Exchange):
 
     def wait(self, routing: Routing) -> Routing:
         """Waits on the host for the numbers, which a dispatch needs to make room."""
-        numbers = routing.trip.tensor()
+        numbers = routing.trip.tensor(self.await_event)
         send, rows = numbers[: self.size].tolist(), numbers[self.size :].reshape(self.size, -1).tolist()
         return replace(routing, trip=None, send=send, rows=rows)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.groups import Group
+from treadle.dist.streams import AwaitEvent
 from treadle.host.errors import TreadleError
 
 _NOT_IN_BACKWARD = -1
@@ -38,15 +39,17 @@ class EpGroupModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ep_group: Group | None = None
+        self.await_event: AwaitEvent | None = None
+        """How a device's numbers from other ranks are waited for: until one of them is lost, or late."""
         self.shared: dict[Any, Any] = {}
 
-    def join(self, ep_group: Group, shared: dict[Any, Any]) -> None:
-        """Takes the group, and a dict that all modules of the group share."""
-        self.ep_group, self.shared = ep_group, shared
+    def join(self, ep_group: Group, shared: dict[Any, Any], await_event: AwaitEvent | None = None) -> None:
+        """Takes the group, a dict that all modules of the group share, and how to wait for a device."""
+        self.ep_group, self.shared, self.await_event = ep_group, shared, await_event
 
     def leave(self) -> None:
         """Gives the group back when its Pipeline is closed."""
-        self.ep_group, self.shared = None, {}
+        self.ep_group, self.shared, self.await_event = None, {}, None
 
     @property
     def size(self) -> int:
