@@ -73,7 +73,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
-def run(line: str, directory: Path, timeout_s: float = 300) -> tuple[int, str]:
+def run(line: str, directory: Path, timeout_s: float = 1200) -> tuple[int, str]:
     """Run a command line in a directory; return its exit code and what it printed.
 
     Plain `treadle` commands run in this process, so that imports are paid for once; the rest runs in a shell.

@@ -27,7 +27,11 @@ LOTS = 4
 def test_steps_under_delays_are_those_of_one_process_and_of_serial_lanes(
     lot: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = fuzz.fuzz(fuzz.parser().parse_args(["--draws", "36", "--steps", "6", "--jobs", "1", "--seed", str(lot)]))
+    said = fuzz.fuzz(
+        fuzz.parser().parse_args(
+            ["--draws", "36", "--steps", "6", "--jobs", "1", "--seed", str(lot), "--deadline", "300"]
+        )
+    )
     assert said["failures"] == 0, capfd.readouterr().err
     assert said["draws"] == 36
 

@@ -46,7 +46,10 @@ OVERDUE_S = 0.75
 """How long after its deadline a wait that timed out may take to say so."""
 
 GRACE_S = 3.0
-"""How long a main thread in a step may go on after the alarm before its process is ended."""
+"""How long a main thread in a step may go on after the alarm before its process is ended.
+
+A turn counts at most twice its length: on a host that gives this process no core, the main thread had none either.
+"""
 
 
 class Watchdog:
@@ -71,7 +74,7 @@ class Watchdog:
         self._unblocks: list[Callable[[], None]] = []
         self._last_turn = self._next_beat = self._still_since = time.monotonic()
         self._slots = progress.look()
-        self._exit_at: float | None = None
+        self._grace_s = GRACE_S
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name="treadle-watch", daemon=True)
 
@@ -193,6 +196,7 @@ class Watchdog:
         if now - self._last_turn > AWAY_S:
             for neighbour in self._transport.neighbours.values():
                 neighbour.heard = now
+        held_s = min(now - self._last_turn, 2 * BEAT_S)
         self._last_turn = now
         self._run_errands()
         if (slots := self._progress.look()) != self._slots:
@@ -204,7 +208,7 @@ class Watchdog:
         if self.incident.first_loss is not None:
             if self.alarm is None:
                 self._raise_alarm(self.incident.first_loss)
-            self._insist(self.incident.first_loss, now)
+            self._insist(self.incident.first_loss, held_s)
 
     def _run_errands(self) -> None:
         with suppress(Empty):
@@ -232,13 +236,13 @@ class Watchdog:
             except Exception:  # the caller's code: the other callbacks must still run
                 sys.stderr.write(f"treadle: rank {self.rank}: on alarm: {traceback.format_exc()}")
 
-    def _insist(self, lost: Lost, now: float) -> None:
+    def _insist(self, lost: Lost, held_s: float) -> None:
         """Ends this process if its main thread does not react in a step, or if this rank is the lost one."""
         if self.acknowledged or (self._slots.op == OUTSIDE and lost.rank != self.rank):
-            self._exit_at = None
-        elif self._exit_at is None:
-            self._exit_at = now + GRACE_S
-        elif now >= self._exit_at:
+            self._grace_s = GRACE_S
+            return
+        self._grace_s -= held_s
+        if self._grace_s <= 0:
             assert self.alarm is not None
             self._exit(self.alarm)
 
