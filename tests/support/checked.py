@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import fuzz_models
-from tests.support.fuzz import Life, Runner
+from tests.support.fuzz import Life, Runner, off_by
 from tests.support.fuzz_models import MOST_DIFFERENCE, Config, make_batch, make_model, own_part, run_whole
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
+from tests.support.sync_classes import op_kind
 from treadle.runtime.checker import StreamFinding, check_streams, order_findings
 from treadle.runtime.checker.log import Collective, Entry
 
@@ -31,7 +31,6 @@ class CheckedRank:
     """Gradients that differ from those of one process."""
     log: list[Entry]
     streams: list[str]
-    cpu_s: float
 
 
 def config_of(schedule: str, kind: str, **changes: Any) -> Config:
@@ -71,7 +70,6 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
     replica = rank % (config.dp * config.ep)
     model = own_part(config, replica % config.ep)
     batches = [make_batch(config, number, replica) for number in range(2)]
-    began = time.process_time()
     with check_streams() as checker:
         runner = Runner(Life(0, 0, config, 2, PATIENT_S, stop=False), rank, "thread", model)
         runner.step(0, batches[0])
@@ -81,22 +79,17 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
         report = checker.report()
         collectives = list(checker.collectives)
         runner.pipe.close()
-    cpu_s = time.process_time() - began
     whole_loss, whole, sizes = run_whole(config, make_model(config), 1, 1)
     wrong = [] if abs(loss - whole_loss) < 1e-9 else [f"the loss is {loss}, in one process {whole_loss}"]
-    for name, grad in grads.items():
-        want = whole[name]
-        if grad is None or want is None:
-            wrong += [name] if grad is not want else []
-        elif float((grad - want).abs().max()) > MOST_DIFFERENCE[config.dtype] * sizes[name]:
-            wrong.append(f"{name} is off")
+    most = MOST_DIFFERENCE[config.dtype]
+    wrong += [f"{name} is off" for name, grad in grads.items() if off_by(grad, whole[name], sizes[name]) > most]
     waits: Counter[tuple[str, str, str]] = Counter()
     for (why, where), times in report.host_waits.items():
-        waits[why, where.op.partition(" ")[0].rstrip("0123456789."), where.line] += times
+        waits[why, op_kind(where.op), where.line] += times
     for finding in report.findings:
         finding.rank = rank
     log = checker.log if with_log else []
-    return CheckedRank(report.findings, waits, collectives, wrong, log, checker.streams, cpu_s)
+    return CheckedRank(report.findings, waits, collectives, wrong, log, checker.streams)
 
 
 def check_pipeline(config: Config, *, recomputed: bool = False, with_log: bool = False) -> list[CheckedRank]:

@@ -217,12 +217,12 @@ def differences(config: Config, got: tuple[float, Grads], wanted: Wanted) -> Ite
         yield f"the loss is {loss!r}, in one process {wanted.loss!r}"
     for name, grad in grads.items():
         size, serial = wanted.sizes[name], wanted.serial[name]
-        off, off_serial = _off(grad, wanted.whole[name], size), _off(grad, serial, size)
+        off, off_serial = off_by(grad, wanted.whole[name], size), off_by(grad, serial, size)
         if off > most or not _same_bits(grad, serial):
             yield f"gradient of {name} is off by {off:.3g} from one process's, by {off_serial:.3g} from serial lanes'"
 
 
-def _off(grad: Tensor | None, want: Tensor | None, size: float) -> float:
+def off_by(grad: Tensor | None, want: Tensor | None, size: float) -> float:
     """The largest difference, relative to a size."""
     if grad is None or want is None:
         return 0.0 if grad is want else float("inf")

@@ -111,7 +111,7 @@ class Accelerator:
 
     def pinned(self, size_bytes: int) -> Tensor:
         """Allocates from torch's pinned allocator, which itself waits for the copies of a block before it reuses it."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=HOST_MEMORY, pin_memory=True)
 
     def communicator(self, made: Any, name: str) -> Any:
         """Returns it as it is."""
@@ -161,7 +161,7 @@ def keep(tensor: Tensor) -> None:
 
 def upload(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns numbers of the host as a tensor of the device. The host does not wait, unlike with `torch.tensor`."""
-    made = torch.tensor(numbers, dtype=dtype)
+    made = torch.tensor(numbers, dtype=dtype, device=HOST_MEMORY)
     streams = streams_of(device)
     if streams is None or not made.numel():
         return made.to(device)

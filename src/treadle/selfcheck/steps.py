@@ -19,7 +19,7 @@ import treadle
 from treadle.moe import MoELayer
 from treadle.runtime.options import SavedName
 from treadle.selfcheck.experts import far
-from treadle.selfcheck.gradients import schedule_for
+from treadle.selfcheck.gradients import schedule_for, shapes_of
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed
 from treadle.selfcheck.setup import Setup
@@ -95,8 +95,8 @@ def offload_rank(setup: Setup, rank: int) -> tuple[dict[str, Any], dict[str, Any
 
 def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
     """Returns what steps took and what was predicted, from the durations of the ops of the step before each."""
-    ep = 2 if setup.num_ranks % 2 == 0 and setup.num_ranks >= 4 else 1
-    pp, device = setup.num_ranks // ep, setup.device(rank)
+    shape, device = shapes_of(setup)[0], setup.device(rank)
+    pp, ep = shape.pp, shape.ep
     size = ON_CPU if setup.kind == "cpu" else ON_DEVICE
     schedule = schedule_for(NAME, pp)
     mesh = init_device_mesh(setup.kind, (pp, 1, ep), mesh_dim_names=("pp", "dp", "ep"))

@@ -52,6 +52,7 @@ class StreamChecker:
 
     def __init__(self) -> None:
         self.recorder = StreamRecorder()
+        self._forgotten = 0
 
     @property
     def log(self) -> list[Entry]:
@@ -72,8 +73,6 @@ class StreamChecker:
         """Drops host waits and calls noted so far, as a first step has more of them than later ones; orders stay."""
         self._forgotten = len(self.log)
         self.recorder.collectives.clear()
-
-    _forgotten = 0
 
     def report(self, *, host_orders: bool = False, strict: bool = True) -> CheckReport:
         """Judges what was noted; the arguments are those of `analysis.analyse`."""

@@ -7,7 +7,7 @@ is the host's: one that is made without a device, or in HOST_MEMORY, is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pageable = self.makes_pageable or on_host
         made = func(*args, **kwargs)
         home = recorder.current().number
-        for tensor in _made(made):
+        for tensor in _tensors(made):
             storage = recorder.storage_of(tensor, home=home, pageable=pageable)
             if storage is not None and storage not in given:
                 written.append((storage, tensor))
@@ -135,10 +135,10 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recorder.use(HOST, reads, writes, kind.name)
             return
         if kind.name in _COPIES:
-            waits = kwargs.get("non_blocking") or (kind.name == "copy_" and len(args) > 2 and args[2])
+            non_blocking = kwargs.get("non_blocking") or (kind.name == "copy_" and len(args) > 2 and args[2])
             if pageable:
                 recorder.host_waits("a copy of memory that is not pinned")
-            elif pinned and not waits:
+            elif pinned and not non_blocking:
                 recorder.host_waits("a copy without non_blocking")
         else:
             for tensor in pageable:
@@ -159,10 +159,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if forward is not None and forward is not backward:
             key = node.name(), forward.name, backward.name, self.recorder.where()
             self.recorder.stray[key] = self.recorder.stray.get(key, 0) + 1
-
-
-def _made(value: Any) -> Iterable[Tensor]:
-    return _tensors(value)
 
 
 def _has_mask(args: Any) -> bool:

@@ -122,7 +122,7 @@ class StreamRecorder:
 
     def event(self, device: torch.device | None = None, *, timed: bool = False) -> NotedEvent:
         """Records an event on the current stream."""
-        return NotedEvent(self, self._current[-1])
+        return self.event_on(self._current[-1])
 
     def event_on(self, stream: NotedStream) -> NotedEvent:
         """Records an event on any stream."""

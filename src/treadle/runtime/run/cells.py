@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ class CellExecutor:
     def __init__(self, part: RankProgram, device: Device, handlers: Mapping[OpKind, Handler] = HANDLERS) -> None:
         self.program: Program = part.program
         self.rank = part.global_rank(part.pp_rank)
-        self.listed = instructions(part, handlers)
         self.device = device
+        self.listed = self._told(instructions(part, handlers))
         self.recorder = self._first = Recorder(part.program, self.listed, device)
         self._known: Recorder | None = None
         """The list of steps whose shapes are known, on a CPU: its receives are posted early."""
@@ -37,7 +37,7 @@ class CellExecutor:
         ends: list[Any] = []
         recorder.ends = ends
         try:
-            walk(self._told(labelled(recorder.listed, self.program)), guard.slots, self.device.now, ends)
+            walk(labelled(recorder.listed, self.program), guard.slots, self.device.now, ends)
             if isinstance(self.device, StreamDevice):
                 self.device.streams.begin_op("")
             self.device.catch_up()
@@ -52,7 +52,7 @@ class CellExecutor:
         if self._known is None and isinstance(self.device, Host):
             self._known = Recorder(self.program, post_early(self.listed, self.program), self.device)
 
-    def _told(self, listed: Sequence[Instruction]) -> Sequence[Instruction]:
+    def _told(self, listed: list[Instruction]) -> list[Instruction]:
         """Return the same list, with a device that reports on ops told which one begins."""
         if not isinstance(self.device, StreamDevice):
             return listed
