@@ -32,7 +32,10 @@ class OpKind(IntEnum):
     """The work of an op. The first four are whole actions (the grain of cells), then parts of them and messages.
 
     H2D, BROADCAST and RELOAD are a weight update: a bucket to its source's device, to all devices, and into the served
-    model. EMBED and HEAD are what the first stage has before its layers and the last behind them; the loss is HEAD's.
+    model. EMBED, MTP and HEAD are the blocks of a stage besides its layers: the embedding, a block that predicts one
+    more token, with a loss of its own, and the head with the loss. ATTN_R and MLP_R compute a part's forward again.
+    REDUCE_TIED sums the gradients of a parameter that several stages share. CLIP, OPTIMIZER and GATHER_PARAMS end a
+    step.
     """
 
     F = 0
@@ -66,6 +69,15 @@ class OpKind(IntEnum):
     HEAD_F = 28
     HEAD_B = 29
     HEAD_W = 30
+    MTP_F = 31
+    MTP_B = 32
+    MTP_W = 33
+    ATTN_R = 34
+    MLP_R = 35
+    REDUCE_TIED = 36
+    CLIP = 37
+    OPTIMIZER = 38
+    GATHER_PARAMS = 39
 
     @property
     def is_send(self) -> bool:
@@ -92,6 +104,8 @@ class LaneKind(IntEnum):
     H2D = 8
     BROADCAST = 9
     RELOAD = 10
+    TIED = 11
+    WORLD = 12
 
 
 LANE_OF: dict[OpKind, LaneKind] = {
@@ -100,6 +114,8 @@ LANE_OF: dict[OpKind, LaneKind] = {
     **dict.fromkeys((OpKind.MLP_W, OpKind.ATTN_W), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R, OpKind.OPTIMIZER), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
     **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
     **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
@@ -108,6 +124,9 @@ LANE_OF: dict[OpKind, LaneKind] = {
     OpKind.OFFLOAD: LaneKind.OUT,
     OpKind.ONLOAD: LaneKind.IN,
     OpKind.REDUCE_GRAD: LaneKind.DP,
+    OpKind.REDUCE_TIED: LaneKind.TIED,
+    OpKind.CLIP: LaneKind.WORLD,
+    OpKind.GATHER_PARAMS: LaneKind.DP,
     OpKind.H2D: LaneKind.H2D,
     OpKind.BROADCAST: LaneKind.BROADCAST,
     OpKind.RELOAD: LaneKind.RELOAD,
@@ -121,7 +140,24 @@ EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
 HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
 """Ops of the first and of the last stage that belong to no layer."""
 
-COMMUNICATION = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.BROADCAST)
+MTP = (OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W)
+"""Ops of a block that predicts one more token; their `layer` counts such blocks of their stage."""
+
+RECOMPUTE = {OpKind.ATTN_R: OpKind.ATTN_F, OpKind.MLP_R: OpKind.MLP_F}
+"""What computes a forward part again, and that part."""
+
+STEP_END = (OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS)
+"""Ops behind all gradients of a step, one of each a rank: micro-batch -1, chunk and layer 0."""
+
+COMMUNICATION = (
+    LaneKind.SEND,
+    LaneKind.RECV,
+    LaneKind.EP,
+    LaneKind.DP,
+    LaneKind.BROADCAST,
+    LaneKind.TIED,
+    LaneKind.WORLD,
+)
 """The lanes that have a communicator, and so a place in their rank's launch order."""
 
 
@@ -168,8 +204,10 @@ class Op:
             return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
         if self.kind in UPDATE:
             return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
-        if self.kind is OpKind.REDUCE_GRAD:
-            return f"reduce_grad .{self.chunk}"
+        if self.kind in STEP_END:
+            return self.kind.name.lower()
+        if self.kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
+            return f"{self.kind.name.lower()} .{self.chunk}"
         if self.kind in EMBEDDING or self.kind in HEAD:
             return f"{self.kind.name.lower()} {self.mb}.{self.chunk}"
         return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"

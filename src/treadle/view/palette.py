@@ -20,12 +20,15 @@ class Role(StrEnum):
     INPUT = "input gradient"
     WEIGHT = "weight gradient"
     EMBED = "embedding"
+    MTP = "multi-token prediction"
     HEAD = "head and loss"
+    RECOMPUTE = "recomputation"
     PP = "pipeline message"
     EP = "expert all-to-all"
     OUT = "offload"
     IN = "onload"
     DP = "gradient reduction"
+    STEP = "end of the step"
     HOST = "host wait"
     H2D = "H2D"
     SOURCE = "broadcast (src)"
@@ -37,16 +40,19 @@ ROLE_OF: dict[OpKind, Role] = {
     **dict.fromkeys((OpKind.F, OpKind.ATTN_F, OpKind.MLP_F), Role.FORWARD),
     **dict.fromkeys((OpKind.B, OpKind.ATTN_B, OpKind.MLP_B), Role.BACKWARD),
     OpKind.I: Role.INPUT,
-    **dict.fromkeys((OpKind.W, OpKind.ATTN_W, OpKind.MLP_W, OpKind.HEAD_W), Role.WEIGHT),
+    **dict.fromkeys((OpKind.W, OpKind.ATTN_W, OpKind.MLP_W, OpKind.MTP_W, OpKind.HEAD_W), Role.WEIGHT),
     **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), Role.EMBED),
     **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), Role.HEAD),
+    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B), Role.MTP),
+    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R), Role.RECOMPUTE),
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), Role.PP),
     **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), Role.EP),
     **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), Role.EP),
     OpKind.HOST: Role.HOST,
     OpKind.OFFLOAD: Role.OUT,
     OpKind.ONLOAD: Role.IN,
-    OpKind.REDUCE_GRAD: Role.DP,
+    **dict.fromkeys((OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED), Role.DP),
+    **dict.fromkeys((OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS), Role.STEP),
     OpKind.H2D: Role.H2D,
     OpKind.BROADCAST: Role.BROADCAST,
     OpKind.RELOAD: Role.RELOAD,
@@ -61,9 +67,12 @@ NAMES: dict[OpKind, str] = {
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), "PP"),
     **dict.fromkeys((OpKind.ATTN_F, OpKind.ATTN_B), "Attn"),
     **dict.fromkeys((OpKind.MLP_F, OpKind.MLP_B), "MLP"),
-    **dict.fromkeys((OpKind.ATTN_W, OpKind.MLP_W, OpKind.HEAD_W), "WGrad"),
+    **dict.fromkeys((OpKind.ATTN_W, OpKind.MLP_W, OpKind.MTP_W, OpKind.HEAD_W), "WGrad"),
     **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), "Embed"),
     **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), "Head"),
+    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B), "MTP"),
+    OpKind.ATTN_R: "Attn again",
+    OpKind.MLP_R: "MLP again",
     OpKind.COUNTS: "counts",
     OpKind.HOST: "host",
     **dict.fromkeys((OpKind.DISPATCH_F, OpKind.DISPATCH_B), "EP-D"),
@@ -71,6 +80,10 @@ NAMES: dict[OpKind, str] = {
     OpKind.OFFLOAD: "Offload",
     OpKind.ONLOAD: "Onload",
     OpKind.REDUCE_GRAD: "reduce",
+    OpKind.REDUCE_TIED: "tied",
+    OpKind.CLIP: "clip",
+    OpKind.OPTIMIZER: "optimizer",
+    OpKind.GATHER_PARAMS: "gather",
     OpKind.H2D: "H2D",
     OpKind.BROADCAST: "bcast",
     OpKind.RELOAD: "reload",
@@ -123,10 +136,13 @@ _COPIES = {
     Role.HOST: Look("#b9b9b9", hatch="..."),
 }
 
-# The ends of the model: told from everything else by their hatch.
+# Blocks besides layers, what is computed again, and the end of a step: told from everything else by their hatch.
 _ENDS = {
     Role.EMBED: Look("#cfd8c4", hatch="|||||"),
+    Role.MTP: Look("#c7dfe6", hatch="+++"),
     Role.HEAD: Look("#d9c7e6", hatch="-----"),
+    Role.RECOMPUTE: Look("#e3eefb", hatch="ooo"),
+    Role.STEP: Look("#c9c2ae", hatch="xxxx"),
 }
 
 # As in the published figure of Kimi K2's checkpoint engine, the source darker and H2D hatched for grey printers.
@@ -189,7 +205,10 @@ PALETTES: dict[str, Palette] = {
         Role.EP: Look("#e4e4e4"),
         Role.DP: Look("#4d4d4d", "#ffffff"),
         Role.EMBED: Look("#d4d4d4", hatch="|||||"),
+        Role.MTP: Look("#dadada", hatch="+++"),
         Role.HEAD: Look("#c4c4c4", hatch="-----"),
+        Role.RECOMPUTE: Look("#f0f0f0", hatch="ooo"),
+        Role.STEP: Look("#c0c0c0", hatch="xxxx"),
         Role.OUT: Look("#cccccc", hatch="/////"),
         Role.IN: Look("#ebebeb", hatch="\\\\\\\\\\"),
         Role.HOST: Look("#b9b9b9", hatch="..."),
