@@ -202,11 +202,11 @@ class Rules:
         elif part in chains.weights:
             yield (name._replace(kind=INPUT_HALF[kind]),)
         elif kind == OpKind.SEND_F:
-            yield (self._leaves(self._feeder(name, peer), mb),)
+            yield self._leaves(self._feeder(name, peer), mb)
         elif kind == OpKind.SEND_B:
             yield self._returns(self._feeder(name, peer), mb)
         elif kind == OpKind.OFFLOAD:
-            yield (name._replace(kind=chains.layers[layer][-1][0]),)
+            yield tuple(name._replace(kind=last) for last, _ in chains.layers[layer][-1:])
         elif kind == OpKind.ONLOAD:
             yield (name._replace(kind=OpKind.OFFLOAD),)
 
@@ -222,14 +222,14 @@ class Rules:
         if origin is not None and origin[0] != name.rank:
             yield (name._replace(kind=OpKind.RECV_F, layer=0),)
         elif origin is not None:
-            yield (self._leaves(origin, name.mb),)
+            yield self._leaves(origin, name.mb)
 
     def _backward_needs(self, name: Name, place: int) -> Iterator[tuple[Name, ...]]:
         holder = name.rank, name.chunk
         if place > 0:
             yield (self._named(self.chains(*holder).backward[place - 1], holder, name.mb),)
             return
-        yield (self._leaves(holder, name.mb),)
+        yield self._leaves(holder, name.mb)
         origin = self.beside(*holder, +1)
         if origin is not None and origin[0] != name.rank:
             yield (name._replace(kind=OpKind.RECV_B, layer=0),)
@@ -239,14 +239,14 @@ class Rules:
     def _named(self, part: Part, holder: Holder, mb: int) -> Name:
         return Name(part[0], *holder, mb, part[1])
 
-    def _leaves(self, holder: Holder, mb: int) -> Name:
+    def _leaves(self, holder: Holder, mb: int) -> tuple[Name, ...]:
         """What makes a stage's output: the last of its forward chain."""
-        return self._named(self.chains(*holder).forward[-1], holder, mb)
+        return tuple(self._named(part, holder, mb) for part in self.chains(*holder).forward[-1:])
 
     def _returns(self, holder: Holder, mb: int) -> tuple[Name, ...]:
         """What makes the gradient of a stage's input: the last of its backward chain; of cells B or I."""
-        last = self._named(self.chains(*holder).backward[-1], holder, mb)
-        return (last,) if self.by_layer else (last, last._replace(kind=OpKind.I))
+        last = self.chains(*holder).backward[-1:] if self.by_layer else [(OpKind.B, 0), (OpKind.I, 0)]
+        return tuple(self._named(part, holder, mb) for part in last)
 
     def is_backward(self, kind: OpKind) -> bool:
         """Is a kind one of a backward chain."""

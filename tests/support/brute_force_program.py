@@ -326,7 +326,7 @@ def _wrong_data(machine: Machine, spans: dict[Step, Span]) -> Iterator[Note]:
     bit = machine.bits()
     for op, needed, names in _needs(machine):
         if needed is None:
-            what = " or ".join(map(str, names)) or "a weight gradient"
+            what = " or ".join(map(str, names)) or "an op"
             yield "wrong data", f"{op} needs {what}, which does not exist"
         elif not befores[op.step] & bit[needed.step]:
             yield "wrong data", f"{op} does not wait for {needed}"

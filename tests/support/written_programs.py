@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -222,6 +223,16 @@ SOUND = [
     (ENDS, APART),
     (TURN_ENDS, TURNING_ENDED),
 ]
+
+
+def without_dependency(layout: Layout, text: str) -> Iterator[tuple[str, str, Outcome]]:
+    """For each dependency who waits, for what, and what becomes of the text without it."""
+    program, names = read(layout, text)
+    for reader, waits in enumerate(program.deps(i) for i in range(len(names))):
+        for gone in waits:
+            draft = thaw(program)
+            draft.ops[reader].deps.remove(draft.ops[gone])
+            yield names[reader], names[gone], execute(freeze(draft), [1] * len(names))
 
 
 # Mutations

@@ -22,7 +22,6 @@ from tests.support.written_programs import (
     symptoms,
 )
 from treadle.ir import Placement
-from treadle.ir.program import OpKind
 
 # The embedding and the head
 
