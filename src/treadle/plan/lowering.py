@@ -133,7 +133,7 @@ class LoweringOptions:
         said = [name for name, value in given.items() if value is not None]
         if len(said) > 1:
             raise ValueError(
-                "layers are given of each stage (--layers), of the whole model (--model-layers) or as blocks (--layout), "
+                "layers are given of each stage (--layers), of the model (--model-layers) or as blocks (--layout), "
                 f"got {' and '.join(f'{name} {_listed(given[name])}' for name in said)}; leave out all but one"
             )
         if self.blocks is not None:
