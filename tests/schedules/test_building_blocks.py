@@ -58,10 +58,10 @@ def test_bubbles_are_at_most_the_published_ones() -> None:
 
 
 def test_v_half_bears_unequal_times_and_v_min_does_not() -> None:
-    """V-Half's bubble does not grow with M where F <= I <= F + W/2."""
-    for times in ((10, 12, 8), (8, 12, 10), (10, 12, 4), (10, 10, 20), (10, 10, 5)):
+    """V-Half's bubble does not grow with M where 2I <= 2F + W and 2F <= 2I + W, as published."""
+    for times in ((10, 12, 8), (8, 12, 10), (12, 10, 4), (10, 10, 20), (10, 10, 5)):
         for pp in (4, 7):
             assert idle("v-half", pp, 16, times) == idle("v-half", pp, 48, times) < (pp - 1) * 2 * sum(times)
-    for times in ((10, 14, 6), (12, 10, 8)):
+    for times in ((10, 14, 6), (14, 10, 6)):
         assert idle("v-half", 4, 16, times) < idle("v-half", 4, 48, times)
     assert idle("v-min", 4, 16, (10, 12, 8)) < idle("v-min", 4, 48, (10, 12, 8))

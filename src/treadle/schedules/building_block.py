@@ -8,8 +8,9 @@ A building block says when a micro-batch is where. It goes down the ranks and ba
 
 The next micro-batch does the same six ticks later, because a rank has six passes to do for each: F, I and W of two
 chunks. The time that a micro-batch takes decides how many are under way at once: the memory. On a rank F and I keep the
-order that the repeated blocks give them. Then time is squeezed: every pass takes one tick and starts as soon as it can.
-W runs where the rank would wait, or where the next F has no memory left.
+order that the repeated blocks give them, and W stands where the blocks leave a tick free. Then time is squeezed: every
+pass takes one tick and starts as soon as it can. W comes sooner where the rank would wait. Once a rank has started its
+last micro-batch, W comes only there, so that it holds up no I.
 """
 
 from __future__ import annotations
@@ -70,19 +71,27 @@ def _orders(block: BuildingBlock, most_held: int, size: Size) -> tuple[bytes, ..
     return tuple(bytes(rank.done) for rank in ranks)
 
 
+def _repeated(starts: list[int], places: tuple[int, ...], num_mb: int) -> Iterator[tuple[int, int]]:
+    """Yield a rank's F and I in the order of the blocks, each with the number of W that fit in free ticks before it."""
+    ticks = sorted((starts[place] + INTERVAL * mb, which) for which, place in enumerate(places) for mb in range(num_mb))
+    made = fitted = free = 0
+    for tick, which in ticks:
+        fitted += min(tick - free, made - fitted)
+        yield which, fitted
+        made += which not in _F
+        free = tick + 1
+
+
 class _BlockRank:
     """A rank that runs its F and I in the order of the blocks. `ends[place]` are the ticks when passes ended there."""
 
     def __init__(self, rank: int, starts: list[int], ends: list[list[int]], most_held: int, size: Size) -> None:
         pp, self.ends, self.most_held = size.pp, ends, most_held
         self.places = (rank, 2 * pp - 1 - rank, 2 * pp + rank, 4 * pp - 1 - rank)
-        ticks = (
-            (starts[place] + INTERVAL * mb, which)
-            for which, place in enumerate(self.places)
-            for mb in range(size.microbatches)
-        )
-        self.order = bytes(which for _, which in sorted(ticks))
-        self.next, self.tick, self.held = 0, 0, 0
+        repeated = list(_repeated(starts, self.places, size.microbatches))
+        self.order = bytes(which for which, _ in repeated)
+        self.due = [fitted for _, fitted in repeated[: self.order.rindex(0) + 1]]
+        self.next, self.tick, self.held, self.num_weight_halves = 0, 0, 0, 0
         self.pending: deque[int] = deque()
         self.done = bytearray()
 
@@ -97,7 +106,7 @@ class _BlockRank:
             ready = self.ready(self.places[which])
             if ready is None:
                 return
-            while self.pending and (self.tick < ready or (which in _F and self.held == self.most_held)):
+            while self.pending and (self.tick < ready or self.is_weight_half_due(which)):
                 self.weight_half()
             self.tick = max(self.tick, ready) + 1
             self.ends[self.places[which]].append(self.tick)
@@ -118,7 +127,13 @@ class _BlockRank:
         before, mb = self.ends[place - 1], len(self.ends[place])
         return before[mb] if mb < len(before) else None
 
+    def is_weight_half_due(self, which: int) -> bool:
+        """Say whether the blocks have one more W before this pass, or this one is an F without memory."""
+        behind = self.next < len(self.due) and self.num_weight_halves < self.due[self.next]
+        return behind or (which in _F and self.held == self.most_held)
+
     def weight_half(self) -> None:
         self.done.append(self.pending.popleft())
         self.held -= 1
         self.tick += 1
+        self.num_weight_halves += 1

@@ -1,11 +1,11 @@
 """V-Half: half of 1F1B's memory on every rank, half of its bubble where F, I and W take the same time.
 
-    rank 0  F0.0 F1.0      F0.1 I0.1 F2.0 W0.1 F1.1 I1.1 W1.1 I0.0 F3.0 W0.0 F2.1 I2.1 W2.1 I1.0 ...      P = 2
-    rank 1       F0.0 F0.1 F1.0      I0.1 F1.1 W0.1 F2.0 I0.0 I1.1 W0.0 F2.1 W1.1 F3.0 I1.0 I2.1 ...
+    rank 0  F0.0 F1.0      F0.1 I0.1 W0.1 F2.0      F1.1 I1.1 I0.0 W1.1 F3.0 W0.0 F2.1 I2.1 I1.0 ...      P = 2
+    rank 1       F0.0 F0.1 F1.0      I0.1 W0.1 F1.1 F2.0 I0.0 W0.0 I1.1 W1.1 F2.1 F3.0 I1.0 W1.0 ...
 
 Rank r holds stage r and stage 2P-1-r. A micro-batch takes two ticks a hop down the ranks and one back up, with F and
 with I. So all ranks hold the same: what one has longer in chunk 0 it has shorter in chunk 1. The bubble does not grow
-with M where F <= I <= F + W/2.
+with M where 2I <= 2F + W and 2F <= 2I + W.
 """
 
 from __future__ import annotations

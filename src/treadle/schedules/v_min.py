@@ -1,6 +1,6 @@
 """V-Min: a third of 1F1B's memory on every rank, two thirds of its bubble where F, I and W take the same time.
 
-    rank 0  F0.0           F0.1 I0.1 F1.0 W0.1 I0.0 W0.0 F1.1 I1.1 F2.0 W1.1 I1.0 W1.0 F2.1 ...      P = 2
+    rank 0  F0.0           F0.1 I0.1 W0.1 F1.0 I0.0 W0.0 F1.1 I1.1 W1.1 F2.0 I1.0 W1.0 F2.1 ...      P = 2
     rank 1       F0.0 F0.1           I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 F2.0 F2.1 W1.1 ...
 
 Rank r holds stage r and stage 2P-1-r. A micro-batch takes one tick a hop both ways, so no schedule brings it back
