@@ -124,6 +124,26 @@ def check_blocks(blocks: Sequence[str]) -> None:
                 seen_mtp = stage
 
 
+def check_order(blocks: Sequence[str]) -> None:
+    """Check that blocks stand in order: E first if there is one, layers, MTP blocks, L last if there is one.
+
+    Raises:
+        ValueError: the message names the stage.
+
+    """
+    _check_letters(blocks)
+    place, turns = 0, {"E": 0, "t": 1, "d": 1, "m": 2, "L": 3}
+    seen = ""
+    for stage, row in enumerate(blocks):
+        for letter in row:
+            if turns[letter] < place or (letter in "EL" and letter in seen) or (letter == "E" and seen):
+                raise ValueError(
+                    f"stage {stage}: {letter} in {row!r} is out of order; a model is E at most once and first, then "
+                    "layers (t, d), then m, then L at most once and last"
+                )
+            place, seen = turns[letter], seen + letter
+
+
 def _check_letters(blocks: Sequence[str]) -> None:
     if not blocks:
         raise ValueError("a layout has at least one stage, got none; the shortest is ('EL',)")
