@@ -26,7 +26,7 @@ class Guard:
     Op numbers from the program's number of ops on stand for the activities in AFTER.
     """
 
-    AFTER = ("the agreement on the loss", "the trace", "making the pipeline")
+    AFTER = ("the agreement on the loss", "the trace", "making the pipeline", "the agreement on shapes")
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -122,8 +122,11 @@ class Guard:
             raise
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Wraps an activity that all ranks do together, one of AFTER."""
+    def together(self, what: str, *, ends_step: bool = True) -> Iterator[None]:
+        """Wraps an activity that all ranks do together, one of AFTER.
+
+        `ends_step`: what is raised from then on, all ranks raise.
+        """
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
         self.slots[1] = ALL
@@ -132,7 +135,7 @@ class Guard:
             self.refuse_void()
         except Exception as error:
             self._raise(error, what)
-        self._agreed = True
+        self._agreed = ends_step
 
     def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
         """Raises the loss behind an op's error, or the error itself if the op waited for no other rank."""
