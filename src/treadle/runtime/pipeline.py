@@ -66,6 +66,7 @@ from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
 from treadle.runtime.run.unequal import UnequalCells
+from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
 
 DEFAULTS = RunOptions()
 
@@ -365,17 +366,18 @@ class Pipeline:
                     stage.at(mb).put_target(target)
 
     def _agree_on_shapes(self, stages: dict[int, Chunk], shapes: InputShapes) -> None:
-        """Lets all ranks of the pipeline know whether headers come in this step, where they may."""
+        """Lets all ranks of the pipeline know whether headers come in this step, where they may come."""
         if self.options.shapes == "same":
             return
-        differ = self.options.shapes == "any"
-        if not differ:
-            flag = torch.tensor([shapes.differ(stages)], dtype=torch.int64, device=HOST_MEMORY)
-            with self._guard.together("the agreement on shapes", ends_step=False):
-                self.groups.pp_group.all_reduce(flag, largest=True)
-            differ = bool(flag)
+        shapes.take(stages)
+        blind = exchanges_blindly(self._modules.values(), self._shape, self.position.ep)
+        with self._guard.together("the agreement on shapes"):
+            differ, mixed = agree_on_shapes(self.groups, shapes, blind=blind)
+        if mixed:
+            raise ValueError(MIXED)
+        self._guard.resume()
         for stage in stages.values():
-            stage.differ = differ
+            stage.differ = differ or self.options.shapes == "any"
 
     def _run(self, chosen: Executor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""

@@ -122,11 +122,8 @@ class Guard:
             raise
 
     @contextmanager
-    def together(self, what: str, *, ends_step: bool = True) -> Iterator[None]:
-        """Wraps an activity that all ranks do together, one of AFTER.
-
-        `ends_step`: what is raised from then on, all ranks raise.
-        """
+    def together(self, what: str) -> Iterator[None]:
+        """Wraps an activity that all ranks do together, one of AFTER. What is raised behind it, all of them raise."""
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
         self.slots[1] = ALL
@@ -135,7 +132,11 @@ class Guard:
             self.refuse_void()
         except Exception as error:
             self._raise(error, what)
-        self._agreed = ends_step
+        self._agreed = True
+
+    def resume(self) -> None:
+        """Goes on with a step after ranks have agreed on something: errors are a rank's own again."""
+        self._agreed = False
 
     def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
         """Raises the loss behind an op's error, or the error itself if the op waited for no other rank."""

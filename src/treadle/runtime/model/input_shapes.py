@@ -1,4 +1,4 @@
-"""The shapes of a step's inputs, which only ranks with a first stage see: whether its micro-batches differ."""
+"""The shapes of a step's inputs, which only ranks with a first stage see."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from torch import Tensor
 
 from treadle.runtime.model.chunk import Chunk
 
-_UNSEEN = "no step yet"
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class InputShapes:
-    """The shapes of the last step's inputs, by chunk."""
+    """The shapes of a step's inputs, beside those of the step before.
+
+    `each[chunk]` are those of a first stage's micro-batches, in their order.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[int, Hashable] = {}
+        self.each: dict[int, list[Hashable]] = {}
+        self._before: dict[int, list[Hashable]] = {}
 
-    def differ(self, stages: Mapping[int, Chunk]) -> bool:
-        """Take the inputs that first stages were given; return whether they differ among each other or from the last.
+    def take(self, stages: Mapping[int, Chunk]) -> None:
+        """Take the inputs that first stages were given for a step."""
+        self._before = self.each
+        self.each = {
+            chunk: [_shape_of(microbatch.given()[0]) for microbatch in stage.microbatches()]
+            for chunk, stage in stages.items()
+            if stage.number == 0
+        }
 
-        Always False for a rank without a first stage.
-        """
-        found = False
-        for chunk, stage in stages.items():
-            if stage.number == 0:
-                shapes = {_shape_of(microbatch.given()[0]) for microbatch in stage.microbatches()}
-                shape = next(iter(shapes)) if len(shapes) == 1 else None
-                found |= shape is None or self._last.get(chunk, _UNSEEN) not in (_UNSEEN, shape)
-                self._last[chunk] = shape
-        return found
+    @property
+    def differ(self) -> bool:
+        """Whether inputs of a stage differ among each other, or from those of the step before."""
+        return any(len({*each, *self._before.get(chunk, [])}) > 1 for chunk, each in self.each.items())
 
 
 def _shape_of(given: Any) -> Hashable:
