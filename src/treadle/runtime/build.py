@@ -79,6 +79,12 @@ def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) 
         _check_ends(module, chunk, schedule.placement.stage(position.pp_rank, chunk), schedule.placement.num_stages)
 
 
+def check_shapes(shapes: object) -> None:
+    """Refuse what is no value of the option."""
+    if shapes not in ("same", "each", "any"):
+        raise ValueError(f"shapes is same, each or any, got {shapes!r}")
+
+
 def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
     """Refuses plain modules beside layers that name their segments where neither embedding nor head can be."""
     if not is_layered(module):

@@ -192,7 +192,7 @@ def _agree_to_start(groups: Groups, schedule: Schedule, terms: str, problem: Val
             f"not all ranks have the same schedule, rank {own.other_schedule} has another; make one for all of them"
         )
     if own.other_terms != _NOBODY:
-        raise ValueError(f"not all ranks have the same costs and the same `saved`: rank {own.other_terms} has others")
+        raise ValueError(f"not all ranks have the same costs, `saved` and `shapes`: rank {own.other_terms} has others")
 
 
 def _merge(own: StartTerms, rows: Sequence[StartTerms], ranks: Sequence[int]) -> StartTerms:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from treadle.runtime.build import (
     build_stages,
     check_arguments,
     check_modules,
+    check_shapes,
     depth_of,
     depths,
     device_in,
@@ -51,20 +52,25 @@ from treadle.runtime.handshake import Handshake, RankStages, check_copies, diges
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.model.layered import has_embedding, is_layered
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
 from treadle.runtime.model.weight_grad import WeightGradSplit
-from treadle.runtime.options import RunOptions, RunOptionsChanges
+from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
 from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
+from treadle.runtime.run.unequal import UnequalCells
+from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
 
 DEFAULTS = RunOptions()
+
+Executor: TypeAlias = CellExecutor | LayerExecutor | UnequalCells
 
 
 class Pipeline:
@@ -129,7 +135,8 @@ class Pipeline:
         self._parameters = Parameters(self._modules)
         self._evaluating: dict[int, Chunk] = {}
         self._evaluated: dict[int, Boundary] = {}
-        self._last: CellExecutor | LayerExecutor | None = None
+        self._input_shapes = InputShapes()
+        self._last: Executor | None = None
         self._closed = False
         self.report: StepReport | None = None
 
@@ -147,6 +154,7 @@ class Pipeline:
         problem: ValueError | None = None
         modules, chunks = self._modules, range(schedule.vpp)
         try:
+            check_shapes(self.options.shapes)
             check_modules(modules, schedule, self.position)
             self.splits = examine(modules, schedule)
         except ValueError as error:
@@ -156,7 +164,7 @@ class Pipeline:
         layered = [c in modules and is_layered(modules[c]) for c in chunks]
         embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
         stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
-        terms = f"{self.options.costs!r} {self.options.saved}"
+        terms = f"{self.options.costs!r} {self.options.saved} {self.options.shapes}"
         return meet(self.groups, schedule, terms, stages, problem)
 
     def _plan(self, schedule: Schedule, met: Handshake) -> None:
@@ -202,16 +210,16 @@ class Pipeline:
         self._boundaries = known_inputs(self.stages, self._recipe)
 
     @cached_property
-    def _with_reduce(self) -> CellExecutor | LayerExecutor:
+    def _with_reduce(self) -> Executor:
         return self._make_executor(self.program, self._ticks, self.stages, self._boundaries)
 
     @cached_property
-    def _without_reduce(self) -> CellExecutor | LayerExecutor:
+    def _without_reduce(self) -> Executor:
         planned = plan(self.schedule, self._shape, self.options.costs, reduce=False)
         return self._make_executor(*planned, self.stages, self._boundaries)
 
     @cached_property
-    def _forward(self) -> CellExecutor | LayerExecutor:
+    def _forward(self) -> Executor:
         """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
         planned = plan_forward(self.schedule, self._shape, self.options.costs, self.program)
         self._evaluating = build_stages(self._modules, self._recipe.evaluating())
@@ -219,13 +227,20 @@ class Pipeline:
 
     def _make_executor(
         self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
-    ) -> CellExecutor | LayerExecutor:
+    ) -> Executor:
         part = self.rank_program(program, stages, boundaries)
-        if self._shape is None:
-            return CellExecutor(part, self._device, self.handlers)
-        make = partial(make_lanes, self.options.lanes, self._device, ticks, self.options.deadline_s)
+        on_lanes = partial(self._make_lanes, part, ticks)
+        if self._shape is not None:
+            return on_lanes(self.options.lanes)
+        cells = CellExecutor(part, self._device, self.handlers)
+        if self.options.shapes == "same" or isinstance(self._device, StreamDevice):
+            return cells
+        return UnequalCells(part, cells, partial(on_lanes, "thread"))
+
+    def _make_lanes(self, part: RankProgram, ticks: Longs, lanes: LanesName) -> LayerExecutor:
+        make = partial(make_lanes, lanes, self._device, ticks, self.options.deadline_s)
         by_start = isinstance(self._device, StreamDevice)
-        order = host_order(program, ticks, by_start=by_start)[part.pp_rank]
+        order = host_order(part.program, ticks, by_start=by_start)[part.pp_rank]
         return LayerExecutor(part, order, make, self.handlers)
 
     handlers: Mapping[OpKind, Handler] = HANDLERS
@@ -273,6 +288,7 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets)
             self._guard.raise_known()
+            self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
                 self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
@@ -285,9 +301,9 @@ class Pipeline:
     def evaluate(self, inputs: Any = None, targets: Any = None, *, num_tokens: float | None = None) -> Tensor:
         """Runs all micro-batches forward; returns the loss of the global batch, the same on every rank.
 
-        Takes what `step` takes, in micro-batches of any one size. Leaves `.grad`, the random state, the next step's
-        randomness, and the modules' train or eval mode as they are; auxiliary losses count as in `step`. `report` has
-        the loss of each micro-batch.
+        Takes what `step` takes, in micro-batches of any size, one for all of them where the option `shapes` is same.
+        Leaves `.grad`, the random state, the next step's randomness, and the modules' train or eval mode as they are;
+        auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
         self._refuse_closed()
         chosen, stages = self._forward, self._evaluating
@@ -300,12 +316,13 @@ class Pipeline:
         with self._guard.step(self._step, own_first=True), torch.no_grad():
             self._feed(stages, inputs, targets)
             self._guard.raise_known()
+            self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
             loss = self._finish(stages, scale, 0, None)
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return loss
 
-    def _begin(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk], scale: float) -> None:
+    def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
         factor = upload([scale], torch.float64, self.device)[0]
@@ -348,7 +365,21 @@ class Pipeline:
                 for mb, target in enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]):
                     stage.at(mb).put_target(target)
 
-    def _run(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk]) -> None:
+    def _agree_on_shapes(self, stages: dict[int, Chunk], shapes: InputShapes) -> None:
+        """Lets all ranks of the pipeline know whether headers come in this step, where they may come."""
+        if self.options.shapes == "same":
+            return
+        shapes.take(stages)
+        blind = exchanges_blindly(self._modules.values(), self._shape, self.position.ep)
+        with self._guard.together("the agreement on shapes"):
+            differ, mixed = agree_on_shapes(self.groups, shapes, blind=blind)
+        if mixed:
+            raise ValueError(MIXED)
+        self._guard.resume()
+        for stage in stages.values():
+            stage.differ = differ or self.options.shapes == "any"
+
+    def _run(self, chosen: Executor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
         generator = generator_of(self.device)
         state = generator.get_state() if self.options.seed is not None or stages is self._evaluating else None

@@ -31,6 +31,7 @@ class Case:
     dp: int = 1
     lanes: Any = "thread"
     route: str = "learned"
+    layers: int = LAYERS
 
     @property
     def schedule(self) -> treadle.Schedule:
@@ -47,7 +48,7 @@ def whole_model(case: Case) -> list[nn.Sequential]:
     top_k = 1 if case.route == "one expert" else 2
     stages: list[list[nn.Module]] = []
     for _ in range(case.schedule.placement.num_stages):
-        stages.append([MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, balance=0.1) for _ in range(LAYERS)])
+        stages.append([MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, balance=0.1) for _ in range(case.layers)])
     stages[0].insert(0, nn.Linear(WIDTH, WIDTH))
     stages[-1].append(nn.Linear(WIDTH, WIDTH))
     model = [nn.Sequential(*stage).double() for stage in stages]

@@ -26,7 +26,7 @@ class Guard:
     Op numbers from the program's number of ops on stand for the activities in AFTER.
     """
 
-    AFTER = ("the agreement on the loss", "the trace", "making the pipeline")
+    AFTER = ("the agreement on the loss", "the trace", "making the pipeline", "the agreement on shapes")
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -123,7 +123,7 @@ class Guard:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wraps an activity that all ranks do together, one of AFTER."""
+        """Wraps an activity that all ranks do together, one of AFTER. What is raised behind it, all of them raise."""
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
         self.slots[1] = ALL
@@ -133,6 +133,10 @@ class Guard:
         except Exception as error:
             self._raise(error, what)
         self._agreed = True
+
+    def resume(self) -> None:
+        """Goes on with a step after ranks have agreed on something: errors are a rank's own again."""
+        self._agreed = False
 
     def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
         """Raises the loss behind an op's error, or the error itself if the op waited for no other rank."""

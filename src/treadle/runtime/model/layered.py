@@ -195,7 +195,7 @@ class LayeredStage(Chunk):
     def _exit(self, mb: int, out: Value) -> None:
         """Puts the output of the last layer where its send finds it."""
         self._check(mb, out)
-        self.at(mb).put_outputs((out.thing,))
+        self.at(mb).put_outputs((out.thing,), self.boundary)
         out.thing = None
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
@@ -211,7 +211,7 @@ class LayeredStage(Chunk):
         self._own_loss(mb, values["loss"])
 
     def _check(self, mb: int, out: Value) -> None:
-        """Checks that a layer hands on one tensor, in the shape of the first micro-batch."""
+        """Checks that a layer hands on one tensor, in a shape that may cross to the next stage."""
         if not isinstance(out.thing, Tensor):
             got = type(out.thing).__name__
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
