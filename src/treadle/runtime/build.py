@@ -42,7 +42,7 @@ from treadle.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
 
-_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
+_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
 
 
 def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
@@ -202,14 +202,15 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
                     f"{name}={given!r} works layer by layer, and the stages' layers do not name their segments"
                 )
         return None
+    rows = rows_of(met, schedule)
     return LoweringOptions(
-        layers=depths(met, schedule),
+        blocks=rows if met.segments else tuple(row.replace("d", "t") for row in rows),
+        by_layer=True,
         moe=bool(met.segments),
         padded="counts" not in met.segments,
-        embedding=rows_of(met, schedule)[0].startswith("E"),
-        head=True,  # at least the loss
         split=_SPLIT if all(met.splits.values()) else (),
         offload=saved == "offload",
+        recompute=again,
     )
 
 
@@ -242,7 +243,7 @@ def plan_forward(
         program = lower_running(forwards, reduce=False)
         ticks = expected(program)
     else:
-        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False), reduce=False)
+        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False, recompute=()), reduce=False)
         ticks = durations(program, costs)
     wrong = [finding for finding in verify_program(program, ticks).findings if finding.code != "T101"]
     if wrong:
@@ -308,7 +309,7 @@ class StageRecipe:
 
     def evaluating(self) -> StageRecipe:
         """Return the recipe of the same stages for evaluations: they save nothing, and find out their own shapes."""
-        shape = replace(self.shape, split=(), offload=False) if self.shape is not None else None
+        shape = replace(self.shape, split=(), offload=False, recompute=()) if self.shape is not None else None
         return replace(self, splits={}, boundaries={}, store=None, shape=shape, trains=False)
 
 
@@ -331,6 +332,7 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     else:
         made = LayeredStage(number, module, queue or WeightGradQueue(), seeds, offset)
         made.deferred = tuple(WEIGHT_OF[kind] for kind in recipe.shape.split)
+        made.recomputed = recipe.shape.recompute
         made.store = recipe.store
     made.trains = recipe.trains
     made.loss_fn = CheckedLoss(recipe.loss_fn, module) if number == placement.num_stages - 1 else None

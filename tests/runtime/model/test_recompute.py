@@ -41,6 +41,8 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mix, self.up = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_calls: Tensor
+        self.last: Tensor
         self.register_buffer("num_calls", torch.zeros(()))
         self.register_buffer("last", torch.zeros(WIDTH))
 
@@ -53,7 +55,8 @@ class Normed(nn.Module):
     def attn(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         self.last = x.detach().mean(0)
-        return x + self.mix(self.norm(x))
+        out: Tensor = x + self.mix(self.norm(x))
+        return out
 
 
 class Steps:
