@@ -314,7 +314,12 @@ class LayeredStage(Chunk):
                 self.store.hold_halves((self.number, mb, layer), name, halves)
 
     def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
-        """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs."""
+        """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs.
+
+        Exchanges leave that to the compute lane: it alone knows whether a segment is between two states.
+        """
+        if SEGMENT_OF[kind] in EXCHANGE:
+            return
         passage = self._passing[mb]
         if self.ends_backward(kind, layer):
             first = passage.first
