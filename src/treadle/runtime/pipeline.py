@@ -32,7 +32,6 @@ from treadle.runtime.build import (
     check_arguments,
     check_modules,
     check_shapes,
-    depth_of,
     depths,
     device_in,
     examine,
@@ -42,24 +41,25 @@ from treadle.runtime.build import (
     plan,
     plan_forward,
     reduce_order,
-    segments_in,
     shape_of,
+    stages_of,
     unbind,
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, digest_of, meet
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.input_shapes import InputShapes
-from treadle.runtime.model.layered import has_embedding, is_layered
+from treadle.runtime.model.layered import LayeredStage
+from treadle.runtime.model.losses import MAIN
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
 from treadle.runtime.model.weight_grad import WeightGradSplit
-from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
-from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
+from treadle.runtime.options import RunOptions, RunOptionsChanges
+from treadle.runtime.report import StepReport, agree, agree_by_name, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.layers import LayerExecutor
@@ -152,25 +152,21 @@ class Pipeline:
         """Check this rank's modules against the schedule, and exchange what ranks have."""
         self.splits: dict[int, WeightGradSplit] = {}
         problem: ValueError | None = None
-        modules, chunks = self._modules, range(schedule.vpp)
+        stages = RankStages([], [], [], [], [])
         try:
             check_shapes(self.options.shapes)
-            check_modules(modules, schedule, self.position)
-            self.splits = examine(modules, schedule)
+            check_modules(self._modules, schedule, self.position)
+            self.splits = examine(self._modules, schedule)
+            stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
         except ValueError as error:
             problem = error
-        can = [self.splits[c].possible if c in self.splits else True for c in chunks]
-        layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
-        layered = [c in modules and is_layered(modules[c]) for c in chunks]
-        embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
-        stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
-        terms = f"{self.options.costs!r} {self.options.saved} {self.options.shapes}"
+        terms = f"{self.options.costs!r} {self.options.saved} {self.options.recompute} {self.options.shapes}"
         return meet(self.groups, schedule, terms, stages, problem)
 
     def _plan(self, schedule: Schedule, met: Handshake) -> None:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        self._shape = shape_of(self._modules, met, self.schedule, self.options.saved)
+        self._shape = shape_of(met, self.schedule, self.options)
         reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
         self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce)
 
@@ -271,9 +267,9 @@ class Pipeline:
     ) -> Tensor:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
-        `inputs` are needed where the first stage is, `targets` where the last is: a tensor that is cut into
-        micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None where there
-        are no targets. The gradient is that of
+        `inputs` are needed where the first stage is, `targets` where the last is or MTP blocks are: a tensor that is
+        cut into micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None
+        where there are no targets. The gradient is that of
         sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
         step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
         says more.
@@ -359,7 +355,13 @@ class Pipeline:
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
                 for mb, x in enumerate(mine):
                     stage.at(mb).put_inputs(_cut_off(x))
-            if stage.number == last:
+            mtp = stage.mtp if isinstance(stage, LayeredStage) else []
+            if mtp and targets is None:
+                raise ValueError(
+                    f"stage {stage.number} has an MTP block ({type(mtp[0]).__name__}), which predicts from targets, "
+                    "got NoneType; give targets on the ranks that hold it, as on those that hold the last stage"
+                )
+            if stage.number == last or mtp:
                 if stage.trains:
                     refuse_graph(targets, "targets")
                 for mb, target in enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]):
@@ -403,16 +405,30 @@ class Pipeline:
                 for part in microbatch.losses:
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
         told = Download(losses).tensor(self._device.await_event)
+        named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
+        num_named = sum(name != MAIN for name, _ in named)
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.groups, told, scale, num_bad)
-        if not alike:
+            agreed = agree(self.groups, told, scale, num_bad, num_named)
+        if not agreed.alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
             )
-        finite = num_bad == 0 and bool(loss.isfinite())
-        loss, losses = loss.to(home), losses.to(home)
-        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
+        finite = agreed.num_bad == 0 and bool(agreed.loss.isfinite())
+        loss, losses = agreed.loss.to(home), agreed.losses.to(home)
+        by_name = self._by_name(named, scale, home) if agreed.num_named else {}
+        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
         return loss
+
+    def _by_name(self, named: list[tuple[str, Tensor]], scale: float, home: torch.device) -> dict[str, Tensor]:
+        """Adds the losses that have names up over all ranks."""
+        names = list(dict.fromkeys(name for name, _ in named))
+        sums = torch.zeros(len(names), dtype=torch.float64, device=home)
+        for name, loss in named if self.device.type != "meta" else ():
+            sums[names.index(name)] += loss
+        mine = dict(zip(names, Download(sums).tensor(self._device.await_event).tolist(), strict=True))
+        with self._guard.together("the agreement on the loss"):
+            by_name = agree_by_name(self.groups, mine, scale)
+        return {name: torch.tensor(loss, dtype=torch.float64, device=home) for name, loss in by_name.items()}
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

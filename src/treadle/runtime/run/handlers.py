@@ -86,14 +86,13 @@ def weight_grad(part: RankProgram, op: Op) -> OpCalls:
 
 
 def layer_part(part: RankProgram, op: Op) -> OpCalls:
-    """A segment's forward, backward or weight gradient, or a copy of what it saved."""
+    """A segment's forward, backward, weight gradient or recomputation, or a copy of what it saved."""
     stage = part.stages[op.chunk]
     assert isinstance(stage, LayeredStage)
     run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
-    layout = part.program.layout
-    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
+    if stage.ends_forward(op.kind, op.layer):
         return OpCalls(_then_forward(part, op, run))
-    if op.kind is layout.backward[-1] and op.layer == 0:
+    if stage.ends_backward(op.kind, op.layer):
         return OpCalls(_then_backward(part, op, run))
     return OpCalls(run)
 
