@@ -86,12 +86,26 @@ BAD_NPZ: list[tuple[dict[str, Any], str]] = [
         "treadle.layout.num_mb is a whole .*, got a number of more than 40 digits",
     ),
     (
-        {"treadle": header(layout__layers=[0])},
-        "treadle.layout.layers is a number for each of the 4 stages, got a list of 1",
+        {"treadle": header(layout__blocks=[""])},
+        "treadle.layout.blocks is a text for each of the 4 stages, got a list of 1",
     ),
     (
-        {"treadle": header(layout__layers=[0, 0, 0, 40_000])},
-        r"treadle.layout.layers\[3\] is a whole number from 0 to 32767",
+        {"treadle": header(layout__blocks=["t", "t", "t", "t" * 40_000])},
+        "treadle.layout.blocks is at most 32767 blocks in a stage, got 40000",
+    ),
+    (
+        {"treadle": header(layout__blocks=["t", "tE", "t", "t"])},
+        "treadle.layout: stage 1: E in 'tE' is out of order",
+    ),
+    ({"treadle": header(layout__blocks=["", "t", "t", "t"])}, "treadle.layout: blocks are unknown for every stage"),
+    ({"treadle": header(layout__layers=[0, 0, 0, 0])}, "treadle.layout.layers stands beside blocks"),
+    ({"treadle": header(layout__tied=[[0, 7]])}, r"treadle.layout: a tie is two or more different stages from 0 to 3"),
+    ({"treadle": header(layout__tied=[1])}, r"treadle.layout.tied\[0\] is a list, got 1"),
+    ({"treadle": header(layout__step_end=["CLIP"])}, "treadle.layout: a step ends with OPTIMIZER"),
+    ({"treadle": header(layout__mb_scale=[1.0, 0.0])}, r"treadle.layout.mb_scale\[1\] is a number above 0, got 0.0"),
+    (
+        {"treadle": header(layout__mb_scale=[1.0])},
+        "treadle.layout: mb_scale has a number for each of 8, or none, got 1",
     ),
     (
         {"treadle": header(layout__forward=["F", "G"])},

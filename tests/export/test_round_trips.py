@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from tests.support.example_traces import (
 )
 from treadle.export import chrome, npz
 from treadle.export.columns import DTYPES
-from treadle.export.header import layout_object
+from treadle.export.fields import Fields
+from treadle.export.header import layout_object, read_layout
 from treadle.ir import B, F, Placement, Schedule
-from treadle.ir.program import COLUMNS, Layout, Program
+from treadle.ir.program import COLUMNS, Layout, OpKind, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES
@@ -111,10 +113,32 @@ def test_round_trip_of_nothing(tmp_path: Path) -> None:
     assert_same_trace(chrome.load(tmp_path / "trace.json"), trace)
 
 
+EVERY_FIELD = Layout(
+    Placement.v(2),
+    2,
+    ("Ed", "tt", "t", "mL"),
+    (OpKind.ATTN_F, OpKind.MLP_F),
+    (OpKind.MLP_B, OpKind.ATTN_B),
+    (OpKind.MLP_W, OpKind.MTP_W),
+    ep=2,
+    dp=3,
+    saved={OpKind.ATTN_F: 7},
+    kept=0.25,
+    saved_unit="layers",
+    recomputed=(OpKind.ATTN_R,),
+    dense_saved={OpKind.ATTN_F: 5},
+    stage_scale=(1.0, 2.0, 0.5, 1.0),
+    mb_scale=(1.0, 1.5),
+    tied=((0, 3), (0, 1, 3)),
+    step_end=(OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS),
+)
+
+
 def test_all_of_a_layout_and_a_program_is_written() -> None:
     """A field that is added must be added to the files."""
-    layout = replace(by_layers().program.layout, saved_unit="layers")
-    assert list(layout_object(layout)) == [field.name for field in fields(Layout)]
+    assert list(layout_object(EVERY_FIELD)) == [field.name for field in fields(Layout)]
+    content = json.loads(json.dumps(layout_object(EVERY_FIELD)))
+    assert read_layout(Fields.of(content, "mine", "layout")) == EVERY_FIELD
     assert {*COLUMNS, "layout"} == {field.name for field in fields(Program)}
     assert set(DTYPES) == {*COLUMNS, "start", "end"}
     assert {field.name for field in fields(Trace)} == {"program", "start", "end", "clock", "about", "measured"}

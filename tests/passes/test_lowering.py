@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ from treadle.view.lanes import lanes_text
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 SAVED = {OpKind.ATTN_F: 1, OpKind.MLP_F: 1}
+
+
+def even(schedule: treadle.Schedule, layers: int = 1, **given: Any) -> Shape:
+    return Shape(("t" * layers,) * schedule.placement.num_stages, **given)
 
 
 def figure(rank: int, *, padded: bool = True, hold: bool = False) -> list[str]:
@@ -49,7 +54,7 @@ def test_token_counts_are_exchanged_before_a_dispatch_unless_it_is_padded() -> N
     assert "  host     host 7.0\n" in with_counts
     assert "host" not in padded
     schedule = treadle.generate("1f1b", pp=2, microbatches=2)
-    program = lower_layers(schedule, Shape())
+    program = lower_layers(schedule, even(schedule))
     dispatch = next(i for i in range(program.num_ops) if program.kind[i] == OpKind.DISPATCH_F)
     host = program.op(program.deps(dispatch)[0])
     assert host.kind is OpKind.HOST
@@ -78,7 +83,7 @@ def test_programs_of_all_schedules_verify_clean(name: str, moe: bool, layers: in
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_op_is_on_its_lane_and_compute_is_all_there(name: str) -> None:
     schedule = treadle.generate(name, pp=4, microbatches=8)
-    program = lower_layers(schedule, Shape(layers=2, offload=True))
+    program = lower_layers(schedule, even(schedule, 2, offload=True))
     kinds = program.lane_kind[program.lane_of]
     assert all(LANE_OF[OpKind(int(k))] == lane for k, lane in zip(program.kind, kinds, strict=True))
     num = schedule.pp * schedule.vpp * schedule.microbatches_per_pipe * 2
@@ -89,7 +94,7 @@ def test_every_op_is_on_its_lane_and_compute_is_all_there(name: str) -> None:
 def test_stages_of_different_depth() -> None:
     """A surplus of backward layers runs first, one of forward layers last."""
     schedule = treadle.generate("interleaved-overlap", pp=2, vpp=2, microbatches=4)
-    program = lower_layers(schedule, Shape(layers=(3, 1, 1, 2), counts=False))
+    program = lower_layers(schedule, Shape(("ttt", "t", "t", "tt"), counts=False))
     text = lanes_text(program, 0, [str(cell) for cell in schedule.rows[0]])
     deep_forward = next(block for block in text.split("cell") if "(F3.0|B0.1)" in block)
     deep_backward = next(block for block in text.split("cell") if "(F3.1|B0.0)" in block)
@@ -102,7 +107,7 @@ def test_stages_of_different_depth() -> None:
 def test_pipeline_sends_hide_behind_weight_halves_in_cool_down_too() -> None:
     """A lone backward's send starts when its attention's input gradient is there, before its weight halves."""
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
-    program = lower_layers(schedule, Shape(layers=2, moe=False))
+    program = lower_layers(schedule, even(schedule, 2, moe=False))
     trace = simulate(program, DEEPSEEK)
     for op in range(program.num_ops):
         if program.kind[op] == OpKind.SEND_B:
@@ -137,7 +142,7 @@ def test_interior_steady_cells_hardly_idle() -> None:
 
 def saved_peak(schedule: treadle.Schedule, layers: int, offload: bool) -> float:
     """The largest peak over ranks, in chunks."""
-    program = lower_layers(schedule, Shape(layers=layers, offload=offload, saved=SAVED, hold_attn_w=True))
+    program = lower_layers(schedule, even(schedule, layers, offload=offload, saved=SAVED, hold_attn_w=True))
     return float(peaks(program, execute(program, durations(program, DEEPSEEK))).size.max()) / (2 * layers)
 
 
@@ -154,7 +159,7 @@ def test_offload_cuts_the_peak_and_costs_no_time() -> None:
 
 def test_what_is_needed_within_two_cells_stays() -> None:
     schedule = treadle.generate("1f1b", pp=4, microbatches=8)
-    program = lower_layers(schedule, Shape(layers=2, offload=True))
+    program = lower_layers(schedule, even(schedule, 2, offload=True))
     leaves = {(op.lane.rank, op.mb) for i in range(program.num_ops) if (op := program.op(i)).kind is OpKind.OFFLOAD}
     for rank, row in enumerate(schedule.rows):
         for mb in range(8):
@@ -172,7 +177,7 @@ def test_copies_overlap_the_cells_around_them() -> None:
 
 def test_gradients_reduce_after_a_chunks_last_weight_half() -> None:
     schedule = treadle.generate("zb-v", pp=2, microbatches=4)
-    program = lower_layers(schedule, Shape(layers=2), reduce=True)
+    program = lower_layers(schedule, even(schedule, 2), reduce=True)
     for op in range(program.num_ops):
         if program.kind[op] != OpKind.REDUCE_GRAD:
             continue
@@ -185,7 +190,7 @@ def test_gradients_reduce_after_a_chunks_last_weight_half() -> None:
 
 
 def test_dualpipes_copies_of_a_stage_reduce_together() -> None:
-    program = lower_layers(treadle.generate("dualpipe", pp=4, microbatches=8), Shape())
+    program = lower_layers(treadle.generate("dualpipe", pp=4, microbatches=8), Shape(("t",) * 4))
     lanes = np.flatnonzero(program.lane_kind == LaneKind.DP)
     groups = {int(program.lane_rank[lane]): int(program.lane_group[lane]) for lane in lanes}
     assert groups[0] == groups[3] != groups[1] == groups[2]
@@ -202,7 +207,7 @@ def test_a_mesh_where_all_are_alike_takes_as_long_as_one_pipeline(name: str) -> 
 
 
 def test_a_mesh_joins_expert_groups_and_reductions() -> None:
-    one = lower_layers(treadle.generate("1f1b", pp=2, microbatches=2), Shape(), reduce=True)
+    one = lower_layers(treadle.generate("1f1b", pp=2, microbatches=2), Shape(("t", "t")), reduce=True)
     program = spread(one, ep=2, dp=2)
     ptr, lanes = program.groups
     by_kind: dict[LaneKind, list[set[int]]] = {}
@@ -264,7 +269,7 @@ def test_peaks_of_the_published_figures() -> None:
 def test_a_fraction_kept_after_the_input_half() -> None:
     def peak(kept: float) -> int:
         schedule = treadle.generate("zb-h1", pp=4, microbatches=8)
-        program = lower_layers(schedule, Shape(saved={OpKind.ATTN_F: 8, OpKind.MLP_F: 8}, kept=kept))
+        program = lower_layers(schedule, even(schedule, saved={OpKind.ATTN_F: 8, OpKind.MLP_F: 8}, kept=kept))
         return int(peaks(program, execute(program, durations(program, UNIT_COSTS))).size[3])
 
     assert peak(1.0) == 64

@@ -43,7 +43,7 @@ def build(lanes: Sequence[Lane], deps: dict[int, list[int]] | None = None, joine
     pairs[list(joined)] = True
     by_layer = bool((kind >= OpKind.ATTN_F).any())
     forward, backward = (FORWARD, BACKWARD) if by_layer else ((OpKind.F,), (OpKind.B,))
-    layout = Layout(Placement.loop(2), 8, (1, 1) if by_layer else (0, 0), forward, backward, (OpKind.W,))
+    layout = Layout(Placement.loop(2), 8, ("t", "t") if by_layer else ("", ""), forward, backward, (OpKind.W,))
     return Program(
         layout=layout,
         kind=kind,

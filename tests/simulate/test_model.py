@@ -65,7 +65,7 @@ def test_too_few_layers_are_refused_with_what_works() -> None:
         held("interleaved", 6)
     with pytest.raises(ValueError, match="at least 1 layer, got 0"):
         held("1f1b", 0)
-    with pytest.raises(ValueError, match="leave out --layers or --model-layers"):
+    with pytest.raises(ValueError, match="got layers 2 and model_layers 8; leave out all but one"):
         LoweringOptions(layers=2, model_layers=8)
 
 

@@ -1,7 +1,8 @@
 """A brute-force executor of Programs: the oracle that tests hold the verifier of Programs against.
 
 It was written from "What the verifier promises about Programs" in ARCHITECTURE.md alone. It takes the data types of
-`treadle.ir` and nothing else, and restates what ops need of each other, so as to share no mistake with what it checks.
+`treadle.ir` and nothing else, and restates what ops need of each other (`brute_force_labels`) and what they hold
+(`brute_force_memory`), so as to share no mistake with what it checks.
 """
 
 from __future__ import annotations
@@ -10,45 +11,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import ceil
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from treadle.ir.program import COMMUNICATION, LANE_OF, LaneKind, Layout, OpKind, Program
+from tests.support.brute_force_labels import COPIES, MESSAGES, RECEIVES, SENDS, STEP_ENDS, Name, Rules
+from tests.support.brute_force_memory import Memory
+from treadle.ir.program import COMMUNICATION, LaneKind, OpKind, Program
 
-MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
-SENDS = (OpKind.SEND_F, OpKind.SEND_B)
-RECEIVES = (OpKind.RECV_F, OpKind.RECV_B)
 FORWARD_MESSAGES = (OpKind.SEND_F, OpKind.RECV_F)
-COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
-EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
-HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
 CHANNEL_LANES = (LaneKind.SEND, LaneKind.RECV)
-
-WEIGHT_HALF = {
-    OpKind.MLP_B: OpKind.MLP_W,
-    OpKind.ATTN_B: OpKind.ATTN_W,
-    OpKind.HEAD_B: OpKind.HEAD_W,
-    OpKind.I: OpKind.W,
-}
-INPUT_HALF = {weight: backward for backward, weight in WEIGHT_HALF.items()}
-MAY_MAKE_GRADIENTS = (OpKind.MLP_B, OpKind.ATTN_B, OpKind.HEAD_B, OpKind.B, OpKind.EMBED_B)
-FORWARD_OF = {
-    OpKind.B: OpKind.F,
-    OpKind.I: OpKind.F,
-    OpKind.W: OpKind.F,
-    OpKind.COMBINE_B: OpKind.COMBINE_F,
-    OpKind.DISPATCH_B: OpKind.DISPATCH_F,
-    OpKind.MLP_B: OpKind.MLP_F,
-    OpKind.MLP_W: OpKind.MLP_F,
-    OpKind.ATTN_B: OpKind.ATTN_F,
-    OpKind.ATTN_W: OpKind.ATTN_F,
-    OpKind.EMBED_B: OpKind.EMBED_F,
-    OpKind.HEAD_B: OpKind.HEAD_F,
-    OpKind.HEAD_W: OpKind.HEAD_F,
-}
-"""Whose bytes a backward op or a weight half gives back."""
+REDUCTIONS = (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED)
 
 MOST_STUCK_NOTED = 20
 
@@ -66,22 +39,6 @@ class Outcome:
     def clean(self) -> bool:
         return not self.symptoms
 
-
-class Name(NamedTuple):
-    """The label of an op. A message's chunk is its reader's."""
-
-    kind: OpKind
-    rank: int
-    chunk: int
-    mb: int
-    layer: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind.name} {self.mb}.{self.chunk} L{self.layer}"
-
-
-Holder: TypeAlias = tuple[int, int]
-"""A rank and one of its chunks."""
 
 Note: TypeAlias = tuple[str, str]
 """A symptom and what shows it."""
@@ -133,189 +90,6 @@ Span: TypeAlias = tuple[int, int]
 """A start and an end."""
 
 
-class Rules:
-    """What the text says of the labels of a layout: which there are, and what they need of each other."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.by_layer = any(layers > 0 for layers in layout.layers) and OpKind.F not in layout.forward
-        self._placement = layout.placement
-        self._replicas = layout.dp * layout.ep
-        self.ranks = range(len(self._placement.stages) * self._replicas)
-        self.chunks = range(len(self._placement.pipes))
-        self.mbs = range(layout.num_mb)
-        self._holder = {
-            (self._placement.pipes[chunk], stage): (row, chunk)
-            for row, stages in enumerate(self._placement.stages)
-            for chunk, stage in enumerate(stages)
-        }
-
-    @cached_property
-    def forward(self) -> tuple[OpKind, ...]:
-        return self.layout.forward if self.by_layer else (OpKind.F,)
-
-    @cached_property
-    def backward(self) -> tuple[OpKind, ...]:
-        return self.layout.backward if self.by_layer else (OpKind.B,)
-
-    @cached_property
-    def weights(self) -> tuple[OpKind, ...]:
-        """The weight halves of a layer, so not the head's."""
-        return tuple(kind for kind in self.layout.weights if kind not in HEAD) if self.by_layer else (OpKind.W,)
-
-    @cached_property
-    def embedding(self) -> tuple[OpKind, ...]:
-        return EMBEDDING if self.layout.embedding else ()
-
-    @cached_property
-    def head(self) -> tuple[OpKind, ...]:
-        if not self.layout.head:
-            return ()
-        return HEAD if OpKind.HEAD_W in self.layout.weights else HEAD[:2]
-
-    @cached_property
-    def kinds(self) -> frozenset[OpKind]:
-        halves = () if self.by_layer else (OpKind.I,)
-        rest = (*MESSAGES, *(COPIES if self.by_layer else ()), OpKind.REDUCE_GRAD)
-        return frozenset((*self.forward, *self.backward, *self.weights, *halves, *self.embedding, *self.head, *rest))
-
-    def split(self, kind: OpKind) -> bool:
-        """Has a backward op a weight half of its own."""
-        return WEIGHT_HALF.get(kind) in (*self.weights, *self.head)
-
-    def stage(self, rank: int, chunk: int) -> int | None:
-        """The stage that a rank's chunk is, if there are such."""
-        if rank not in self.ranks or chunk not in self.chunks:
-            return None
-        return self._placement.stages[rank // self._replicas][chunk]
-
-    def beside(self, rank: int, chunk: int, step: int) -> Holder | None:
-        """Who holds the stage so many further along the same pipe, in the same replica."""
-        stage = self.stage(rank, chunk)
-        if stage is None:
-            return None
-        held = self._holder.get((self._placement.pipes[chunk], stage + step))
-        if held is None:
-            return None
-        return held[0] * self._replicas + rank % self._replicas, held[1]
-
-    def layers(self, rank: int, chunk: int) -> range:
-        """The layers of the stage that a rank's chunk is; at the grain of cells layer 0."""
-        stage = self.stage(rank, chunk)
-        if stage is None:
-            return range(0)
-        return range(self.layout.layers[stage] if self.by_layer else 1)
-
-    def ends(self, rank: int, chunk: int) -> tuple[OpKind, ...]:
-        """The ops of the embedding, if a rank's chunk is the first stage, and of the head, if it is the last."""
-        stage = self.stage(rank, chunk)
-        first = self.embedding if stage == 0 else ()
-        return first + (self.head if stage == len(self.layout.layers) - 1 else ())
-
-    def knows(self, op: Op) -> bool:
-        kind, rank, chunk, mb, layer = op.name
-        mbs = (-1,) if kind == OpKind.REDUCE_GRAD else self.mbs
-        in_no_layer = kind in (*MESSAGES, *EMBEDDING, *HEAD, OpKind.REDUCE_GRAD)
-        layers = (0,) if in_no_layer else self.layers(rank, chunk)
-        exists = rank in self.ranks and chunk in self.chunks and mb in mbs and layer in layers
-        if not exists or kind not in self.kinds or op.lane.kind != LANE_OF[kind]:
-            return False
-        if kind in (*EMBEDDING, *HEAD):
-            return kind in self.ends(rank, chunk)
-        return kind not in SENDS or self._feeder(op)[0] == rank
-
-    def _feeder(self, send: Op) -> Holder:
-        """Who makes what the reader of a send, at its lane's peer, reads."""
-        step = -1 if send.kind == OpKind.SEND_F else +1
-        return self.beside(send.lane.peer, send.name.chunk, step) or (-1, -1)
-
-    def needs(self, op: Op, copied: set[Name]) -> Iterator[tuple[Name, ...]]:
-        """What a known op needs, each as the names that will do. REDUCE_GRAD is not for names to say."""
-        kind, rank, chunk, mb, layer = op.name
-        if kind in self.forward:
-            yield from self._forward_needs(op.name)
-        elif kind in self.backward or kind == OpKind.I:
-            yield from self._backward_needs(op.name)
-            if kind == self.backward[0] and not copied.isdisjoint(op.name._replace(kind=copy) for copy in COPIES):
-                yield (op.name._replace(kind=OpKind.ONLOAD),)
-        elif kind in (*self.weights, OpKind.HEAD_W):
-            yield (op.name._replace(kind=INPUT_HALF[kind]),)
-        elif kind == OpKind.HEAD_F:
-            yield (self._leaves((rank, chunk), mb),)
-        elif kind == OpKind.HEAD_B:
-            yield (op.name._replace(kind=OpKind.HEAD_F),)
-        elif kind == OpKind.EMBED_B:
-            yield self._returns((rank, chunk), mb)
-        elif kind == OpKind.SEND_F:
-            yield (self._leaves(self._feeder(op), mb),)
-        elif kind == OpKind.SEND_B:
-            yield self._returns(self._feeder(op), mb)
-        elif kind == OpKind.OFFLOAD:
-            yield (Name(self.forward[-1], rank, chunk, mb, layer),)
-        elif kind == OpKind.ONLOAD:
-            yield (op.name._replace(kind=OpKind.OFFLOAD),)
-
-    def _forward_needs(self, name: Name) -> Iterator[tuple[Name, ...]]:
-        part = self.forward.index(name.kind)
-        if part > 0:
-            yield (name._replace(kind=self.forward[part - 1]),)
-        elif name.layer > 0:
-            yield (name._replace(kind=self.forward[-1], layer=name.layer - 1),)
-        else:
-            origin = self.beside(name.rank, name.chunk, -1)
-            if origin is not None and origin[0] != name.rank:
-                yield (name._replace(kind=OpKind.RECV_F),)
-            elif origin is not None:
-                yield (self._leaves(origin, name.mb),)
-            if OpKind.EMBED_F in self.ends(name.rank, name.chunk):
-                yield (name._replace(kind=OpKind.EMBED_F),)
-
-    def _backward_needs(self, name: Name) -> Iterator[tuple[Name, ...]]:
-        part = 0 if name.kind == OpKind.I else self.backward.index(name.kind)
-        if part > 0:
-            yield (name._replace(kind=self.backward[part - 1]),)
-        elif name.layer < self.layers(name.rank, name.chunk)[-1]:
-            yield (name._replace(kind=self.backward[-1], layer=name.layer + 1),)
-        else:
-            yield (name._replace(kind=self.forward[-1]),)
-            origin = self.beside(name.rank, name.chunk, +1)
-            if origin is not None and origin[0] != name.rank:
-                yield (name._replace(kind=OpKind.RECV_B, layer=0),)
-            elif origin is not None:
-                yield self._returns(origin, name.mb)
-            if OpKind.HEAD_B in self.ends(name.rank, name.chunk):
-                yield (name._replace(kind=OpKind.HEAD_B, layer=0),)
-
-    def _leaves(self, holder: Holder, mb: int) -> Name:
-        """What makes a stage's output: the last forward part of its last layer."""
-        return Name(self.forward[-1], *holder, mb, len(self.layers(*holder)) - 1)
-
-    def _returns(self, holder: Holder, mb: int) -> tuple[Name, ...]:
-        """What makes the gradient of a stage's input: the last backward part of layer 0; of cells B or I."""
-        kinds = self.backward[-1:] if self.by_layer else (OpKind.B, OpKind.I)
-        return tuple(Name(kind, *holder, mb, 0) for kind in kinds)
-
-    def makes_gradient(self, kind: OpKind) -> bool:
-        """Does a kind make a weight gradient: a weight half, or a backward op that has none split off."""
-        whole = kind in self.kinds and kind in MAY_MAKE_GRADIENTS and not self.split(kind)
-        return whole or kind in (*self.weights, OpKind.HEAD_W)
-
-    def required(self) -> Iterator[tuple[Name, int]]:
-        """What must be there once, with the peer of a send (else -1). Copies, REDUCE_GRAD and cells come besides."""
-        for rank, chunk, mb in product(self.ranks, self.chunks, self.mbs):
-            if self.by_layer:
-                for layer in self.layers(rank, chunk):
-                    for kind in (*self.forward, *self.backward, *self.weights):
-                        yield Name(kind, rank, chunk, mb, layer), -1
-            for kind in self.ends(rank, chunk):
-                yield Name(kind, rank, chunk, mb, 0), -1
-            for step, receive, send in ((-1, OpKind.RECV_F, OpKind.SEND_F), (+1, OpKind.RECV_B, OpKind.SEND_B)):
-                origin = self.beside(rank, chunk, step)
-                if origin is not None and origin[0] != rank:
-                    yield Name(receive, rank, chunk, mb, 0), -1
-                    yield Name(send, origin[0], chunk, mb, 0), rank
-
-
 class Machine:
     """A Program as ops on lanes, those that go together as one step."""
 
@@ -324,7 +98,7 @@ class Machine:
         self.lanes, self.ops = _read(program)
         self._dur = dur
         for op in self.ops:
-            op.known = self.rules.knows(op)
+            op.known = self.rules.knows(op.name, op.lane.kind, op.lane.peer)
         self.groups = self._groups()
         self._join()
         self.steps = list(dict.fromkeys(op.step for op in self.ops))
@@ -520,12 +294,13 @@ def _miscounted_copies(counts: Counter[tuple[Name, int]]) -> Iterator[Note]:
 
 
 def _miscounted_reductions(machine: Machine, counts: Counter[tuple[Name, int]]) -> Iterator[Note]:
-    if not any(op.kind == OpKind.REDUCE_GRAD and op.known for op in machine.ops):
-        return
-    for rank, chunk in product(machine.rules.ranks, machine.rules.chunks):
-        name = Name(OpKind.REDUCE_GRAD, rank, chunk, -1, 0)
-        if (name, -1) not in counts:
-            yield "missing", str(name)
+    rules = machine.rules
+    required: list[Name] = []
+    if any(name.kind == OpKind.REDUCE_GRAD for name, _ in counts):
+        required += (Name(OpKind.REDUCE_GRAD, *holder, -1, 0) for holder in product(rules.ranks, rules.chunks))
+    if any(rules.is_backward(name.kind) for name, _ in counts):
+        required += rules.required_once_a_step()
+    yield from (("missing", str(name)) for name in required if (name, -1) not in counts)
 
 
 def _miscounted_cells(rules: Rules, counts: Counter[tuple[Name, int]]) -> Iterator[Note]:
@@ -551,7 +326,7 @@ def _wrong_data(machine: Machine, spans: dict[Step, Span]) -> Iterator[Note]:
     bit = machine.bits()
     for op, needed, names in _needs(machine):
         if needed is None:
-            what = " or ".join(map(str, names)) or "a weight gradient"
+            what = " or ".join(map(str, names)) or "an op"
             yield "wrong data", f"{op} needs {what}, which does not exist"
         elif not befores[op.step] & bit[needed.step]:
             yield "wrong data", f"{op} does not wait for {needed}"
@@ -567,22 +342,41 @@ def _needs(machine: Machine) -> Iterator[tuple[Op, Op | None, tuple[Name, ...]]]
     for op in machine.ops:
         if not op.known:
             continue
-        if op.kind == OpKind.REDUCE_GRAD:
-            yield op, _last_gradient(machine, op), ()
-        for names in machine.rules.needs(op, copied):
+        yield from ((op, needed, ()) for needed in _once_a_step_needs(machine, op))
+        for names in machine.rules.needs(op.name, op.lane.peer, copied):
             found = [first[name] for name in names if name in first]
             yield op, min(found, key=lambda it: it.index) if found else None, names
 
 
-def _last_gradient(machine: Machine, reduction: Op) -> Op | None:
-    last = None
-    for lane in machine.lanes:
-        if lane.rank == reduction.name.rank and lane.kind == LaneKind.COMPUTE:
-            for op in lane.ops:
-                mine = op.known and op.name.chunk == reduction.name.chunk
-                if mine and machine.rules.makes_gradient(op.kind):
-                    last = op
-    return last
+def _once_a_step_needs(machine: Machine, op: Op) -> Iterator[Op | None]:
+    """What reductions and the end of a step need."""
+    rank, step_end = op.name.rank, machine.rules.layout.step_end
+    if op.kind == OpKind.REDUCE_GRAD:
+        yield _last(_gradients(machine, rank, op.name.chunk))
+    elif op.kind == OpKind.REDUCE_TIED:
+        for chunk in machine.rules.tied_chunks(rank, op.name.layer):
+            yield _last(_gradients(machine, rank, chunk))
+    elif op.kind == OpKind.CLIP or (op.kind == OpKind.OPTIMIZER and OpKind.CLIP not in step_end):
+        every = [gradient for chunk in machine.rules.chunks for gradient in _gradients(machine, rank, chunk)]
+        reductions = ([it for it in _known(machine, rank) if it.kind == kind] for kind in REDUCTIONS)
+        yield from (_last(ops) for ops in (every, *reductions) if ops)
+    elif op.kind in (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS):
+        wanted = OpKind.CLIP if op.kind == OpKind.OPTIMIZER else OpKind.OPTIMIZER
+        yield next((it for it in _known(machine, rank) if it.kind == wanted), None)
+
+
+def _known(machine: Machine, rank: int) -> list[Op]:
+    return [op for op in machine.ops if op.known and op.name.rank == rank]
+
+
+def _gradients(machine: Machine, rank: int, chunk: int) -> list[Op]:
+    """What makes a weight gradient of a chunk; such ops, where known, are on a compute lane."""
+    ops = _known(machine, rank)
+    return [op for op in ops if op.name.chunk == chunk and machine.rules.makes_gradient(op.kind)]
+
+
+def _last(ops: list[Op]) -> Op | None:
+    return max(ops, key=lambda op: op.index, default=None)
 
 
 def _crossings(machine: Machine) -> Iterator[Note]:
@@ -601,7 +395,9 @@ def _message_label(op: Op) -> tuple[str, int, int]:
 
 
 def _group_label(rules: Rules, op: Op) -> tuple[int, int, int | None]:
-    return op.name.mb, op.name.layer, rules.stage(op.name.rank, op.name.chunk)
+    of_no_stage = op.kind in (OpKind.REDUCE_TIED, *STEP_ENDS)
+    stage = None if of_no_stage else rules.stage(op.name.rank, op.name.chunk)
+    return op.name.mb, op.name.layer, stage
 
 
 def _launch_order(machine: Machine, hangs: bool) -> Iterator[Note]:
@@ -626,58 +422,22 @@ def _launch_order(machine: Machine, hangs: bool) -> Iterator[Note]:
 
 
 def _peaks(machine: Machine, spans: dict[Step, Span]) -> tuple[int, ...]:
-    """The most bytes that each rank holds at once."""
+    """The most that each rank holds at once."""
     memory = Memory(machine.rules)
-    changes: dict[int, Counter[int]] = {rank: Counter() for rank in machine.rules.ranks}
+    changes: dict[int, dict[int, Fraction]] = {rank: defaultdict(Fraction) for rank in machine.rules.ranks}
     for op in machine.ops:
-        if op.name.rank in changes:
+        if op.known:
             start, end = spans[op.step]
-            changes[op.name.rank][start] += memory.taken[op.kind]
-            changes[op.name.rank][end] -= memory.given[op.kind]
-    return tuple(ceil(Fraction(_most(changes[rank]), memory.unit)) for rank in machine.rules.ranks)
+            taken, given = memory.changes(op.name)
+            changes[op.name.rank][start] += taken
+            changes[op.name.rank][end] -= given
+    return tuple(ceil(_most(changes[rank])) for rank in machine.rules.ranks)
 
 
-def _most(changes: Counter[int]) -> int:
+def _most(changes: dict[int, Fraction]) -> Fraction:
     """As giving back comes before taking, the most is what is held after all changes of some time."""
-    held = most = 0
+    held = most = Fraction(0)
     for time in sorted(changes):
         held += changes[time]
         most = max(most, held)
     return most
-
-
-class Memory:
-    """What ops of each kind take at their start and give back at their end, in `unit`-ths of a byte.
-
-    The unit makes whole numbers of the fraction that is kept.
-    """
-
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        # through text, for 0.1 to be a tenth
-        self._kept = Fraction(str(rules.layout.kept))
-        self.unit = self._kept.denominator
-        self.taken = {kind: int(self._taken(kind) * self.unit) for kind in OpKind}
-        self.given = {kind: int(self._given(kind) * self.unit) for kind in OpKind}
-
-    def _taken(self, kind: OpKind) -> Fraction:
-        if kind == OpKind.ONLOAD:
-            return self._layer()
-        saves = kind in self._rules.kinds and kind in (*self._rules.forward, OpKind.EMBED_F, OpKind.HEAD_F)
-        return self._saved(kind) if saves else Fraction(0)
-
-    def _given(self, kind: OpKind) -> Fraction:
-        if kind == OpKind.OFFLOAD:
-            return self._layer()
-        if kind not in self._rules.kinds or kind not in FORWARD_OF:
-            return Fraction(0)
-        saved = self._saved(FORWARD_OF[kind])
-        if kind in (*self._rules.weights, OpKind.HEAD_W):
-            return saved * self._kept
-        return saved * (1 - self._kept) if self._rules.split(kind) else saved
-
-    def _saved(self, kind: OpKind) -> Fraction:
-        return Fraction(self._rules.layout.saved.get(kind, 0))
-
-    def _layer(self) -> Fraction:
-        return sum(map(self._saved, self._rules.forward), Fraction(0))

@@ -72,7 +72,7 @@ def by_layers() -> Trace:
     num = len(flat)
     parts = (OpKind.ATTN_F, OpKind.DISPATCH_F, OpKind.MLP_F, OpKind.COMBINE_F)
     saved = {OpKind.ATTN_F: 250_000_000, OpKind.MLP_F: 7}
-    layout = Layout(Placement.loop(1), 3, (2,), parts, (OpKind.MLP_B,), (OpKind.MLP_W,), 2, 1, saved, 0.1)
+    layout = Layout(Placement.loop(1), 3, ("tt",), parts, (OpKind.MLP_B,), (OpKind.MLP_W,), 2, 1, saved, 0.1)
     program = Program(
         layout=layout,
         kind=np.array(flat, np.uint8),

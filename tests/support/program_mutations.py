@@ -8,7 +8,23 @@ from random import Random
 
 import numpy as np
 
-from treadle.ir.program import COMMUNICATION, EMBEDDING, HEAD, LANE_OF, NEVER, LaneKind, Layout, OpKind, Program
+from treadle.ir.program import (
+    COMMUNICATION,
+    EMBEDDING,
+    HEAD,
+    LANE_OF,
+    MTP,
+    NEVER,
+    RECOMPUTE,
+    STEP_END,
+    STEP_ENDS,
+    LaneKind,
+    Layout,
+    OpKind,
+    Program,
+)
+
+COLLECTIVE = (LaneKind.EP, LaneKind.DP, LaneKind.TIED, LaneKind.WORLD)
 
 
 @dataclass(eq=False)
@@ -183,7 +199,8 @@ def relabel(draft: Draft, random: Random) -> bool:
     if what == "kind":
         values = [int(kind) for kind in OpKind if beyond or LANE_OF[kind] == lane.kind]
     else:
-        most = {"mb": layout.num_mb, "chunk": layout.placement.vpp, "layer": layout.max_layers}[what]
+        deepest = max(layout.max_layers, len(layout.tied))
+        most = {"mb": layout.num_mb, "chunk": layout.placement.vpp, "layer": deepest}[what]
         values = [-1, most] if beyond else list(range(most))
     others = [value for value in values if value != getattr(op, what)]
     if others:
@@ -214,7 +231,7 @@ def redirect_dependency(draft: Draft, random: Random) -> bool:
 def swap_on_one_member(draft: Draft, random: Random) -> bool:
     """One member of a collective does two of its ops in another order than the others."""
     lanes = [lane for lane in draft.lanes if lane.group != -1 and len(lane.ops) > 1]
-    collective = [lane for lane in lanes if lane.kind in (LaneKind.EP, LaneKind.DP)]
+    collective = [lane for lane in lanes if lane.kind in COLLECTIVE]
     if not lanes:
         return False
     lane = random.choice(collective or lanes)
@@ -343,11 +360,37 @@ def unwait(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
     return _alter_dependency([op] if op.deps else [], [random.choice(draft.ops)], random, 0.5)
 
 
-def rename_end(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
-    """The op becomes another one of the embedding or the head."""
+def renaming(kinds: tuple[OpKind, ...]) -> Damage:
+    """The op becomes another one of these."""
+
+    def damage(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+        op = lane.ops[place]
+        op.kind = random.choice([kind for kind in kinds if kind != op.kind])
+        return True
+
+    return damage
+
+
+def run_again(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op runs again near by."""
     op = lane.ops[place]
-    op.kind = random.choice([kind for kind in (*EMBEDDING, *HEAD) if kind != op.kind])
+    to = _near(place, len(lane.ops) + 1, random)
+    lane.ops.insert(to, replace(op, deps=list(op.deps), joined=False))
     return True
+
+
+def change_layer(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op becomes one of the next layer, MTP block or tie, or of the one before."""
+    lane.ops[place].layer += random.choice((-1, 1))
+    return True
+
+
+def change_rank(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
+    """The op goes to another lane of its kind."""
+    others = [other for other in draft.lanes if other.kind == lane.kind and other is not lane]
+    if others:
+        random.choice(others).ops.append(lane.ops.pop(place))
+    return bool(others)
 
 
 def change_stage(draft: Draft, random: Random, lane: Queue, place: int) -> bool:
@@ -364,17 +407,84 @@ spoil_copy = spoil(
     tuple(LaneKind),
     ((0.3, leaving_out(inherit=0.5)), (0.5, swap_near), (0.7, unread), (1.0, unwait)),
 )
+BLOCK_ENDS = (*EMBEDDING, *MTP, *HEAD)
 spoil_end = spoil(
-    (*EMBEDDING, *HEAD),
+    BLOCK_ENDS,
     (LaneKind.COMPUTE,),
     (
         (0.2, leaving_out(inherit=0.7)),
-        (0.5, swap_near),
-        (0.65, rename_end),
+        (0.45, swap_near),
+        (0.6, renaming(BLOCK_ENDS)),
+        (0.65, change_layer),
         (0.8, change_stage),
         (1.0, unread),
     ),
 )
+spoil_recomputation = spoil(
+    tuple(RECOMPUTE),
+    (LaneKind.COMPUTE,),
+    (
+        (0.2, leaving_out(inherit=0.7)),
+        (0.3, run_again),
+        (0.6, swap_near),
+        (0.7, renaming((*RECOMPUTE, *RECOMPUTE.values()))),
+        (0.8, change_layer),
+        (0.9, unread),
+        (1.0, unwait),
+    ),
+)
+ENDS_OF_STEP = (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, *STEP_END)
+spoil_step = spoil(
+    ENDS_OF_STEP,
+    tuple(LaneKind),
+    (
+        (0.15, leaving_out(inherit=0.7)),
+        (0.25, run_again),
+        (0.45, swap_near),
+        (0.5, renaming(ENDS_OF_STEP)),
+        (0.6, change_layer),
+        (0.65, change_rank),
+        (0.75, unread),
+        (1.0, unwait),
+    ),
+)
+
+
+def misstate_layout(draft: Draft, random: Random) -> bool:
+    """The layout says something else than the ops were made for."""
+    layout = draft.layout
+    stages = layout.placement.num_stages
+    rows = list(layout.blocks)
+    stage = random.randrange(stages)
+    rows[stage] = random.choice(RELETTERINGS)(rows[stage])
+    changed = random.choice(
+        (
+            {"blocks": tuple(rows)},
+            {"blocks": tuple(rows)},
+            {"recomputed": random.choice(((), (OpKind.ATTN_R,), (OpKind.MLP_R,), tuple(RECOMPUTE)))},
+            {"step_end": random.choice(STEP_ENDS)},
+            {"tied": layout.tied[1:] or ((0, stages - 1),)},
+            {"tied": layout.tied[::-1]},
+            {"weights": layout.weights[1:]},
+        )
+    )
+    try:
+        draft.layout = replace(layout, **changed)  # type: ignore[arg-type]
+    except ValueError:
+        return False
+    return draft.layout != layout
+
+
+RELETTERINGS: tuple[Callable[[str], str], ...] = (
+    lambda row: row.replace("d", "t"),
+    lambda row: row.replace("t", "d"),
+    lambda row: row[::-1],
+    lambda row: row[1:],
+    lambda row: row[:-1],
+    lambda row: row + row[-1:],
+    lambda row: row[:1] + row,
+)
+"""Other blocks of a stage. Those out of their order are refused, so that some of these change nothing."""
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -399,6 +509,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     misnumber_launches,
     spoil_copy,
     spoil_end,
+    spoil_recomputation,
+    spoil_step,
+    misstate_layout,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -83,7 +84,7 @@ def symptoms(layout: Layout, text: str, *edits: tuple[str, str]) -> set[str]:
     return set(run(layout, text).symptoms)
 
 
-CELLS = Layout(Placement.loop(2), 1, (0, 0), (OpKind.F,), (OpKind.B,), (OpKind.W,), saved={OpKind.F: 1})
+CELLS = Layout(Placement.loop(2), 1, ("", ""), (OpKind.F,), (OpKind.B,), (OpKind.W,), saved={OpKind.F: 1})
 ONE = """
     0 COMPUTE: f0=F0.0 b0=B0.0<f0,rb
     1 COMPUTE: f1=F0.0<rf b1=B0.0<f1
@@ -95,7 +96,7 @@ ONE = """
 # the same, rank 1's backward in halves
 HALVES = ONE.replace("b1=B0.0<f1", "b1=I0.0<f1 w1=W0.0")
 
-ALONE = replace(CELLS, placement=Placement.loop(1), layers=(0,), num_mb=2)
+ALONE = replace(CELLS, placement=Placement.loop(1), blocks=("",), num_mb=2)
 PAIR = "0 COMPUTE: f0=F0.0 f1=F1.0 b0=B0.0+ b1=B1.0"
 
 TWO_MB = """
@@ -108,7 +109,7 @@ TWO_MB = """
 """
 
 # rank 0 holds stages 0 and 3, rank 1 stages 1 and 2: the turn on rank 1 needs no message
-TURN = replace(CELLS, placement=Placement.v(2), layers=(0, 0, 0, 0))
+TURN = replace(CELLS, placement=Placement.v(2), blocks=("", "", "", ""))
 TURNING = """
     0 COMPUTE: f0=F0.0 f3=F0.1<rf3 b3=B0.1 b0=B0.0<rb0
     1 COMPUTE: f1=F0.0<rf1 f2=F0.1 b2=B0.1<rb2 b1=B0.0
@@ -118,12 +119,12 @@ TURNING = """
     0 RECV 1 g1: rf3=RECV_F0.1 rb0=RECV_B0.0
 """
 
-DENSE = Layout(Placement.loop(1), 1, (1,), (ATTN_F, MLP_F), (MLP_B, ATTN_B), (), saved=SAVED)
+DENSE = Layout(Placement.loop(1), 1, ("t",), (ATTN_F, MLP_F), (MLP_B, ATTN_B), (), saved=SAVED)
 WHOLE = """
     0 COMPUTE: a=ATTN_F0.0 m=MLP_F0.0 n=MLP_B0.0 t=ATTN_B0.0
     0 DP: red=REDUCE_GRAD-1.0<t
 """
-TWO_DENSE = replace(DENSE, placement=Placement.loop(2), layers=(1, 1))
+TWO_DENSE = replace(DENSE, placement=Placement.loop(2), blocks=("t", "t"))
 TWO_WHOLE = """
     0 COMPUTE: a0=ATTN_F0.0 m0=MLP_F0.0 n0=MLP_B0.0<rb t0=ATTN_B0.0
     1 COMPUTE: a1=ATTN_F0.0<rf m1=MLP_F0.0 n1=MLP_B0.0 t1=ATTN_B0.0
@@ -138,7 +139,7 @@ TWO_WHOLE = """
 MOE = Layout(
     Placement.loop(1),
     1,
-    (2,),
+    ("tt",),
     (ATTN_F, OpKind.DISPATCH_F, MLP_F, OpKind.COMBINE_F),
     (OpKind.COMBINE_B, MLP_B, OpKind.DISPATCH_B, ATTN_B),
     (MLP_W, ATTN_W),
@@ -158,7 +159,7 @@ TWO_LAYERS = """
 
 # two ranks of one expert group, two micro-batches
 EXPERTS = Layout(
-    Placement.loop(1), 2, (1,), (ATTN_F, OpKind.DISPATCH_F), (OpKind.DISPATCH_B, ATTN_B), (), ep=2, saved=SAVED
+    Placement.loop(1), 2, ("t",), (ATTN_F, OpKind.DISPATCH_F), (OpKind.DISPATCH_B, ATTN_B), (), ep=2, saved=SAVED
 )
 TOGETHER = """
     0 COMPUTE: a0=ATTN_F0.0 t0=ATTN_B0.0<g0 a1=ATTN_F1.0 t1=ATTN_B1.0<g1
@@ -168,7 +169,7 @@ TOGETHER = """
 """
 
 TWO_ENDS = replace(
-    TWO_DENSE, weights=(HEAD_W,), saved=SAVED | {OpKind.EMBED_F: 7, OpKind.HEAD_F: 11}, embedding=True, head=True
+    TWO_DENSE, weights=(HEAD_W,), saved=SAVED | {OpKind.EMBED_F: 7, OpKind.HEAD_F: 11}, blocks=("Et", "tL")
 )
 TWO_ENDED = """
     0 COMPUTE: e0=EMBED_F0.0 a0=ATTN_F0.0 m0=MLP_F0.0 n0=MLP_B0.0<rb t0=ATTN_B0.0 g0=EMBED_B0.0
@@ -180,7 +181,7 @@ TWO_ENDED = """
     0 DP: red0=REDUCE_GRAD-1.0<g0
     1 DP: red1=REDUCE_GRAD-1.0<w1
 """
-ENDS = replace(TWO_ENDS, placement=Placement.loop(1), layers=(1,))
+ENDS = replace(TWO_ENDS, placement=Placement.loop(1), blocks=("EtL",))
 # each op on a lane of its own, so that nothing but dependencies orders them: every one of them is needed
 APART = """
     0 COMPUTE: e=EMBED_F0.0
@@ -197,7 +198,7 @@ APART = """
 
 # as TURNING: rank 0 holds both the first stage and the last
 TURN_ENDS = replace(
-    TWO_ENDS, placement=Placement.v(2), layers=(1, 1, 1, 1), forward=(ATTN_F,), backward=(ATTN_B,), weights=()
+    TWO_ENDS, placement=Placement.v(2), blocks=("Et", "t", "t", "tL"), forward=(ATTN_F,), backward=(ATTN_B,), weights=()
 )
 TURNING_ENDED = """
     0 COMPUTE: e=EMBED_F0.0 f0=ATTN_F0.0 f3=ATTN_F0.1<rf3 h=HEAD_F0.1 k=HEAD_B0.1 b3=ATTN_B0.1
@@ -222,6 +223,16 @@ SOUND = [
     (ENDS, APART),
     (TURN_ENDS, TURNING_ENDED),
 ]
+
+
+def without_dependency(layout: Layout, text: str) -> Iterator[tuple[str, str, Outcome]]:
+    """For each dependency who waits, for what, and what becomes of the text without it."""
+    program, names = read(layout, text)
+    for reader, waits in enumerate(program.deps(i) for i in range(len(names))):
+        for gone in waits:
+            draft = thaw(program)
+            draft.ops[reader].deps.remove(draft.ops[gone])
+            yield names[reader], names[gone], execute(freeze(draft), [1] * len(names))
 
 
 # Mutations

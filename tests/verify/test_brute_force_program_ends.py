@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.written_programs import (
     APART,
-    CELLS,
     DENSE,
     ENDS,
     HEAD_W,
@@ -23,7 +22,6 @@ from tests.support.written_programs import (
     symptoms,
 )
 from treadle.ir import Placement
-from treadle.ir.program import OpKind
 
 # The embedding and the head
 
@@ -65,7 +63,7 @@ def test_ends_that_do_not_exist(edit: tuple[str, str], kinds: list[str], place: 
 
 
 def test_ends_are_of_no_layer() -> None:
-    deep = replace(ENDS, layers=(2,))
+    deep = replace(ENDS, blocks=("EttL",))
     text = """
         0 COMPUTE: e=EMBED_F0.0 a0=ATTN_F0.0 m0=MLP_F0.0 a1=ATTN_F0.0.1 m1=MLP_F0.0.1 h=HEAD_F0.0
             k=HEAD_B0.0 w=HEAD_W0.0 n1=MLP_B0.0.1 t1=ATTN_B0.0.1 n0=MLP_B0.0 t0=ATTN_B0.0 g=EMBED_B0.0
@@ -98,11 +96,11 @@ def test_ends_that_the_layout_does_not_have(kind: str) -> None:
 
 
 def test_one_end_only() -> None:
-    embedding = replace(DENSE, embedding=True)
+    embedding = replace(DENSE, blocks=("Et",))
     edits = ("a=ATTN_F0.0", "e=EMBED_F0.0 a=ATTN_F0.0"), ("t=ATTN_B0.0", "t=ATTN_B0.0 g=EMBED_B0.0"), ("<t", "<g")
     assert symptoms(embedding, WHOLE, *edits) == set()
-    assert symptoms(replace(DENSE, head=True), WHOLE, *edits) >= {"unknown", "missing"}
-    head = replace(DENSE, head=True)
+    assert symptoms(replace(DENSE, blocks=("tL",)), WHOLE, *edits) >= {"unknown", "missing"}
+    head = replace(DENSE, blocks=("tL",))
     edit = ("m=MLP_F0.0", "m=MLP_F0.0 h=HEAD_F0.0 k=HEAD_B0.0")
     assert symptoms(head, WHOLE, edit) == set()
     assert symptoms(embedding, WHOLE, edit) >= {"unknown", "missing"}
@@ -168,13 +166,11 @@ def test_ends_waiting_for_the_op_before_the_one_needed(edit: tuple[str, str], no
     assert note in found
 
 
-def test_last_backward_needs_its_own_forward_besides_the_head() -> None:
-    # HEAD_B waits for the layer's forward through HEAD_F; only a HEAD_F that does not wait tells the two needs apart
+def test_only_the_first_of_the_backward_chain_needs_the_forward() -> None:
+    # MLP_B waits for the layer's forward through HEAD_B and HEAD_F alone
     early = APART.replace("h=HEAD_F0.0<m", "h=HEAD_F0.0<a")
-    head, backward = run(ENDS, early).notes
-    assert "HEAD_F 0.0 L0) does not wait for op 2 (rank 0 MLP_F" in head
-    assert "MLP_B 0.0 L0) does not wait for op 2 (rank 0 MLP_F" in backward
-    assert run(ENDS, early.replace("n=MLP_B0.0<k", "n=MLP_B0.0<k,m")).notes == (head,)
+    (note,) = run(ENDS, early).notes
+    assert "HEAD_F 0.0 L0) does not wait for op 2 (rank 0 MLP_F" in note
 
 
 def test_other_stages_need_no_ends() -> None:
@@ -236,38 +232,12 @@ BOTH_ENDED = """
 
 
 def test_ends_of_both_pipelines() -> None:
-    layout = replace(TURN_ENDS, placement=Placement.bidirectional(2), layers=(1, 1))
+    layout = replace(TURN_ENDS, placement=Placement.bidirectional(2), blocks=("Et", "tL"))
     assert symptoms(layout, BOTH_ENDED) == set()
     for name in ("e0", "e1", "h0", "h1", "k0", "k1"):
         assert left_out(layout, BOTH_ENDED, name) == {"missing", "wrong data"}
     assert left_out(layout, BOTH_ENDED, "g0") == left_out(layout, BOTH_ENDED, "g1") == {"missing"}
     assert symptoms(layout, BOTH_ENDED, ("e1=EMBED_F0.1", "e1=EMBED_F0.0")) == {"unknown", "missing", "wrong data"}
-
-
-CELL_ENDS = replace(CELLS, embedding=True, head=True, saved={OpKind.F: 1, OpKind.EMBED_F: 7, OpKind.HEAD_F: 11})
-CELLS_ENDED = """
-    0 COMPUTE: e0=EMBED_F0.0 f0=F0.0 b0=B0.0<f0,rb g0=EMBED_B0.0
-    1 COMPUTE: f1=F0.0<rf h1=HEAD_F0.0 k1=HEAD_B0.0 b1=B0.0<f1
-    0 SEND 1 g0: sf=SEND_F0.0<f0
-    1 RECV 0 g0: rf=RECV_F0.0
-    1 SEND 0 g1: sb=SEND_B0.0<b1
-    0 RECV 1 g1: rb=RECV_B0.0
-"""
-
-
-def test_ends_at_the_grain_of_cells() -> None:
-    assert symptoms(CELL_ENDS, CELLS_ENDED) == set()
-    assert run(CELL_ENDS, CELLS_ENDED).peak == (8, 12)
-    halves = (("b0=B0.0<f0,rb", "b0=I0.0<f0,rb"), ("g0=EMBED_B0.0", "g0=EMBED_B0.0 w0=W0.0"))
-    assert symptoms(CELL_ENDS, CELLS_ENDED, *halves) == set()
-    assert symptoms(CELL_ENDS, CELLS_ENDED, (" g0=EMBED_B0.0", ""), ("b0=B0", "g0=EMBED_B0.0 b0=B0")) == {"wrong data"}
-    # I needs what B needs
-    late = (" k1=HEAD_B0.0", ""), ("b1=B0.0<f1", "b1=I0.0<f1 k1=HEAD_B0.0 w1=W0.0")
-    assert symptoms(CELL_ENDS, CELLS_ENDED, *late) == {"wrong data"}
-    split = replace(CELL_ENDS, weights=(OpKind.W, HEAD_W))
-    assert symptoms(split, CELLS_ENDED) == {"missing"}
-    assert symptoms(split, CELLS_ENDED, ("b1=B0.0<f1", "b1=B0.0<f1 w1=HEAD_W0.0")) == set()
-    assert symptoms(CELL_ENDS, CELLS_ENDED, ("b1=B0.0<f1", "b1=B0.0<f1 w1=HEAD_W0.0")) == {"unknown"}
 
 
 HEAD_LATE = """

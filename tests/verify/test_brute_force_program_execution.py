@@ -159,7 +159,7 @@ def test_crossed_collectives() -> None:
 
 
 def test_collectives_of_different_layers() -> None:
-    layout = replace(EXPERTS, num_mb=1, layers=(2,), forward=(OpKind.DISPATCH_F,), backward=(OpKind.DISPATCH_B,))
+    layout = replace(EXPERTS, num_mb=1, blocks=("tt",), forward=(OpKind.DISPATCH_F,), backward=(OpKind.DISPATCH_B,))
     lane = "DISPATCH_F0.0.0 {0}1=DISPATCH_F0.0.1 {0}2=DISPATCH_B0.0.1 {0}3=DISPATCH_B0.0.0"
     same = f"0 EP g0: a0={lane.format('a')}\n 1 EP g0: b0={lane.format('b')}"
     assert symptoms(layout, same) == set()
@@ -171,7 +171,7 @@ def test_collectives_of_different_layers() -> None:
     assert sum("together" in note for note in outcome.notes) == 2
 
 
-BOTH_ENDS = Layout(Placement.bidirectional(2), 1, (0, 0), (OpKind.F,), (OpKind.B,), (OpKind.W,), saved={OpKind.F: 1})
+BOTH_ENDS = Layout(Placement.bidirectional(2), 1, ("", ""), (OpKind.F,), (OpKind.B,), (OpKind.W,), saved={OpKind.F: 1})
 TWO_PIPES = """
     0 COMPUTE: f0=F0.0 f1=F0.1<rf0 b1=B0.1 b0=B0.0<rb0
     1 COMPUTE: g0=F0.1 g1=F0.0<rf1 c1=B0.0 c0=B0.1<rb1

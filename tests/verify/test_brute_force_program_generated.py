@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from random import Random
 
 import numpy as np
 import pytest
+from treadle.passes.step_end import with_step_end
+from treadle.passes.tied import with_tied
 
 from tests.support.brute_force_program import Machine, Op, Outcome, Step, execute
 from tests.support.program_mutations import MUTATIONS, Mutation, freeze, mutate_program, thaw
+from tests.support.written_blocks import SOUND_BLOCKS
 from tests.support.written_programs import (
-    APART,
     ATTN_W,
     CELLS,
     ENDS,
@@ -21,15 +25,14 @@ from tests.support.written_programs import (
     MLP_W,
     ONE,
     SAVED,
-    TURN_ENDS,
-    TURNING_ENDED,
+    SOUND,
     TWO_ENDED,
     TWO_ENDS,
     read,
     same,
 )
 from treadle.ir import Schedule
-from treadle.ir.program import OpKind, Program
+from treadle.ir.program import STEP_END, STEP_ENDS, OpKind, Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
@@ -110,13 +113,14 @@ def _can_start(op: Op, ends: dict[int, int], time: int) -> bool:
 
 def small_programs() -> Iterator[tuple[Random, Program]]:
     random = Random(5)
-    shape = Shape(layers=1, moe=True, counts=False, offload=True, saved=SAVED)
     made = [lower_cells(generate(name, pp=2, microbatches=4)) for name in SCHEDULES]
-    made += [lower_layers(generate(name, pp=2, microbatches=2), shape, reduce=True) for name in ("1f1b", "zb-h1")]
-    made.append(spread(lower_layers(generate("gpipe", pp=1, microbatches=2), shape, reduce=True), ep=2, dp=1))
-    made += [
-        read(layout, text)[0] for layout, text in ((TWO_ENDS, TWO_ENDED), (ENDS, APART), (TURN_ENDS, TURNING_ENDED))
-    ]
+    shape = partial(Shape, counts=False, offload=True, saved=SAVED)
+    two = [generate(name, pp=2, microbatches=2) for name in ("1f1b", "zb-h1")]
+    made += [lower_layers(schedule, shape(blocks=("t", "t")), reduce=True) for schedule in two]
+    made.append(
+        spread(lower_layers(generate("gpipe", pp=1, microbatches=2), shape(blocks=("t",)), reduce=True), ep=2, dp=1)
+    )
+    made += [read(layout, text)[0] for layout, text in SOUND[-3:] + SOUND_BLOCKS]
     for program in made * 8:
         yield random, mutate_program(program, random)
 
@@ -144,7 +148,8 @@ def test_times_against_ticks() -> None:
 def test_rebuilding_is_exact(name: str) -> None:
     schedule = generate(name, pp=2, microbatches=4)
     cells = lower_cells(schedule)
-    layers = lower_layers(schedule, Shape(layers=2, offload=True, saved=SAVED), reduce=True)
+    blocks = ("tt",) * schedule.placement.num_stages
+    layers = lower_layers(schedule, Shape(blocks, offload=True, saved=SAVED, step_end=STEP_END), reduce=True)
     launched = order_launches(layers, np.ones(layers.num_ops, dtype=np.int64))
     for program in (cells, layers, launched, spread(layers, ep=2, dp=2)):
         assert same(freeze(thaw(program)), program)
@@ -167,7 +172,9 @@ def test_a_dependency_on_an_op_that_is_gone_is_on_never() -> None:
 
 
 def test_each_mutation_can_do_damage() -> None:
-    shape = Shape(layers=2, offload=True, saved=SAVED)
+    shape = Shape(
+        ("Et", "tmL"), recompute=(OpKind.MLP_R,), offload=True, saved=SAVED, tied=((0, 1),), step_end=STEP_END
+    )
     by_layer = spread(lower_layers(generate("1f1b", pp=2, microbatches=3), shape, reduce=True), ep=2, dp=1)
     made = [by_layer, lower_cells(generate("dualpipe", pp=2, microbatches=4)), read(TWO_ENDS, TWO_ENDED)[0]]
     launched = [order_launches(program, np.ones(program.num_ops, dtype=np.int64)) for program in made]
@@ -195,20 +202,52 @@ def test_damage_is_varied() -> None:
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 4), (2, 6), (4, 8)]
 BOTH = (MLP_W, ATTN_W)
-WITH_HEAD = (MLP_W, ATTN_W, HEAD_W)
+ALL = (MLP_W, ATTN_W, OpKind.MTP_W, HEAD_W)
+AGAIN = (OpKind.ATTN_R, OpKind.MLP_R)
+SAVED_ENDS = {**ENDS.saved, OpKind.MTP_F: 13, OpKind.ATTN_R: 2, OpKind.MLP_R: 1}
 MOVED = {OpKind.OFFLOAD: 5, OpKind.DISPATCH_F: 7, OpKind.SEND_F: 3, OpKind.RECV_F: 3}
-SHAPES = [
-    Shape(layers=1, moe=False, counts=False, split=(), saved=SAVED),
-    Shape(layers=2, moe=False, counts=False, split=BOTH, saved=SAVED, kept=0.5),
-    Shape(layers=2, moe=True, counts=False, split=(), saved=SAVED, moved=MOVED),
-    Shape(layers=1, moe=True, counts=True, split=BOTH, saved=SAVED, moved=MOVED),
-    Shape(layers=2, moe=True, counts=True, split=BOTH, hold_attn_w=True, saved=SAVED),
-    Shape(layers=1, moe=True, counts=True, split=(MLP_W,), early_mlp_w=True, saved=SAVED),
-    Shape(layers=2, moe=True, counts=True, split=BOTH, hold_attn_w=True, early_mlp_w=True, offload=True, saved=SAVED),
-    Shape(layers=1, moe=False, counts=False, split=BOTH, offload=True, saved=SAVED, moved=MOVED, kept=0.5),
-    Shape(layers=1, moe=False, counts=False, split=(), embedding=True, head=True, saved=ENDS.saved),
-    Shape(layers=2, moe=False, counts=False, split=WITH_HEAD, head=True, offload=True, saved=ENDS.saved, kept=0.5),
-    Shape(layers=1, moe=True, counts=True, split=WITH_HEAD, embedding=True, head=True, saved=ENDS.saved, moved=MOVED),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Shape of a schedule of any size: blocks before the first stage's, of every stage, behind the last stage's."""
+
+    before: str
+    row: str
+    behind: str
+    make: Callable[..., Shape]
+    tied: bool = False
+
+    def shape(self, schedule: Schedule) -> Shape:
+        num_stages = schedule.placement.num_stages
+        rows = [self.row] * num_stages
+        rows[0] = self.before + rows[0]
+        rows[-1] += self.behind
+        tied = ((0, num_stages - 1),) if self.tied and num_stages > 1 else ()
+        return self.make(blocks=tuple(rows), tied=tied)
+
+
+dense = partial(Shape, moe=False, counts=False, saved=SAVED)
+padded = partial(Shape, counts=False, saved=SAVED)
+counted = partial(Shape, saved=SAVED)
+CASES = [
+    Case("", "t", "", partial(dense, split=())),
+    Case("", "tt", "", partial(dense, split=BOTH, kept=0.5)),
+    Case("", "tt", "", partial(padded, split=(), moved=MOVED)),
+    Case("", "t", "", partial(counted, split=BOTH, moved=MOVED)),
+    Case("", "tt", "", partial(counted, split=BOTH, hold_attn_w=True)),
+    Case("", "t", "", partial(counted, split=(MLP_W,), early_mlp_w=True)),
+    Case("", "tt", "", partial(counted, split=BOTH, hold_attn_w=True, early_mlp_w=True, offload=True)),
+    Case("", "t", "", partial(dense, split=BOTH, offload=True, moved=MOVED, kept=0.5)),
+    Case("E", "t", "L", partial(dense, split=(), saved=SAVED_ENDS)),
+    Case("", "tt", "L", partial(dense, split=ALL, offload=True, saved=SAVED_ENDS, kept=0.5)),
+    Case("E", "t", "mL", partial(counted, split=ALL, saved=SAVED_ENDS, moved=MOVED), tied=True),
+    Case("Ed", "t", "mmL", partial(padded, split=ALL, dense_saved={OpKind.MLP_F: 1}, step_end=STEP_END), tied=True),
+    Case(
+        "d", "dt", "", partial(counted, split=BOTH, hold_attn_w=True, offload=True, recompute=AGAIN, saved=SAVED_ENDS)
+    ),
+    Case("E", "dt", "L", partial(counted, split=(), recompute=AGAIN[:1], early_recompute=True, saved=SAVED_ENDS)),
+    Case("", "t", "m", partial(dense, split=(OpKind.MTP_W,), recompute=AGAIN[1:], early_recompute=True, offload=True)),
 ]
 
 
@@ -238,18 +277,20 @@ def test_generated_cells(name: str) -> None:
     random = Random(name)
     made = list(schedules(name))
     assert len(made) >= 3
-    for schedule in made:
-        program = lower_cells(schedule)
+    for schedule, form in product(made, (STEP_ENDS[0], STEP_END)):
+        num_stages = schedule.placement.num_stages
+        tied = ((0, num_stages - 1),) if form and num_stages > 1 else ()
+        program = with_step_end(with_tied(lower_cells(schedule), tied), form)
         dur = random_dur(program, random)
         assert sound(launched(program, dur), dur) == sound(program, dur)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_generated_layers(name: str, shape: Shape) -> None:
+def test_generated_layers(name: str, case: Case) -> None:
     random = Random(name)
     for schedule, reduce in product(schedules(name), (False, True)):
-        program = lower_layers(schedule, shape, reduce=reduce)
+        program = lower_layers(schedule, case.shape(schedule), reduce=reduce)
         dur = random_dur(program, random)
         outcome = sound(program, dur)
         assert sound(launched(program, dur), dur) == outcome

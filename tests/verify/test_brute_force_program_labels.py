@@ -54,7 +54,7 @@ def test_cells_among_layers(kind: str) -> None:
 
 
 def test_layers_of_the_stage_not_of_the_deepest() -> None:
-    layout = replace(TWO_DENSE, layers=(1, 2))
+    layout = replace(TWO_DENSE, blocks=("t", "tt"))
     assert symptoms(layout, TWO_WHOLE, ("m0=MLP_F0.0", "m0=MLP_F0.0 u=MLP_F0.0.1")) >= {"unknown"}
 
 

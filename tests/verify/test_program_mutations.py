@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
+from typing import TypedDict
 
 import numpy as np
 import pytest
+from treadle.passes.step_end import with_step_end
+from treadle.passes.tied import with_tied
 
 import treadle
 from tests.support.brute_force_program import execute
 from tests.support.program_mutations import mutate_program
-from treadle.ir.program import OpKind, Program
+from treadle.ir.program import STEP_ENDS, OpKind, Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
@@ -38,6 +43,26 @@ SIZES = {
 }
 
 
+SAVED = {
+    OpKind.F: 5,
+    OpKind.ATTN_F: 8,
+    OpKind.MLP_F: 5,
+    OpKind.ATTN_R: 6,
+    OpKind.MLP_R: 11,
+    OpKind.EMBED_F: 3,
+    OpKind.MTP_F: 7,
+    OpKind.HEAD_F: 16,
+}
+DENSE_SAVED = {OpKind.F: 2, OpKind.MLP_F: 9, OpKind.ATTN_R: 1}
+
+
+class Scales(TypedDict):
+    """Those of a Layout and of a Shape."""
+
+    stage_scale: tuple[float, ...]
+    mb_scale: tuple[float, ...]
+
+
 def random_schedule(family: Family, random: Random) -> treadle.Schedule:
     while True:
         pp, vpp, num_mb = random.randint(1, 4), random.randint(1, 2), random.randint(1, 8)
@@ -51,7 +76,7 @@ def random_program(family: Family, random: Random) -> Program:
     """A sound program of some hundred ops, at either grain."""
     schedule = random_schedule(family, random)
     if random.random() < 0.3:
-        program = lower_cells(schedule)
+        program = random_cells(schedule, random)
     else:
         program = lower_layers(schedule, random_shape(schedule, random), reduce=random.random() < 0.5)
     if random.random() < 0.5:
@@ -61,27 +86,71 @@ def random_program(family: Family, random: Random) -> Program:
     return program if program.num_ops <= 700 else random_program(family, random)
 
 
+def random_cells(schedule: treadle.Schedule, random: Random) -> Program:
+    """Cells that know their blocks or do not."""
+    program = lower_cells(schedule)
+    if random.random() < 0.5:
+        blocks = random_blocks(schedule.placement.num_stages, random)
+        sized = replace(
+            program.layout, blocks=blocks, saved=SAVED, dense_saved=DENSE_SAVED, **random_scales(schedule, random)
+        )
+        program = replace(program, layout=sized)
+    return with_step_end(with_tied(program, random_ties(schedule, random)), random.choice(STEP_ENDS))
+
+
 def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
     def flag() -> bool:
         return random.random() < 0.5
 
-    head = flag()
-    split = random.choice(((), (OpKind.MLP_W,), (OpKind.MLP_W, OpKind.ATTN_W)))
-    depths = tuple(random.randint(1, 2) for _ in range(schedule.placement.num_stages))
+    def some(*kinds: OpKind) -> tuple[OpKind, ...]:
+        return tuple(kind for kind in kinds if flag())
+
     return Shape(
-        layers=random.choice((1, 2, depths)),
+        blocks=random_blocks(schedule.placement.num_stages, random),
         moe=flag(),
         counts=flag(),
-        embedding=flag(),
-        head=head,
-        split=(*split, OpKind.HEAD_W) if head and flag() else split,
+        split=random.choice(((), (OpKind.MLP_W,), (OpKind.MLP_W, OpKind.ATTN_W))) + some(OpKind.MTP_W, OpKind.HEAD_W),
         hold_attn_w=flag(),
         early_mlp_w=flag(),
+        recompute=some(OpKind.ATTN_R, OpKind.MLP_R) if flag() else (),
+        early_recompute=flag(),
         offload=flag(),
-        saved={OpKind.ATTN_F: 8, OpKind.MLP_F: 4, OpKind.EMBED_F: 3, OpKind.HEAD_F: 16},
+        saved=SAVED,
+        dense_saved=DENSE_SAVED if flag() else {},
         moved=SIZES,
         kept=0.5,
+        tied=random_ties(schedule, random),
+        step_end=random.choice(STEP_ENDS),
+        **random_scales(schedule, random),
     )
+
+
+def random_blocks(num_stages: int, random: Random) -> tuple[str, ...]:
+    """A model of up to two blocks a stage and a few more, cut anywhere; some stages may have no layer."""
+    ends = random.choice(("", "E")), random.choice(("", "m", "mm")) + random.choice(("", "L"))
+    num_layers = max(1, random.randint(num_stages, 2 * num_stages) - len("".join(ends)))
+    model = ends[0] + "".join(random.choice("dtt") for _ in range(num_layers)) + ends[1]
+    cuts = sorted(random.sample(range(1, len(model)), num_stages - 1))
+    return tuple(model[start:end] for start, end in pairwise((0, *cuts, len(model))))
+
+
+def random_ties(schedule: treadle.Schedule, random: Random) -> tuple[tuple[int, ...], ...]:
+    stages = range(schedule.placement.num_stages)
+    if len(stages) < 2 or random.random() < 0.5:
+        return ()
+    return tuple(
+        tuple(sorted(random.sample(stages, random.choice((2, 2, min(3, len(stages)))))))
+        for _ in range(random.choice((1, 1, 2)))
+    )
+
+
+def random_scales(schedule: treadle.Schedule, random: Random) -> Scales:
+    """Factors that a float holds exactly, so that halves are halves."""
+
+    def some(number: int) -> tuple[float, ...]:
+        return tuple(random.choice((0.25, 0.5, 1.0, 1.5, 2.0)) for _ in range(number)) if random.random() < 0.4 else ()
+
+    return {"stage_scale": some(schedule.placement.num_stages), "mb_scale": some(schedule.num_microbatches)}
 
 
 def random_durations(program: Program, random: Random) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

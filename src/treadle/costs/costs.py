@@ -5,7 +5,7 @@
     unit = "us"      # of all times; us, ms, or abstract units
 
     [model]          # the whole model: each schedule cuts it into its own stages
-    layers = 61
+    layers = 61      # dense = 3: the first three are dense; mtp = 1: an MTP block behind them
     f = 6100
     i = 5490
     w = 3660         # b is i + w and fb is f + b where they are not given
@@ -18,10 +18,18 @@
     [layer]          # the parts of one layer, for the grain of layers
     attn_f = 40
     dispatch_f = 30
-    [ends]           # what the first stage has before its layers, and the last behind them, the loss included
+    [dense]          # a dense layer, where it differs
+    mlp_f = 20
+    [ends]           # the blocks besides layers: embedding, MTP blocks, head and loss
     head_f = 20
     [message]        # one message, copy or collective
     send = 5
+    [step]           # what ends a step
+    optimizer = 900
+    [stage.3]        # a stage that is slower
+    factor = 1.2
+    [microbatch]     # micro-batches that are not alike
+    lengths = [4096, 1024, 2048, 2048]
     [saved_bytes]    # what a part's forward keeps for its backward
     attn = 1000000
     [moved_bytes]
@@ -30,14 +38,16 @@
 All sections are optional. `treadle.costs.format` lists every key with its meaning, docs/costs.md explains them.
 
 **What a layer takes.** The first of these that the file has: [model] over its layers, [cells] over its layers, the
-parts of [layer] added up. Where a program knows the layers of its stages, a stage takes that many times as long, and
-the first and the last stage what [ends] says besides. A layer's time is a whole number of ticks (nanoseconds).
+parts of [layer] added up. A dense layer takes what [dense] says; the parts that it does not say are those of [layer],
+without exchanges. Where a program knows the blocks of its stages, a stage takes what its layers take together, and what
+[ends] says of its other blocks. A layer's time is a whole number of ticks (nanoseconds).
 
 **What a chunk takes** where its layers are not known is what [cells] says, or the parts of one layer added up.
 
 At the grain of layers attention and MLP take what [layer] says. If it has no time of theirs, they share what the
 layer (or the chunk, where [cells] does not say its layers) takes, half and half. What is not given at all is 0, and
-`treadle.costs.missing` names it.
+`treadle.costs.missing` names it. `[stage.N] factor` multiplies what the stage computes, [microbatch] all times of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -46,9 +56,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.costs.format import SECTIONS, KeyKind
+from treadle.costs.format import NUMBERED, SECTIONS, KeyKind, Section
 from treadle.costs.reading import read
-from treadle.ir.program import OpKind
+from treadle.ir.blocks import LAYERS
+from treadle.ir.program import STEP_END, OpKind
 from treadle.ir.trace import MICROSECONDS, Clock
 
 CELLS = ("f", "b", "i", "w", "fb")
@@ -56,14 +67,20 @@ LAYER = ("attn_f", "counts", "host", "dispatch_f", "mlp_f", "combine_f", "combin
 WEIGHTS = ("mlp_w", "attn_w")
 ENDS = SECTIONS["ends"].names
 MESSAGE = SECTIONS["message"].names
+STEP = SECTIONS["step"].names
 _PARTS = {"f": LAYER[:6], "i": LAYER[6:], "w": WEIGHTS}
 """The parts of a layer that an action is made of."""
 _COMPUTE = ("attn_f", "mlp_f", "mlp_b", "attn_b", *WEIGHTS)
 EXCHANGE = tuple(part for part in LAYER if part not in _COMPUTE)
 """The parts of a layer that exchange tokens with experts, or wait for that."""
-_FIRST = {"f": ("embed_f",), "i": ("embed_b",), "w": (), "b": ("embed_b",)}
-_LAST = {"f": ("head_f",), "i": ("head_b",), "w": ("head_w",), "b": ("head_b", "head_w")}
-"""What an action of the first and of the last stage includes besides its layers."""
+_BESIDES = {
+    "E": {"f": ("embed_f",), "i": ("embed_b",), "w": (), "b": ("embed_b",)},
+    "m": {"f": ("mtp_f",), "i": ("mtp_b",), "w": ("mtp_w",), "b": ("mtp_b", "mtp_w")},
+    "L": {"f": ("head_f",), "i": ("head_b",), "w": ("head_w",), "b": ("head_b", "head_w")},
+}
+"""What an action of a stage includes besides its layers, by block."""
+_NAMES = {"E": "embed", "m": "mtp", "L": "head"}
+"""The names of blocks in [ends] and [saved_bytes]."""
 
 UNIT = Clock("unit", 720_720)
 """Divisible by every number up to 16, so that shares of a unit stay whole."""
@@ -92,13 +109,17 @@ class Costs:
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     about: str = ""
     model: Mapping[str, int] = field(default_factory=dict)
+    dense: Mapping[str, int] = field(default_factory=dict)
+    step: Mapping[str, int] = field(default_factory=dict)
+    microbatch: Mapping[str, Any] = field(default_factory=dict)
+    stage: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def cell(self, name: str) -> int:
         """Ticks of a whole action of a chunk: what is given, or what its parts add up to."""
         return self._action(self.cells, name, 1)
 
-    def of_layer(self, name: str) -> int:
-        """Ticks of a whole action of one layer.
+    def of_layer(self, name: str, block: str = "t") -> int:
+        """Ticks of a whole action of one layer; `block` is d for a dense one.
 
         Raises:
             ValueError: the costs say only what a chunk takes, not how many layers it has.
@@ -109,12 +130,55 @@ class Costs:
                 f"costs {self.name!r} say what a chunk takes, not how many layers it has; "
                 "add layers = N to their [cells], or a [model] or [layer] section"
             )
+        if block == "d":
+            return self._of_dense(name)
         return self._action(self.by_layers, name, self.by_layers.get("layers", 1))
 
-    def of_stage(self, name: str, layers: int, *, first: bool = False, last: bool = False) -> int:
-        """Ticks of f, b, i or w of a stage with so many layers; the first and the last stage have the model's ends."""
-        ends = (*(_FIRST[name] if first else ()), *(_LAST[name] if last else ()))
-        return layers * self.of_layer(name) + sum(self.ends.get(end, 0) for end in ends)
+    def _of_dense(self, name: str) -> int:
+        if name in self.dense:
+            return self.dense[name]
+        if name in ("b", "fb"):
+            return sum(self._of_dense(half) for half in (("i", "w") if name == "b" else ("f", "b")))
+        parts = [part for part in _PARTS[name] if part not in EXCHANGE]
+        if any(part in self.dense for part in parts) or not self.by_layers:
+            return sum(self.dense_part(part) for part in parts)
+        return self.of_layer(name)
+
+    def dense_part(self, part: str) -> int:
+        """Ticks of a part of a dense layer; 0 where the costs do not say."""
+        return self.dense.get(part, self.layer.get(part, 0))
+
+    def of_stage(self, name: str, row: str) -> int:
+        """Ticks of f, b, i or w of a stage with this row of blocks."""
+        layers = sum(self.of_layer(name, block) for block in row if block in LAYERS)
+        besides = [end for block in row if block in _BESIDES for end in _BESIDES[block][name]]
+        return layers + sum(self.ends.get(end, 0) for end in besides)
+
+    def of_block(self, block: str) -> int:
+        """Ticks of a whole forward and backward of one block."""
+        return self.of_stage("f", block) + self.of_stage("b", block)
+
+    @property
+    def step_end(self) -> tuple[OpKind, ...]:
+        """What ends a step: what the costs give a time, with the optimizer's step between."""
+        if not self.step:
+            return ()
+        return tuple(kind for kind in STEP_END if kind is OpKind.OPTIMIZER or kind.name.lower() in self.step)
+
+    def stage_factors(self, name: str, num_stages: int) -> tuple[float, ...]:
+        """Return `factor` or `saved_factor` of each stage; empty where all are 1.
+
+        Raises:
+            ValueError: the costs name a stage that there is not.
+
+        """
+        if self.stage and max(self.stage) >= num_stages:
+            raise ValueError(
+                f"costs {self.name!r} have [stage.{max(self.stage)}], and the schedule has stages 0 to "
+                f"{num_stages - 1}; leave that section out"
+            )
+        factors = tuple(float(self.stage.get(stage, {}).get(name, 1.0)) for stage in range(num_stages))
+        return factors if any(factor != 1.0 for factor in factors) else ()
 
     @property
     def by_layers(self) -> Mapping[str, int]:
@@ -152,14 +216,19 @@ class Costs:
             saved |= {"attn": of_layer // 2, "mlp": of_layer - of_layer // 2}
         return saved
 
-    def has_end(self, end: str) -> bool:
-        """True if the costs give the embedding ("embed") or the head ("head") a time."""
-        return any(name.startswith(end) for name in self.ends)
+    def has_block(self, block: str) -> bool:
+        """True if the costs give an embedding (E), MTP blocks (m) or a head (L) a time."""
+        return any(name.startswith(_NAMES[block]) for name in self.ends)
 
-    def unsaved(self, *, embedding: bool, head: bool) -> tuple[str, ...]:
-        """Return the parts of which the costs do not say what they save."""
-        parts = ("attn", "mlp", *(("embed",) if embedding else ()), *(("head",) if head else ()))
+    def unsaved(self, blocks: str) -> tuple[str, ...]:
+        """Return the parts of these blocks of which the costs do not say what they save."""
+        parts = ("attn", "mlp", *(name for block, name in _NAMES.items() if block in blocks))
         return tuple(part for part in parts if part not in self.saved_parts)
+
+    @property
+    def blocks(self) -> str:
+        """The kinds of blocks that the costs are about."""
+        return "".join(block for block in "EmL" if self.has_block(block))
 
     def message_bytes(self, kind: OpKind) -> int:
         """Bytes that an op of this kind moves."""
@@ -182,16 +251,22 @@ def parse(text: str, source: str = "<text>") -> Costs:
         more = f" (and {len(problems) - 1} more: treadle costs check {source})" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0].at(source)}{more}")
     clock = _CLOCKS[table.get("unit", "us")]
-    sections = {name: _numbers(table.get(name, {}), name, clock) for name in SECTIONS}
-    return Costs(table.get("name", source), clock, **sections, about=table.get("about", ""))
+    sections = {name: _numbers(table.get(name, {}), SECTIONS[name], clock) for name in SECTIONS}
+    stage = {int(n): _numbers(entries, NUMBERED["stage"], clock) for n, entries in table.get("stage", {}).items()}
+    return Costs(table.get("name", source), clock, **sections, about=table.get("about", ""), stage=stage)
 
 
-def _numbers(entries: Mapping[str, Any], section: str, clock: Clock) -> dict[str, int]:
-    return {key: round(value * _scale(section, key, clock)) for key, value in entries.items()}
+def _numbers(entries: Mapping[str, Any], section: Section, clock: Clock) -> dict[str, Any]:
+    return {key: _number(value, section.key(key).kind, clock) for key, value in entries.items()}
 
 
-def _scale(section: str, key: str, clock: Clock) -> int:
-    return clock.ticks if SECTIONS[section].key(key).kind is KeyKind.TIME else 1
+def _number(value: Any, kind: KeyKind, clock: Clock) -> Any:
+    """A number of the file as costs hold it: times in ticks, whole; factors as they are."""
+    if kind is KeyKind.FACTORS:
+        return tuple(float(each) for each in value)
+    if kind in (KeyKind.FACTOR, KeyKind.SHARE):
+        return float(value)
+    return round(value * clock.ticks) if kind is KeyKind.TIME else round(value)
 
 
 def dump(costs: Costs, *, comments: bool = False) -> str:
@@ -201,20 +276,28 @@ def dump(costs: Costs, *, comments: bool = False) -> str:
         lines.append(f"about = {_quote(costs.about)}")
     lines.append(f"unit = {_quote(costs.clock.unit)}")
     for name, section in SECTIONS.items():
-        entries = getattr(costs, name)
-        if not entries:
-            continue
-        written = [f"{key} = {_number(value, _scale(name, key, costs.clock))}" for key, value in entries.items()]
-        if comments:
-            width = max(map(len, written))
-            written = [
-                f"{text:{width}}  # {section.key(key).meaning}" for key, text in zip(entries, written, strict=True)
-            ]
-        lines += ["", f"[{name}]" + (f"  # {section.meaning}" if comments else ""), *written]
+        lines += _written(f"[{name}]", section, getattr(costs, name), costs.clock, comments=comments)
+    for number, entries in sorted(costs.stage.items()):
+        lines += _written(f"[stage.{number}]", NUMBERED["stage"], entries, costs.clock, comments=comments)
     return "\n".join(lines) + "\n"
 
 
-def _number(value: int, scale: int) -> str:
+def _written(title: str, section: Section, entries: Mapping[str, Any], clock: Clock, *, comments: bool) -> list[str]:
+    if not entries:
+        return []
+    written = [f"{key} = {_text(value, section.key(key).kind, clock)}" for key, value in entries.items()]
+    if comments:
+        width = max(map(len, written))
+        written = [f"{text:{width}}  # {section.key(key).meaning}" for key, text in zip(entries, written, strict=True)]
+    return ["", title + (f"  # {section.meaning}" if comments else ""), *written]
+
+
+def _text(value: Any, kind: KeyKind, clock: Clock) -> str:
+    if kind is KeyKind.FACTORS:
+        return f"[{', '.join(map(repr, value))}]"
+    if kind in (KeyKind.FACTOR, KeyKind.SHARE):
+        return repr(value)
+    scale = clock.ticks if kind is KeyKind.TIME else 1
     return str(value // scale) if value % scale == 0 else repr(value / scale)
 
 

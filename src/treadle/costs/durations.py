@@ -8,25 +8,49 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.costs.costs import Costs
+from treadle.costs.unequal import mb_factors
+from treadle.ir.blocks import LAYERS
 from treadle.ir.execute import Ticks
 from treadle.ir.kernel import kernel
-from treadle.ir.program import EMBEDDING, HEAD, Bools, Bytes, Ints, Layout, Longs, OpKind, Program, Shorts
+from treadle.ir.program import (
+    EMBEDDING,
+    HEAD,
+    LANE_OF,
+    MTP,
+    RECOMPUTE,
+    STEP_END,
+    Bools,
+    Bytes,
+    Ints,
+    LaneKind,
+    Layout,
+    Longs,
+    OpKind,
+    Program,
+    Shorts,
+)
 
-WHOLE = {OpKind.MLP_B: OpKind.MLP_W, OpKind.ATTN_B: OpKind.ATTN_W, OpKind.HEAD_B: OpKind.HEAD_W}
+WHOLE = {
+    OpKind.MLP_B: OpKind.MLP_W,
+    OpKind.ATTN_B: OpKind.ATTN_W,
+    OpKind.MTP_B: OpKind.MTP_W,
+    OpKind.HEAD_B: OpKind.HEAD_W,
+}
 """The weight half that a backward includes unless it is split off."""
 _SHARED = {
     "f": (OpKind.ATTN_F, OpKind.MLP_F),
     "i": (OpKind.MLP_B, OpKind.ATTN_B),
     "w": (OpKind.MLP_W, OpKind.ATTN_W),
 }
+_COMPUTES = np.array([LANE_OF[kind] is LaneKind.COMPUTE and kind not in STEP_END for kind in OpKind])
+"""`[kind]`: does a stage's factor multiply its time."""
 
 
 class _StageKind(NamedTuple):
-    """All that the times of a stage's ops depend on. `layers` is 0 where times do not depend on them."""
+    """All that the times of a stage's ops depend on: its row of blocks, empty where it does not matter; its factor."""
 
-    layers: int
-    first: bool
-    last: bool
+    row: str
+    factor: float
 
 
 class _Tables(NamedTuple):
@@ -42,29 +66,33 @@ def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] |
     layout = program.layout
     tables = _tables(layout, costs)
     odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_layers
-    if len(tables.ticks) > 1 or odd:
-        return _each(program, tables, slowness)
+    if len(tables.ticks) > 1 or odd or costs.microbatch:
+        return _each(program, costs, tables, slowness)
     factor = np.ones(program.num_ranks) if slowness is None else slowness
     return Ticks(np.ascontiguousarray(tables.ticks[0]), int(tables.pair[0, 0]), factor)
 
 
 def durations(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs:
     """Return the ticks of each op."""
-    return _each(program, _tables(program.layout, costs), slowness)
+    return _each(program, costs, _tables(program.layout, costs), slowness)
 
 
-def _each(program: Program, tables: _Tables, slowness: npt.NDArray[np.float64] | None) -> Longs:
+def _each(program: Program, costs: Costs, tables: _Tables, slowness: npt.NDArray[np.float64] | None) -> Longs:
     factor = np.ones(program.num_ranks) if slowness is None else slowness
+    layout = program.layout
     return _durations(
         program.kind,
+        program.mb,
         program.chunk,
         program.layer,
         program.joined,
         program.lane_ptr,
-        program.lane_rank // program.layout.num_replicas,
+        program.lane_rank // layout.num_replicas,
         program.lane_rank,
         *tables,
         factor,
+        np.array(layout.placement.pipes, np.int64) * layout.num_mb,
+        mb_factors(layout, costs),
     )
 
 
@@ -79,55 +107,98 @@ def _tables(layout: Layout, costs: Costs) -> _Tables:
     number = np.array([different.index(kind) for kind in kinds], np.int32)[np.array(layout.placement.stages)]
     ticks = np.stack([_table(layout, costs, kind) for kind in different])
     pair = np.array([[_pair(layout, costs, f, b) for b in different] for f in different], np.int64)
+    if len(different) > 1 and (ticks == ticks[0]).all() and (pair == pair[0, 0]).all():
+        return _Tables(np.zeros_like(number), ticks[:1], pair[:1, :1])
     return _Tables(number, ticks, pair)
 
 
 def _stage_kinds(layout: Layout, costs: Costs) -> list[_StageKind]:
-    alike = _StageKind(0, False, False)
-    if not layout.by_layer and layout.model_layers:
-        last = len(layout.layers) - 1
-        ends = bool(costs.ends)
-        return [_StageKind(n, ends and s == 0, ends and s == last) for s, n in enumerate(layout.layers)]
-    if layout.by_layer and not costs.says_layers:  # shares of a chunk depend on how deep its stage is
-        return [_StageKind(layers, False, False) for layers in layout.layers]
-    return [alike] * len(layout.layers)
+    num_stages = len(layout.blocks)
+    factors = costs.stage_factors("factor", num_stages) if not layout.is_update else ()
+    matters = layout.model_layers > 0
+    return [
+        _StageKind(row if matters else "", factor)
+        for row, factor in zip(layout.blocks, factors or (1.0,) * num_stages, strict=True)
+    ]
 
 
 def _pair(layout: Layout, costs: Costs, forward: _StageKind, backward: _StageKind) -> int:
-    """An overlapped cell. Layers overlap one by one; what one stage has more of runs alone, and so do the ends."""
+    """An overlapped cell. Layers overlap one by one; what one stage has more of runs alone, and so do other blocks."""
     if layout.by_layer:
         return 0
     if not layout.model_layers:
-        return costs.cell("fb")
-    both = min(forward.layers, backward.layers)
-    alone = costs.of_stage("f", forward.layers - both, first=forward.first, last=forward.last)
-    alone += costs.of_stage("b", backward.layers - both, first=backward.first, last=backward.last)
-    return both * costs.of_layer("fb") + alone
+        return round(costs.cell("fb") * (forward.factor + backward.factor) / 2)
+    one, two = ([block for block in stage.row if block in LAYERS] for stage in (forward, backward))
+    both = min(len(one), len(two))
+    saved = sum(
+        costs.of_layer("f", f) + costs.of_layer("b", b) - _overlapped(costs, f, b)
+        for f, b in zip(one[:both], reversed(two[:both]), strict=True)
+    )
+    alone = costs.of_stage("f", forward.row) * forward.factor + costs.of_stage("b", backward.row) * backward.factor
+    return round(alone - saved * (forward.factor + backward.factor) / 2)
+
+
+def _overlapped(costs: Costs, forward: str, backward: str) -> int:
+    """A layer's forward with a layer's backward; what the costs say of it is about two layers that are alike."""
+    if forward == backward:
+        return costs.of_layer("fb", forward)
+    return (costs.of_layer("fb", forward) + costs.of_layer("fb", backward)) // 2
 
 
 def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
     """`[kind, layer]` -> ticks."""
     table = np.zeros((len(OpKind), layout.max_layers), np.int64)
+    held = layout.model_layers and not layout.by_layer
     for kind in (OpKind.F, OpKind.B, OpKind.I, OpKind.W):
         name = kind.name.lower()
-        held = layout.model_layers and not layout.by_layer
-        table[kind] = (
-            costs.of_stage(name, stage.layers, first=stage.first, last=stage.last) if held else costs.cell(name)
-        )
+        table[kind] = costs.of_stage(name, stage.row) if held else costs.cell(name)
     for kind in (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B):
         table[kind] = costs.message.get("send", 0)
-    for kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD):
+    for kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
         table[kind] = costs.message.get(kind.name.lower(), 0)
-    for kind in (*EMBEDDING, *HEAD):
+    for kind in (*EMBEDDING, *MTP, *HEAD):
         table[kind] = costs.ends.get(kind.name.lower(), 0)
-    for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
-        table[part] = costs.layer.get(OpKind(part).name.lower(), 0)
-    if not costs.has_parts:
-        _share_out(table, costs, stage.layers)
+    for kind in STEP_END:
+        table[kind] = costs.step.get(kind.name.lower(), 0)
+    if layout.by_layer:
+        _fill_layers(table, costs, stage.row)
     for backward, weight in WHOLE.items():
         if layout.by_layer and weight not in layout.weights:
             table[backward] += table[weight]
+    if stage.factor != 1.0:
+        table[_COMPUTES] = np.rint(table[_COMPUTES] * stage.factor).astype(np.int64)
     return table
+
+
+def _fill_layers(table: Longs, costs: Costs, row: str) -> None:
+    """The parts of layers, which are alike but for dense ones."""
+    for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
+        table[part] = costs.layer.get(OpKind(part).name.lower(), 0)
+    layers = [block for block in row if block in LAYERS]
+    if not costs.has_parts:
+        _share_out(table, costs, len(layers))
+    for layer, block in enumerate(layers):
+        if block == "d" and costs.dense:
+            _fill_dense(table, costs, layer)
+    for again, forward in RECOMPUTE.items():
+        table[again] = table[forward]
+        name = again.name.lower()
+        for layer, block in enumerate(layers):
+            if block == "d" and name in costs.dense:
+                table[again, layer] = costs.dense[name]
+            elif name in costs.layer and not (block == "d" and forward.name.lower() in costs.dense):
+                table[again, layer] = costs.layer[name]
+
+
+def _fill_dense(table: Longs, costs: Costs, layer: int) -> None:
+    for action, parts in _SHARED.items():
+        names = [part.name.lower() for part in parts]
+        if any(name in costs.dense for name in names):
+            for part, name in zip(parts, names, strict=True):
+                table[part, layer] = costs.dense.get(name, table[part, layer])
+        elif action in costs.dense:
+            first = costs.dense[action] // 2
+            table[parts[0], layer], table[parts[1], layer] = first, costs.dense[action] - first
 
 
 def _share_out(table: Longs, costs: Costs, depth: int) -> None:
@@ -144,6 +215,7 @@ def _share_out(table: Longs, costs: Costs, depth: int) -> None:
 @kernel
 def _durations(
     kind: Bytes,
+    mb: Ints,
     chunk: Shorts,
     layer: Shorts,
     joined: Bools,
@@ -154,19 +226,29 @@ def _durations(
     table: Longs,
     pair: Longs,
     factor: npt.NDArray[np.float64],
+    first_mb: Longs,
+    of_mb: npt.NDArray[np.float64],
 ) -> Longs:
+    """`first_mb[chunk]` is the number of its pipe's first micro-batch; `of_mb[micro-batch, kind]` may be empty."""
     dur = np.empty(len(kind), np.int64)
     for lane in range(len(lane_rank)):
         slow = factor[lane_rank[lane]]
         numbers = number[lane_pp[lane]]
         before = 0  # the kind of stage of the op before
+        alone = 0.0  # and what it would take by itself, with its factors and without
+        plain = 0
         for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
             held = 0 <= chunk[op] < len(numbers)
             stage = numbers[chunk[op]] if held else 0
             ticks = table[stage, kind[op], layer[op]] if held and 0 <= layer[op] < table.shape[2] else 0
-            dur[op] = ticks if slow == 1.0 else round(ticks * slow)
+            times = slow
+            if held and mb[op] >= 0 and first_mb[chunk[op]] + mb[op] < len(of_mb):
+                times = slow * of_mb[first_mb[chunk[op]] + mb[op], kind[op]]
+            dur[op] = ticks if times == 1.0 else round(ticks * times)
             if joined[op]:
                 both = pair[stage, before] if kind[op] == 0 else pair[before, stage]  # 0 is OpKind.F
-                dur[op] = dur[op - 1] = both if slow == 1.0 else round(both * slow)
-            before = stage
+                total = plain + ticks
+                share = (alone + ticks * times) / total if total > 0 else slow
+                dur[op] = dur[op - 1] = both if share == 1.0 else round(both * share)
+            before, alone, plain = stage, ticks * times, ticks
     return dur

@@ -17,12 +17,17 @@ class KeyKind(Enum):
     TIME = "time, in the file's unit"
     BYTES = "bytes"
     COUNT = "a whole number from 1"
+    FACTOR = "a number above 0"
+    SHARE = "a number from 0 to 1"
+    FACTORS = "a list of numbers above 0"
 
 
 LIMIT = 1e12
 """Times and sizes are below this; a larger number is taken for a typing error."""
 MOST_LAYERS = 32_767
 """Layers are numbered by 16 bits."""
+MOST_FACTOR = 1e6
+"""Factors are at most this."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,9 @@ SECTIONS: dict[str, Section] = {
     "model": Section(
         "the whole model, one micro-batch; every schedule cuts it into its own stages",
         (
-            Key("layers", KeyKind.COUNT, "layers of the model, which are taken to be alike"),
+            Key("layers", KeyKind.COUNT, "layers of the model, the dense ones included, but no MTP block"),
+            Key("dense", KeyKind.COUNT, "how many of them, from the first on, are dense; none if left out"),
+            Key("mtp", KeyKind.COUNT, "MTP blocks behind the layers, each with a loss of its own; none if left out"),
             *_ACTIONS,
             Key("saved_bytes", KeyKind.BYTES, "what the forwards of all layers keep for their backwards"),
         ),
@@ -102,13 +109,34 @@ SECTIONS: dict[str, Section] = {
             attn_b="attention, norms and router, input half of the backward",
             mlp_w="MLP or experts, weight half",
             attn_w="attention, norms and router, weight half",
+            attn_r="attention, norms and router, computed again; attn_f if left out",
+            mlp_r="MLP or experts, computed again; mlp_f if left out",
+        ),
+    ),
+    "dense": Section(
+        "one dense layer, one micro-batch; what is left out is as in other layers, without their exchanges",
+        (
+            *_ACTIONS[:4],
+            *_times(
+                attn_f="attention and norms, forward",
+                mlp_f="MLP, forward",
+                mlp_b="MLP, input half of the backward",
+                attn_b="attention and norms, input half of the backward",
+                mlp_w="MLP, weight half",
+                attn_w="attention and norms, weight half",
+                attn_r="attention and norms, computed again; attn_f if left out",
+                mlp_r="MLP, computed again; mlp_f if left out",
+            ),
         ),
     ),
     "ends": Section(
-        "what the first stage has before its layers and the last behind them",
+        "the blocks besides layers: an embedding before them, MTP blocks and a head behind",
         _times(
             embed_f="embedding, forward",
             embed_b="embedding, backward",
+            mtp_f="an MTP block with its loss, forward",
+            mtp_b="an MTP block with its loss, input half of the backward",
+            mtp_w="an MTP block, weight half",
             head_f="head and loss, forward",
             head_b="head and loss, input half of the backward",
             head_w="head, weight half",
@@ -121,6 +149,15 @@ SECTIONS: dict[str, Section] = {
             offload="the saved activations of a layer to the host",
             onload="the saved activations of a layer back to the device",
             reduce_grad="the reduction of a chunk's gradients over data parallelism",
+            reduce_tied="the reduction of a parameter that stages share, as embedding and head do",
+        ),
+    ),
+    "step": Section(
+        "what ends a step; what is given is there, the optimizer where any of it is",
+        _times(
+            clip="the norm over all ranks, and clipping",
+            optimizer="the optimizer's step",
+            gather_params="the all-gather of parameters over data parallelism",
         ),
     ),
     "saved_bytes": Section(
@@ -128,7 +165,14 @@ SECTIONS: dict[str, Section] = {
         _sizes(
             attn="attention, norms and router of a layer",
             mlp="MLP or experts of a layer",
+            attn_input="of attn, what stays where it is computed again: its inputs",
+            mlp_input="of mlp, what stays where it is computed again: its inputs",
+            dense_attn="attention and norms of a dense layer; attn if left out",
+            dense_mlp="MLP of a dense layer; mlp if left out",
+            dense_attn_input="of dense_attn, what stays where it is computed again; attn_input if left out",
+            dense_mlp_input="of dense_mlp, what stays where it is computed again; mlp_input if left out",
             embed="the embedding",
+            mtp="an MTP block with its loss",
             head="head and loss",
         ),
     ),
@@ -140,9 +184,37 @@ SECTIONS: dict[str, Section] = {
             dispatch="tokens to their experts",
             combine="tokens back",
             reduce_grad="a chunk's gradients",
+            reduce_tied="the gradient of a parameter that stages share",
+        ),
+    ),
+    "microbatch": Section(
+        "micro-batches that are not alike: factors, or lengths with a law; a number for each, pipe after pipe",
+        (
+            Key("factors", KeyKind.FACTORS, "multiply the times of each micro-batch"),
+            Key("saved_factors", KeyKind.FACTORS, "multiply what each micro-batch saves; as factors if left out"),
+            Key("lengths", KeyKind.FACTORS, "the length of each micro-batch: times and saved bytes grow with it"),
+            Key("reference", KeyKind.FACTOR, "the length that the other sections are about; the mean if left out"),
+            Key(
+                "quadratic",
+                KeyKind.SHARE,
+                "the share of attention's time, at that length, that grows with its square; 0 if left out",
+            ),
         ),
     ),
 }
+
+NUMBERED: dict[str, Section] = {
+    "stage": Section(
+        "a stage that is not like the others, by its number: [stage.3]",
+        (
+            Key("factor", KeyKind.FACTOR, "multiplies the times of all that the stage computes"),
+            Key("saved_factor", KeyKind.FACTOR, "multiplies what the stage saves"),
+        ),
+    ),
+}
+"""Sections of which there is one for each number: `[stage.3]`."""
+NUMBER = "^(0|[1-9][0-9]{0,4})$"
+"""The number of such a section."""
 
 UNITS = ("unit", "us", "ms")
 """Values of the key `unit`: abstract units, microseconds, milliseconds."""
@@ -163,7 +235,20 @@ def schema() -> dict[str, Any]:
         "title": "Costs of a training step",
         "type": "object",
         "additionalProperties": False,
-        "properties": {**texts, **{name: _section_schema(section) for name, section in SECTIONS.items()}},
+        "properties": {
+            **texts,
+            **{name: _section_schema(section) for name, section in SECTIONS.items()},
+            **{name: _numbered_schema(section) for name, section in NUMBERED.items()},
+        },
+    }
+
+
+def _numbered_schema(section: Section) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": section.meaning,
+        "additionalProperties": False,
+        "patternProperties": {NUMBER: _section_schema(section)},
     }
 
 
@@ -181,4 +266,11 @@ def _key_schema(key: Key) -> dict[str, Any]:
     described = f"{key.meaning} ({key.kind.value})"
     if key.kind is KeyKind.COUNT:
         return {"type": "integer", "minimum": 1, "maximum": MOST_LAYERS, "description": described}
+    if key.kind is KeyKind.SHARE:
+        return {"type": "number", "minimum": 0, "maximum": 1, "description": described}
+    factor = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_FACTOR}
+    if key.kind is KeyKind.FACTOR:
+        return {**factor, "description": described}
+    if key.kind is KeyKind.FACTORS:
+        return {"type": "array", "items": factor, "minItems": 1, "description": described}
     return {"type": "number", "minimum": 0, "exclusiveMaximum": LIMIT, "description": described}

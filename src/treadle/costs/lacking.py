@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.costs.costs import EXCHANGE, Costs
 from treadle.costs.durations import WHOLE
-from treadle.ir.program import EMBEDDING, HEAD, Layout, OpKind, Program
+from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, STEP_END, Layout, OpKind, Program
 
 _SHARES = {"f": "f", "b": "i", "w": "w"}
 """The action whose time attention and MLP share, by the end of a part's name."""
@@ -51,9 +51,13 @@ def _wanted(kind: OpKind, layout: Layout, costs: Costs) -> Iterator[str]:
         yield from () if "b" in section else (half for half in ("i", "w") if not costs.says(section, half))
     elif kind.is_send or kind.is_recv:
         yield from () if "send" in costs.message else ("send",)
-    elif kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD):
+    elif kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
         yield from () if name in costs.message else (name,)
-    elif kind in (*EMBEDDING, *HEAD):
+    elif kind in STEP_END:
+        yield from () if name in costs.step else (name,)
+    elif kind in RECOMPUTE:
+        yield from () if name in costs.layer else _wanted(RECOMPUTE[kind], layout, costs)
+    elif kind in (*EMBEDDING, *MTP, *HEAD):
         yield from () if name in costs.ends else (name,)
     elif name.startswith(("attn", "mlp")) and not costs.has_parts:
         action = _SHARES[name[-1]]
@@ -62,9 +66,9 @@ def _wanted(kind: OpKind, layout: Layout, costs: Costs) -> Iterator[str]:
         yield from () if name in costs.layer else (name,)
     half = WHOLE.get(kind)
     if half is not None and half not in layout.weights:
-        weight = half.name.lower()
-        given = costs.ends if kind is OpKind.HEAD_B else costs.layer
-        yield from () if weight in given or (kind is not OpKind.HEAD_B and not costs.has_parts) else (weight,)
+        weight, besides = half.name.lower(), kind in (OpKind.HEAD_B, OpKind.MTP_B)
+        given = costs.ends if besides else costs.layer
+        yield from () if weight in given or (not besides and not costs.has_parts) else (weight,)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def _lacks(costs: Costs) -> Iterator[Lack]:
         absent = [f"[{section_name}] {key}" for key in names if key not in getattr(costs, section_name)]
         if len(absent) == len(names) or (absent and section_name != "ends"):
             yield Lack(tuple(absent), effect)
-    silent = costs.unsaved(embedding=costs.has_end("embed"), head=costs.has_end("head"))
+    silent = costs.unsaved(costs.blocks)
     if silent:
         effect = "peaks count layers, not bytes, and verify --memory-limit is refused"
         yield Lack(tuple(f"[saved_bytes] {part}" for part in silent), effect)

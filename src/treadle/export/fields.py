@@ -67,6 +67,19 @@ class Fields:
             raise self.error(key, "a number from 0 to 1", value)
         return float(value)
 
+    def factors(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        values = self.listed(key)
+        for place, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+                raise self.error(f"{key}[{place}]", "a number above 0", value)
+        return tuple(float(value) for value in values if isinstance(value, int | float))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts."""
+        listed = Fields(self.source, self.where, {f"{key}[{n}]": value for n, value in enumerate(self.listed(key))})
+        return tuple(listed.text(name) for name in listed.content)
+
     def text(self, key: str) -> str:
         """A text, which may be empty."""
         value = self.content[key]

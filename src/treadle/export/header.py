@@ -1,15 +1,16 @@
 """The header of a file: a small JSON object beside the columns of a Program or a Trace.
 
-    "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "layers": [0, 0],
-               "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0,
-               "embedding": false, "head": false}
+    "layout": {"placement": {"name": "loop", "stages": [[0], [1]], "pipes": [0]}, "num_mb": 4, "blocks": ["", ""],
+               "forward": ["F"], "backward": ["B"], "weights": ["W"], "ep": 1, "dp": 1, "saved": {"F": 1}, "kept": 1.0}
 
 and of a Trace besides
 
     "clock": {"unit": "us", "ticks": 1000}, "about": "predicted with costs 'unit'", "measured": false
 
 `saved_unit` is in a layout whose `saved` counts something else than activations at the grain of cells, or bytes at the
-grain of layers. Kinds of ops go by name, so that a file stays readable when a kind is added.
+grain of layers; `recomputed`, `dense_saved`, `stage_scale`, `mb_scale`, `tied` and `step_end` are where they are not
+empty. Kinds of ops go by name, so that a file stays readable when a kind is added. Older files have `layers`, and
+`embedding` and `head`, in place of `blocks`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ VERSION = 1
 
 TIMING_KEYS = ("clock", "about", "measured")
 
-_LAYOUT_KEYS = ("placement", "num_mb", "layers", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
-_ENDS = ("embedding", "head")  # which files of before there were such ops lack
-_LATER = (*_ENDS, "saved_unit")
+_LAYOUT_KEYS = ("placement", "num_mb", "forward", "backward", "weights", "ep", "dp", "saved", "kept")
+_FORMER = ("layers", "embedding", "head")  # what files of before there were blocks have
+_KINDS = ("recomputed", "step_end")
+_SCALES = ("stage_scale", "mb_scale")
+_LATER = ("blocks", *_FORMER, "saved_unit", *_KINDS, *_SCALES, "dense_saved", "tied")
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 
@@ -50,7 +53,7 @@ def layout_object(layout: Layout) -> Object:
     return {
         "placement": {"name": placement.name, "stages": placement.stages, "pipes": placement.pipes},
         "num_mb": layout.num_mb,
-        "layers": layout.layers,
+        "blocks": layout.blocks,
         "forward": [kind.name for kind in layout.forward],
         "backward": [kind.name for kind in layout.backward],
         "weights": [kind.name for kind in layout.weights],
@@ -58,9 +61,20 @@ def layout_object(layout: Layout) -> Object:
         "dp": layout.dp,
         "saved": {kind.name: size for kind, size in layout.saved.items()},
         "kept": layout.kept,
-        "embedding": layout.embedding,
-        "head": layout.head,
         **({"saved_unit": layout.saved_unit} if layout.saved_unit != _usual_unit(layout.forward) else {}),
+        **{name: value for name, value in _besides(layout).items() if value},
+    }
+
+
+def _besides(layout: Layout) -> Object:
+    """What most layouts do not have."""
+    return {
+        "recomputed": [kind.name for kind in layout.recomputed],
+        "dense_saved": {kind.name: size for kind, size in layout.dense_saved.items()},
+        "stage_scale": layout.stage_scale,
+        "mb_scale": layout.mb_scale,
+        "tied": layout.tied,
+        "step_end": [kind.name for kind in layout.step_end],
     }
 
 
@@ -79,31 +93,66 @@ def check_version(fields: Fields) -> None:
 
 def read_layout(fields: Fields) -> Layout:
     """The Layout that `layout_object` wrote."""
-    fields.expect(_LAYOUT_KEYS, _LATER)
+    fields.expect((*_LAYOUT_KEYS, "blocks" if "layers" not in fields.content else "layers"), _LATER)
     placement = _placement(fields.inner("placement"))
-    layers = fields.wholes("layers", 0, _MOST_LAYERS)
-    if len(layers) != placement.num_stages:
-        raise fields.error("layers", f"a number for each of the {placement.num_stages} stages", list(layers))
-    if min(layers) == 0 < max(layers):
-        raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
     forward = _kinds(fields, "forward")
-    layout = Layout(
-        placement=placement,
-        num_mb=fields.whole("num_mb", 1, MOST_MICROBATCHES),
-        layers=layers,
-        forward=forward,
-        backward=_kinds(fields, "backward"),
-        weights=_kinds(fields, "weights"),
-        ep=fields.whole("ep", 1, _MOST_RANKS),
-        dp=fields.whole("dp", 1, _MOST_RANKS),
-        saved=_saved(fields.inner("saved")),
-        kept=fields.share("kept"),
-        saved_unit=_saved_unit(fields, forward),
-        **{name: fields.flag(name) for name in _ENDS if name in fields.content},
-    )
+    try:
+        layout = Layout(
+            placement=placement,
+            num_mb=fields.whole("num_mb", 1, MOST_MICROBATCHES),
+            blocks=_blocks(fields, placement.num_stages),
+            forward=forward,
+            backward=_kinds(fields, "backward"),
+            weights=_kinds(fields, "weights"),
+            ep=fields.whole("ep", 1, _MOST_RANKS),
+            dp=fields.whole("dp", 1, _MOST_RANKS),
+            saved=_saved(fields.inner("saved")),
+            kept=fields.share("kept"),
+            saved_unit=_saved_unit(fields, forward),
+            dense_saved=_saved(fields.inner("dense_saved")) if "dense_saved" in fields.content else {},
+            tied=_tied(fields),
+            recomputed=_kinds(fields, "recomputed") if "recomputed" in fields.content else (),
+            step_end=_kinds(fields, "step_end") if "step_end" in fields.content else (),
+            **{name: fields.factors(name) for name in _SCALES if name in fields.content},
+        )
+    except ValueError as error:
+        prefix = "" if str(error).startswith(fields.source) else f"{fields.source}: {fields.where}: "
+        raise ValueError(f"{prefix}{error}") from None
     if layout.num_ranks > _MOST_RANKS:
         raise fields.error("ep", f"a size that makes at most {_MOST_RANKS} ranks", layout.ep)
     return layout
+
+
+def _blocks(fields: Fields, num_stages: int) -> tuple[str, ...]:
+    """The blocks of each stage; in older files their numbers."""
+    if "blocks" in fields.content and "layers" in fields.content:
+        raise ValueError(f"{fields.source}: {fields.where}.layers stands beside blocks; a file has one of the two")
+    if "blocks" in fields.content:
+        rows = fields.texts("blocks")
+        if len(rows) != num_stages:
+            raise fields.error("blocks", f"a text for each of the {num_stages} stages", list(rows))
+        if any(len(row) > _MOST_LAYERS for row in rows):
+            raise fields.error("blocks", f"at most {_MOST_LAYERS} blocks in a stage", max(map(len, rows)))
+        return rows
+    layers = fields.wholes("layers", 0, _MOST_LAYERS)
+    if len(layers) != num_stages:
+        raise fields.error("layers", f"a number for each of the {num_stages} stages", list(layers))
+    if min(layers) == 0 < max(layers):
+        raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
+    rows = ["t" * count for count in layers]
+    known = layers[0] > 0
+    embedding, head = (known and name in fields.content and fields.flag(name) for name in ("embedding", "head"))
+    rows[0] = "E" * embedding + rows[0]
+    rows[-1] += "L" * head
+    return tuple(rows)
+
+
+def _tied(fields: Fields) -> tuple[tuple[int, ...], ...]:
+    if "tied" not in fields.content:
+        return ()
+    ties = {f"tied[{place}]": tie for place, tie in enumerate(fields.listed("tied"))}
+    listed = Fields(fields.source, fields.where, {**ties})
+    return tuple(listed.wholes(place) for place in ties)
 
 
 def read_timing(fields: Fields) -> Timing:

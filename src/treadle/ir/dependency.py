@@ -58,5 +58,6 @@ WEIGHT_OF = {
     OpKind.W: OpKind.I,
     OpKind.MLP_W: OpKind.MLP_B,
     OpKind.ATTN_W: OpKind.ATTN_B,
+    OpKind.MTP_W: OpKind.MTP_B,
     OpKind.HEAD_W: OpKind.HEAD_B,
 }

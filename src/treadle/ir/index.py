@@ -9,23 +9,27 @@ import numpy as np
 from treadle.ir.columns import LaneTable, OpLabels
 from treadle.ir.kernel import inlined, kernel
 from treadle.ir.program import NEVER, Bytes, Ints, Longs, OpKind, Program
-from treadle.ir.rule import LANES, Rule, Tables
+from treadle.ir.rule import LANES, NOTHING, Rule, Tables
 
 UNKNOWN = -2
 """Stands in `Index.key` for an op whose label the layout has no place for."""
 
 # Kernels see plain numbers.
 _SEND_F, _SEND_B, _RECV_B = int(OpKind.SEND_F), int(OpKind.SEND_B), int(OpKind.RECV_B)
-_REDUCE_GRAD = int(OpKind.REDUCE_GRAD)
+_REDUCE_GRAD, _REDUCE_TIED = int(OpKind.REDUCE_GRAD), int(OpKind.REDUCE_TIED)
+_CLIP, _OPTIMIZER, _GATHER = int(OpKind.CLIP), int(OpKind.OPTIMIZER), int(OpKind.GATHER_PARAMS)
 
 
 @dataclass(frozen=True)
 class Index:
     """The place of each op by its label.
 
-    `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction, which has no micro-batch.
+    `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction or an op that ends the step,
+    which have no micro-batch.
     `first[place]` is the first op of a place, or NEVER; `count[place]` how many there are, up to 255.
     `last_gradient[rank * vpp + chunk]` is the last op of a chunk that adds to a weight gradient, or NEVER.
+    `last_of_rank[rank]` are the last REDUCE_GRAD and the last REDUCE_TIED of a rank, and its first CLIP and its first
+    OPTIMIZER, or NEVER.
     """
 
     rule: Rule
@@ -33,6 +37,7 @@ class Index:
     first: Ints
     count: Bytes
     last_gradient: Ints
+    last_of_rank: Ints
     num_unknown: int
     num_double: int
 
@@ -47,7 +52,7 @@ class Index:
 @kernel
 def _index(
     labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables
-) -> tuple[Longs, Ints, Bytes, Ints, int, int]:
+) -> tuple[Longs, Ints, Bytes, Ints, Ints, int, int]:
     kind, makes_gradient = labels.kind, tables.makes_gradient
     num_chunks = tables.num_chunks
     of_chunk = tables.num_mb * tables.num_layers * tables.num_slots
@@ -55,6 +60,7 @@ def _index(
     first = np.full(tables.num_ranks * num_chunks * of_chunk, -1, np.int32)
     count = np.zeros(len(first), np.uint8)
     last_gradient = np.full(tables.num_ranks * num_chunks, -1, np.int32)
+    last_of_rank = np.full((tables.num_ranks, 4), -1, np.int32)
     num_unknown, num_double = 0, 0
     for lane in range(len(lanes.rank)):
         rank, peer, lane_kind = lanes.rank[lane], lanes.peer[lane], lanes.kind[lane]
@@ -63,6 +69,8 @@ def _index(
             key[op] = place
             if place < 0:
                 num_unknown += place == UNKNOWN
+                if place == NEVER:
+                    _note_last(last_of_rank, kind[op], rank, op)
                 continue
             if first[place] < 0:
                 first[place] = op
@@ -73,34 +81,59 @@ def _index(
             chunk = place // of_chunk  # of all ranks
             if makes_gradient[kind[op]] and op > last_gradient[chunk]:
                 last_gradient[chunk] = op
-    return key, first, count, last_gradient, num_unknown, num_double
+    return key, first, count, last_gradient, last_of_rank, num_unknown, num_double
+
+
+@inlined
+def _note_last(last_of_rank: Ints, kind: int, rank: int, op: int) -> None:
+    """Keep the last reductions of a rank, and the first of the ops that end its step."""
+    if kind == _REDUCE_GRAD:
+        last_of_rank[rank, 0] = max(op, last_of_rank[rank, 0])
+    elif kind == _REDUCE_TIED:
+        last_of_rank[rank, 1] = max(op, last_of_rank[rank, 1])
+    elif kind == _CLIP and last_of_rank[rank, 2] < 0:
+        last_of_rank[rank, 2] = op
+    elif kind == _OPTIMIZER and last_of_rank[rank, 3] < 0:
+        last_of_rank[rank, 3] = op
 
 
 @inlined
 def _place(labels: OpLabels, tables: Tables, op: int, rank: int, peer: int) -> int:
-    """The op's place in the index, NEVER for a reduction, or UNKNOWN."""
-    kind, mb, chunk, layer = labels.kind[op], labels.mb[op], int(labels.chunk[op]), labels.layer[op]
-    slot, only, num_replicas = tables.slot[kind], tables.only[kind], tables.num_replicas
-    stage, depth = tables.stage, tables.depth
+    """The op's place in the index, NEVER for a reduction or an op that ends the step, or UNKNOWN."""
+    kind, mb, chunk, layer = labels.kind[op], labels.mb[op], int(labels.chunk[op]), int(labels.layer[op])
+    slot, num_replicas = tables.slot[kind], tables.num_replicas
     pp = rank // num_replicas
     if chunk < 0 or chunk >= tables.num_chunks or layer < 0:
         return UNKNOWN
-    if kind == _REDUCE_GRAD:
-        return NEVER if mb == NEVER and layer == 0 else UNKNOWN
-    if slot < 0 or mb < 0 or mb >= tables.num_mb:
+    if _REDUCE_TIED <= kind <= _GATHER or kind == _REDUCE_GRAD:
+        return NEVER if mb == NEVER and _ends_step(tables, kind, pp, chunk, layer) else UNKNOWN
+    if slot < 0 or mb < 0 or mb >= tables.num_mb or layer >= tables.num_layers:
         return UNKNOWN
-    is_message = _SEND_F <= kind <= _RECV_B
     if kind in (_SEND_F, _SEND_B):
         if peer < 0 or peer % num_replicas != rank % num_replicas:
             return UNKNOWN
         chunk = _sending_chunk(tables, pp, peer // num_replicas, chunk, kind)
         if chunk < 0:
             return UNKNOWN
-    at = stage[pp, chunk]
-    if layer >= depth[at] or (is_message and layer > 0) or (only >= 0 and (layer > 0 or at != only)):
+    if not tables.has[tables.row[tables.stage[pp, chunk]], kind, layer]:
         return UNKNOWN
     row = ((rank * tables.num_chunks + chunk) * tables.num_mb + mb) * tables.num_layers + layer
     return int(row * tables.num_slots + slot)
+
+
+@inlined
+def _ends_step(tables: Tables, kind: int, pp: int, chunk: int, layer: int) -> bool:
+    """True if a rank has such a reduction, or such an op at the end of its step."""
+    if kind == _REDUCE_GRAD:
+        return layer == 0
+    if kind == _REDUCE_TIED:
+        if layer >= len(tables.tied) or not tables.tied[layer, tables.stage[pp, chunk]]:
+            return False
+        lowest = True
+        for lower in range(chunk):
+            lowest = lowest and not tables.tied[layer, tables.stage[pp, lower]]
+        return lowest
+    return bool(chunk == 0 and layer == 0 and tables.role[kind] != NOTHING)
 
 
 @inlined

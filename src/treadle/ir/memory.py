@@ -4,7 +4,8 @@ Each part of a layer saves something at its forward's start. The bytes are freed
 fraction at the end of the backward already), or of the backward where the two are not split. An offload frees a layer's
 bytes at its end, an onload takes them at its start. At equal times freeing comes first.
 
-At the grain of cells a forward saves what the layers of its stage save, where they are known, so stages may differ.
+At the grain of cells a forward saves what the blocks of its stage save, where they are known, so stages may differ.
+What is saved may differ by stage and by micro-batch as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from treadle.ir.blocks import LAYERS
 from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
 from treadle.ir.program import Bytes, Ints, Layout, Longs, OpKind, Program
@@ -20,11 +23,17 @@ from treadle.ir.program import Bytes, Ints, Layout, Longs, OpKind, Program
 _PARTS: dict[OpKind, tuple[OpKind, OpKind | None]] = {
     OpKind.F: (OpKind.I, OpKind.W),
     OpKind.ATTN_F: (OpKind.ATTN_B, OpKind.ATTN_W),
+    OpKind.ATTN_R: (OpKind.ATTN_B, OpKind.ATTN_W),
     OpKind.MLP_F: (OpKind.MLP_B, OpKind.MLP_W),
+    OpKind.MLP_R: (OpKind.MLP_B, OpKind.MLP_W),
     OpKind.EMBED_F: (OpKind.EMBED_B, None),
+    OpKind.MTP_F: (OpKind.MTP_B, OpKind.MTP_W),
     OpKind.HEAD_F: (OpKind.HEAD_B, OpKind.HEAD_W),
 }
-"""The backward and the weight half of what a forward part saves."""
+"""The backward and the weight half of what an op saves."""
+
+_BLOCK_OF_CELL = {"E": OpKind.EMBED_F, "m": OpKind.MTP_F, "L": OpKind.HEAD_F}
+"""The op whose bytes a block other than a layer adds to its stage's F."""
 
 
 class Peaks(NamedTuple):
@@ -37,19 +46,13 @@ class Peaks(NamedTuple):
 class Changes(NamedTuple):
     """Bytes (or what `Layout.saved_unit` says) that ops take at their start and give back at their end.
 
-    `taken[row, kind]` and `given[row, kind]`, where `row[pp, chunk]` is the row of a rank's chunk.
+    `taken[what]` and `given[what]`, where `what[op]` is the class of an op: its kind, where stages, layers and
+    micro-batches do not differ, else a number for all that it depends on.
     """
 
-    row: Ints
+    what: Bytes | Longs
     taken: Longs
     given: Longs
-
-    def rows_of(self, program: Program) -> Ints:
-        """Return the row of each op; 0 for a chunk that no rank has."""
-        pp = program.lane_rank[program.lane_of] // program.layout.num_replicas
-        known = (program.chunk >= 0) & (program.chunk < self.row.shape[1])
-        rows: Ints = np.where(known, self.row[pp, np.where(known, program.chunk, 0)], 0).astype(np.int32)
-        return rows
 
 
 def per_unit(layout: Layout) -> int:
@@ -63,62 +66,120 @@ def in_unit(layout: Layout, size: int) -> float:
     return whole if rest == 0 else size / per_unit(layout)
 
 
-def changes(layout: Layout) -> Changes:
-    """By kind of op and, where stages differ, by stage: what is taken at its start and given back at its end."""
-    stages = np.array(layout.placement.stages, np.int32)
-    saved = _saved_by_stage(layout)
-    different = list(dict.fromkeys(tuple(of_stage.items()) for of_stage in saved))
-    number = np.array([different.index(tuple(of_stage.items())) for of_stage in saved], np.int32)
-    by_kind = [_by_kind(layout, dict(of_stage)) for of_stage in different]
-    taken, given = (np.array(side, np.int64) for side in zip(*by_kind, strict=True))
-    return Changes(number[stages], taken, given)
+def changes(program: Program) -> Changes:
+    """What each op takes at its start and gives back at its end."""
+    layout = program.layout
+    tables, number = _tables(layout)
+    if len(tables) == 1 and not layout.mb_scale and not _layers_differ(layout):
+        taken, given = _by_kind(layout, tables[0], dense=False, scale=1.0)
+        return Changes(program.kind, taken, given)
+    return _by_class(program, tables, number)
 
 
-def _saved_by_stage(layout: Layout) -> list[dict[OpKind, int]]:
-    """What forwards save; one dict for each stage."""
-    if layout.by_layer or layout.model_layers == 0:
-        return [dict(layout.saved)] * len(layout.layers)
-    inside = [dict(layout.saved) for _ in layout.layers]
-    for stage, layers in enumerate(layout.layers):
-        inside[stage][OpKind.F] = layout.saved.get(OpKind.F, 0) * layers
-    for there, stage, kind in ((layout.embedding, 0, OpKind.EMBED_F), (layout.head, -1, OpKind.HEAD_F)):
-        if not there:  # no op of its own, so the stage's F has it
-            inside[stage][OpKind.F] += layout.saved.get(kind, 0)
-    return inside
+class _Saved(NamedTuple):
+    """What the ops of a stage save: `saved` and `dense` by kind; which of its layers are dense; its scale."""
+
+    saved: tuple[tuple[OpKind, int], ...]
+    dense: tuple[tuple[OpKind, int], ...]
+    dense_layers: tuple[bool, ...]
+    scale: float
 
 
-def _by_kind(layout: Layout, saved: dict[OpKind, int]) -> tuple[Longs, Longs]:
+def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
+    """The different stages, and the number of each stage's."""
+    of_stage = []
+    for stage, row in enumerate(layout.blocks):
+        saved, dense = dict(layout.saved), {**layout.saved, **layout.dense_saved}
+        if not layout.by_layer and row:
+            saved[OpKind.F] = _of_cell(layout, row)
+        in_row = tuple(letter == "d" for letter in row if letter in LAYERS) if _layers_differ(layout) else ()
+        scale = layout.stage_scale[stage] if layout.stage_scale else 1.0
+        of_stage.append(_Saved(tuple(saved.items()), tuple(dense.items()), in_row, scale))
+    different = list(dict.fromkeys(of_stage))
+    return different, np.array([different.index(stage) for stage in of_stage], np.int32)
+
+
+def _layers_differ(layout: Layout) -> bool:
+    """True if dense layers save something else than other layers."""
+    return layout.by_layer and bool(layout.dense_saved)
+
+
+def _of_cell(layout: Layout, row: str) -> int:
+    """What the blocks of a stage save together, at the grain of cells."""
+    size = 0
+    for block in row:
+        if block in _BLOCK_OF_CELL:
+            size += layout.saved.get(_BLOCK_OF_CELL[block], 0)
+        elif block == "d":
+            size += layout.dense_saved.get(OpKind.F, layout.saved.get(OpKind.F, 0))
+        else:
+            size += layout.saved.get(OpKind.F, 0)
+    return size
+
+
+def _by_class(program: Program, tables: list[_Saved], number: Ints) -> Changes:
+    """Changes by stage, by dense layer or not, by micro-batch, and by kind."""
+    layout = program.layout
+    pp = program.lane_rank[program.lane_of] // layout.num_replicas
+    known = (program.chunk >= 0) & (program.chunk < layout.placement.vpp)
+    chunk = np.where(known, program.chunk, 0)
+    table = np.where(known, number[np.array(layout.placement.stages, np.int32)[pp, chunk]], 0).astype(np.int64)
+    flags = np.zeros((len(tables), layout.max_layers), np.int64)
+    for place, stage in enumerate(tables):
+        flags[place, : len(stage.dense_layers)] = stage.dense_layers
+    inside = (program.layer >= 0) & (program.layer < layout.max_layers)
+    dense = np.where(inside, flags[table, np.where(inside, program.layer, 0)], 0)
+    scales, mb = _scales(program, chunk)
+    what = ((mb * len(tables) + table) * 2 + dense) * len(OpKind) + program.kind
+    amounts = [
+        _by_kind(layout, stage, dense=is_dense, scale=stage.scale * scale)
+        for scale in scales
+        for stage in tables
+        for is_dense in (False, True)
+    ]
+    taken, given = (np.concatenate(side) for side in zip(*amounts, strict=True))
+    return Changes(what, taken, given)
+
+
+def _scales(program: Program, chunk: npt.NDArray[np.int16]) -> tuple[tuple[float, ...], Longs]:
+    """The scales by micro-batch, and the micro-batch of each op among all pipes."""
+    layout = program.layout
+    if not layout.mb_scale:
+        return (1.0,), np.zeros(program.num_ops, np.int64)
+    inside = (program.mb >= 0) & (program.mb < layout.num_mb)
+    pipe = np.array(layout.placement.pipes, np.int64)[chunk]
+    return layout.mb_scale, np.where(inside, pipe * layout.num_mb + program.mb, 0)
+
+
+def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tuple[Longs, Longs]:
     taken, given = np.zeros(len(OpKind), np.int64), np.zeros(len(OpKind), np.int64)
-    for forward, size in saved.items():
-        backward, weight = _PARTS[forward]
-        taken[forward] = size
+    of_layer = 0
+    for saver, bytes_saved in stage.dense if dense else stage.saved:
+        size = round(bytes_saved * scale)
+        backward, weight = _PARTS[saver]
+        taken[saver] = size
         kept = round(size * layout.kept) if weight in layout.weights else 0
         given[backward] += size - kept
         if weight is not None and weight in layout.weights:
             given[weight] += kept
-        if forward is OpKind.F:
+        if saver is OpKind.F:
             given[OpKind.B] = size
-    of_layer = sum(size for kind, size in saved.items() if kind in layout.forward)
+        of_layer += size if saver in layout.forward else 0
     taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = of_layer
     return taken, given
 
 
 def peaks(program: Program, times: Times) -> Peaks:
     """The most each rank holds at once."""
-    row, taken, given = changes(program.layout)
     order = np.argsort(program.lane_rank, kind="stable").astype(np.int32)
     rank_ptr = np.searchsorted(program.lane_rank[order], np.arange(program.num_ranks + 1))
-    if len(taken) == 1:
-        what, amounts = program.kind, (taken[0], given[0])
-    else:  # kinds of ops numbered anew, each with its row
-        what = (Changes(row, taken, given).rows_of(program) * len(OpKind) + program.kind).astype(np.int32)
-        amounts = (taken.reshape(-1), given.reshape(-1))
-    return Peaks(*_peaks(what, program.lane_ptr, order, rank_ptr, times.start, times.end, *amounts))
+    what, taken, given = changes(program)
+    return Peaks(*_peaks(what, program.lane_ptr, order, rank_ptr, times.start, times.end, taken, given))
 
 
 @kernel
 def _peaks(
-    kind: Bytes | Ints,
+    kind: Bytes | Longs,
     lane_ptr: Longs,
     order: Ints,
     rank_ptr: Longs,
@@ -139,8 +200,10 @@ def _peaks(
         for k in range(rank_ptr[rank], rank_ptr[rank + 1]):
             lane = order[k]
             uses = False
-            for op in range(lane_ptr[lane], min(lane_ptr[lane + 1], lane_ptr[lane] + 64)):
-                uses = uses or taken[kind[op]] > 0 or given[kind[op]] > 0
+            for op in range(lane_ptr[lane], lane_ptr[lane + 1]):
+                if taken[kind[op]] > 0 or given[kind[op]] > 0:
+                    uses = True
+                    break
             if not uses:
                 continue
             taking[count] = giving[count] = lane_ptr[lane]

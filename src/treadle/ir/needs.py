@@ -1,17 +1,16 @@
 """The dependency rule over a Program's columns: which ops each op needs, by its label alone.
 
-    first part of a layer     the last part of the layer before; of the first layer, what comes from the stage before,
-                              or the embedding
-    any other part            the part before it
-    first part of a backward  the last part of the layer after; of the last layer, what comes from the stage after or
-                              from the head, and its own forward
-    head                      the last part of the last layer; its backward its forward
-    backward of the embedding the last part of the backward
-    weight half               its backward part
+    op of a forward chain     the op before it; the first of the chain what comes from the stage before
+    op of a backward chain    the op before it; the first of the chain its own forward, and what comes from the stage
+                              after
+    weight half               its backward op
+    computed again            its forward part; the backward part needs it
     first reader of what was saved    its onload, where it was offloaded
-    send                      the last part of what it sends
+    send                      the last op of the chain that makes it
     offload, onload           the last forward part of its layer; its offload
-    reduce_grad               the last op of the chunk that makes a weight gradient
+    reduce_grad, reduce_tied  the last op of the chunk, or of the chunks that share a parameter, that makes a weight
+                              gradient
+    end of the step           all gradients and their reductions; then one behind the other
 
 Lowering writes these down as dependencies; the verifier asks whether they are kept.
 """
@@ -27,15 +26,18 @@ from treadle.ir.index import Index
 from treadle.ir.kernel import inlined, kernel
 from treadle.ir.program import NEVER, Bools, Bytes, Ints, Longs, OpKind, Program, Shorts
 from treadle.ir.rule import (
+    AGAIN,
     BACKWARD_PART,
+    CLIP,
     FOLLOWS,
     FORWARD_PART,
-    HEAD_PART,
+    GATHER,
     NOTHING,
-    OFFLOAD,
     ONLOAD,
+    OPTIMIZER,
     REDUCE,
     SEND,
+    TIED,
     Tables,
 )
 
@@ -43,10 +45,9 @@ from treadle.ir.rule import (
 _I, _SEND_F = int(OpKind.I), int(OpKind.SEND_F)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 _OUT, _IN = int(OpKind.OFFLOAD), int(OpKind.ONLOAD)
-_EMBED_F, _HEAD_B = int(OpKind.EMBED_F), int(OpKind.HEAD_B)
 
 _MOST_NEEDS = 4
-"""An op needs no more ops than this: its forward, a gradient, an onload."""
+"""An op of a micro-batch needs no more ops than this: its forward, a gradient, an onload, what was computed again."""
 
 
 def needs_of(program: Program, index: Index) -> tuple[Longs, Ints]:
@@ -73,11 +74,13 @@ class _Known(NamedTuple):
     key: Longs
     first: Ints
     last_gradient: Ints
+    last_of_rank: Ints
 
 
 def _arguments(program: Program, index: Index) -> tuple[LaneTable, _Known, Tables]:
     labels = OpLabels.of(program)
-    known = _Known(labels.kind, labels.chunk, labels.layer, index.key, index.first, index.last_gradient)
+    ends = index.last_gradient, index.last_of_rank
+    known = _Known(labels.kind, labels.chunk, labels.layer, index.key, index.first, *ends)
     return LaneTable.of(program), known, index.rule.tables
 
 
@@ -86,12 +89,14 @@ def _list_needs(lanes: LaneTable, known: _Known, tables: Tables) -> tuple[Longs,
     num_ops = len(known.kind)
     ptr = np.zeros(num_ops + 1, np.int64)
     needs = np.empty(2 * num_ops + 16, np.int32)
-    need = np.empty(_MOST_NEEDS, np.int32)
+    need = np.empty(max(_MOST_NEEDS, tables.num_chunks), np.int32)
     total = 0
     for lane in range(len(lanes.rank)):
         rank = lanes.rank[lane]
         for op in range(lanes.ptr[lane], lanes.ptr[lane + 1]):
             for n in range(_needs(known, tables, op, rank, need)):
+                if total == len(needs):
+                    needs = np.concatenate((needs, needs))
                 needs[total] = need[n]
                 total += 1
             ptr[op + 1] = total
@@ -103,7 +108,7 @@ def _list_unmet(
     joined: Bools | None, waits: Waits, lane_of: Ints, lanes: LaneTable, known: _Known, tables: Tables
 ) -> Ints:
     unmet = np.empty((1024, 2), np.int32)
-    need = np.empty(_MOST_NEEDS, np.int32)
+    need = np.empty(max(_MOST_NEEDS, tables.num_chunks), np.int32)
     total = 0
     for lane in range(len(lanes.rank)):
         rank, begin = lanes.rank[lane], lanes.ptr[lane]
@@ -149,10 +154,10 @@ class _Spot(NamedTuple):
     pp: int
     chunk: int
     stage: int
+    row: int  # of its stage's blocks
     layer: int
     own: int  # the first place of its own layer
     bottom: int  # of layer 0
-    top: int  # of the stage's last layer
 
 
 @inlined
@@ -162,85 +167,115 @@ def _spot(known: _Known, tables: Tables, op: int, rank: int) -> _Spot:
     pp, chunk = rank // tables.num_replicas, (place // of_chunk) % tables.num_chunks
     stage = tables.stage[pp, chunk]
     own = place - tables.slot[known.kind[op]]
-    bottom = own - layer * tables.num_slots
-    top = bottom + (tables.depth[stage] - 1) * tables.num_slots
-    return _Spot(pp, chunk, stage, layer, own, bottom, top)
+    return _Spot(pp, chunk, stage, tables.row[stage], layer, own, own - layer * tables.num_slots)
 
 
 @inlined
 def _needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int:
     """Write what `op` needs into `need`, and return how many ops these are."""
     kind, place = known.kind[op], known.key[op]
-    first, slot = known.first, tables.slot
-    role, before = tables.role[kind], tables.before[kind]
-    if place == NEVER and role == REDUCE:
-        need[0] = known.last_gradient[rank * tables.num_chunks + known.chunk[op]]
-        return 1
+    first, slot, role = known.first, tables.slot, tables.role[kind]
+    if place == NEVER:
+        return _step_needs(known, tables, op, rank, need)
     if place < 0 or role == NOTHING:
         return 0
     spot = _spot(known, tables, op, rank)
     if role == FORWARD_PART:
-        return _forward_needs(first, tables, spot, before, need)
+        return _forward_needs(first, tables, spot, kind, need)
     if role == BACKWARD_PART:
-        return _backward_needs(first, tables, spot, kind, before, need)
-    if role == FOLLOWS:
-        need[0] = first[spot.own + slot[before]]
-    elif role == HEAD_PART or (role == SEND and kind == _SEND_F):
-        need[0] = first[spot.top + slot[tables.last_forward]]
+        return _backward_needs(first, tables, spot, kind, need)
+    count = 1
+    if role in (FOLLOWS, AGAIN):
+        need[0] = first[spot.bottom + tables.before[spot.row, kind, spot.layer]]
+        if role == AGAIN:
+            count = _and_onload(first, tables, spot, need, count)
+    elif role == SEND and kind == _SEND_F:
+        need[0] = first[spot.bottom + tables.forward_end[spot.row]]
     elif role == SEND:
-        need[0] = _gradient_maker(first, tables, spot.bottom)
-    elif role == OFFLOAD:
-        need[0] = first[spot.own + slot[tables.last_forward]]
+        need[0] = _gradient_maker(first, tables, spot.row, spot.bottom)
     elif role == ONLOAD:
         need[0] = first[spot.own + slot[_OUT]]
-    return 1
+    return count
 
 
 @inlined
-def _forward_needs(first: Ints, tables: Tables, spot: _Spot, before: int, need: Ints) -> int:
-    """The part before; of the first part, what it reads: the layer before, the stage before, or the embedding."""
-    slot, holder, pipe = tables.slot, tables.holder, tables.pipe[spot.chunk]
-    last = slot[tables.last_forward]
-    if before >= 0:
-        need[0] = first[spot.own + slot[before]]
-    elif spot.layer > 0:
-        need[0] = first[spot.own - tables.num_slots + last]
-    elif spot.stage > 0:
-        if holder[pipe, spot.stage - 1, 0] == spot.pp:
-            far = _same_mb(tables, spot, holder[pipe, spot.stage - 1, 1])
-            need[0] = first[far + (tables.depth[spot.stage - 1] - 1) * tables.num_slots + last]
-        else:
-            need[0] = first[spot.bottom + slot[_RECV_F]]
-    elif slot[_EMBED_F] >= 0:
-        need[0] = first[spot.bottom + slot[_EMBED_F]]
-    else:
+def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int:
+    """The needs of reductions and of what ends a step, which belong to no micro-batch."""
+    role = tables.role[known.kind[op]]
+    of_rank = rank * tables.num_chunks
+    if role == REDUCE:
+        need[0] = known.last_gradient[of_rank + known.chunk[op]]
+        return 1
+    count = 0
+    if role == TIED:
+        for chunk in range(tables.num_chunks):
+            if tables.tied[known.layer[op], tables.stage[rank // tables.num_replicas, chunk]]:
+                need[count] = known.last_gradient[of_rank + chunk]
+                count += 1
+        return count
+    if role == GATHER or (role == OPTIMIZER and tables.clips):
+        need[0] = known.last_of_rank[rank, 3 if role == GATHER else 2]
+        return 1
+    if role != CLIP and role != OPTIMIZER:
         return 0
+    gradient = -1
+    for chunk in range(tables.num_chunks):
+        gradient = max(gradient, known.last_gradient[of_rank + chunk])
+    if gradient >= 0:
+        need[count] = gradient
+        count += 1
+    for reduction in range(2):
+        if known.last_of_rank[rank, reduction] >= 0:
+            need[count] = known.last_of_rank[rank, reduction]
+            count += 1
+    return count
+
+
+@inlined
+def _forward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, need: Ints) -> int:
+    """The op before in the chain; of the first op, what it reads from the stage before."""
+    holder, pipe = tables.holder, tables.pipe[spot.chunk]
+    before = tables.before[spot.row, kind, spot.layer]
+    if before >= 0:
+        need[0] = first[spot.bottom + before]
+    elif spot.stage == 0:
+        return 0
+    elif holder[pipe, spot.stage - 1, 0] == spot.pp:
+        far = _same_mb(tables, spot, holder[pipe, spot.stage - 1, 1])
+        need[0] = first[far + tables.forward_end[tables.row[spot.stage - 1]]]
+    else:
+        need[0] = first[spot.bottom + tables.slot[_RECV_F]]
     return 1
 
 
 @inlined
-def _backward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, before: int, need: Ints) -> int:
-    """The part before; of the first part, the gradient it reads and what its forward saved."""
-    slot, own = tables.slot, spot.own
+def _backward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, need: Ints) -> int:
+    """The op before in the chain; of the first op, its own forward and the gradient it reads; what it needs again."""
+    before = tables.before[spot.row, kind, spot.layer]
     count = 1
     if before >= 0:
-        need[0] = first[own + slot[before]]
-    elif own < spot.top:
-        need[0] = first[own + tables.num_slots + slot[tables.last_backward]]
+        need[0] = first[spot.bottom + before]
     else:
-        need[0] = first[own + slot[tables.last_forward]]
+        need[0] = first[spot.bottom + tables.forward_end[spot.row]]
         if spot.stage < tables.holder.shape[1] - 1:
             need[1] = _gradient_from_stage_after(first, tables, spot)
             count = 2
-        elif slot[_HEAD_B] >= 0:
-            need[1] = first[spot.bottom + slot[_HEAD_B]]
-            count = 2
-    if kind == tables.first_backward and slot[_IN] >= 0:
-        onload = first[own + slot[_IN]]
-        if onload >= 0 or first[own + slot[_OUT]] >= 0:
-            need[count] = onload
-            count += 1
+    if tables.opens[spot.row, kind, spot.layer]:
+        count = _and_onload(first, tables, spot, need, count)
+    if tables.again[kind] >= 0:
+        need[count] = first[spot.own + tables.again[kind]]
+        count += 1
     return count
+
+
+@inlined
+def _and_onload(first: Ints, tables: Tables, spot: _Spot, need: Ints, count: int) -> int:
+    """Add the onload of the layer, if it was offloaded, and return how many ops are needed then."""
+    onload, offload = first[spot.own + tables.slot[_IN]], first[spot.own + tables.slot[_OUT]]
+    if onload < 0 and offload < 0:
+        return count
+    need[count] = onload
+    return count + 1
 
 
 @inlined
@@ -248,7 +283,7 @@ def _gradient_from_stage_after(first: Ints, tables: Tables, spot: _Spot) -> int:
     """The receive that brings it, or its maker on the same rank."""
     holder, pipe, after = tables.holder, tables.pipe[spot.chunk], spot.stage + 1
     if holder[pipe, after, 0] == spot.pp:
-        return _gradient_maker(first, tables, _same_mb(tables, spot, holder[pipe, after, 1]))
+        return _gradient_maker(first, tables, tables.row[after], _same_mb(tables, spot, holder[pipe, after, 1]))
     return int(first[spot.bottom + tables.slot[_RECV_B]])
 
 
@@ -259,10 +294,10 @@ def _same_mb(tables: Tables, spot: _Spot, chunk: int) -> int:
 
 
 @inlined
-def _gradient_maker(first: Ints, tables: Tables, bottom: int) -> int:
+def _gradient_maker(first: Ints, tables: Tables, row: int, bottom: int) -> int:
     """The op that makes a chunk's input gradient; at the grain of cells B or I, whichever is first."""
     slot = tables.slot
-    made = first[bottom + slot[tables.last_backward]]
+    made = first[bottom + tables.backward_end[row]]
     if slot[_I] >= 0:
         half = first[bottom + slot[_I]]
         if made < 0 or 0 <= half < made:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treadle.ir.blocks import LAYERS, check_order
 from treadle.ir.notebook import ShownInNotebooks
 from treadle.ir.placement import Placement
 
@@ -91,7 +92,10 @@ class OpKind(IntEnum):
 
 
 class LaneKind(IntEnum):
-    """The work that a lane queues. A rank has one SEND and one RECV lane for each peer, one at most of the others."""
+    """The work that a lane queues.
+
+    A rank has one SEND and one RECV lane for each peer, one TIED lane for each tie, one at most of the others.
+    """
 
     COMPUTE = 0
     SEND = 1
@@ -149,6 +153,25 @@ RECOMPUTE = {OpKind.ATTN_R: OpKind.ATTN_F, OpKind.MLP_R: OpKind.MLP_F}
 STEP_END = (OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS)
 """Ops behind all gradients of a step, one of each a rank: micro-batch -1, chunk and layer 0."""
 
+STEP_ENDS = (
+    (),
+    (OpKind.OPTIMIZER,),
+    (OpKind.CLIP, OpKind.OPTIMIZER),
+    (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS),
+    STEP_END,
+)
+"""What a step may end with."""
+
+EXCHANGES = (
+    OpKind.COUNTS,
+    OpKind.HOST,
+    OpKind.DISPATCH_F,
+    OpKind.COMBINE_F,
+    OpKind.COMBINE_B,
+    OpKind.DISPATCH_B,
+)
+"""The parts of a layer that a dense layer does not have."""
+
 COMMUNICATION = (
     LaneKind.SEND,
     LaneKind.RECV,
@@ -167,7 +190,7 @@ SAVED_UNITS = ("bytes", "layers", "activations")
 
 @dataclass(frozen=True)
 class Lane:
-    """An in-order queue of a rank; `peer` is the other end of its channel, or -1."""
+    """An in-order queue of a rank; `peer` is the other end of its channel, of a TIED lane its tie, or -1."""
 
     rank: int
     kind: LaneKind
@@ -179,6 +202,8 @@ class Lane:
         if self.kind in (LaneKind.SEND, LaneKind.RECV):
             preposition = "to" if self.kind is LaneKind.SEND else "from"
             return f"{self.kind.name.lower()} {preposition} rank {self.peer}"
+        if self.kind is LaneKind.TIED and self.peer >= 0:
+            return f"tied {self.peer}"
         return self.kind.name.lower()
 
     def __str__(self) -> str:
@@ -222,18 +247,23 @@ class Op:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pipeline, its layers and the mesh that the labels of a Program's ops refer to.
+    """The pipeline, its blocks and the mesh that the labels of a Program's ops refer to.
 
-    `layers[stage]` are the layers of a stage; at the grain of cells 0 for every stage where they are not known.
-    `forward` and `backward` are the parts of a layer in order, at the grain of cells (F) and (B). `saved` says what a
-    part's forward leaves in memory until its weight half ends (or its backward, where that is not split); `kept` is the
-    fraction that stays between the two. At the grain of cells with known layers `saved[F]` is what one layer leaves;
-    EMBED_F and HEAD_F are what the first and the last stage's F leave besides. `saved_unit` says what `saved` counts:
-    bytes, activations (one a chunk and micro-batch) or layers (one a layer and micro-batch; at the grain of layers
-    its parts count a half each, so 2 make a layer). Ranks are numbered `(pp * dp + d) * ep + e`.
+    `blocks[stage]` is the row of a stage's blocks, a letter each: E embedding, d dense layer, t MoE layer (or just a
+    layer), m MTP block with a loss of its own, L head with the loss. At the grain of cells they may be unknown: empty
+    for every stage. `forward` and `backward` are the parts of a layer in order, at the grain of cells (F) and (B); a
+    dense layer has those of them that compute. `recomputed` are the parts that are computed again before their backward
+    (ATTN_R, MLP_R).
 
-    `embedding`: the first stage has EMBED ops before its layers. `head`: the last has HEAD ops, which end in the loss,
-    behind them; their weight half is apart where `weights` has HEAD_W.
+    `saved` says what a forward op or a recomputed part leaves in memory until its weight half ends (or its backward,
+    where that is not split); `dense_saved` what it leaves in a dense layer instead; `kept` is the fraction that stays
+    between the two. `stage_scale` and `mb_scale` multiply it, by stage and by micro-batch (pipe after pipe); empty, all
+    are alike. At the grain of cells with known blocks `saved[F]` is what one layer leaves, and EMBED_F, MTP_F and
+    HEAD_F are what those blocks leave besides. `saved_unit` says what `saved` counts: bytes, activations (one a chunk
+    and micro-batch) or layers (one a layer and micro-batch; at the grain of layers its parts count a half each, so 2
+    make a layer). Ranks are numbered `(pp * dp + d) * ep + e`.
+
+    `tied` are the ties: the stages that share a parameter. `step_end` are the ops that end a step.
 
     A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
     round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
@@ -242,7 +272,7 @@ class Layout:
 
     placement: Placement
     num_mb: int
-    layers: tuple[int, ...]
+    blocks: tuple[str, ...]
     forward: tuple[OpKind, ...]
     backward: tuple[OpKind, ...]
     weights: tuple[OpKind, ...]
@@ -250,23 +280,65 @@ class Layout:
     dp: int = 1
     saved: dict[OpKind, int] = field(default_factory=dict)
     kept: float = 1.0
-    embedding: bool = False
-    head: bool = False
     saved_unit: str = "bytes"
+    recomputed: tuple[OpKind, ...] = ()
+    dense_saved: dict[OpKind, int] = field(default_factory=dict)
+    stage_scale: tuple[float, ...] = ()
+    mb_scale: tuple[float, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+    step_end: tuple[OpKind, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.layers and min(self.layers) == 0 < max(self.layers):
-            raise ValueError(
-                f"layers are 0 for every stage (not known, at the grain of cells) or at least 1 for each, "
-                f"got {self.layers}"
-            )
         if self.saved_unit not in SAVED_UNITS:
             raise ValueError(f"saved_unit is {', '.join(SAVED_UNITS)}, got {self.saved_unit!r}")
+        if all(self.blocks):
+            check_order(self.blocks)
+        elif any(self.blocks) or self.by_layer:
+            raise ValueError(
+                f"blocks are unknown for every stage (at the grain of cells) or one or more for each, got {self.blocks}"
+            )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for name, wanted in (("stage_scale", self.placement.num_stages), ("mb_scale", self.num_microbatches)):
+            got = len(getattr(self, name))
+            if got not in (0, wanted):
+                raise ValueError(f"{name} has a number for each of {wanted}, or none, got {got}")
+        for tie in self.tied:
+            if len(tie) < 2 or not set(tie) <= set(range(self.placement.num_stages)) or sorted(set(tie)) != list(tie):
+                last = self.placement.num_stages - 1
+                raise ValueError(f"a tie is two or more different stages from 0 to {last}, in order, got {tie}")
+        if set(self.recomputed) - set(RECOMPUTE):
+            raise ValueError(f"recomputed parts are ATTN_R and MLP_R, got {self.recomputed}")
+        if self.step_end not in STEP_ENDS:
+            raise ValueError(
+                f"a step ends with OPTIMIZER, or CLIP before it, GATHER_PARAMS behind, got {self.step_end}"
+            )
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage; 0 for every stage where they are not known."""
+        return tuple(sum(row.count(letter) for letter in LAYERS) for row in self.blocks)
+
+    @property
+    def embedding(self) -> bool:
+        """True if the first stage has an embedding before its layers."""
+        return self.blocks[0].startswith("E")
+
+    @property
+    def head(self) -> bool:
+        """True if the last stage has a head, which ends in the loss, behind its layers."""
+        return self.blocks[-1].endswith("L")
+
+    @property
+    def num_mtp(self) -> int:
+        """MTP blocks of the whole model."""
+        return sum(row.count("m") for row in self.blocks)
 
     @property
     def max_layers(self) -> int:
-        """Layers of the deepest stage that ops are numbered by; at the grain of cells 1."""
-        return max(1, *self.layers) if self.by_layer else 1
+        """Layers, or MTP blocks, of the stage that has most of them; at the grain of cells 1."""
+        return max(1, *self.layers, *(row.count("m") for row in self.blocks)) if self.by_layer else 1
 
     @property
     def model_layers(self) -> int:
@@ -291,7 +363,7 @@ class Layout:
     @property
     def by_layer(self) -> bool:
         """True at the grain of layers, False at the grain of cells."""
-        return max(self.layers) > 0 and OpKind.F not in self.forward
+        return bool(self.forward) and OpKind.F not in self.forward
 
     @property
     def is_update(self) -> bool:

@@ -1,21 +1,93 @@
-"""A Layout as tables: what the kernels that apply the dependency rule read."""
+"""A Layout as tables: what the kernels that apply the dependency rule read.
+
+A stage's forward is a chain of ops, block by block, and its backward the chain of the blocks in reverse. Stages with
+the same row of blocks share a row of the tables.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from treadle.ir.blocks import LAYERS
 from treadle.ir.dependency import WEIGHT_OF
-from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bools, Bytes, Ints, Layout, OpKind
+from treadle.ir.program import (
+    EMBEDDING,
+    EXCHANGES,
+    HEAD,
+    LANE_OF,
+    MTP,
+    NEVER,
+    RECOMPUTE,
+    Bools,
+    Bytes,
+    Ints,
+    Layout,
+    OpKind,
+)
 
 LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
-FORWARD_PART, BACKWARD_PART, FOLLOWS, SEND, OFFLOAD, ONLOAD, REDUCE, HEAD_PART, NOTHING = range(9)
-"""The roles of kinds: the numbers in `Tables.role`. FOLLOWS needs the kind in `before`, of its own label."""
+(
+    FORWARD_PART,
+    BACKWARD_PART,
+    FOLLOWS,
+    AGAIN,
+    SEND,
+    ONLOAD,
+    REDUCE,
+    TIED,
+    CLIP,
+    OPTIMIZER,
+    GATHER,
+    NOTHING,
+) = range(12)
+"""The roles of kinds: the numbers in `Tables.role`. FOLLOWS and AGAIN need the op in `before`; AGAIN an onload too."""
+
+_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
+_COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
+_STEP_ROLE = {OpKind.CLIP: CLIP, OpKind.OPTIMIZER: OPTIMIZER, OpKind.GATHER_PARAMS: GATHER}
+
+
+class Label(NamedTuple):
+    """An op of a stage: its kind, and the layer (or the MTP block) that it belongs to."""
+
+    kind: OpKind
+    layer: int
+
+
+def forward_chain(row: str, layout: Layout) -> tuple[Label, ...]:
+    """The forward of a stage with this row of blocks."""
+    return tuple(_chain(row, layout.forward, EMBEDDING[0], MTP[0], HEAD[0], layout))
+
+
+def backward_chain(row: str, layout: Layout) -> tuple[Label, ...]:
+    """The backward of a stage with this row of blocks."""
+    return tuple(reversed(list(_chain(row, layout.backward[::-1], EMBEDDING[1], MTP[1], HEAD[1], layout))))
+
+
+def _chain(
+    row: str, parts: tuple[OpKind, ...], embed: OpKind, mtp: OpKind, head: OpKind, layout: Layout
+) -> Iterator[Label]:
+    if not layout.by_layer:
+        yield Label(parts[0], 0)
+        return
+    layers = mtps = 0
+    for block in row:
+        if block in LAYERS:
+            yield from (Label(part, layers) for part in parts if block == "t" or part not in EXCHANGES)
+            layers += 1
+        elif block == "m":
+            yield Label(mtp, mtps)
+            mtps += 1
+        else:
+            yield Label(embed if block == "E" else head, 0)
 
 
 class Tables(NamedTuple):
@@ -33,15 +105,18 @@ class Tables(NamedTuple):
     stage: Ints
     pipe: Ints
     holder: Ints
-    depth: Ints
+    row: Ints
     slot: Ints
-    only: Ints
+    has: Bools
+    before: Ints
+    opens: Bools
+    forward_end: Ints
+    backward_end: Ints
+    again: Ints
     makes_gradient: Bools
     role: Bytes
-    before: Ints
-    last_forward: int
-    first_backward: int
-    last_backward: int
+    tied: Bools
+    clips: bool
 
 
 @dataclass(frozen=True)
@@ -71,10 +146,14 @@ class Rule:
         return np.array(table, np.int32)
 
     @cached_property
-    def depth(self) -> Ints:
-        """`[stage]` -> layers, 1 at the grain of cells."""
-        layers = self.layout.layers
-        return np.array(layers if self.layout.by_layer else [1] * len(layers), np.int32)
+    def rows(self) -> tuple[str, ...]:
+        """The different rows of blocks."""
+        return tuple(dict.fromkeys(self.layout.blocks))
+
+    @cached_property
+    def row(self) -> Ints:
+        """`[stage]` -> the number of its row of blocks."""
+        return np.array([self.rows.index(row) for row in self.layout.blocks], np.int32)
 
     @cached_property
     def slot(self) -> Ints:
@@ -87,66 +166,130 @@ class Rule:
     @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
         """The kinds of ops that this layout's labels name, each with a place in the index."""
-        layout = self.layout
-        messages = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
+        layout, letters = self.layout, set("".join(self.rows))
         halves = () if layout.by_layer else (OpKind.I,)
-        copies = (OpKind.OFFLOAD, OpKind.ONLOAD) if layout.by_layer else ()
-        ends = (*(EMBEDDING if layout.embedding else ()), *(HEAD[:2] if layout.head else ()))
-        return (*layout.forward, *layout.backward, *halves, *self.weights, *messages, *copies, *ends)
+        copies = _COPIES if layout.by_layer else ()
+        besides = (("E", EMBEDDING), ("m", MTP[:2]), ("L", HEAD[:2]))
+        others = tuple(kind for letter, kinds in besides if letter in letters and layout.by_layer for kind in kinds)
+        again = layout.recomputed if layout.by_layer else ()
+        return (*layout.forward, *layout.backward, *halves, *self.weights, *_MESSAGES, *copies, *others, *again)
 
     @cached_property
     def weights(self) -> tuple[OpKind, ...]:
-        """The weight halves; without a head HEAD_W is none."""
-        return tuple(kind for kind in self.layout.weights if self.layout.head or kind is not OpKind.HEAD_W)
+        """The weight halves; those of blocks that no stage has are none."""
+        absent = {OpKind.HEAD_W: "L", OpKind.MTP_W: "m"}
+        letters = "".join(self.rows) if self.layout.by_layer else ""
+        return tuple(kind for kind in self.layout.weights if kind not in absent or absent[kind] in letters)
 
     @cached_property
-    def only(self) -> Ints:
-        """`[kind]` -> the one stage that has it, as the embedding and the head have; else NEVER."""
-        only = np.full(len(OpKind), NEVER, np.int32)
-        only[list(EMBEDDING)], only[list(HEAD)] = 0, self.layout.placement.num_stages - 1
-        return only
+    def chains(self) -> tuple[tuple[tuple[Label, ...], tuple[Label, ...]], ...]:
+        """The forward and the backward of each row of blocks."""
+        return tuple((forward_chain(row, self.layout), backward_chain(row, self.layout)) for row in self.rows)
 
     @cached_property
     def tables(self) -> Tables:
         """All of it for kernels."""
-        layout, (role, before) = self.layout, self._roles
+        layout = self.layout
+        ends = np.array([[self._offset(chain[-1]) for chain in chains] for chains in self.chains], np.int32)
         return Tables(
             layout.num_replicas,
             *self.shape,
             stage=self.stage,
             pipe=self.pipe,
             holder=self.holder,
-            depth=self.depth,
+            row=self.row,
             slot=self.slot,
-            only=self.only,
+            has=self.has,
+            before=self.before,
+            opens=self.opens,
+            forward_end=np.ascontiguousarray(ends[:, 0]),
+            backward_end=np.ascontiguousarray(ends[:, 1]),
+            again=self._again,
             makes_gradient=self.makes_gradient,
-            role=role,
-            before=before,
-            last_forward=int(layout.forward[-1]),
-            first_backward=int(layout.backward[0]),  # reads what was saved, and so waits for an onload
-            last_backward=int(layout.backward[-1]),
+            role=self._role,
+            tied=self.tied,
+            clips=OpKind.CLIP in layout.step_end,
         )
 
+    def _offset(self, label: Label) -> int:
+        """The place of an op in the index, from the first place of its micro-batch on."""
+        return int(label.layer * len(self.kinds) + self.slot[label.kind])
+
+    @cached_property
+    def has(self) -> Bools:
+        """`[row, kind, layer]`: is there such an op in a stage with this row of blocks."""
+        has = self._table(False, np.bool_)
+        follow = {backward: weight for weight, backward in WEIGHT_OF.items() if weight in self.weights}
+        again = {of: kind for kind, of in RECOMPUTE.items() if kind in self.layout.recomputed}
+        for number, (row, (forward, backward)) in enumerate(zip(self.rows, self.chains, strict=True)):
+            for kind, layer in (*forward, *backward):
+                for present in (kind, follow.get(kind), again.get(kind)):
+                    if present is not None:
+                        has[number, present, layer] = True
+            has[number, list(_MESSAGES), 0] = True
+            if self.layout.by_layer:
+                layers = sum(row.count(letter) for letter in LAYERS)
+                has[number][list(_COPIES), :layers] = True
+            else:
+                has[number, [OpKind.I, OpKind.W], 0] = True
+        return has
+
+    @cached_property
+    def before(self) -> Ints:
+        """`[row, kind, layer]` -> the offset of the op that one follows in its chain, or -1 for the first."""
+        before = self._table(NEVER, np.int32)
+        for number, chains in enumerate(self.chains):
+            for chain in chains:
+                for one, other in pairwise(chain):
+                    before[number, other.kind, other.layer] = self._offset(one)
+            for weight in self.weights:
+                for layer in range(self.layout.max_layers):
+                    before[number, weight, layer] = self._offset(Label(WEIGHT_OF[weight], layer))
+            for again in self.layout.recomputed if self.layout.by_layer else ():
+                for layer in range(self.layout.max_layers):
+                    before[number, again, layer] = self._offset(Label(RECOMPUTE[again], layer))
+            for kind, layer in chains[0] if self.layout.by_layer else ():
+                if kind in self.layout.forward:  # the last of its layer is what stays
+                    before[number, OpKind.OFFLOAD, layer] = self._offset(Label(kind, layer))
+        return before
+
+    @cached_property
+    def opens(self) -> Bools:
+        """`[row, kind, layer]`: is it the first backward part of a layer, which waits for an onload."""
+        opens = self._table(False, np.bool_)
+        for number, (_, backward) in enumerate(self.chains):
+            seen: set[int] = set()
+            for kind, layer in backward:
+                if kind in self.layout.backward and self.layout.by_layer and layer not in seen:
+                    seen.add(layer)
+                    opens[number, kind, layer] = True
+        return opens
+
     @property
-    def _roles(self) -> tuple[Bytes, Ints]:
-        """`role[kind]` and `before[kind]`: the part it follows, or -1 for the first of a chain."""
-        role, before = np.full(len(OpKind), NOTHING, np.uint8), np.full(len(OpKind), NEVER, np.int32)
-        for chain, part in ((self.layout.forward, FORWARD_PART), (self.layout.backward, BACKWARD_PART)):
-            for place, kind in enumerate(chain):
-                role[kind] = part
-                before[kind] = chain[place - 1] if place else NEVER
+    def _again(self) -> Ints:
+        """`[kind]` -> the slot of what computes a backward part's forward again, or -1."""
+        again = np.full(len(OpKind), NEVER, np.int32)
+        backward_of = {OpKind.ATTN_R: OpKind.ATTN_B, OpKind.MLP_R: OpKind.MLP_B}
+        for kind in self.layout.recomputed if self.layout.by_layer else ():
+            again[backward_of[kind]] = self.slot[kind]
+        return again
+
+    @property
+    def _role(self) -> Bytes:
+        role = np.full(len(OpKind), NOTHING, np.uint8)
+        for forward, backward in self.chains:
+            role[[kind for kind, _ in forward]] = FORWARD_PART
+            role[[kind for kind, _ in backward]] = BACKWARD_PART
         if not self.layout.by_layer:
             role[OpKind.I] = BACKWARD_PART
-        for kind in self.weights:
-            role[kind], before[kind] = FOLLOWS, WEIGHT_OF[kind]
-        if self.layout.embedding:
-            role[OpKind.EMBED_B], before[OpKind.EMBED_B] = FOLLOWS, self.layout.backward[-1]
-        if self.layout.head:
-            role[OpKind.HEAD_F] = HEAD_PART
-            role[OpKind.HEAD_B], before[OpKind.HEAD_B] = FOLLOWS, OpKind.HEAD_F
+        role[list(self.weights)] = FOLLOWS
+        role[list(self.layout.recomputed)] = AGAIN
         role[[OpKind.SEND_F, OpKind.SEND_B]] = SEND
-        role[OpKind.OFFLOAD], role[OpKind.ONLOAD], role[OpKind.REDUCE_GRAD] = OFFLOAD, ONLOAD, REDUCE
-        return role, before
+        role[OpKind.OFFLOAD], role[OpKind.ONLOAD] = FOLLOWS, ONLOAD
+        role[OpKind.REDUCE_GRAD], role[OpKind.REDUCE_TIED] = REDUCE, TIED
+        for kind in self.layout.step_end:
+            role[kind] = _STEP_ROLE[kind]
+        return role
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -154,15 +297,23 @@ class Rule:
         layout = self.layout
         return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
 
+    def _table(self, fill: int, dtype: type) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+        return np.full((len(self.rows), len(OpKind), self.layout.max_layers), fill, dtype)
+
     @property
     def makes_gradient(self) -> Bools:
         """`[kind]`: does its end add to a weight gradient."""
         made = np.zeros(len(OpKind), bool)
-        layout = self.layout
         made[list(self.weights)] = True
         split = {WEIGHT_OF[kind] for kind in self.weights}
-        whole = [k for k in (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B) if k in layout.backward and k not in split]
-        made[whole] = True
-        made[OpKind.EMBED_B] = layout.embedding
-        made[OpKind.HEAD_B] = layout.head and OpKind.HEAD_B not in split
+        may = (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B, OpKind.MTP_B, OpKind.HEAD_B, OpKind.EMBED_B)
+        made[[kind for kind in may if kind in self.kinds and kind not in split]] = True
         return made
+
+    @property
+    def tied(self) -> Bools:
+        """`[tie, stage]`: does the stage share the parameter."""
+        tied = np.zeros((len(self.layout.tied), self.layout.placement.num_stages), bool)
+        for number, stages in enumerate(self.layout.tied):
+            tied[number, list(stages)] = True
+        return tied

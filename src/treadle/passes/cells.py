@@ -244,7 +244,7 @@ def _layout(schedule: Schedule) -> Layout:
     return Layout(
         placement=schedule.placement,
         num_mb=schedule.microbatches_per_pipe,
-        layers=(0,) * schedule.placement.num_stages,
+        blocks=("",) * schedule.placement.num_stages,
         forward=(OpKind.F,),
         backward=(OpKind.B,),
         weights=(OpKind.W,),

@@ -13,9 +13,13 @@ A cell's order on its lanes is a template, written down as the field draws it:
     (B alone)   compute        mlp'       attn' | mlp W, attn W
                 pp                              | send
 
-The embedding comes before the first layer; its backward behind the last backward layer, or with the weight halves. The
-head with the loss comes behind the last layer, its backward before the first backward layer. The head's weight half
-runs where compute would stand still: in a lone backward under the first all-to-all, else at the end of the cell.
+The embedding comes before the first layer; its backward behind the last backward layer, or with the weight halves. MTP
+blocks and the head with the loss come behind the last layer, their backwards before the first backward layer. Their
+weight halves run where compute would stand still: in a lone backward under the first all-to-all, else at the end of the
+cell.
+
+A part that is computed again runs just before its backward, where the all-to-all before it leaves compute idle; with
+`early_recompute` one exchange sooner: mlp before the forward's attn, attn before the forward's mlp or before mlp'.
 
 Forward layer i goes with backward layer L-1-i; where a stage is deeper than the other, a surplus of backward layers
 runs first and one of forward layers last. Lanes are not joined at the ends of cells.
@@ -32,58 +36,65 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.action import Kind
+from treadle.ir.blocks import LAYERS
 from treadle.ir.dependency import BACKWARD, FORWARD
-from treadle.ir.program import EMBEDDING, LANE_OF, Ints, LaneKind, Layout, OpKind
+from treadle.ir.program import EMBEDDING, EXCHANGES, HEAD, LANE_OF, MTP, Ints, LaneKind, Layout, OpKind
 from treadle.ir.schedule import Schedule
-
-_EP_ONLY = (OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.COMBINE_F, OpKind.COMBINE_B, OpKind.DISPATCH_B)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The parts of a chunk, and the choices that lowering makes about them.
+    """The blocks of each stage, and the choices that lowering makes about their parts.
 
-    `layers`: of every stage, or one number for each. `counts`: token counts are exchanged before a dispatch, and the
+    `blocks`: as in a Layout; a stage has at least one. `counts`: token counts are exchanged before a dispatch, and the
     host waits for them; without, dispatches are padded. `split`: the weight halves that run apart from their backward.
     `hold_attn_w`: attention's weight half waits for the next slot, where the all-to-all of a backward leaves compute
     idle. `early_mlp_w`: in a lone backward the experts' weight half runs during the dispatch, not at the end.
-    `embedding`, `head`: does the first stage have one before its layers, and the last one (with the loss) behind them.
-    `saved` (in `saved_unit`, as in a Layout) and `moved` (bytes) are sizes by kind of op.
+    `recompute`: the parts that are computed again before their backward, `early_recompute`: one exchange sooner than
+    needed. `saved` and `dense_saved` (in `saved_unit`, as in a Layout) and `moved` (bytes) are sizes by kind of op.
     """
 
-    layers: int | tuple[int, ...] = 1
+    blocks: tuple[str, ...]
     moe: bool = True
     counts: bool = True
-    embedding: bool = False
-    head: bool = False
-    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
+    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
     hold_attn_w: bool = False
     early_mlp_w: bool = False
+    recompute: tuple[OpKind, ...] = ()
+    early_recompute: bool = False
     offload: bool = False
     saved: Mapping[OpKind, int] = field(default_factory=dict)
+    dense_saved: Mapping[OpKind, int] = field(default_factory=dict)
     moved: Mapping[OpKind, int] = field(default_factory=dict)
     kept: float = 1.0
     saved_unit: str = "bytes"
+    stage_scale: tuple[float, ...] = ()
+    mb_scale: tuple[float, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+    step_end: tuple[OpKind, ...] = ()
 
     def layout(self, schedule: Schedule) -> Layout:
-        """Make the Layout that the ops' labels refer to."""
+        """Make the Layout that the ops' labels refer to, before ties and the end of the step are there."""
         num_stages = schedule.placement.num_stages
-        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,) * num_stages
-        if len(layers) != num_stages or min(layers) < 1:
-            raise ValueError(f"layers are one number from 1, or one for each of {num_stages} stages, got {self.layers}")
-        absent = () if self.moe and self.counts else (OpKind.COUNTS, OpKind.HOST) if self.moe else _EP_ONLY
+        if len(self.blocks) != num_stages:
+            raise ValueError(f"blocks are a row for each of {num_stages} stages, got {len(self.blocks)}: {self.blocks}")
+        absent = () if self.moe and self.counts else (OpKind.COUNTS, OpKind.HOST) if self.moe else EXCHANGES
+        lacking = {OpKind.HEAD_W: "L", OpKind.MTP_W: "m"}
+        letters = "".join(self.blocks)
         return Layout(
             placement=schedule.placement,
             num_mb=schedule.microbatches_per_pipe,
-            layers=layers,
+            blocks=self.blocks,
             forward=tuple(kind for kind in FORWARD if kind not in absent),
             backward=tuple(kind for kind in BACKWARD if kind not in absent),
-            weights=tuple(kind for kind in self.split if self.head or kind is not OpKind.HEAD_W),
+            weights=tuple(kind for kind in self.split if kind not in lacking or lacking[kind] in letters),
+            recomputed=self.recompute,
             saved=dict(self.saved),
+            dense_saved=dict(self.dense_saved),
             kept=self.kept,
-            embedding=self.embedding,
-            head=self.head,
             saved_unit=self.saved_unit,
+            stage_scale=self.stage_scale,
+            mb_scale=self.mb_scale,
         )
 
 
@@ -124,15 +135,7 @@ class Template(NamedTuple):
         return tuple(part for part in self.parts if LANE_OF[part.kind] is lane)
 
 
-class Span(NamedTuple):
-    """The part of a stage that a half of a cell runs: its layers, and the ends of the model that it has."""
-
-    layers: int
-    embedding: bool = False
-    head: bool = False
-
-
-_FIRST = (OpKind.HEAD_B, OpKind.EMBED_F)
+_FIRST = (OpKind.HEAD_B, OpKind.MTP_B, OpKind.EMBED_F)
 """What a weight half that was held back does not go before: the exchange that it is to hide waits for them."""
 
 _CARRIED_OUT = TemplateOp(OpKind.ATTN_W, 0, Half.BACKWARD)
@@ -140,22 +143,20 @@ _CARRIED_OUT = TemplateOp(OpKind.ATTN_W, 0, Half.BACKWARD)
 
 
 @cache
-def template(
-    cell: CellKind, forward: Span, backward: Span, shape: ShapeKey, carry_in: bool, carry_out: bool
-) -> Template:
-    """The parts of a cell whose forward and whose backward run these spans.
+def template(cell: CellKind, forward: str, backward: str, shape: ShapeKey, carry_in: bool, carry_out: bool) -> Template:
+    """The parts of a cell whose forward and whose backward run these rows of blocks.
 
     A weight half that was held back in the cell before comes in after the first compute part of this one; one that is
     held back here goes out.
     """
-    present = {*shape.forward, *shape.backward, *shape.weights, *EMBEDDING, OpKind.HEAD_F, OpKind.HEAD_B}
+    rows = _layers_of(forward), _layers_of(backward), ""
     parts: list[TemplateOp] = []
     slots: list[int] = []
     held = TemplateOp(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
     for slot in _slots(cell, forward, backward, shape):
         slots.append(sum(LANE_OF[part.kind] is LaneKind.COMPUTE for part in parts))
         for part in slot:
-            if part.kind not in present or (carry_out and part == _CARRIED_OUT):
+            if not _is_there(part, rows[part.half], shape) or (carry_out and part == _CARRIED_OUT):
                 continue
             if held is not None and LANE_OF[part.kind] is LaneKind.COMPUTE and part.kind not in _FIRST:
                 after_first = part.kind is OpKind.ATTN_F
@@ -173,37 +174,55 @@ def template(
 class ShapeKey(NamedTuple):
     """The properties of a Shape and its layout that decide a template."""
 
-    forward: tuple[OpKind, ...]
-    backward: tuple[OpKind, ...]
-    weights: tuple[OpKind, ...]
+    kinds: frozenset[OpKind]
     hold: bool
     early: bool
+    early_recompute: bool
+
+    @classmethod
+    def of(cls, shape: Shape, layout: Layout) -> ShapeKey:
+        """Take them."""
+        besides = (*EMBEDDING, *MTP[:2], *HEAD[:2])
+        kinds = frozenset((*layout.forward, *layout.backward, *layout.weights, *layout.recomputed, *besides))
+        return cls(kinds, shape.hold_attn_w, shape.early_mlp_w, shape.early_recompute)
 
 
-def _slots(cell: CellKind, forward: Span, backward: Span, shape: ShapeKey) -> list[list[TemplateOp]]:
-    """The layers of a cell, one or a pair at a time, with the ends of the model in the first and in the last."""
-    slots = list(_layers(cell, forward.layers, backward.layers, shape))
-    first, last = _ends(cell, forward, backward, OpKind.COMBINE_B in shape.backward)
+def _layers_of(row: str) -> str:
+    """The letters of a row's layers."""
+    return "".join(block for block in row if block in LAYERS)
+
+
+def _is_there(part: TemplateOp, layers: str, shape: ShapeKey) -> bool:
+    """True if the layout has such an op; a dense layer has no exchange."""
+    return part.kind in shape.kinds and not (part.kind in EXCHANGES and layers[part.layer] == "d")
+
+
+def _slots(cell: CellKind, forward: str, backward: str, shape: ShapeKey) -> list[list[TemplateOp]]:
+    """The layers of a cell, one or a pair at a time, with the other blocks in the first and in the last."""
+    slots = list(_layers(cell, len(_layers_of(forward)), len(_layers_of(backward)), shape)) or [[]]
+    first, last = _besides(cell, forward, backward, OpKind.COMBINE_B in shape.kinds)
     slots[0] = [*first, *slots[0]]
     slots[-1] = [*slots[-1], *last]
     return slots
 
 
-def _ends(cell: CellKind, forward: Span, backward: Span, exchanges: bool) -> tuple[list[TemplateOp], list[TemplateOp]]:
-    """Return the ops of the embedding and the head that a cell runs before and behind its layers."""
+def _besides(cell: CellKind, forward: str, backward: str, moe: bool) -> tuple[list[TemplateOp], list[TemplateOp]]:
+    """Return the ops of embedding, MTP blocks and head that a cell runs before and behind its layers."""
     first: list[TemplateOp] = []
     last: list[TemplateOp] = []
-    if cell is not CellKind.W and cell is not CellKind.F and backward.head:
-        first.append(_b(OpKind.HEAD_B, 0))
-    if backward.head and (cell is CellKind.W or (cell is CellKind.B and exchanges)):
-        first.append(_b(OpKind.HEAD_W, 0))
+    head, mtps = "L" in backward, range(backward.count("m"))
+    halves = [_b(OpKind.HEAD_W, 0)] * head + [_b(OpKind.MTP_W, at) for at in reversed(mtps)]
+    if cell not in (CellKind.W, CellKind.F):
+        first += [_b(OpKind.HEAD_B, 0)] * head + [_b(OpKind.MTP_B, at) for at in reversed(mtps)]
+    hides = moe and _layers_of(backward).endswith("t")  # the first all-to-all of the backward
+    early = cell is CellKind.W or (cell is CellKind.B and hides)
+    first += halves if early else []
     if cell in (CellKind.F, CellKind.PAIR):
-        first += [_f(OpKind.EMBED_F, 0)] * forward.embedding
-        last += [_f(OpKind.HEAD_F, 0)] * forward.head
+        first += [_f(OpKind.EMBED_F, 0)] * ("E" in forward)
+        last += [_f(OpKind.MTP_F, at) for at in range(forward.count("m"))] + [_f(OpKind.HEAD_F, 0)] * ("L" in forward)
     if cell in (CellKind.B, CellKind.W, CellKind.PAIR):
-        last += [_b(OpKind.EMBED_B, 0)] * backward.embedding
-    if backward.head and (cell is CellKind.PAIR or (cell is CellKind.B and not exchanges)):
-        last.append(_b(OpKind.HEAD_W, 0))
+        last += [_b(OpKind.EMBED_B, 0)] * ("E" in backward)
+        last += halves if not early else []
     return first, last
 
 
@@ -215,7 +234,7 @@ def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Ite
     elif cell is CellKind.PAIR:
         alone, both = max(0, backward - forward), min(forward, backward)
         yield from (_backward(backward - 1 - k, shape, halves=True) for k in range(alone))
-        yield from (_pair(k, both - 1 - k) for k in range(both))
+        yield from (_pair(k, both - 1 - k, shape) for k in range(both))
         yield from (_forward(layer) for layer in range(both, forward))
     else:
         whole = cell is CellKind.B
@@ -237,22 +256,23 @@ def _forward(layer: int) -> list[TemplateOp]:
 def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[TemplateOp]:
     comb, mlp, disp, attn = (_b(kind, layer) for kind in BACKWARD)
     mlp_w, attn_w = ([_b(kind, layer)] if halves else [] for kind in (OpKind.MLP_W, OpKind.ATTN_W))
+    again, attn_again = [_b(OpKind.MLP_R, layer)], [_b(OpKind.ATTN_R, layer)]
+    if shape.early_recompute:
+        again, attn_again = again + attn_again, []
     if shape.early:
-        return [comb, mlp, *mlp_w, disp, attn, *attn_w]
-    return [comb, mlp, disp, attn, *mlp_w, *attn_w]
+        return [comb, *again, mlp, *mlp_w, disp, *attn_again, attn, *attn_w]
+    return [comb, *again, mlp, disp, *attn_again, attn, *mlp_w, *attn_w]
 
 
-def _pair(fwd: int, bwd: int) -> list[TemplateOp]:
+def _pair(fwd: int, bwd: int, shape: ShapeKey) -> list[TemplateOp]:
     """Each all-to-all of one micro-batch under the compute of the other."""
     attn, counts, host, disp, mlp, comb = (_f(kind, fwd) for kind in FORWARD)
     comb_b, mlp_b, disp_b, attn_b = (_b(kind, bwd) for kind in BACKWARD)
     mlp_w, attn_w = _b(OpKind.MLP_W, bwd), _b(OpKind.ATTN_W, bwd)
-    return [comb_b, attn, counts, host, disp, mlp_b, mlp_w, disp_b, mlp, comb, attn_b, attn_w]
-
-
-def _span(column: Ints) -> Span:
-    layers, embedding, head = column
-    return Span(int(layers), bool(embedding), bool(head))
+    mlp_r, attn_r = _b(OpKind.MLP_R, bwd), _b(OpKind.ATTN_R, bwd)
+    if shape.early_recompute:
+        return [comb_b, mlp_r, attn, counts, host, disp, mlp_b, mlp_w, disp_b, attn_r, mlp, comb, attn_b, attn_w]
+    return [comb_b, attn, counts, host, disp, mlp_r, mlp_b, mlp_w, disp_b, mlp, comb, attn_r, attn_b, attn_w]
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,19 +303,18 @@ class Cells:
         source = np.stack([lead, second, before])
         stage = columns.stage[source[:2]]
         deep = np.array(layout.layers, np.int32)[stage]
-        embeds = (stage == 0) & layout.embedding
-        heads = (stage == layout.placement.num_stages - 1) & layout.head
+        rows = list(dict.fromkeys(layout.blocks))
+        row = np.array([rows.index(blocks) for blocks in layout.blocks], np.int32)[stage]
         # What the last backward layer holds back goes to the next cell, unless this one has forward layers left.
         carries = (kind == CellKind.B) | ((kind == CellKind.PAIR) & (deep[0] <= deep[1]))
         carries &= shape.hold_attn_w and OpKind.ATTN_W in shape.split
+        carries &= deep[1] > 0
         carries[first[1:] - 1] = False
         carried = np.r_[False, carries[:-1]]
-        keys = np.stack([kind, deep[0], embeds[0], heads[0], deep[1], embeds[1], heads[1], carried, carries])
-        distinct, which = np.unique(keys, axis=1, return_inverse=True)
-        shape_key = ShapeKey(layout.forward, layout.backward, layout.weights, shape.hold_attn_w, shape.early_mlp_w)
+        distinct, which = np.unique(np.stack([kind, *row, carried, carries]), axis=1, return_inverse=True)
+        shape_key = ShapeKey.of(shape, layout)
         templates = tuple(
-            template(CellKind(int(k)), _span(f), _span(b), shape_key, bool(i), bool(o))
-            for k, f, b, (i, o) in zip(distinct[0], distinct[1:4].T, distinct[4:7].T, distinct[7:].T, strict=True)
+            template(CellKind(int(k)), rows[f], rows[b], shape_key, bool(i), bool(o)) for k, f, b, i, o in distinct.T
         )
         mb, chunk = columns.mb[source], columns.chunk[source]
         return cls(rank, mb, chunk, which.reshape(-1).astype(np.int32), templates, kind, first)

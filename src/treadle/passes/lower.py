@@ -21,6 +21,8 @@ from treadle.ir.schedule import Schedule
 from treadle.passes.cells import lower_cells
 from treadle.passes.layers import CellKind, Cells, Half, Shape
 from treadle.passes.reduce import with_reduce
+from treadle.passes.step_end import with_step_end
+from treadle.passes.tied import with_tied
 
 
 class LaneColumns(NamedTuple):
@@ -56,10 +58,12 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
         lanes += _copy_lanes(schedule, cells, layout)
     lanes += _channel_lanes(schedule)
     program = with_needs(_assemble([part for part in lanes if len(part.kind)], layout, shape))
-    trains = any(action.kind is not Kind.F for row in schedule.rows for cell in row for action in cell.actions)
-    if trains and (reduce or layout.placement.num_pipes > 1):
-        return with_reduce(program, shape.moved.get(OpKind.REDUCE_GRAD, 0))
-    return program
+    if not any(action.kind is not Kind.F for row in schedule.rows for cell in row for action in cell.actions):
+        return program
+    if reduce or layout.placement.num_pipes > 1:
+        program = with_reduce(program, shape.moved.get(OpKind.REDUCE_GRAD, 0))
+    program = with_tied(program, shape.tied, shape.moved.get(OpKind.REDUCE_TIED, 0))
+    return with_step_end(program, shape.step_end)
 
 
 def _cell_lanes(schedule: Schedule, cells: Cells, lane: LaneKind) -> LaneColumns:

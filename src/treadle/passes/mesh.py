@@ -1,7 +1,8 @@
 """A pipeline spread over a mesh: every GPU a rank of its own, expert groups and data-parallel groups joined.
 
 Ranks are numbered (pp * dp + d) * ep + e. Pipelines with the same d share their experts, so the EP lanes of a pp
-are a group over e; gradients are summed over all pipelines, so the DP lanes of a pp are a group over d and e.
+are a group over e; gradients are summed over all pipelines, so the DP lanes of a pp are a group over d and e. A tied
+parameter is summed over all of its holders in all pipelines, and a norm is taken over all ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def spread(program: Program, *, ep: int, dp: int) -> Program:
     deps = np.diff(program.dep_ptr)
     shift = np.repeat(copy * np.int32(size), len(program.dep))
     dep = np.tile(program.dep, num)
+    is_rank = np.isin(np.tile(program.lane_kind, num), (LaneKind.SEND, LaneKind.RECV))  # what a peer is there
     return replace(
         program,
         layout=replace(program.layout, ep=ep, dp=dp),
@@ -36,7 +38,7 @@ def spread(program: Program, *, ep: int, dp: int) -> Program:
         lane_ptr=np.append(starts.reshape(-1), num * size),
         lane_rank=(lane_pp * num + which).astype(np.int32),
         lane_kind=np.tile(program.lane_kind, num),
-        lane_peer=np.where(peer < 0, peer, peer * num + which).astype(np.int32),
+        lane_peer=np.where(is_rank, peer * num + which, peer).astype(np.int32),
         lane_group=_groups(program, which, ep, num),
         dep_ptr=np.r_[0, np.cumsum(np.tile(deps, num))].astype(np.int64),
         dep=np.where(dep < 0, dep, dep + shift).astype(np.int32),
@@ -44,7 +46,7 @@ def spread(program: Program, *, ep: int, dp: int) -> Program:
 
 
 def _groups(program: Program, which: Ints, ep: int, num: int) -> Ints:
-    """Channels are copied; EP lanes meet within an expert group, DP lanes over all copies."""
+    """Channels are copied; EP lanes meet within an expert group, other collectives over all copies."""
     kind, pp = np.tile(program.lane_kind, num), np.tile(program.lane_rank, num)
     group = np.tile(program.lane_group, num)
     num_groups = int(program.lane_group.max(initial=-1)) + 1
@@ -54,7 +56,10 @@ def _groups(program: Program, which: Ints, ep: int, num: int) -> Ints:
     experts = first_ep + pp * (num // ep) + which // ep if ep > 1 else own
     first_dp = first_ep + num_pp * (num // ep)
     reduces = first_dp + np.where(group < 0, pp, group)  # copies of a stage on two ranks are a group already
-    chosen = np.select([kind == LaneKind.EP, kind == LaneKind.DP], [experts, reduces], own)
+    everywhere = np.isin(kind, (LaneKind.TIED, LaneKind.WORLD))
+    first_shared = first_dp + max(num_groups, num_pp)
+    wheres = [kind == LaneKind.EP, kind == LaneKind.DP, everywhere]
+    chosen = np.select(wheres, [experts, reduces, first_shared + group], own)
     _, numbered = np.unique(chosen[chosen >= 0], return_inverse=True)
     result = np.full(len(chosen), -1, np.int32)
     result[chosen >= 0] = numbered

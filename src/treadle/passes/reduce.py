@@ -7,12 +7,11 @@ both take their stages in the same order.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from treadle.ir.index import Index
 from treadle.ir.program import NEVER, Ints, LaneKind, Layout, OpKind, Program
+from treadle.passes.append import NewLanes, append_lanes
 
 
 def with_reduce(program: Program, size_bytes: int = 0) -> Program:
@@ -21,32 +20,22 @@ def with_reduce(program: Program, size_bytes: int = 0) -> Program:
     pp, vpp = layout.placement.pp, layout.placement.vpp
     last = Index.of(program).last_gradient.reshape(pp, vpp).astype(np.int32)
     order = _order(last, layout)
-    total, ranks = pp * vpp, np.arange(pp, dtype=np.int32)
-    made = np.take_along_axis(last, order, axis=1).reshape(-1)
+    ranks = np.arange(pp, dtype=np.int32)
     alone = np.full(pp, NEVER, np.int32)
     groups = int(program.lane_group.max(initial=-1)) + 1
-    copies = groups + np.minimum(ranks, pp - 1 - ranks) if layout.placement.num_pipes > 1 else alone
-    fill = np.full(total, NEVER, np.int32)
-    lane_ptr = program.num_ops + np.arange(1, pp + 1, dtype=np.int64) * vpp
-    dep_ptr = len(program.dep) + np.arange(1, total + 1, dtype=np.int64)
-    return replace(
-        program,
-        kind=np.append(program.kind, np.full(total, OpKind.REDUCE_GRAD, np.uint8)),
-        mb=np.append(program.mb, fill),
-        chunk=np.append(program.chunk, order.reshape(-1).astype(np.int16)),
-        layer=np.append(program.layer, np.zeros(total, np.int16)),
-        cell=np.append(program.cell, fill),
-        launch=np.append(program.launch, fill),
-        size_bytes=np.append(program.size_bytes, np.full(total, size_bytes, np.int64)),
-        joined=np.append(program.joined, np.zeros(total, bool)),
-        lane_ptr=np.append(program.lane_ptr, lane_ptr),
-        lane_rank=np.append(program.lane_rank, ranks),
-        lane_kind=np.append(program.lane_kind, np.full(pp, LaneKind.DP, np.uint8)),
-        lane_peer=np.append(program.lane_peer, alone),
-        lane_group=np.append(program.lane_group, copies).astype(np.int32),
-        dep_ptr=np.append(program.dep_ptr, dep_ptr),
-        dep=np.append(program.dep, made),
+    new = NewLanes(
+        lane=LaneKind.DP,
+        rank=ranks,
+        peer=alone,
+        group=groups + np.minimum(ranks, pp - 1 - ranks) if layout.placement.num_pipes > 1 else alone,
+        count=np.full(pp, vpp, np.int32),
+        kind=OpKind.REDUCE_GRAD,
+        chunk=order.reshape(-1),
+        layer=np.zeros(pp * vpp, np.int32),
+        waits=list(np.take_along_axis(last, order, axis=1).reshape(-1, 1)),
+        size_bytes=size_bytes,
     )
+    return append_lanes(program, new)
 
 
 def _order(last: Ints, layout: Layout) -> Ints:

@@ -15,6 +15,7 @@ from treadle.verify.finding import MOST, Finding
 _SEND, _RECV = int(LaneKind.SEND), int(LaneKind.RECV)
 _SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
+_TIED, _LAST = int(OpKind.REDUCE_TIED), int(OpKind.GATHER_PARAMS)  # from ties to the end of the step
 _SURPLUS, _UNLIKE, _CROSSED = 0, 1, 2
 
 
@@ -157,6 +158,8 @@ def _are_of_different(meeting: _Meeting, lane_a: int, lane_b: int, a: int, b: in
 
 @inlined
 def _stage(meeting: _Meeting, lane: int, op: int) -> int:
-    """The stage that an op works for, -1 if its rank has no such chunk."""
+    """The stage that an op works for, -1 if its rank has no such chunk, -2 where ranks of different stages meet."""
+    if _TIED <= meeting.kind[op] <= _LAST:
+        return -2
     chunk, stages = meeting.chunk[op], meeting.stages
     return stages[meeting.lane_pp[lane], chunk] if 0 <= chunk < stages.shape[1] else -1

@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.ir.index import UNKNOWN, Index
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.program import EMBEDDING, HEAD, LANE_OF, NEVER, Bools, Bytes, Ints, Lane, LaneKind, Op, OpKind, Program
+from treadle.ir.program import LANE_OF, NEVER, Bytes, Ints, Lane, LaneKind, Op, OpKind, Program
 from treadle.ir.rule import Tables
 from treadle.verify.finding import MOST, Finding
 
@@ -36,16 +36,13 @@ def check_labels(program: Program, index: Index) -> Iterator[Finding]:
         yield Finding("T101", int(rank), None, f"{f'receive of {what}' if op.kind.is_recv else what} is missing")
     yield from _check_doubled_halves(program, index)
     yield from _check_reductions(program, index)
+    yield from _check_step(program, index)
 
 
 def _list_missing(program: Program, index: Index) -> Ints:
     """(rank, chunk, mb, layer, kind) of each op that is not there, up to MOST."""
-    layout, rule = program.layout, index.rule
-    always = np.zeros(len(OpKind), np.bool_)
-    always[[*layout.forward, *layout.backward, *layout.weights]] = True
-    always[[*EMBEDDING, *HEAD[:2]]] = True  # those that the layout lacks are not among the rule's kinds
-    expected = _Expected(np.array(rule.kinds, np.int32), always, layout.by_layer)
-    return _missing(index.count, expected, rule.tables, MOST)
+    rule = index.rule
+    return _missing(index.count, np.array(rule.kinds, np.int32), program.layout.by_layer, rule.tables, MOST)
 
 
 def _unknown(op: Op) -> Finding:
@@ -73,10 +70,7 @@ def _check_doubled_halves(program: Program, index: Index) -> Iterator[Finding]:
 
 def _check_reductions(program: Program, index: Index) -> Iterator[Finding]:
     """REDUCE_GRAD of every chunk of every rank once, if there is any."""
-    lanes = np.flatnonzero(program.lane_kind == LaneKind.DP)
-    spans = [np.arange(program.lane_ptr[lane], program.lane_ptr[lane + 1]) for lane in lanes]
-    ops = np.concatenate([np.empty(0, np.int64), *spans])
-    ops = ops[index.key[ops] == NEVER]
+    ops = np.flatnonzero((program.kind == OpKind.REDUCE_GRAD) & (index.key == NEVER))
     if not len(ops):
         return
     num_chunks, num_ranks = program.layout.placement.vpp, program.layout.num_ranks
@@ -90,39 +84,57 @@ def _check_reductions(program: Program, index: Index) -> Iterator[Finding]:
         yield Finding.at("T102", op, f"{op} runs more than once")
 
 
-class _Expected(NamedTuple):
-    """Which kinds a layout has: `kinds[slot]`, and those that every layer of every micro-batch has."""
+def _check_step(program: Program, index: Index) -> Iterator[Finding]:
+    """REDUCE_TIED of each tie that a rank has a stage of, and what ends the step, once on each rank; with backwards."""
+    layout = program.layout
+    if not (layout.tied or layout.step_end) or not _has_backwards(program, index):
+        return
+    stages = np.repeat(np.array(layout.placement.stages, np.int32), layout.num_replicas, axis=0)
+    wanted = [(OpKind.REDUCE_TIED, tie, np.isin(stages, held).any(axis=1)) for tie, held in enumerate(layout.tied)]
+    wanted += [(kind, 0, np.ones(layout.num_ranks, bool)) for kind in layout.step_end]
+    for kind, layer, ranks in wanted:
+        ops = np.flatnonzero((program.kind == kind) & (program.layer == layer) & (index.key == NEVER))
+        rank = program.lane_rank[program.lane_of[ops]]
+        count = np.bincount(rank, minlength=layout.num_ranks)
+        name = f"reduce_tied of tie {layer}" if kind is OpKind.REDUCE_TIED else kind.name.lower()
+        for where in np.flatnonzero((count == 0) & ranks)[:MOST]:
+            yield Finding("T101", int(where), None, f"{name} is missing")
+        for where in np.flatnonzero(count > 1)[:MOST]:
+            op = program.op(int(ops[np.flatnonzero(rank == where)[-1]]))
+            yield Finding.at("T102", op, f"{op} runs more than once")
 
-    kinds: Ints
-    always: Bools
-    by_layer: bool
+
+def _has_backwards(program: Program, index: Index) -> bool:
+    """True if there is an op of a backward chain, where the layout knows it."""
+    kinds = {kind for _, backward in index.rule.chains for kind, _ in backward}
+    halves = set() if program.layout.by_layer else {OpKind.I}
+    return bool((np.isin(program.kind, list(kinds | halves)) & (index.key >= 0)).any())
 
 
 class _LayerPlace(NamedTuple):
     """A layer of a micro-batch of a chunk; does its stage receive from the stage before, and from the one after."""
 
     base: int  # its first place in the index
-    stage: int
-    layer: int
     before: bool
     after: bool
 
 
 @kernel
-def _missing(count: Bytes, expected: _Expected, tables: Tables, most: int) -> Ints:
+def _missing(count: Bytes, kinds: Ints, by_layer: bool, tables: Tables, most: int) -> Ints:
     """(rank, chunk, mb, layer, kind) of what is not there, up to `most`."""
     found = np.zeros((most, 5), np.int32)
     filled = 0
     for rank in range(tables.num_ranks):
         for chunk in range(tables.num_chunks):
             at, before, after = _neighbours(tables, rank // tables.num_replicas, chunk)
+            has = tables.has[tables.row[at]]
             for mb in range(tables.num_mb):
-                for layer in range(tables.depth[at]):
+                for layer in range(tables.num_layers):
                     row = ((rank * tables.num_chunks + chunk) * tables.num_mb + mb) * tables.num_layers + layer
-                    spot = _LayerPlace(row * tables.num_slots, at, layer, before, after)
+                    spot = _LayerPlace(row * tables.num_slots, before, after)
                     for slot in range(tables.num_slots):
-                        if filled < most and _is_missing(count, expected, tables, spot, slot):
-                            kind = expected.kinds[slot]
+                        kind = kinds[slot]
+                        if filled < most and has[kind, layer] and _is_missing(count, by_layer, tables, spot, kind):
                             found[filled, 0], found[filled, 1], found[filled, 2] = rank, chunk, mb
                             found[filled, 3], found[filled, 4] = layer, kind
                             filled += 1
@@ -139,19 +151,18 @@ def _neighbours(tables: Tables, pp: int, chunk: int) -> tuple[int, bool, bool]:
 
 
 @inlined
-def _is_missing(count: Bytes, expected: _Expected, tables: Tables, spot: _LayerPlace, slot: int) -> bool:
-    """True if there should be an op of this kind, and there is none."""
-    base, kind, places = spot.base, expected.kinds[slot], tables.slot
-    if count[base + slot] > 0:
+def _is_missing(count: Bytes, by_layer: bool, tables: Tables, spot: _LayerPlace, kind: int) -> bool:
+    """True if there should be an op of this kind, which its layer has, and there is none."""
+    base, places = spot.base, tables.slot
+    if count[base + places[kind]] > 0:
         return False
-    if not expected.by_layer and _B <= kind <= _W:  # either B, or I and W
+    if not by_layer and _B <= kind <= _W:  # either B, or I and W
         whole, split = count[base + places[_B]], count[base + places[_I]] + count[base + places[_W]]
         return bool(whole == 0 and (kind == _B) == (split == 0))
     if kind in (_SEND_F, _RECV_B):
-        return spot.after and spot.layer == 0
+        return spot.after
     if kind in (_SEND_B, _RECV_F):
-        return spot.before and spot.layer == 0
+        return spot.before
     if kind in (_OUT, _IN):  # both, or neither
         return bool(count[base + places[_OUT]] + count[base + places[_IN]] > 0)
-    only = tables.only[kind]
-    return bool(expected.always[kind]) and (only < 0 or (only == spot.stage and spot.layer == 0))
+    return True

@@ -51,9 +51,8 @@ def memory_unit(trace: Trace) -> MemoryUnit:
 def held(trace: Trace, ranks: range, unit: MemoryUnit) -> list[Held]:
     """The memory of each rank; at equal times giving back comes first, as in `peaks`."""
     program = trace.program
-    moved = changes(program.layout)
-    row = moved.rows_of(program)
-    taken, given = moved.taken[row, program.kind], moved.given[row, program.kind]
+    what, taken, given = changes(program)
+    taken, given = taken[what], given[what]
     rank_of = program.lane_rank[program.lane_of]
     most = peaks(program, Times(trace.start, trace.end))
     origin = int(trace.start.min()) if len(trace.start) else 0

@@ -29,6 +29,11 @@ NAMES: dict[OpKind, str] = {
     OpKind.ATTN_W: "attnW",
     OpKind.EMBED_F: "embed",
     OpKind.EMBED_B: "embed'",
+    OpKind.MTP_F: "mtp",
+    OpKind.MTP_B: "mtp'",
+    OpKind.MTP_W: "mtpW",
+    OpKind.ATTN_R: "attn again",
+    OpKind.MLP_R: "mlp again",
     OpKind.HEAD_F: "head",
     OpKind.HEAD_B: "head'",
     OpKind.HEAD_W: "headW",
@@ -45,6 +50,13 @@ _ROWS = (
     ("in", (LaneKind.IN,)),
 )
 
+_ENDING = (
+    ("dp", LaneKind.DP),
+    ("tied", LaneKind.TIED),
+    ("world", LaneKind.WORLD),
+    ("compute", LaneKind.COMPUTE),
+)
+
 
 def lanes_text(program: Program, rank: int, cells: list[str]) -> str:
     """Describe a rank's work cell by cell; `cells` are the cells as the schedule writes them."""
@@ -59,8 +71,13 @@ def lanes_text(program: Program, rank: int, cells: list[str]) -> str:
     many = program.layout.max_layers > 1
     blocks = [_block(f"cell {number} {name}", ops.get(number, {}), many) for number, name in enumerate(cells)]
     rest = ops.get(-1, {})
-    last = [f"at the end\n  dp       {'   '.join(map(str, rest[LaneKind.DP]))}\n"] if LaneKind.DP in rest else []
-    return "".join(blocks + last)
+    return "".join(blocks + _ending(rest))
+
+
+def _ending(rest: dict[LaneKind, list[Op]]) -> list[str]:
+    """Reductions, and what ends the step."""
+    lines = [f"  {name:8} {'   '.join(map(str, rest[kind]))}\n" for name, kind in _ENDING if kind in rest]
+    return ["at the end\n", *lines] if lines else []
 
 
 def _block(title: str, lanes: dict[LaneKind, list[Op]], many: bool) -> str:

@@ -57,7 +57,7 @@ def _without_waits(stream: Stream) -> Program:
         layout=Layout(
             Placement.loop(1),
             max(1, stream.num_rounds),
-            (0,),
+            ("",),
             forward=(),
             backward=(),
             weights=(),

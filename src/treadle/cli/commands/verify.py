@@ -82,7 +82,7 @@ def verify(
 
 def _check_bytes(model: Model) -> None:
     costs = model.costs
-    silent = costs.unsaved(embedding=costs.has_end("embed"), head=costs.has_end("head"))
+    silent = costs.unsaved(costs.blocks)
     if silent:
         raise ValueError(
             f"costs {costs.name!r} do not say what layers save, so nothing can be said about --memory-limit; add "

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from treadle.ir.memory import changes, per_unit
-from treadle.ir.program import Lane, LaneKind, Op, OpKind, Program
+from treadle.ir.program import Lane, LaneKind, Longs, Op, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.view.described import described
-from treadle.view.page.columns import columns
+from treadle.view.page.columns import column, columns
 from treadle.view.page.preview import preview
 from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
 
@@ -115,7 +115,7 @@ def _text(kind: OpKind) -> str:
 def _trace(name: str, trace: Trace) -> dict[str, Any]:
     """Times are in ticks: the page knows how to write them."""
     path = critical_path(trace)
-    row, taken, given = changes(trace.program.layout)
+    saves, taken, given = _saves(trace.program)
     unit, per = trace.program.layout.saved_unit, per_unit(trace.program.layout)
     return {
         "name": name,
@@ -131,12 +131,17 @@ def _trace(name: str, trace: Trace) -> dict[str, Any]:
         "totals": _totals(measure(trace)),
         "path": _path(summarize_path(trace, path)),
         "savedUnit": " layers" if unit == "layers" else "",
-        "savedRow": row.tolist(),
         "taken": (taken / per).tolist(),
         "given": (given / per).tolist(),
-        "replicas": trace.program.layout.num_replicas,
-        "columns": columns(trace, np.array(path, np.int64)),
+        "columns": {**columns(trace, np.array(path, np.int64)), "saves": column(saves)},
     }
+
+
+def _saves(program: Program) -> tuple[Longs, Longs, Longs]:
+    """Return for each op a number, and for each number what such ops take and give back."""
+    what, taken, given = changes(program)
+    pairs, number = np.unique(np.stack([taken[what], given[what]]), axis=1, return_inverse=True)
+    return number.reshape(-1), pairs[0], pairs[1]
 
 
 def _lanes(program: Program) -> dict[str, list[Any]]:

@@ -34,12 +34,11 @@ class Trace {
   }
 
   constructor(shipped, kinds, columns) {
-    const { kind, mb, chunk, layer, sizeBytes, joined, dep, path } = columns;
-    Object.assign(this, { kind, mb, chunk, layer, sizeBytes, joined, dep, path, kinds });
+    const { kind, mb, chunk, layer, sizeBytes, joined, saves, dep, path } = columns;
+    Object.assign(this, { kind, mb, chunk, layer, sizeBytes, joined, saves, dep, path, kinds });
     const { name, size, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given } = shipped;
     Object.assign(this, { name, size, about, unit, ticks, makespan, twoWays, byLayer, isUpdate, lanes, totals, taken, given });
-    const { savedUnit, savedRow, replicas } = shipped;
-    Object.assign(this, { savedUnit, savedRow, replicas });
+    this.savedUnit = shipped.savedUnit;
     this.look = kind.map((each, op) => 2 * each + (chunk[op] > 0)); // a kind has one look in chunk 0, one in later ones
     this.pathSummary = shipped.path;
     this.numOps = kind.length;
@@ -181,13 +180,12 @@ class Trace {
 
   memoryCurve(rank) {
     const { ptr } = this.lanes, keys = [];
-    const kinds = this.taken[0].length, taken = this.taken.flat(), given = this.given.flat();
-    const rows = this.savedRow[Math.floor(rank / this.replicas)] ?? [];
-    // Time, then giving before taking, then the stage's row and the kind, packed into one number: numbers sort fast.
+    const { taken, given, saves } = this;
+    // Time, then giving before taking, then how much an op saves, packed into one number: numbers sort fast.
     const key = (time, takes, what) => (time * 2 + takes) * taken.length + what;
     this.lanes.rank.forEach((owner, lane) => {
       for (let op = ptr[lane]; owner === rank && op < ptr[lane + 1]; op++) {
-        const what = (rows[this.chunk[op]] ?? 0) * kinds + this.kind[op];
+        const what = saves[op];
         if (taken[what]) keys.push(key(this.start[op], 1, what));
         if (given[what]) keys.push(key(this.end[op], 0, what));
       }

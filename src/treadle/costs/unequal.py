@@ -1,0 +1,72 @@
+"""Micro-batches that are not alike: what multiplies their times and what they save, by the costs' [microbatch].
+
+With `lengths`, a micro-batch of x times the reference length takes x times as long, and of attention's time the share
+`quadratic` grows with x squared. What it saves and moves grows with x.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.costs.costs import Costs
+from treadle.ir.program import Layout, OpKind
+
+_ATTENTION = (OpKind.ATTN_F, OpKind.ATTN_B, OpKind.ATTN_W, OpKind.ATTN_R)
+_ACTIONS = {OpKind.F: "f", OpKind.B: "b", OpKind.I: "i", OpKind.W: "w"}
+
+
+def mb_factors(layout: Layout, costs: Costs) -> npt.NDArray[np.float64]:
+    """`[micro-batch, kind]` -> what multiplies a time, pipe after pipe; without rows where all are alike.
+
+    Raises:
+        ValueError: the costs are about another number of micro-batches.
+
+    """
+    if not costs.microbatch or layout.is_update:
+        return np.empty((0, len(OpKind)))
+    _check_number(layout.num_microbatches, costs)
+    if "factors" in costs.microbatch:
+        factors = np.array(costs.microbatch["factors"])
+        return np.repeat(factors[:, None], len(OpKind), axis=1)
+    relative = _relative(costs)
+    quadratic = costs.microbatch.get("quadratic", 0.0)
+    shares = np.zeros(len(OpKind))  # of the time that grows with the square
+    shares[list(_ATTENTION)] = quadratic
+    for kind, action in _ACTIONS.items():
+        shares[kind] = quadratic * _attention_share(costs, action)
+    return relative[:, None] * (1 - shares) + (relative**2)[:, None] * shares
+
+
+def mb_saved(num_microbatches: int, costs: Costs) -> tuple[float, ...]:
+    """Return what multiplies the bytes that each micro-batch saves; empty where all are alike."""
+    if not costs.microbatch:
+        return ()
+    _check_number(num_microbatches, costs)
+    if "factors" in costs.microbatch:
+        return tuple(costs.microbatch.get("saved_factors", costs.microbatch["factors"]))
+    return tuple(float(each) for each in _relative(costs))
+
+
+def _relative(costs: Costs) -> npt.NDArray[np.float64]:
+    """Lengths, in lengths that the costs are about."""
+    lengths = np.array(costs.microbatch["lengths"])
+    relative: npt.NDArray[np.float64] = lengths / costs.microbatch.get("reference", lengths.mean())
+    return relative
+
+
+def _attention_share(costs: Costs, action: str) -> float:
+    """The share of a layer's action that is attention; half where the costs do not tell attention from the rest."""
+    parts = {"f": ("attn_f",), "i": ("attn_b",), "w": ("attn_w",), "b": ("attn_b", "attn_w")}[action]
+    whole = costs.of_layer(action) if costs.says_layers else costs.cell(action)
+    known = costs.has_parts and whole > 0
+    return min(1.0, sum(costs.layer.get(part, 0) for part in parts) / whole) if known else 0.5
+
+
+def _check_number(num_microbatches: int, costs: Costs) -> None:
+    given = costs.microbatch.get("factors", costs.microbatch.get("lengths", ()))
+    if len(given) != num_microbatches:
+        raise ValueError(
+            f"costs {costs.name!r} have {len(given)} micro-batches in [microbatch], and the step has "
+            f"{num_microbatches}; give one number for each, or leave [microbatch] out"
+        )

@@ -1,0 +1,141 @@
+"""Which blocks each stage gets, so that the slowest stage takes the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import isfinite, lcm
+from typing import NamedTuple, TypeAlias
+
+from treadle.ir.blocks import LAYERS
+
+Number: TypeAlias = int | float | Fraction
+"""A time or a factor; taken exactly as it is, floats too."""
+
+
+def balance(
+    blocks: str,
+    times: Sequence[Number],
+    num_stages: int,
+    *,
+    factors: Sequence[Number] | None = None,
+    layer_in_each: bool = True,
+) -> tuple[range, ...]:
+    """Cut a row of blocks into stages so that the slowest stage is the fastest possible.
+
+    Of all such cuts it is one with the least sum of squares of the stages' times, so the other stages are even too.
+    Both are exact: nothing is rounded, and all cuts are considered.
+
+    Args:
+        blocks: the letters of the whole model in order, as "Edddttt...mL".
+        times: of each block, in any unit.
+        num_stages: how many stages there are; each gets at least one block.
+        factors: how much slower each stage computes than `times` say; 1 where absent.
+        layer_in_each: each stage has a layer (t or d) too.
+
+    Returns:
+        For each stage the range of its blocks.
+
+    Raises:
+        ValueError: there are too few blocks or layers for the stages, or times and factors do not fit.
+
+    Example:
+        >>> balance("EttttL", [1, 4, 4, 4, 4, 6], 3)
+        (range(0, 2), range(2, 4), range(4, 6))
+
+    """
+    _check_sizes(blocks, times, num_stages, factors)
+    layers = sum(map(blocks.count, LAYERS))
+    if layer_in_each and layers < num_stages:
+        raise ValueError(
+            f"{num_stages} stages with a layer each need as many layers, got {layers} in {blocks!r}; "
+            "take fewer stages, or layer_in_each=False"
+        )
+    row = _Row(
+        _whole(times, "time"),
+        _whole([1] * num_stages if factors is None else factors, "factor"),
+        [not layer_in_each or letter in LAYERS for letter in blocks],
+    )
+    slowest = _least_maximum(row)
+    cuts = _least_squares(row, slowest)
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+class _Row:
+    """The blocks in whole numbers. A stage needs one of the blocks of which `needed` is True."""
+
+    def __init__(self, times: list[int], factors: list[int], needed: list[bool]) -> None:
+        self.before = list(accumulate(times, initial=0))
+        self.needed_before = list(accumulate(map(int, needed), initial=0))
+        self.factors = factors
+        self.num_blocks = len(times)
+
+    def stops(self, stage: int) -> range:
+        """Where a stage can end: each stage up to it and behind it has a block, and the last one ends the row."""
+        behind = len(self.factors) - 1 - stage
+        return range(stage + 1 if behind else self.num_blocks, self.num_blocks - behind + 1)
+
+    def starts(self, stage: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield where a stage that ends at `stop` can start, and the time it takes then, the shortest first."""
+        for start in range(stop - 1, -1, -1):
+            if self.needed_before[start] < self.needed_before[stop]:
+                yield start, (self.before[stop] - self.before[start]) * self.factors[stage]
+
+
+class _Best(NamedTuple):
+    squares: int
+    start: int
+
+
+def _least_maximum(row: _Row) -> int:
+    """Return the time of the slowest stage in the best cut: stage by stage, for each place where it can end."""
+    done = {0: 0}
+    for stage in range(len(row.factors)):
+        least: dict[int, int] = {}
+        for stop in row.stops(stage):
+            for start, time in row.starts(stage, stop):
+                if stop in least and time >= least[stop]:
+                    break
+                if start in done:
+                    least[stop] = min(least.get(stop, max(done[start], time)), max(done[start], time))
+        done = least
+    return done[row.num_blocks]
+
+
+def _least_squares(row: _Row, slowest: int) -> list[int]:
+    """Return where stages start and end in the cut with the least sum of squares that has no stage over `slowest`."""
+    steps = [{0: _Best(0, 0)}]
+    for stage in range(len(row.factors)):
+        best: dict[int, _Best] = {}
+        for stop in row.stops(stage):
+            for start, time in row.starts(stage, stop):
+                if time > slowest:
+                    break
+                if start in steps[-1]:
+                    found = _Best(steps[-1][start].squares + time * time, start)
+                    best[stop] = min(best.get(stop, found), found)
+        steps.append(best)
+    cuts = [row.num_blocks]
+    for step in reversed(steps[1:]):
+        cuts.append(step[cuts[-1]].start)
+    return cuts[::-1]
+
+
+def _check_sizes(blocks: str, times: Sequence[Number], num_stages: int, factors: Sequence[Number] | None) -> None:
+    if len(times) != len(blocks):
+        raise ValueError(f"each of the {len(blocks)} blocks has a time, got {len(times)} times")
+    if not 1 <= num_stages <= len(blocks):
+        raise ValueError(f"{len(blocks)} blocks make 1 to {len(blocks)} stages, got {num_stages}")
+    if factors is not None and len(factors) != num_stages:
+        raise ValueError(f"each of the {num_stages} stages has a factor, got {len(factors)} factors")
+
+
+def _whole(values: Sequence[Number], what: str) -> list[int]:
+    """Return the values as multiples of one unit, exactly."""
+    for place, value in enumerate(values):
+        if not isfinite(value) or value < 0:
+            raise ValueError(f"a {what} is a number from 0, got {value} as number {place}")
+    fractions = [Fraction(value) for value in values]
+    unit = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * unit) for fraction in fractions]
