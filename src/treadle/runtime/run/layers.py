@@ -169,7 +169,7 @@ def _talkers(part: RankProgram) -> list[Group | Channel]:
     """What the ops of a rank wait at."""
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
     ep_groups = {id(m.ep_group): m.ep_group for m in modules if isinstance(m, EpGroupModule) and m.ep_group is not None}
-    tied_groups = {id(group): group for group in part.gradients.tied_groups.values()}
-    groups = (*ep_groups.values(), part.gradients.group, part.gradients.expert_dp_group, *tied_groups.values())
+    gradients = part.gradients
+    groups = (*ep_groups.values(), gradients.group, gradients.expert_dp_group, *gradients.tied_groups.values())
     channels = (*part.outgoing.values(), *part.incoming.values())
     return [*channels, *(group for group in groups if group is not None)]
