@@ -220,16 +220,23 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
     )
 
 
-def plan(schedule: Schedule, shape: LoweringOptions | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
-    """The Program that is run, verified, and the ticks under which it is ordered."""
+def plan(
+    schedule: Schedule,
+    shape: LoweringOptions | None,
+    costs: Costs,
+    *,
+    reduce: bool,
+    tied: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Program, Longs]:
+    """The Program that is run, verified, and the ticks under which it is ordered. `tied` are the stages of each tie."""
     report = verify_schedule(schedule)
     if not report.clean:
         raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
     if shape is None:
-        program = lower_running(schedule, reduce=reduce)
+        program = lower_running(schedule, reduce=reduce, tied=tied)
         ticks = expected(program)
     else:
-        program = lower_weaving(schedule, costs, shape, reduce=reduce)
+        program = lower_weaving(schedule, costs, shape, reduce=reduce, tied=tied)
         ticks = durations(program, costs)
     report = verify_program(program, ticks)
     if not report.clean:

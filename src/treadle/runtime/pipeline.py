@@ -58,7 +58,8 @@ from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
 from treadle.runtime.model.weight_grad import WeightGradSplit
-from treadle.runtime.options import RunOptions, RunOptionsChanges
+from treadle.runtime.norm import counted_here, norm_over, share_of_norm
+from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
 from treadle.runtime.report import StepReport, agree, agree_by_name, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
@@ -67,6 +68,7 @@ from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
 from treadle.runtime.run.unequal import UnequalCells
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
+from treadle.runtime.ties import Tied, agree_on_ties, check_tied
 
 DEFAULTS = RunOptions()
 
@@ -81,6 +83,9 @@ class Pipeline:
         schedule: The same on all ranks.
         mesh: A DeviceMesh with the dimension pp, and perhaps dp and ep.
         loss_fn: `loss_fn(output, target)` returns one number for a micro-batch, on ranks that hold the last stage.
+        tied: Parameters that stages share: `{"embedding": {0: "table.weight", -1: "linear.weight"}}` names one by its
+            name in the module of each stage that has it; -1 is the last stage. They start from the same values, and
+            all get the sum of their gradients. A parameter that chunks of one rank share as an object needs no name.
         options: How it runs.
         changes: Fields of `RunOptions` by name: `Pipeline(..., lanes="serial")` replaces that field of `options`.
 
@@ -112,10 +117,12 @@ class Pipeline:
         *,
         mesh: DeviceMesh,
         loss_fn: LossFn,
+        tied: Tied | None = None,
         options: RunOptions = DEFAULTS,
         **changes: Unpack[RunOptionsChanges],
     ) -> None:
         check_arguments(stages, schedule, loss_fn)
+        check_tied(tied)
         self.options = replace(options, **changes)
         self.position = mesh_position(mesh)
         self._modules = dict(stages)
@@ -125,6 +132,7 @@ class Pipeline:
         with Arrivals(name, self.position, self._deadline).making():
             self.groups = Groups.make(name, self.position, self._deadline)
             met = self._meet(schedule)
+            self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
             self._plan(schedule, met)
             self._connect()
         with self._guard.making(all_refuse=True):
@@ -168,7 +176,8 @@ class Pipeline:
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         self._shape = shape_of(met, self.schedule, self.options)
         reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
-        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce)
+        tied = tuple(tie.stages for tie in self._ties)
+        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
 
     def _connect(self) -> None:
         """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
@@ -182,8 +191,15 @@ class Pipeline:
     def _prepare_gradients(self) -> None:
         """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
         order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
-        reduce_group, expert_dp_group = self.groups.reduce_group, self.groups.expert_dp_group
-        self.gradients = Gradients(self._modules, order, reduce_group, expert_dp_group, self.position.ep)
+        self.gradients = Gradients(
+            self._modules,
+            order,
+            self.groups.reduce_group,
+            self.groups.expert_dp_group,
+            self.position.ep,
+            self._ties,
+            self.groups.tied_groups,
+        )
         check_copies(self.groups, self._modules, self.gradients)
 
     def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
@@ -276,7 +292,7 @@ class Pipeline:
         """
         self._refuse_closed()
         self.gradients.refuse_mixture(reduce=reduce)
-        chosen = self._with_reduce if reduce or self.gradients.group is None else self._without_reduce
+        chosen = self._with_reduce if reduce or not self.gradients.reduces else self._without_reduce
         scale = self._scale(num_tokens)
         self._begin(chosen, self.stages, scale)
         self._last = chosen
@@ -429,6 +445,35 @@ class Pipeline:
         with self._guard.together("the agreement on the loss"):
             by_name = agree_by_name(self.groups, mine, scale)
         return {name: torch.tensor(loss, dtype=torch.float64, device=home) for name, loss in by_name.items()}
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def counted_parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        """(stage, name, parameter) of those that this rank counts: over all ranks, each of the model once.
+
+        A sum over them, added up over all ranks, is one over the model, however many replicas, copies of a stage and
+        stages with a tied parameter there are.
+        """
+        return list(counted_here(self._modules, self.schedule.placement, self.position, self.gradients))
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the model, the same on every rank. Every rank of the mesh has to ask for it.
+
+        It is that of a single process, as `torch.nn.utils.get_total_norm` has it: a parameter that several ranks hold
+        counts once. `torch.nn.utils.clip_grads_with_norm_` clips a rank's gradients by it.
+        """
+        self._refuse_closed()
+        if not self.gradients.reduced:
+            raise ValueError(
+                "grad_norm() is of the whole gradient, and the last step left each rank its share (reduce=False); ask "
+                "after a step that reduces"
+            )
+        grads = [param.grad for _, _, param in self.counted_parameters() if param.grad is not None]
+        if self.device.type == "meta":
+            return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
+        share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
+        with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
+            return norm_over(self.groups, share, norm_type).to(self.device)
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

@@ -249,6 +249,16 @@ def reduce_grad(part: RankProgram, op: Op) -> OpCalls:
     )
 
 
+def reduce_tied(part: RankProgram, op: Op) -> OpCalls:
+    """REDUCE_TIED: the gradient of a parameter that stages share, summed over all ranks that hold it."""
+    gradients, tie = part.gradients, op.layer
+    return OpCalls(
+        prepare=partial(gradients.gather_tied, tie),
+        launch=partial(gradients.reduce_tied, tie),
+        finish=partial(gradients.arrive_tied, tie),
+    )
+
+
 HANDLERS: dict[OpKind, Handler] = {
     OpKind.F: forward,
     OpKind.B: backward,
@@ -259,6 +269,7 @@ HANDLERS: dict[OpKind, Handler] = {
     OpKind.SEND_F: send_forward,
     OpKind.SEND_B: send_gradient,
     OpKind.REDUCE_GRAD: reduce_grad,
+    OpKind.REDUCE_TIED: reduce_tied,
     **dict.fromkeys((*SEGMENT_OF, *COPIES), layer_part),
 }
 """For each kind of op, at either granularity, the calls that run it."""
