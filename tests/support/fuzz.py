@@ -127,6 +127,7 @@ class Runner:
             seed=SEED,
             lanes=lanes,  # type: ignore[arg-type]
             saved="offload" if config.kind == "offload" else "leave",
+            tied=config.ties or None,
             shapes="each" if config.unequal else "same",
             recompute=tuple(config.recompute.split("+")) if config.recompute else (),
         )
