@@ -23,7 +23,7 @@ from tests.support.experts import named_parts, of_part
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
 from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
-from treadle.runtime.model.segments import COMPUTE
+from treadle.runtime.model.segments import COMPUTE, Segment, compute, reference_forward
 from treadle.schedules import SCHEDULES
 
 KINDS = ("cells", "layers", "tied", "offload", "dp")
@@ -60,6 +60,12 @@ class Config:
     ep: int
     unequal: bool = False
     """Each micro-batch has a length of its own, other ones in each batch."""
+    recompute: str = ""
+    """Segments that are computed again, `attn+mlp`."""
+    mtp: bool = False
+    """There is an MTP block before the head, which shares the head's weight."""
+    dense: bool = False
+    """The first layer is dense."""
 
     @property
     def pp(self) -> int:
@@ -93,6 +99,7 @@ class Config:
         return (
             f"{self.schedule} {self.kind} {self.dtype}: pp={self.pp} dp={self.dp} ep={self.ep} M={self.num_mb} "
             f"grain={grain} layers={self.num_layers} classes={self.num_classes} aux={self.aux}{drops}"
+            f"{f' again={self.recompute}' if self.recompute else ''}{' mtp' * self.mtp}{' dense' * self.dense}"
         )
 
 
@@ -125,6 +132,9 @@ def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]]
         layered=layered,
         ep=pick("ep", 1, 1, 2) if kind in ("layers", "offload") and dtype != "bfloat16" else 1,
         unequal=pick("unequal", True, False, False, False),
+        recompute=pick("recompute", "", "", "attn", "mlp", "attn+mlp") if layered else "",
+        mtp=pick("mtp", True, False) if layered else False,
+        dense=pick("dense", True, False) if layered else False,
     )
 
 
@@ -143,6 +153,38 @@ class Layer(MoELayer):
     def attn(self, x: Tensor) -> Any:
         h, leaving, gates, routing, loss = super().attn(x)
         return h, leaving, gates, routing, loss.bfloat16() if self.aux == "bf16" else loss
+
+
+class DenseLayer(nn.Module):
+    """A layer without an exchange, with dropout where the others have it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.down, self.dropout = nn.Linear(HIDDEN, WIDTH), nn.Dropout(0.2 if config.dropout else 0.0)
+
+    def segments(self) -> list[Segment]:
+        return [
+            compute("attn", lambda x: x + self.dropout(self.mix(self.norm(x))), reads="x", writes="h"),
+            compute("mlp", lambda h: h + self.down(torch.tanh(self.up(h))), reads="h", writes="x"),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = reference_forward(self, x)["x"]
+        return out
+
+
+class NextToken(treadle.MTPBlock):
+    """Predicts the token behind the next from x and the next, by the head's own linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(loss_weight=0.3)
+        self.table, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self._shared = (linear,)  # which is the head's to hold
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.mix(torch.cat([x, self.table(target % VOCAB)], -1)))
+        return hidden, loss_fn(self._shared[0](hidden[:, :-1]), target[:, 1:])
 
 
 class WithLoss(nn.Module):
@@ -178,6 +220,8 @@ def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequent
     if config.layered:
         for stage in stages:
             stage += [Layer(config, ep, ep_rank) for _ in range(config.num_layers)]
+        if config.dense:
+            stages[0][0] = DenseLayer(config)
         tied = config.kind == "tied"
         embedding = nn.Embedding(config.num_classes if tied else VOCAB, WIDTH)
         head = Head(WIDTH, config)
@@ -185,6 +229,8 @@ def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequent
         stages[-1].append(head)
         if tied:
             head.linear.weight = embedding.weight
+        if config.mtp:
+            stages[-1].insert(-1, NextToken(head.linear))
     else:
         sizes = [SIZES[i % len(SIZES)] for i in range(num_stages)]
         stages[0].append(Embed(sizes[0]))
@@ -267,10 +313,11 @@ def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int
 def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor, step: int, mb: int) -> Tensor:
     own: list[Tensor] = []
     children = [child for stage in model for child in stage]
-    numbered = [child for child in children if isinstance(child, Layer)] if config.layered else children
+    layers = (Layer, DenseLayer)
+    numbered = [child for child in children if isinstance(child, layers)] if config.layered else children
     at = -1
     for child in children:
-        if not config.layered or isinstance(child, Layer):
+        if not config.layered or isinstance(child, layers):
             at += 1
             seed_layer(torch.get_default_device(), SEED, step, mb, at, len(numbered))
         elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
@@ -279,9 +326,12 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
         if isinstance(child, Layer):
             x, loss = child.with_loss(x)
             own.append(loss)
+        elif isinstance(child, NextToken):
+            own.append(child.loss_weight * child(x, target)[1])
         else:
             x = child(x)
         if isinstance(x, treadle.StageOutput):
+            assert x.aux_loss is not None
             own.append(x.aux_loss)
             x = x.output
     return sum(own, start=loss_fn(x, target))

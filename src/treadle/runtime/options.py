@@ -17,7 +17,7 @@ ShapesName: TypeAlias = Literal["same", "each", "any"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. `costs`, `saved` and `shapes` are the same on all ranks.
+    """The options of a Pipeline. `costs`, `saved`, `recompute` and `shapes` are the same on all ranks.
 
     Example:
         >>> RunOptions(deadline_s=60, lanes="serial").saved
@@ -56,6 +56,12 @@ class RunOptions:
     """What becomes of the tensors that layers save for backward: `leave` them, `count` them (`report.saved`), or
     `offload` them to the host as the Program says. Only for layers that name their segments."""
 
+    recompute: tuple[str, ...] = ()
+    """Segments that keep their inputs alone and are computed again before their backward: some of attn, mlp.
+
+    Only for layers that name their segments. Random numbers are the same both times, buffers are written once, and
+    gradients are the same to the last bit, unless a forward depends on a buffer that forwards change."""
+
     pool_directory: Path | None = None
     """Where a CPU puts offloaded tensors: into a file without a name in this directory. A GPU uses pinned memory."""
 
@@ -79,5 +85,6 @@ class RunOptionsChanges(TypedDict, total=False):
     lanes: LanesName
     costs: Costs
     saved: SavedName
+    recompute: tuple[str, ...]
     pool_directory: Path | None
     shapes: ShapesName

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from treadle.dist.boundary import Boundary, Flags, boundary_of, differ_in_shape, fits
+from treadle.runtime.model.losses import StageOutput
 from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
 
-LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor | StageOutput]
 
 _ONE_SHAPE = (
     "all micro-batches have one shape: pad them, or make the Pipeline with shapes='each', or with shapes='any' where "
@@ -100,8 +101,8 @@ class CheckedLoss:
     loss_fn: LossFn
     module: nn.Module
 
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        """Returns the loss of a micro-batch."""
+    def __call__(self, output: Any, target: Any) -> Tensor | StageOutput:
+        """Returns the loss of a micro-batch, or with further ones."""
         try:
             loss = self.loss_fn(output, target)
         except (AttributeError, TypeError) as error:
@@ -111,8 +112,9 @@ class CheckedLoss:
                     "on the ranks that hold the last stage: a tensor, or a list with one entry a micro-batch"
                 ) from error
             raise
-        if torch.is_grad_enabled() and isinstance(loss, Tensor) and not loss.requires_grad:
-            self._refuse_cut_off(output, loss)
+        main = loss.output if isinstance(loss, StageOutput) else loss
+        if torch.is_grad_enabled() and isinstance(main, Tensor) and not main.requires_grad:
+            self._refuse_cut_off(output, main)
         return loss
 
     def _refuse_cut_off(self, output: Any, loss: Tensor) -> None:

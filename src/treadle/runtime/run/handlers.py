@@ -86,14 +86,13 @@ def weight_grad(part: RankProgram, op: Op) -> OpCalls:
 
 
 def layer_part(part: RankProgram, op: Op) -> OpCalls:
-    """A segment's forward, backward or weight gradient, or a copy of what it saved."""
+    """A segment's forward, backward, weight gradient or recomputation, or a copy of what it saved."""
     stage = part.stages[op.chunk]
     assert isinstance(stage, LayeredStage)
     run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
-    layout = part.program.layout
-    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
+    if stage.ends_forward(op.kind, op.layer):
         return OpCalls(_then_forward(part, op, run))
-    if op.kind is layout.backward[-1] and op.layer == 0:
+    if stage.ends_backward(op.kind, op.layer):
         return OpCalls(_then_backward(part, op, run))
     return OpCalls(run)
 
@@ -250,6 +249,16 @@ def reduce_grad(part: RankProgram, op: Op) -> OpCalls:
     )
 
 
+def reduce_tied(part: RankProgram, op: Op) -> OpCalls:
+    """REDUCE_TIED: the gradient of a parameter that stages share, summed over all ranks that hold it."""
+    gradients, tie = part.gradients, op.layer
+    return OpCalls(
+        prepare=partial(gradients.gather_tied, tie),
+        launch=partial(gradients.reduce_tied, tie),
+        finish=partial(gradients.arrive_tied, tie),
+    )
+
+
 HANDLERS: dict[OpKind, Handler] = {
     OpKind.F: forward,
     OpKind.B: backward,
@@ -260,6 +269,7 @@ HANDLERS: dict[OpKind, Handler] = {
     OpKind.SEND_F: send_forward,
     OpKind.SEND_B: send_gradient,
     OpKind.REDUCE_GRAD: reduce_grad,
+    OpKind.REDUCE_TIED: reduce_tied,
     **dict.fromkeys((*SEGMENT_OF, *COPIES), layer_part),
 }
 """For each kind of op, at either granularity, the calls that run it."""

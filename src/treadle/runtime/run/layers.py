@@ -40,11 +40,12 @@ PACE = {
     LaneKind.OUT: Pace.AFTER,
     LaneKind.IN: Pace.AFTER,
     LaneKind.DP: Pace.TOGETHER,
+    LaneKind.TIED: Pace.TOGETHER,
     LaneKind.HOST: Pace.AFTER,
 }
 """How ops of a lane take their time where they are paced."""
 
-_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.TIED)
 """Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
 
 
@@ -183,6 +184,7 @@ def _talkers(part: RankProgram) -> list[Group | Channel]:
     """What the ops of a rank wait at."""
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
     ep_groups = {id(m.ep_group): m.ep_group for m in modules if isinstance(m, EpGroupModule) and m.ep_group is not None}
-    groups = (*ep_groups.values(), part.gradients.group, part.gradients.expert_dp_group)
+    gradients = part.gradients
+    groups = (*ep_groups.values(), gradients.group, gradients.expert_dp_group, *gradients.tied_groups.values())
     channels = (*part.outgoing.values(), *part.incoming.values())
     return [*channels, *(group for group in groups if group is not None)]
