@@ -14,7 +14,7 @@ import pytest
 import treadle
 from tests.support.paths import ROOT
 from treadle.costs import PRESETS, UNIT_COSTS, Costs, costs_text, dump, lacks, load_costs, missing, parse, read, schema
-from treadle.costs.format import SECTIONS
+from treadle.costs.format import NUMBERED, SECTIONS
 from treadle.plan import LoweringOptions, lower
 
 PAGE = (ROOT / "docs" / "costs.md").read_text()
@@ -44,7 +44,9 @@ def test_the_example_of_the_page_has_every_key_and_works() -> None:
     absent = {
         (name, key) for name, section in SECTIONS.items() for key in section.names if key not in table.get(name, {})
     }
-    assert absent == {("model", "b"), *(("cells", key) for key in SECTIONS["cells"].names)}
+    alone = {("microbatch", "factors"), ("microbatch", "saved_factors")}  # not beside lengths
+    assert absent == {("model", "b"), *(("cells", key) for key in SECTIONS["cells"].names)} | alone
+    assert {key for entries in table["stage"].values() for key in entries} == set(NUMBERED["stage"].names)
     costs = parse(EXAMPLE)
     assert lacks(costs) == ()
     for name in ("1f1b", "interleaved"):
@@ -59,7 +61,7 @@ def test_the_example_of_the_page_has_every_key_and_works() -> None:
 
 
 def test_the_page_explains_every_key() -> None:
-    for name, section in SECTIONS.items():
+    for name, section in {**SECTIONS, "stage.N": NUMBERED["stage"]}.items():
         part = PAGE.split(f"## `[{name}]`")[1].split("\n## ")[0]
         for key in section.names:
             assert f"`{key}`" in part, f"[{name}] {key}"
@@ -81,6 +83,13 @@ WRONG = [
     ('[ layer ]\n "attn_g"\t= 3\n', 2, "[layer] attn_g", "did you mean"),
     ("cells.f = 3\ncells.g = 3\n", 2, "[cells] g", "is not known"),
     ("\ncells = { f = 3, g = 3 }\n", 2, "[cells] g", "is not known"),
+    ("[stage.3]\nfactor = 0\n", 2, "[stage.3] factor", "is a number above 0, up to 1e+06, got 0"),
+    ("[stage.3]\nfaktor = 2\n", 2, "[stage.3] faktor", "did you mean 'factor'?"),
+    ("[stage.last]\nfactor = 2\n", 1, "[stage.last]", "is not a number of a stage; write [stage.3]"),
+    ("stage = 3\n", 1, "[stage]", "is a section for each number, such as [stage.3], got 3"),
+    ("[microbatch]\nfactors = [1, 0]\n", 2, "[microbatch] factors", "is a list of numbers above 0"),
+    ("[microbatch]\nfactors = 2\n", 2, "[microbatch] factors", "one for each micro-batch, got 2"),
+    ("[microbatch]\nlengths = [1]\nquadratic = 2\n", 3, "[microbatch] quadratic", "is a number from 0 to 1, got 2"),
     ('about = """\n[cells]\nf = -1\n"""\n[cells]\nf = -3\n', 6, "[cells] f", "got -3"),
 ]
 
@@ -92,6 +101,21 @@ def test_problems_have_line_and_field(text: str, line: int, field: str, message:
     assert message in problems[0].message
     with pytest.raises(ValueError, match=re.escape(f"mine.toml:{line}: {field} {problems[0].message}")):
         parse(text, "mine.toml")
+
+
+CONTRADICTIONS = [
+    ("[model]\nlayers = 3\ndense = 4\n", 3, "[model] dense", "is at most layers, 3, got 4"),
+    ("[microbatch]\nfactors = [1]\nlengths = [1]\n", 3, "[microbatch] lengths", "stands beside factors"),
+    ("[microbatch]\nfactors = [1]\nreference = 2\n", 3, "[microbatch] reference", "goes with lengths"),
+    ("[microbatch]\nfactors = [1]\nsaved_factors = [1, 2]\n", 3, "[microbatch] saved_factors", "as many numbers"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "field", "message"), CONTRADICTIONS)
+def test_entries_that_contradict_each_other_have_line_and_field(text: str, line: int, field: str, message: str) -> None:
+    _, problems = read(text)
+    assert [(problem.line, problem.field) for problem in problems] == [(line, field)]
+    assert message in problems[0].message
 
 
 @pytest.mark.parametrize("text", [text for text, *_ in WRONG if "nan" not in text])

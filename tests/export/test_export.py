@@ -319,7 +319,7 @@ def test_torch_csv_errors_of_the_whole_file(content: str, message: str) -> None:
 
 # torch's CSV: torch itself
 
-LOADED = ["gpipe", "1f1b", "interleaved", "interleaved-overlap", "zb-h1", "zb-v", "dualpipev"]
+LOADED = ["gpipe", "1f1b", "interleaved", "interleaved-overlap", "zb-h1", "zb-v", "v-half", "v-min", "dualpipev"]
 
 
 @pytest.fixture

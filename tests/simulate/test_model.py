@@ -141,6 +141,8 @@ IDLE = {  # F, B = 2F, FB = 3F and W = F of a rank's whole share, by `treadle sc
     "interleaved-overlap": lambda p, v: Fraction((p - 1) * 3, v),
     "zb-h1": lambda p, v: Fraction(p - 1),
     "zb-v": lambda p, v: Fraction(p - 1, v),
+    "v-half": lambda p, v: Fraction(3 * p - 5 if p > 2 else 2, v),  # at most 3P-4, as for odd P and for two ranks
+    "v-min": lambda p, v: Fraction(4 * p - 5, v),
     "dualpipe": lambda p, v: Fraction(p, 2) - 1 + Fraction(p, 2) - 1,  # (P/2-1)(FB+B-3W), one chunk is the share
     "dualpipev": lambda p, v: Fraction((p - 1) * 2, v),
 }

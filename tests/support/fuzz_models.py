@@ -32,6 +32,7 @@ MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
 """Of a gradient from one process's, relative to its size."""
 
 WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
+LENGTHS = (3, 1, 5, 2, 4)
 SEED = 3
 BATCHES = 2
 CLASSES = (4096, 32000)
@@ -57,6 +58,8 @@ class Config:
     """Auxiliary losses: none, own (in the model's precision) or bf16."""
     layered: bool
     ep: int
+    unequal: bool = False
+    """Each micro-batch has a length of its own, other ones in each batch."""
     recompute: str = ""
     """Segments that are computed again, `attn+mlp`."""
     mtp: bool = False
@@ -92,7 +95,7 @@ class Config:
 
     def __str__(self) -> str:
         grain = "layers" if self.layered else "cells"
-        drops = ", dropout" if self.dropout else ""
+        drops = (", dropout" if self.dropout else "") + (", unequal" if self.unequal else "")
         return (
             f"{self.schedule} {self.kind} {self.dtype}: pp={self.pp} dp={self.dp} ep={self.ep} M={self.num_mb} "
             f"grain={grain} layers={self.num_layers} classes={self.num_classes} aux={self.aux}{drops}"
@@ -128,6 +131,7 @@ def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]]
         aux=pick("aux", "none", "own", "bf16"),
         layered=layered,
         ep=pick("ep", 1, 1, 2) if kind in ("layers", "offload") and dtype != "bfloat16" else 1,
+        unequal=pick("unequal", True, False, False, False),
         recompute=pick("recompute", "", "", "attn", "mlp", "attn+mlp") if layered else "",
         mtp=pick("mtp", True, False) if layered else False,
         dense=pick("dense", True, False) if layered else False,
@@ -264,9 +268,14 @@ def whole_name(name: str, config: Config, ep_rank: int) -> str:
 def make_batch(config: Config, number: int, replica: int) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and classes, by micro-batch."""
     generator = torch.Generator().manual_seed(1000 * number + replica)
-    shape = (config.num_mb, SAMPLES, TOKENS)
-    tokens = torch.randint(0, VOCAB, shape, generator=generator)
-    return list(tokens), list(torch.randint(0, config.num_classes, shape, generator=generator))
+    shape = (config.num_mb, SAMPLES, max(LENGTHS) if config.unequal else TOKENS)
+    tokens = list(torch.randint(0, VOCAB, shape, generator=generator))
+    classes = list(torch.randint(0, config.num_classes, shape, generator=generator))
+    if config.unequal:
+        for mb in range(config.num_mb):
+            length = LENGTHS[(mb + 2 * replica + 3 * number) % len(LENGTHS)]
+            tokens[mb], classes[mb] = tokens[mb][:, :length], classes[mb][:, :length]
+    return tokens, classes
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from treadle.passes.step_end import with_step_end
-from treadle.passes.tied import with_tied
 
 from tests.support.brute_force_program import Machine, Op, Outcome, Step, execute
 from tests.support.program_mutations import MUTATIONS, Mutation, freeze, mutate_program, thaw
@@ -38,6 +36,8 @@ from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
+from treadle.passes.step_end import with_step_end
+from treadle.passes.tied import with_tied
 from treadle.schedules import SCHEDULES, generate
 
 # Against simpler and slower ways

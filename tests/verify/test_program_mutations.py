@@ -9,8 +9,6 @@ from typing import TypedDict
 
 import numpy as np
 import pytest
-from treadle.passes.step_end import with_step_end
-from treadle.passes.tied import with_tied
 
 import treadle
 from tests.support.brute_force_program import execute
@@ -21,6 +19,8 @@ from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
+from treadle.passes.step_end import with_step_end
+from treadle.passes.tied import with_tied
 from treadle.schedules import SCHEDULES, Family
 from treadle.verify import verify_program
 

@@ -51,6 +51,16 @@ class Model:
     by_layer: Annotated[
         bool, _option("by-layer", "With --model-layers: ops on lanes, not cells, as --layers and --moe have them.")
     ] = False
+    layout: Annotated[
+        str | None,
+        _option("layout", "Blocks of each stage, as Megatron writes them: 'Et|(tt|)*30L'; d is a dense layer."),
+    ] = None
+    dense: Annotated[int | None, _option("dense", "Layers, from the first on, that are dense.")] = None
+    mtp: Annotated[int | None, _option("mtp", "MTP blocks behind the layers, on the last stage.")] = None
+    tied: Annotated[bool, _option("tied", "Embedding and head share a parameter, which is reduced by itself.")] = False
+    recompute: Annotated[
+        str | None, _option("recompute", "Parts of a layer that are computed again: attn, mlp or attn,mlp.")
+    ] = None
     moe: Annotated[bool, _option("moe", "MoE layers with expert all-to-all.")] = False
     padded: Annotated[bool, _option("padded", "Padded dispatch: no exchange of token counts.")] = False
     offload: Annotated[bool, _option("offload", "Activations to the host and back, layer by layer.")] = False
@@ -74,13 +84,14 @@ class Model:
     @property
     def knows_layers(self) -> bool:
         """True if the number of layers is given, by an option or by the costs."""
-        return self.layers is not None or self.model_layers is not None or bool(self.costs.model)
+        said = (self.layers, self.model_layers, self.layout)
+        return any(given is not None for given in said) or bool(self.costs.model)
 
     @property
     def by_lanes(self) -> bool:
         """True if an option asks for parts of layers on lanes, not cells."""
-        about_layers = self.by_layer or self.moe or self.padded or self.offload or self.no_split or self.ep > 1
-        return self.layers is not None or about_layers or self.hold is not Hold.AUTO
+        flags = (self.by_layer, self.moe, self.padded, self.offload, self.no_split, self.tied, self.recompute)
+        return self.layers is not None or any(flags) or self.ep > 1 or self.hold is not Hold.AUTO
 
     def missing(self, program: Program) -> tuple[str, ...]:
         """What a prediction of this program takes as 0 because the costs do not say it."""
@@ -95,7 +106,6 @@ class Model:
 
     def options(self) -> LoweringOptions:
         """Return the options as the library takes them."""
-        from treadle.ir.program import OpKind
         from treadle.plan import LoweringOptions
 
         if not self.knows_layers and (self.moe or self.by_layer):
@@ -109,13 +119,24 @@ class Model:
             by_layer=self.layers is None and self.knows_layers and self.by_lanes,
             moe=self.moe,
             padded=self.padded,
-            split=() if self.no_split else (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W),
+            blocks=self._blocks(),
+            dense=self.dense if self.layout is None else None,
+            mtp=self.mtp,
+            tied=((0, -1),) if self.tied else (),
+            recompute=tuple(self.recompute.split(",")) if self.recompute is not None else (),
+            split=() if self.no_split else LoweringOptions().split,
             offload=self.offload,
             hold={Hold.AUTO: None, Hold.ALWAYS: True, Hold.NEVER: False}[self.hold],
             ep=self.ep,
             dp=self.dp,
             every_gpu=self.every_gpu,
         )
+
+    def _blocks(self) -> tuple[str, ...] | None:
+        """The blocks of each stage, if they are given: a layout with its first layers dense."""
+        from treadle.ir.blocks import parse_layout, with_dense
+
+        return None if self.layout is None else with_dense(parse_layout(self.layout), self.dense or 0)
 
     def lower(self, schedule: Schedule) -> Program:
         """The program of a schedule; one that does not verify is refused."""
@@ -151,7 +172,9 @@ class Model:
     def __str__(self) -> str:
         words = [f"--layers {self.layers}"] if self.layers is not None else []
         words += [f"--model-layers {self.model_layers}"] if self.model_layers is not None else []
-        flags = ("by_layer", "moe", "padded", "offload", "no_split", "every_gpu")
+        words += [f"--layout '{self.layout}'"] if self.layout is not None else []
+        words += [f"--{name} {getattr(self, name)}" for name in ("dense", "mtp", "recompute") if getattr(self, name)]
+        flags = ("by_layer", "tied", "moe", "padded", "offload", "no_split", "every_gpu")
         words += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
         words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) > 1]
         words += [f"--hold {self.hold.value}"] if self.hold is not Hold.AUTO else []

@@ -80,6 +80,12 @@ def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) 
         _check_ends(module, chunk, schedule.placement.stage(position.pp_rank, chunk), schedule.placement.num_stages)
 
 
+def check_shapes(shapes: object) -> None:
+    """Refuse what is no value of the option."""
+    if shapes not in ("same", "each", "any"):
+        raise ValueError(f"shapes is same, each or any, got {shapes!r}")
+
+
 def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
     """Refuses plain modules beside layers that name their segments where neither embedding nor head can be."""
     if not is_layered(module):
@@ -214,16 +220,23 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
     )
 
 
-def plan(schedule: Schedule, shape: LoweringOptions | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
-    """The Program that is run, verified, and the ticks under which it is ordered."""
+def plan(
+    schedule: Schedule,
+    shape: LoweringOptions | None,
+    costs: Costs,
+    *,
+    reduce: bool,
+    tied: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Program, Longs]:
+    """The Program that is run, verified, and the ticks under which it is ordered. `tied` are the stages of each tie."""
     report = verify_schedule(schedule)
     if not report.clean:
         raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
     if shape is None:
-        program = lower_running(schedule, reduce=reduce)
+        program = lower_running(schedule, reduce=reduce, tied=tied)
         ticks = expected(program)
     else:
-        program = lower_weaving(schedule, costs, shape, reduce=reduce)
+        program = lower_weaving(schedule, costs, shape, reduce=reduce, tied=tied)
         ticks = durations(program, costs)
     report = verify_program(program, ticks)
     if not report.clean:

@@ -228,7 +228,7 @@ def _agree_to_start(groups: Groups, schedule: Schedule, terms: str, problem: Val
         )
     if own.other_terms != _NOBODY:
         raise ValueError(
-            f"not all ranks have the same costs, `saved` and `recompute`: rank {own.other_terms} has others"
+            f"not all ranks have the same costs, `saved`, `recompute` and `shapes`: rank {own.other_terms} has others"
         )
 
 
@@ -273,7 +273,7 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
         for name, p in modules[chunk].named_parameters()
         if p not in gradients.owned
     ]
-    digests = [_digest(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
+    digests = [digest_of_values(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
     sums = torch.stack(digests).to(HOST_MEMORY)
     both = torch.stack([sums, -sums])
     group.all_reduce(both, largest=True)
@@ -287,7 +287,7 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
     raise_for_all(groups, reason)
 
 
-def _digest(param: nn.Parameter) -> Tensor:
+def digest_of_values(param: nn.Parameter) -> Tensor:
     """Returns two sums over the elements, of which one depends on their order."""
     flat = param.detach().reshape(-1)
     total = torch.zeros(2, dtype=torch.float64, device=param.device)

@@ -12,11 +12,12 @@ from treadle.dist.boundary import Boundary
 
 LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
 SavedName: TypeAlias = Literal["leave", "count", "offload"]
+ShapesName: TypeAlias = Literal["same", "each", "any"]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. `costs`, `saved` and `recompute` are the same on all ranks: the plan is made of them.
+    """The options of a Pipeline. `costs`, `saved`, `recompute` and `shapes` are the same on all ranks.
 
     Example:
         >>> RunOptions(deadline_s=60, lanes="serial").saved
@@ -64,6 +65,15 @@ class RunOptions:
     pool_directory: Path | None = None
     """Where a CPU puts offloaded tensors: into a file without a name in this directory. A GPU uses pinned memory."""
 
+    shapes: ShapesName = "same"
+    """Whether micro-batches may have different shapes: none may (`same`), or those of a step may and their inputs
+    show it (`each`), or outputs may even where inputs are alike, as rows behind a mask are (`any`).
+
+    Only the first stage's rank has to know the shapes. With `each`, ranks agree before a step whether it has such
+    micro-batches; if it has, and always with `any`, a header goes ahead of each message. Only shapes may differ, not
+    the number of tensors between stages or their dtypes.
+    """
+
 
 class RunOptionsChanges(TypedDict, total=False):
     """The fields of `RunOptions` as keyword arguments, each with its default left out."""
@@ -77,3 +87,4 @@ class RunOptionsChanges(TypedDict, total=False):
     saved: SavedName
     recompute: tuple[str, ...]
     pool_directory: Path | None
+    shapes: ShapesName

@@ -15,6 +15,8 @@ from treadle.schedules import (
     interleaved,
     interleaved_overlap,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zb_v,
 )
@@ -27,6 +29,8 @@ SCHEDULES: dict[str, Family] = {
     "interleaved-overlap": interleaved_overlap.FAMILY,
     "zb-h1": zb_h1.FAMILY,
     "zb-v": zb_v.FAMILY,
+    "v-half": v_half.FAMILY,
+    "v-min": v_min.FAMILY,
     "dualpipe": dualpipe.FAMILY,
     "dualpipev": dualpipev.FAMILY,
 }

@@ -244,7 +244,7 @@ class LayeredStage(Chunk):
         """Puts the output of the last block where its send finds it."""
         out = passage.last = passage.values.pop("x")
         self._check(mb, out)
-        self.at(mb).put_outputs((out.thing.detach(),))
+        self.at(mb).put_outputs((out.thing.detach(),), self.boundary)
         out.thing = None
 
     def _forward_mtp(self, mb: int, at: int, passage: _Passage) -> None:
@@ -277,7 +277,7 @@ class LayeredStage(Chunk):
         self._own_loss(mb, passage.values.pop("loss"))
 
     def _check(self, mb: int, out: Value) -> None:
-        """Checks that a layer hands on one tensor, in the shape of the first micro-batch."""
+        """Checks that a layer hands on one tensor, in a shape that may cross to the next stage."""
         if not isinstance(out.thing, Tensor):
             got = type(out.thing).__name__
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from treadle.dist.boundary import Boundary
 from treadle.dist.channel import refuse_reused, versions
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -35,6 +36,8 @@ class Microbatch:
         "_outputs",
         "_target",
         "_versions",
+        "arrived",
+        "boundary",
         "losses",
         "mb",
         "named",
@@ -44,6 +47,10 @@ class Microbatch:
     def __init__(self, stage: int, mb: int) -> None:
         self.stage, self.mb = stage, mb
         self.losses: list[Tensor] = []
+        self.arrived: Boundary | None = None
+        """The shapes of the inputs, where a message brought them."""
+        self.boundary: Boundary | None = None
+        """The shapes of the outputs, which those of their gradients are."""
         self.named: list[tuple[str, Tensor]] = []
         self._inputs: Tensors | None = None
         self._target: Any = None
@@ -88,8 +95,9 @@ class Microbatch:
         """Return the user's own tensors, before a step runs: inputs and target."""
         return self._inputs, self._target
 
-    def put_outputs(self, outputs: Tensors) -> None:
-        """Put what a forward made. From here on it must not be written to."""
+    def put_outputs(self, outputs: Tensors, boundary: Boundary | None) -> None:
+        """Put what a forward made, and its shapes. From here on it must not be written to."""
+        self.boundary = boundary
         self._outputs, self._versions = outputs, versions(outputs)
 
     @property

@@ -71,7 +71,7 @@ class Stage(Chunk):
             microbatch.add_loss(loss)
         if self.trains:
             self._kept[mb] = _Kept(inputs, roots, own)
-        microbatch.put_outputs(tuple([o.detach() for o in outputs]))
+        microbatch.put_outputs(tuple([o.detach() for o in outputs]), self.boundary)
 
     def _run(self, mb: int, inputs: Tensors) -> Any:
         try:
@@ -93,7 +93,7 @@ class Stage(Chunk):
             self.at(mb).add_loss(loss)
 
     def _check(self, mb: int, outputs: Tensors) -> None:
-        """Checks that a stage returns tensors, in the shapes of the first micro-batch."""
+        """Checks that a stage returns tensors, in shapes that may cross to the next."""
         for output in outputs:
             if not isinstance(output, Tensor):
                 raise ValueError(
