@@ -260,8 +260,8 @@ def lives(args: Namespace) -> Iterator[Life]:
 def parse_only(text: str) -> dict[str, list[str]]:
     """`kind=tied,dtype=float32|float64` by name."""
     pairs = [part.partition("=") for part in text.split(",") if part]
-    known = ("schedule", "kind", "dtype", "num_mb", "num_classes", "num_layers", "dropout", "aux", "layered", "ep")
-    known += ("recompute", "mtp", "dense", "unequal")
+    known = ["schedule", "kind", "dtype", "num_mb", "num_classes", "num_layers", "dropout", "aux", "layered", "ep"]
+    known += ["recompute", "mtp", "dense", "unequal"]
     for name, _, _ in pairs:
         if name not in known:
             raise ValueError(f"--only takes {', '.join(known)}, got {name!r}")
