@@ -126,7 +126,8 @@ class Runner:
             deadline_s=life.deadline_s,
             seed=SEED,
             lanes=lanes,  # type: ignore[arg-type]
-            saved="offload" if config.kind == "offload" else "leave",
+            tied=config.tied,
+            saved=config.saved,
             shapes="each" if config.unequal else "same",
             recompute=tuple(config.recompute.split("+")) if config.recompute else (),
         )

@@ -83,6 +83,16 @@ class Config:
         """Ranks."""
         return self.pp * self.dp * self.ep
 
+    @property
+    def saved(self) -> Any:
+        """What becomes of saved tensors."""
+        return "offload" if self.kind == "offload" else "leave"
+
+    @property
+    def tied(self) -> dict[str, dict[int, str]] | None:
+        """Names of what stages on different ranks share; None: chunks of one rank share it as an object."""
+        return None
+
     @cached_property
     def made(self) -> treadle.Schedule:
         """Its schedule."""
@@ -184,7 +194,7 @@ class NextToken(treadle.MTPBlock):
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.mix(torch.cat([x, self.table(target % VOCAB)], -1)))
-        return hidden, loss_fn(self._shared[0](hidden[:, :-1]), target[:, 1:])
+        return hidden, loss_fn(self._shared[0](hidden), target.roll(-1, 1))
 
 
 class WithLoss(nn.Module):
