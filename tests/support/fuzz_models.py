@@ -32,7 +32,7 @@ MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
 """Of a gradient from one process's, relative to its size."""
 
 WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
-LENGTHS = (3, 1, 5, 2, 4)
+LENGTHS = (3, 2, 5, 6, 4)
 SEED = 3
 BATCHES = 2
 CLASSES = (4096, 32000)
@@ -66,12 +66,21 @@ class Config:
     """There is an MTP block before the head, which shares the head's weight."""
     dense: bool = False
     """The first layer is dense."""
+    tied: bool = False
+    """The head's weight is the embedding's, whatever the kind."""
+    pp: int = 2
 
     @property
-    def pp(self) -> int:
-        """Two, or one where the first and the last stage would else be on different ranks."""
-        together = self.schedule in ("zb-v", "dualpipe", "dualpipev")
-        return 1 if self.kind == "tied" and not together else 2
+    def ties(self) -> dict[str, dict[int, str]]:
+        """The parameter that the first and the last stage share, if they do."""
+        if not self.shares:
+            return {}
+        return {"embedding": {0: "0.weight", -1: f"{self.num_layers + self.mtp}.linear.weight"}}
+
+    @property
+    def shares(self) -> bool:
+        """True if embedding and head are one parameter."""
+        return self.tied or self.kind == "tied"
 
     @property
     def dp(self) -> int:
@@ -82,16 +91,6 @@ class Config:
     def world(self) -> int:
         """Ranks."""
         return self.pp * self.dp * self.ep
-
-    @property
-    def saved(self) -> Any:
-        """What becomes of saved tensors."""
-        return "offload" if self.kind == "offload" else "leave"
-
-    @property
-    def tied(self) -> dict[str, dict[int, str]] | None:
-        """Names of what stages on different ranks share; None: chunks of one rank share it as an object."""
-        return None
 
     @cached_property
     def made(self) -> treadle.Schedule:
@@ -194,7 +193,7 @@ class NextToken(treadle.MTPBlock):
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.mix(torch.cat([x, self.table(target % VOCAB)], -1)))
-        return hidden, loss_fn(self._shared[0](hidden), target.roll(-1, 1))
+        return hidden, loss_fn(self._shared[0](hidden[:, :-1]), target[:, 1:])
 
 
 class WithLoss(nn.Module):
@@ -232,12 +231,11 @@ def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequent
             stage += [Layer(config, ep, ep_rank) for _ in range(config.num_layers)]
         if config.dense:
             stages[0][0] = DenseLayer(config)
-        tied = config.kind == "tied"
-        embedding = nn.Embedding(config.num_classes if tied else VOCAB, WIDTH)
+        embedding = nn.Embedding(config.num_classes if config.shares else VOCAB, WIDTH)
         head = Head(WIDTH, config)
         stages[0].insert(0, embedding)
         stages[-1].append(head)
-        if tied:
+        if config.shares:
             head.linear.weight = embedding.weight
         if config.mtp:
             stages[-1].insert(-1, NextToken(head.linear))

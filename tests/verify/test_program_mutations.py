@@ -43,17 +43,19 @@ SIZES = {
 }
 
 
+# even where a half of it may be kept
 SAVED = {
     OpKind.F: 5,
     OpKind.ATTN_F: 8,
-    OpKind.MLP_F: 5,
+    OpKind.DISPATCH_F: 3,
+    OpKind.MLP_F: 4,
     OpKind.ATTN_R: 6,
-    OpKind.MLP_R: 11,
+    OpKind.MLP_R: 10,
     OpKind.EMBED_F: 3,
-    OpKind.MTP_F: 7,
+    OpKind.MTP_F: 14,
     OpKind.HEAD_F: 16,
 }
-DENSE_SAVED = {OpKind.F: 2, OpKind.MLP_F: 9, OpKind.ATTN_R: 1}
+DENSE_SAVED = {OpKind.F: 2, OpKind.MLP_F: 12, OpKind.ATTN_R: 2, OpKind.HEAD_F: 99}
 
 
 class Scales(TypedDict):
@@ -105,6 +107,7 @@ def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
     def some(*kinds: OpKind) -> tuple[OpKind, ...]:
         return tuple(kind for kind in kinds if flag())
 
+    scales = random_scales(schedule, random)
     return Shape(
         blocks=random_blocks(schedule.placement.num_stages, random),
         moe=flag(),
@@ -118,10 +121,10 @@ def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
         saved=SAVED,
         dense_saved=DENSE_SAVED if flag() else {},
         moved=SIZES,
-        kept=0.5,
+        kept=random.choice((0.0, 1.0) if any(scales.values()) else (0.0, 0.5, 1.0)),
         tied=random_ties(schedule, random),
         step_end=random.choice(STEP_ENDS),
-        **random_scales(schedule, random),
+        **scales,
     )
 
 

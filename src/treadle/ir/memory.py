@@ -18,19 +18,23 @@ import numpy.typing as npt
 from treadle.ir.blocks import LAYERS
 from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
-from treadle.ir.program import Bytes, Ints, Layout, Longs, OpKind, Program
+from treadle.ir.program import EXCHANGES, Bytes, Ints, Layout, Longs, OpKind, Program
 
-_PARTS: dict[OpKind, tuple[OpKind, OpKind | None]] = {
+_PARTS: dict[OpKind, tuple[OpKind | None, OpKind | None]] = {
     OpKind.F: (OpKind.I, OpKind.W),
     OpKind.ATTN_F: (OpKind.ATTN_B, OpKind.ATTN_W),
     OpKind.ATTN_R: (OpKind.ATTN_B, OpKind.ATTN_W),
+    OpKind.COUNTS: (None, None),
+    OpKind.HOST: (None, None),
+    OpKind.DISPATCH_F: (OpKind.DISPATCH_B, None),
     OpKind.MLP_F: (OpKind.MLP_B, OpKind.MLP_W),
     OpKind.MLP_R: (OpKind.MLP_B, OpKind.MLP_W),
+    OpKind.COMBINE_F: (OpKind.COMBINE_B, None),
     OpKind.EMBED_F: (OpKind.EMBED_B, None),
     OpKind.MTP_F: (OpKind.MTP_B, OpKind.MTP_W),
     OpKind.HEAD_F: (OpKind.HEAD_B, OpKind.HEAD_W),
 }
-"""The backward and the weight half of what an op saves."""
+"""The backward and the weight half of what an op saves; without a backward it is never given back."""
 
 _BLOCK_OF_CELL = {"E": OpKind.EMBED_F, "m": OpKind.MTP_F, "L": OpKind.HEAD_F}
 """The op whose bytes a block other than a layer adds to its stage's F."""
@@ -71,7 +75,7 @@ def changes(program: Program) -> Changes:
     layout = program.layout
     tables, number = _tables(layout)
     if len(tables) == 1 and not layout.mb_scale and not _layers_differ(layout):
-        taken, given = _by_kind(layout, tables[0], dense=False, scale=1.0)
+        taken, given = _by_kind(layout, tables[0], dense=False, scale=tables[0].scale)
         return Changes(program.kind, taken, given)
     return _by_class(program, tables, number)
 
@@ -88,8 +92,12 @@ class _Saved(NamedTuple):
 def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
     """The different stages, and the number of each stage's."""
     of_stage = []
+    in_layer = (*layout.forward, *layout.recomputed)
     for stage, row in enumerate(layout.blocks):
-        saved, dense = dict(layout.saved), {**layout.saved, **layout.dense_saved}
+        saved = {kind: size for kind, size in layout.saved.items() if kind in (*in_layer, *_BLOCK_OF_CELL.values())}
+        dense = {**saved, **{kind: size for kind, size in layout.dense_saved.items() if kind in in_layer}}
+        for exchange in EXCHANGES:
+            dense.pop(exchange, None)
         if not layout.by_layer and row:
             saved[OpKind.F] = _of_cell(layout, row)
         in_row = tuple(letter == "d" for letter in row if letter in LAYERS) if _layers_differ(layout) else ()
@@ -101,7 +109,7 @@ def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
 
 def _layers_differ(layout: Layout) -> bool:
     """True if dense layers save something else than other layers."""
-    return layout.by_layer and bool(layout.dense_saved)
+    return layout.by_layer and (bool(layout.dense_saved) or not layout.saved.keys().isdisjoint(EXCHANGES))
 
 
 def _of_cell(layout: Layout, row: str) -> int:
@@ -159,7 +167,8 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
         backward, weight = _PARTS[saver]
         taken[saver] = size
         kept = round(size * layout.kept) if weight in layout.weights else 0
-        given[backward] += size - kept
+        if backward is not None:
+            given[backward] += size - kept
         if weight is not None and weight in layout.weights:
             given[weight] += kept
         if saver is OpKind.F:

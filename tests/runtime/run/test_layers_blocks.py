@@ -27,23 +27,11 @@ from treadle.runtime.options import RunOptions
 from treadle.schedules import SCHEDULES
 
 BOTH = "attn+mlp"
-FIVE = ("1f1b", "interleaved-overlap", "dualpipe", "dualpipev", "zb-v")
 COMPUTES = {kind for kind, lane in LANE_OF.items() if lane is LaneKind.COMPUTE}
 
 
-@dataclass(frozen=True)
-class Deep(Config):
-    """Four ranks."""
-
-    @property
-    def pp(self) -> int:
-        """Four."""
-        return 4
-
-
 def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
-    made = Config if pp == 2 else Deep
-    return made(
+    return Config(
         schedule=name,
         kind="layers",
         dtype="float64",
@@ -56,27 +44,8 @@ def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
         ep=ep,
         mtp=True,
         dense=True,
+        pp=pp,
     )
-
-
-@dataclass(frozen=True)
-class Together(Config):
-    """Everything at once: besides all else, a table that embedding and head share, offload, five lengths."""
-
-    @property
-    def pp(self) -> int:
-        """Two, or four without experts on other ranks."""
-        return 4 // self.ep
-
-    @property
-    def saved(self) -> Any:
-        """Offloads."""
-        return "offload"
-
-    @property
-    def tied(self) -> dict[str, dict[int, str]]:
-        """The embedding's table is the head's weight, and the MTP block's."""
-        return {"table": {0: "0.weight", -1: f"{self.num_layers + 1}.linear.weight"}}
 
 
 def variants(config: Config) -> list[Config]:
@@ -149,22 +118,6 @@ def test_gradients_of_one_process_and_the_same_bits_when_computed_again(config: 
             assert all(each.lanes[kind] == {LaneKind.COMPUTE} for kind in COMPUTES & set(each.lanes))
             assert len(each.head_ns) == config.num_mb * config.ep
             assert min(each.head_ns) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "ep"), [*((name, 2) for name in FIVE), ("interleaved-overlap", 1), ("dualpipe", 1)])
-def test_all_at_once(name: str, ep: int) -> None:
-    """Tied embedding and head, an MTP block that shares them, five lengths, dense and MoE, offload, computed again."""
-    given = config_of(name, ep=ep)
-    num_mb = 10 if name.startswith(("inter", "dualpipe")) or ep == 1 else 5
-    changes = {"kind": "tied", "num_classes": 64, "num_mb": num_mb, "unequal": True, "recompute": BOTH}
-    config = Together(**{**given.__dict__, **changes})
-    loss, wanted, sizes = run_whole(config, make_model(config), 0, 0)
-    for ran in check(run_ranks(config.world, run_one, config)):
-        assert ran.loss == pytest.approx(loss, rel=1e-10)
-        off = {at: off_by(grad, wanted[at], sizes[at]) for at, grad in ran.grads.items()}
-        assert max(off.values()) <= MOST_DIFFERENCE["float64"], off
-        assert {OpKind.REDUCE_TIED, OpKind.MTP_F, OpKind.ATTN_R, OpKind.MLP_R, OpKind.OFFLOAD} <= set(ran.lanes)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -22,9 +22,9 @@ from treadle.runtime.model.blocks import parts_of
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.losses import MAIN, FurtherLoss, split_off
 from treadle.runtime.model.mtp import MTPBlock, mtp_name
-from treadle.runtime.model.recompute import Kept, Pack, WrittenBuffers
+from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
-from treadle.runtime.model.saved.store import PlainTensor
+from treadle.runtime.model.saved.store import InPlace
 from treadle.runtime.model.seeding import RandomState, Seeds
 from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, leaves_of
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
@@ -93,7 +93,7 @@ class LayeredStage(Chunk):
         self.halves = halves
         before, layers, self.mtp, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
-        self._buffers = [WrittenBuffers(layer) for layer in layers]
+        self._buffers = [LayerBuffers(layer) for layer in layers]
         self._embedding = Segment("embed", nn.Sequential(*before), ("x",), ("x",)) if before else None
         self._head = nn.Sequential(*behind)
         self._passing: dict[int, _Passage] = {}
@@ -215,7 +215,7 @@ class LayeredStage(Chunk):
         drop(passage.values, plan.dead[name])
 
     def _keeping(self, mb: int, layer: int, name: str) -> Pack:
-        return PlainTensor if self.store is None else self.store.keeping((self.number, mb, layer), name)
+        return InPlace if self.store is None else self.store.keeping((self.number, mb, layer), name)
 
     def _refuse_parameters(self, name: str, layer: int, cut: Cut) -> None:
         """Refuses parameters in an exchange: it runs beside computation, and their gradients would be a race."""

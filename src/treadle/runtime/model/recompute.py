@@ -20,11 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
 from treadle.runtime.model.edge import edge_of
-from treadle.runtime.model.saved.store import Handle, PlainTensor
+from treadle.runtime.model.saved.store import Handle, InPlace
 from treadle.runtime.model.seeding import RandomState
 from treadle.runtime.model.segments import Cut, Segment, Value, rebuilt, run_segment
 
-Pack: TypeAlias = Callable[[Tensor], "Handle | PlainTensor"]
+Pack: TypeAlias = Callable[[Tensor], "Handle | InPlace"]
 """Takes a tensor into safe keeping until the segment runs again."""
 
 
@@ -37,11 +37,11 @@ class Kept:
     """The values it read, whose gradients its backward adds to, and their things as they were packed."""
     outputs: list[Value]
     random: RandomState
-    buffers: WrittenBuffers
+    buffers: LayerBuffers
 
     @classmethod
     def forward(
-        cls, segment: Segment, values: dict[str, Value], pack: Pack, random: RandomState, buffers: WrittenBuffers
+        cls, segment: Segment, values: dict[str, Value], pack: Pack, random: RandomState, buffers: LayerBuffers
     ) -> Kept:
         """Runs a segment on the values it reads, and puts what it writes among them."""
         read = [values[name] for name in segment.reads]
@@ -59,7 +59,7 @@ class Kept:
 
     def again(self) -> Cut:
         """Runs the segment again; what it returns is where its backward starts."""
-        inputs = [value.read_as(rebuilt(packed, (Handle, PlainTensor), _unpack)) for value, packed in self.inputs]
+        inputs = [value.read_as(rebuilt(packed, (Handle, InPlace), _unpack)) for value, packed in self.inputs]
         self.inputs = []
         with self.random.again(), self.buffers.aside():
             things = run_segment(self.segment, inputs)
@@ -79,11 +79,11 @@ def _drop(_: Tensor) -> None:
     """Saves nothing: the segment runs again."""
 
 
-def _unpack(packed: Handle | PlainTensor) -> Tensor:
+def _unpack(packed: Handle | InPlace) -> Tensor:
     return packed.tensor()
 
 
-class WrittenBuffers:
+class LayerBuffers:
     """The buffers of a layer: those that a forward writes are copies when it runs again.
 
     A module that wrote one buffer may have written all of its own: torch's norms do without telling autograd.

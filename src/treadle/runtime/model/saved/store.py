@@ -126,7 +126,7 @@ class Handle:
         return empty.set_(self.saved.storage(), self.offset, self.size, self.stride)
 
 
-class PlainTensor:
+class InPlace:
     """A tensor that stays where it is: nothing counts or moves it."""
 
     __slots__ = ("_tensor", "_version")
@@ -214,10 +214,10 @@ class SavedTensors:
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def keeping(self, key: Key, part: str) -> Callable[[Tensor], Handle | PlainTensor]:
+    def keeping(self, key: Key, part: str) -> Callable[[Tensor], Handle | InPlace]:
         """Returns what takes the inputs of a part of a layer that is computed again."""
         shelf = self._shelf(key, part)
-        return lambda tensor: PlainTensor(tensor) if self._stays(tensor) else self._place(shelf, part, tensor)
+        return lambda tensor: InPlace(tensor) if self._stays(tensor) else self._place(shelf, part, tensor)
 
     def _shelf(self, key: Key, part: str) -> Shelf:
         self._layers.setdefault(part, set()).add(key)
