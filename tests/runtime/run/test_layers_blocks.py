@@ -209,7 +209,11 @@ class Quiet(Dense):
 
 def apart() -> list[nn.Sequential]:
     torch.manual_seed(6)
-    stages = [[nn.Embedding(VOCAB, 6), Quiet()], [Next(), Next()], [nn.LayerNorm(6), nn.Linear(6, VOCAB)]]
+    stages: list[list[nn.Module]] = [
+        [nn.Embedding(VOCAB, 6), Quiet()],
+        [Next(), Next()],
+        [nn.LayerNorm(6), nn.Linear(6, VOCAB)],
+    ]
     return [nn.Sequential(*stage).double() for stage in stages]
 
 
@@ -257,6 +261,7 @@ def test_two_mtp_blocks_on_a_stage_of_their_own() -> None:
         assert by_name == pytest.approx(sums, rel=1e-12)
         assert blocks == ("Et", "mm", "L")
         for grad, param in zip(grads, stages[rank].parameters(), strict=True):
+            assert param.grad is not None
             assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
         assert "stage 1 has an MTP block (Next), which predicts from targets, got NoneType" in said
 
@@ -317,6 +322,7 @@ def test_plain_stages_and_loss_fn_have_further_losses() -> None:
         assert loss == pytest.approx(total, rel=1e-12)
         assert told == pytest.approx(sums, rel=1e-12)
         for grad, param in zip(grads, stage.parameters(), strict=True):
+            assert param.grad is not None
             assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)
 
 
