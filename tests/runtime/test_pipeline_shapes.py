@@ -164,7 +164,7 @@ def test_one_length_needs_one_header_and_later_none(shapes: str) -> None:
 
 @pytest.mark.slow
 def test_lengths_of_their_own_under_injected_delays(capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["--draws", "12", "--steps", "3", "--jobs", "1", "--seed", "3", "--deadline", "300"]
+    asked = ["--draws", "8", "--steps", "2", "--jobs", "1", "--seed", "3", "--deadline", "300"]
     said = fuzz.fuzz(fuzz.parser().parse_args([*asked, "--only", "unequal=True,dtype=float64"]))
     assert said["failures"] == 0, capfd.readouterr().err
 

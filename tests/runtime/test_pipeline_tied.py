@@ -18,6 +18,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import treadle
 from tests.runtime.run.test_layers import Case, one_process, one_rank, whole_model
+from tests.runtime.run.test_layers_blocks import VOCAB as TOKENS
+from tests.runtime.run.test_layers_blocks import Next, Quiet, tokens
 from tests.support.cases import Grads, hold, own_grads, pipeline, refusal, replica_of, schedule_of
 from tests.support.faults import Faults
 from tests.support.oracle import (
@@ -248,6 +250,41 @@ def test_tied_stages_of_moe_layers_have_the_gradients_of_one_process(name: str) 
             assert about["norm"] == pytest.approx(float(get_total_norm(list(once.values()))), rel=1e-10)
             assert "REDUCE_TIED" in about["kinds"]
             assert about["in order"]
+
+
+def mtp_model() -> list[nn.Sequential]:
+    """Embedding, the two ends of an MTP block, and head: one table."""
+    torch.manual_seed(6)
+    embed, layers, block, head = nn.Embedding(TOKENS, 6), (Quiet(), Quiet()), Next(), nn.Linear(6, TOKENS)
+    block.table.weight = block.out.weight = head.weight = embed.weight
+    return [nn.Sequential(embed, layers[0]).double(), nn.Sequential(layers[1], block, head).double()]
+
+
+def mtp_rank(rank: int) -> list[tuple[float, Grads]]:
+    del rank
+    results, mesh, (x, target) = [], make_mesh(2), tokens()
+    for name in ("1f1b", "dualpipe"):
+        schedule, stages = schedule_of(name, 2, 4), apart(mtp_model())
+        tied = {"table": {0: "0.weight", -1: "2.weight"}}
+        more: dict[str, Any] = {"tied": tied, "recompute": ("attn", "mlp"), "deadline_s": PATIENT_S}
+        pipe = pipeline(schedule, stages, mesh, nn.functional.cross_entropy, **more)
+        results.append((float(pipe.step(list(x), list(target))), own_grads(schedule, mesh, stages)))
+        pipe.close()
+    return results
+
+
+def test_an_mtp_block_shares_the_table_of_embedding_and_head() -> None:
+    stages, total = mtp_model(), 0.0
+    (embed, lower), (upper, block, head) = stages
+    for x, target in zip(*tokens(), strict=True):
+        h = embed(x)
+        for segment in (*cast(Quiet, lower).segments(), *cast(Quiet, upper).segments()):
+            h = segment.run(h)
+        share = (nn.functional.cross_entropy(head(h), target) + 0.25 * block(h, target)[1]) / 4
+        torch.autograd.backward(share)
+        total += float(share.detach())
+    for ran in check(run_ranks(2, mtp_rank)):
+        hold(ran, (total, grads_of(dict(enumerate(stages)))))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
 """Of a gradient from one process's, relative to its size."""
 
 WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
-LENGTHS = (3, 1, 5, 2, 4)
+LENGTHS = (4, 2, 6, 3, 5)
+"""Two tokens at least: an MTP block predicts one less than there are, and its loss is a mean."""
 SEED = 3
 BATCHES = 2
 CLASSES = (4096, 32000)
@@ -66,12 +67,21 @@ class Config:
     """There is an MTP block before the head, which shares the head's weight."""
     dense: bool = False
     """The first layer is dense."""
+    tied: bool = False
+    """The head's weight is the embedding's, whatever the kind."""
+    pp: int = 2
 
     @property
-    def pp(self) -> int:
-        """Two, or one where the first and the last stage would else be on different ranks."""
-        together = self.schedule in ("zb-v", "dualpipe", "dualpipev")
-        return 1 if self.kind == "tied" and not together else 2
+    def ties(self) -> dict[str, dict[int, str]]:
+        """The parameter that the first and the last stage share, if they do."""
+        if not self.shares:
+            return {}
+        return {"embedding": {0: "0.weight", -1: f"{self.num_layers + self.mtp}.linear.weight"}}
+
+    @property
+    def shares(self) -> bool:
+        """True if embedding and head are one parameter."""
+        return self.tied or self.kind == "tied"
 
     @property
     def dp(self) -> int:
@@ -222,12 +232,11 @@ def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequent
             stage += [Layer(config, ep, ep_rank) for _ in range(config.num_layers)]
         if config.dense:
             stages[0][0] = DenseLayer(config)
-        tied = config.kind == "tied"
-        embedding = nn.Embedding(config.num_classes if tied else VOCAB, WIDTH)
+        embedding = nn.Embedding(config.num_classes if config.shares else VOCAB, WIDTH)
         head = Head(WIDTH, config)
         stages[0].insert(0, embedding)
         stages[-1].append(head)
-        if tied:
+        if config.shares:
             head.linear.weight = embedding.weight
         if config.mtp:
             stages[-1].insert(-1, NextToken(head.linear))

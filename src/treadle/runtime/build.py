@@ -338,7 +338,7 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     seeds = Seeds(module, recipe.device, first, num_layers) if recipe.seed is not None else None
     in_pipe = placement.pipes[chunk] * recipe.schedule.microbatches_per_pipe
     offset = recipe.position.dp_rank * recipe.schedule.num_microbatches + in_pipe
-    queue = _weight_grad_queue(chunk, recipe)
+    queue = _weight_grad_queue(chunk, module, recipe)
     made: Chunk
     if recipe.shape is None:
         made = Stage(number, module, queue, seeds, offset)
@@ -357,13 +357,17 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     return made
 
 
-def _weight_grad_queue(chunk: int, recipe: StageRecipe) -> WeightGradQueue | None:
+def _weight_grad_queue(chunk: int, module: nn.Module, recipe: StageRecipe) -> WeightGradQueue | None:
     """Let the chunk's linears defer their weight gradients to a queue, if those are ops of their own."""
-    splits = recipe.splits
-    if chunk not in splits or not splits[chunk].possible or (recipe.shape and not recipe.shape.split):
+    found = recipe.splits.get(chunk)
+    if recipe.shape is not None:
+        if not recipe.shape.split:
+            return None
+        found = found if found is not None else split.examine(module)  # a head of plain modules alone
+    if found is None or not found.possible:
         return None
     queue = WeightGradQueue()
-    split.apply(splits[chunk].linears, queue)
+    split.apply(found.linears, queue)
     return queue
 
 

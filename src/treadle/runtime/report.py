@@ -75,7 +75,7 @@ class StepReport:
     by_name: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Agreed(NamedTuple):
+class AgreedLosses(NamedTuple):
     """The loss of the global batch, the losses of this pipeline, and over all ranks numbers of bad gradients and of
     losses with names; `alike`: all ranks scale alike.
     """
@@ -87,7 +87,7 @@ class Agreed(NamedTuple):
     alike: bool
 
 
-def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int, num_named: int) -> Agreed:
+def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int, num_named: int) -> AgreedLosses:
     """Returns what all ranks have in common behind a step.
 
     It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU.
@@ -104,7 +104,7 @@ def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int, num_named:
         total[0] /= 2  # each pipeline is there with two of its ranks
     loss, bad, named, num, plain, square = total
     alike = bool(num * square == plain * plain)
-    return Agreed(loss, losses, int(bad) if alike else 0, int(named), alike)
+    return AgreedLosses(loss, losses, int(bad) if alike else 0, int(named), alike)
 
 
 def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> dict[str, float]:

@@ -30,19 +30,8 @@ BOTH = "attn+mlp"
 COMPUTES = {kind for kind, lane in LANE_OF.items() if lane is LaneKind.COMPUTE}
 
 
-@dataclass(frozen=True)
-class Deep(Config):
-    """Four ranks."""
-
-    @property
-    def pp(self) -> int:
-        """Four."""
-        return 4
-
-
 def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
-    made = Config if pp == 2 else Deep
-    return made(
+    return Config(
         schedule=name,
         kind="layers",
         dtype="float64",
@@ -50,11 +39,12 @@ def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
         num_classes=16,
         num_layers=2 if name == "1f1b" else 1,
         dropout=True,
-        aux="own",
+        aux="none" if name == "dualpipe" else "own",
         layered=True,
         ep=ep,
         mtp=True,
         dense=True,
+        pp=pp,
     )
 
 
@@ -114,10 +104,12 @@ def test_gradients_of_one_process_and_the_same_bits_when_computed_again(config: 
         off = {name: off_by(grad, wanted[name], sizes[name]) for name, grad in plain.grads.items()}
         assert max(off.values()) <= MOST_DIFFERENCE["float64"], off
         assert set(plain.by_name) == {"main", "mtp_0"}
+        if config.aux == "none":
+            assert plain.loss == pytest.approx(plain.by_name["main"] + 0.3 * plain.by_name["mtp_0"], rel=1e-12)
         for other, its in zip(others, every[1:], strict=True):
             assert other.loss == plain.loss
             assert other.by_name == plain.by_name
-            differ = [name for name, grad in other.grads.items() if not torch.equal(grad, plain.grads[name])]  # type: ignore[arg-type]
+            differ = [name for name, grad in other.grads.items() if not torch.equal(grad, plain.grads[name])]
             assert differ == [], str(its)
             again = {OpKind.ATTN_R: "attn", OpKind.MLP_R: "mlp"}
             assert {again[kind] for kind in other.lanes if kind in again} == set(its.recompute.split("+"))
@@ -186,7 +178,7 @@ def test_without_a_seed_the_same_numbers_are_drawn_again() -> None:
     for plain, *others in check(run_ranks(2, unseeded)):
         for loss, grads, state in others:
             assert loss == plain[0]
-            assert all(torch.equal(a, b) for a, b in zip(grads, plain[1], strict=True))  # type: ignore[arg-type]
+            assert all(torch.equal(a, b) for a, b in zip(grads, plain[1], strict=True))
             assert torch.equal(state, plain[2])
 
 
@@ -217,7 +209,11 @@ class Quiet(Dense):
 
 def apart() -> list[nn.Sequential]:
     torch.manual_seed(6)
-    stages = [[nn.Embedding(VOCAB, 6), Quiet()], [Next(), Next()], [nn.LayerNorm(6), nn.Linear(6, VOCAB)]]
+    stages: list[list[nn.Module]] = [
+        [nn.Embedding(VOCAB, 6), Quiet()],
+        [Next(), Next()],
+        [nn.LayerNorm(6), nn.Linear(6, VOCAB)],
+    ]
     return [nn.Sequential(*stage).double() for stage in stages]
 
 
@@ -265,7 +261,8 @@ def test_two_mtp_blocks_on_a_stage_of_their_own() -> None:
         assert by_name == pytest.approx(sums, rel=1e-12)
         assert blocks == ("Et", "mm", "L")
         for grad, param in zip(grads, stages[rank].parameters(), strict=True):
-            assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
+            assert param.grad is not None
+            assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)
         assert "stage 1 has an MTP block (Next), which predicts from targets, got NoneType" in said
 
 
@@ -325,6 +322,7 @@ def test_plain_stages_and_loss_fn_have_further_losses() -> None:
         assert loss == pytest.approx(total, rel=1e-12)
         assert told == pytest.approx(sums, rel=1e-12)
         for grad, param in zip(grads, stage.parameters(), strict=True):
+            assert param.grad is not None
             assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)
 
 

@@ -22,7 +22,7 @@ from treadle.runtime.model.blocks import parts_of
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.losses import MAIN, FurtherLoss, split_off
 from treadle.runtime.model.mtp import MTPBlock, mtp_name
-from treadle.runtime.model.recompute import LayerBuffers, Kept, Pack
+from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
 from treadle.runtime.model.saved.store import InPlace
 from treadle.runtime.model.seeding import RandomState, Seeds

@@ -138,7 +138,6 @@ class InPlace:
         """Returns the tensor. Raises RuntimeError if it was changed in place since."""
         if self._tensor._version != self._version:
             raise _changed(self._tensor, self._version)
-        keep(self._tensor)
         return self._tensor
 
 
