@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
     from treadle.plan import LoweringOptions
-    from treadle.runtime import Boundary, Pipeline, RankLostError, RunOptions, StageOutput, StepReport
+    from treadle.runtime import (
+        Boundary,
+        FurtherLoss,
+        MTPBlock,
+        Pipeline,
+        RankLostError,
+        RunOptions,
+        StageOutput,
+        StepReport,
+    )
     from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.schedules import generate
     from treadle.simulate import compare, critical_path, fit, measure
@@ -42,9 +51,11 @@ __all__ = [
     "Costs",
     "F",
     "Finding",
+    "FurtherLoss",
     "I",
     "Kind",
     "LoweringOptions",
+    "MTPBlock",
     "Pair",
     "Pipeline",
     "Placement",
@@ -93,6 +104,8 @@ _WHERE = {
     "treadle.plan": ("LoweringOptions",),
     "treadle.runtime": (
         "Boundary",
+        "FurtherLoss",
+        "MTPBlock",
         "Pipeline",
         "RankLost",
         "RankLostError",

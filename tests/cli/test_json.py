@@ -45,6 +45,12 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sizes that differ": ("compare", ("compare", "1f1b", "first.npz", "--pp", "4", "-m", "8"), 0),
     "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
     "a trace with an outlier past all numbers": ("compare", ("compare", "first.npz", "odd.npz"), 0),
+    "cuts": ("balance", ("balance", "--pp", "4", "--costs", "deepseek-v3-model"), 0),
+    "cuts with steps": (
+        "balance",
+        ("balance", *SIZE, "--costs", "unit", "--layout", "Ett|ttL", "--schedule", "1f1b"),
+        0,
+    ),
     "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
     "a costs file with problems": ("costs-check", ("costs", "check", "wrong.toml"), 1),
     "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),

@@ -84,7 +84,7 @@ def test_an_output_that_changes_its_shape_is_refused(name: str) -> None:
     ended_soon(outcomes, 0, "stage 0 returned (1, 3, 8) float64 for micro-batch 2, but (2, 3, 8) float64 before")
     error = outcomes[0].error
     assert error is not None
-    assert "pad them, or make a new Pipeline" in error.message
+    assert "pad them, or make the Pipeline with shapes='each'" in error.message
 
 
 class Returns(nn.Module):

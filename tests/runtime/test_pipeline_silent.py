@@ -101,6 +101,7 @@ def whole_low_losses(stages: Sequence[nn.Module], microbatches: Sequence[tuple[A
         for part in (part for stage in stages for part in (stage if isinstance(stage, nn.Sequential) else [stage])):
             x = part(x)
             if isinstance(x, treadle.StageOutput):
+                assert x.aux_loss is not None
                 aux.append(x.aux_loss.float())
                 x = x.output
         loss = (mean_loss(x, target) + sum(aux)) / len(microbatches)

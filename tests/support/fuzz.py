@@ -127,6 +127,9 @@ class Runner:
             seed=SEED,
             lanes=lanes,  # type: ignore[arg-type]
             saved="offload" if config.kind == "offload" else "leave",
+            tied=config.ties or None,
+            shapes="each" if config.unequal else "same",
+            recompute=tuple(config.recompute.split("+")) if config.recompute else (),
         )
 
     def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
@@ -257,7 +260,8 @@ def lives(args: Namespace) -> Iterator[Life]:
 def parse_only(text: str) -> dict[str, list[str]]:
     """`kind=tied,dtype=float32|float64` by name."""
     pairs = [part.partition("=") for part in text.split(",") if part]
-    known = ("schedule", "kind", "dtype", "num_mb", "num_classes", "num_layers", "dropout", "aux", "layered", "ep")
+    known = ["schedule", "kind", "dtype", "num_mb", "num_classes", "num_layers", "dropout", "aux", "layered", "ep"]
+    known += ["recompute", "mtp", "dense", "unequal"]
     for name, _, _ in pairs:
         if name not in known:
             raise ValueError(f"--only takes {', '.join(known)}, got {name!r}")

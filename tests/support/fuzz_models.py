@@ -23,7 +23,7 @@ from tests.support.experts import named_parts, of_part
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
 from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
-from treadle.runtime.model.segments import COMPUTE
+from treadle.runtime.model.segments import COMPUTE, Segment, compute, reference_forward
 from treadle.schedules import SCHEDULES
 
 KINDS = ("cells", "layers", "tied", "offload", "dp")
@@ -32,6 +32,8 @@ MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
 """Of a gradient from one process's, relative to its size."""
 
 WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
+LENGTHS = (4, 2, 6, 3, 5)
+"""Two tokens at least: an MTP block predicts one less than there are, and its loss is a mean."""
 SEED = 3
 BATCHES = 2
 CLASSES = (4096, 32000)
@@ -57,12 +59,29 @@ class Config:
     """Auxiliary losses: none, own (in the model's precision) or bf16."""
     layered: bool
     ep: int
+    unequal: bool = False
+    """Each micro-batch has a length of its own, other ones in each batch."""
+    recompute: str = ""
+    """Segments that are computed again, `attn+mlp`."""
+    mtp: bool = False
+    """There is an MTP block before the head, which shares the head's weight."""
+    dense: bool = False
+    """The first layer is dense."""
+    tied: bool = False
+    """The head's weight is the embedding's, whatever the kind."""
+    pp: int = 2
 
     @property
-    def pp(self) -> int:
-        """Two, or one where the first and the last stage would else be on different ranks."""
-        together = self.schedule in ("zb-v", "dualpipe", "dualpipev")
-        return 1 if self.kind == "tied" and not together else 2
+    def ties(self) -> dict[str, dict[int, str]]:
+        """The parameter that the first and the last stage share, if they do."""
+        if not self.shares:
+            return {}
+        return {"embedding": {0: "0.weight", -1: f"{self.num_layers + self.mtp}.linear.weight"}}
+
+    @property
+    def shares(self) -> bool:
+        """True if embedding and head are one parameter."""
+        return self.tied or self.kind == "tied"
 
     @property
     def dp(self) -> int:
@@ -86,10 +105,11 @@ class Config:
 
     def __str__(self) -> str:
         grain = "layers" if self.layered else "cells"
-        drops = ", dropout" if self.dropout else ""
+        drops = (", dropout" if self.dropout else "") + (", unequal" if self.unequal else "")
         return (
             f"{self.schedule} {self.kind} {self.dtype}: pp={self.pp} dp={self.dp} ep={self.ep} M={self.num_mb} "
             f"grain={grain} layers={self.num_layers} classes={self.num_classes} aux={self.aux}{drops}"
+            f"{f' again={self.recompute}' if self.recompute else ''}{' mtp' * self.mtp}{' dense' * self.dense}"
         )
 
 
@@ -121,6 +141,10 @@ def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]]
         aux=pick("aux", "none", "own", "bf16"),
         layered=layered,
         ep=pick("ep", 1, 1, 2) if kind in ("layers", "offload") and dtype != "bfloat16" else 1,
+        unequal=pick("unequal", True, False, False, False),
+        recompute=pick("recompute", "", "", "attn", "mlp", "attn+mlp") if layered else "",
+        mtp=pick("mtp", True, False) if layered else False,
+        dense=pick("dense", True, False) if layered else False,
     )
 
 
@@ -139,6 +163,38 @@ class Layer(MoELayer):
     def attn(self, x: Tensor) -> Any:
         h, leaving, gates, routing, loss = super().attn(x)
         return h, leaving, gates, routing, loss.bfloat16() if self.aux == "bf16" else loss
+
+
+class DenseLayer(nn.Module):
+    """A layer without an exchange, with dropout where the others have it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.down, self.dropout = nn.Linear(HIDDEN, WIDTH), nn.Dropout(0.2 if config.dropout else 0.0)
+
+    def segments(self) -> list[Segment]:
+        return [
+            compute("attn", lambda x: x + self.dropout(self.mix(self.norm(x))), reads="x", writes="h"),
+            compute("mlp", lambda h: h + self.down(torch.tanh(self.up(h))), reads="h", writes="x"),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = reference_forward(self, x)["x"]
+        return out
+
+
+class NextToken(treadle.MTPBlock):
+    """Predicts the token behind the next from x and the next, by the head's own linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(loss_weight=0.3)
+        self.table, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self._shared = (linear,)  # which is the head's to hold
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.mix(torch.cat([x, self.table(target % VOCAB)], -1)))
+        return hidden, loss_fn(self._shared[0](hidden[:, :-1]), target[:, 1:])
 
 
 class WithLoss(nn.Module):
@@ -174,13 +230,16 @@ def make_model(config: Config, ep: int = 1, ep_rank: int = 0) -> list[nn.Sequent
     if config.layered:
         for stage in stages:
             stage += [Layer(config, ep, ep_rank) for _ in range(config.num_layers)]
-        tied = config.kind == "tied"
-        embedding = nn.Embedding(config.num_classes if tied else VOCAB, WIDTH)
+        if config.dense:
+            stages[0][0] = DenseLayer(config)
+        embedding = nn.Embedding(config.num_classes if config.shares else VOCAB, WIDTH)
         head = Head(WIDTH, config)
         stages[0].insert(0, embedding)
         stages[-1].append(head)
-        if tied:
+        if config.shares:
             head.linear.weight = embedding.weight
+        if config.mtp:
+            stages[-1].insert(-1, NextToken(head.linear))
     else:
         sizes = [SIZES[i % len(SIZES)] for i in range(num_stages)]
         stages[0].append(Embed(sizes[0]))
@@ -218,9 +277,14 @@ def whole_name(name: str, config: Config, ep_rank: int) -> str:
 def make_batch(config: Config, number: int, replica: int) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and classes, by micro-batch."""
     generator = torch.Generator().manual_seed(1000 * number + replica)
-    shape = (config.num_mb, SAMPLES, TOKENS)
-    tokens = torch.randint(0, VOCAB, shape, generator=generator)
-    return list(tokens), list(torch.randint(0, config.num_classes, shape, generator=generator))
+    shape = (config.num_mb, SAMPLES, max(LENGTHS) if config.unequal else TOKENS)
+    tokens = list(torch.randint(0, VOCAB, shape, generator=generator))
+    classes = list(torch.randint(0, config.num_classes, shape, generator=generator))
+    if config.unequal:
+        for mb in range(config.num_mb):
+            length = LENGTHS[(mb + 2 * replica + 3 * number) % len(LENGTHS)]
+            tokens[mb], classes[mb] = tokens[mb][:, :length], classes[mb][:, :length]
+    return tokens, classes
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -258,10 +322,11 @@ def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int
 def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor, step: int, mb: int) -> Tensor:
     own: list[Tensor] = []
     children = [child for stage in model for child in stage]
-    numbered = [child for child in children if isinstance(child, Layer)] if config.layered else children
+    layers = (Layer, DenseLayer)
+    numbered = [child for child in children if isinstance(child, layers)] if config.layered else children
     at = -1
     for child in children:
-        if not config.layered or isinstance(child, Layer):
+        if not config.layered or isinstance(child, layers):
             at += 1
             seed_layer(torch.get_default_device(), SEED, step, mb, at, len(numbered))
         elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
@@ -270,9 +335,12 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
         if isinstance(child, Layer):
             x, loss = child.with_loss(x)
             own.append(loss)
+        elif isinstance(child, NextToken):
+            own.append(child.loss_weight * child(x, target)[1])
         else:
             x = child(x)
         if isinstance(x, treadle.StageOutput):
+            assert x.aux_loss is not None
             own.append(x.aux_loss)
             x = x.output
     return sum(own, start=loss_fn(x, target))

@@ -130,10 +130,11 @@ def run_whole(
     scale = 1.0 / (num_tokens if num_tokens is not None else len(microbatches))
     losses = []
     for inputs, target in microbatches:
-        x, aux = inputs, []
+        x, aux = inputs, list[Tensor]()
         for stage in stages:
             x = stage(*x) if isinstance(x, tuple) else stage(x)
             if isinstance(x, treadle.StageOutput):
+                assert x.aux_loss is not None
                 aux.append(x.aux_loss)
                 x = x.output
         loss = loss_fn(x, target) + sum(aux)

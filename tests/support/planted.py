@@ -112,8 +112,9 @@ PLANTS = {
         "treadle.runtime.model.saved.store",
         (
             (
-                "shelf = self._shelves.setdefault(key, Shelf())",
-                "shelf = self._shelves.setdefault((key[0], 0, key[2]), Shelf())\n        self._shelves[key] = shelf",
+                "return self._shelves.setdefault(key, Shelf())",
+                "shelf = self._shelves.setdefault((key[0], 0, key[2]), Shelf())\n        self._shelves[key] = shelf\n"
+                "        return shelf",
             ),
         ),
         "kind=offload,schedule=1f1b|interleaved-overlap",

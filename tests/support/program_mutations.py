@@ -469,7 +469,7 @@ def misstate_layout(draft: Draft, random: Random) -> bool:
         )
     )
     try:
-        draft.layout = replace(layout, **changed)  # type: ignore[arg-type]
+        draft.layout = replace(layout, **changed)
     except ValueError:
         return False
     return draft.layout != layout

@@ -49,6 +49,12 @@ COMMANDS = {
         "treadle compare 1f1b interleaved:vpp=2 interleaved:vpp=4 --pp 4 -m 16 --model-layers 64   |   "
         "treadle compare predicted.json measured/ --fit fitted.toml",
     ),
+    "balance": CommandHelp(
+        "Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.",
+        "Examples: treadle balance --pp 16 --vpp 2 --costs deepseek-v3-model   |   "
+        "treadle balance --pp 4 --model-layers 30 --costs mine.toml --schedule 1f1b -m 16   |   "
+        "treadle balance --pp 4 --costs mine.toml --layout 'Et*4|(t*5|)*2t*3L'",
+    ),
     "draw": CommandHelp(
         "Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.",
         "Examples: treadle draw 1f1b --pp 4 -m 8   |   "

@@ -80,7 +80,7 @@ def hold_model(loaded: Sequence[tuple[str, Loaded]], model: Model) -> Model:
 
     """
     stages = {name: thing.placement.num_stages for name, thing in loaded if isinstance(thing, Schedule)}
-    if not stages or model.model_layers is not None or model.costs.model:
+    if not stages or model.model_layers is not None or model.layout is not None or model.costs.model:
         return model
     layouts = [(name, _layout(thing)) for name, thing in loaded if not isinstance(thing, Schedule)]
     told = {layout.model_layers for _, layout in layouts if layout.model_layers}

@@ -35,6 +35,19 @@ def _option(name: str, help: str) -> Any:
     return typer.Option(f"--{name}", help=help, rich_help_panel="The model and the mesh")
 
 
+def layout_blocks(text: str, dense: int | None, costs: Costs) -> tuple[str, ...]:
+    """Return the blocks of a layout, its first layers dense: as many as given; else as it says; else as the costs say.
+
+    Megatron's strings do not tell dense layers from others.
+    """
+    from treadle.ir.blocks import parse_layout, with_dense
+
+    blocks = parse_layout(text)
+    layers = sum(row.count("t") for row in blocks)
+    said = 0 if "d" in text else min(layers, costs.model.get("dense", 0))
+    return with_dense(blocks, dense if dense is not None else said)
+
+
 @dataclass(frozen=True)
 class Model:
     """The options as given."""
@@ -133,10 +146,8 @@ class Model:
         )
 
     def _blocks(self) -> tuple[str, ...] | None:
-        """The blocks of each stage, if they are given: a layout with its first layers dense."""
-        from treadle.ir.blocks import parse_layout, with_dense
-
-        return None if self.layout is None else with_dense(parse_layout(self.layout), self.dense or 0)
+        """The blocks of each stage, if they are given."""
+        return None if self.layout is None else layout_blocks(self.layout, self.dense, self.costs)
 
     def lower(self, schedule: Schedule) -> Program:
         """The program of a schedule; one that does not verify is refused."""

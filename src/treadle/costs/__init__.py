@@ -22,7 +22,7 @@ UNIT_COSTS = Costs(
 )
 """A chunk's forward takes 1; a layer's does where a program knows its layers, so F takes as many as a stage has."""
 
-PRESETS = ("deepseek-v3-h800",)
+PRESETS = ("deepseek-v3-h800", "deepseek-v3-model")
 
 
 def load_costs(name: str) -> Costs:

@@ -37,10 +37,10 @@
 
 All sections are optional. `treadle.costs.format` lists every key with its meaning, docs/costs.md explains them.
 
-**What a layer takes.** The first of these that the file has: [model] over its layers, [cells] over its layers, the
-parts of [layer] added up. A dense layer takes what [dense] says; the parts that it does not say are those of [layer],
-without exchanges. Where a program knows the blocks of its stages, a stage takes what its layers take together, and what
-[ends] says of its other blocks. A layer's time is a whole number of ticks (nanoseconds).
+**What a layer takes.** The first of these that the file has: the times of [model] over its layers, those of [cells]
+over its layers, the parts of [layer] added up. A dense layer takes what [dense] says; the parts that it does not say
+are those of [layer], without exchanges. Where a program knows the blocks of its stages, a stage takes what its layers
+take together, and what [ends] says of its other blocks. A layer's time is a whole number of ticks (nanoseconds).
 
 **What a chunk takes** where its layers are not known is what [cells] says, or the parts of one layer added up.
 
@@ -182,8 +182,12 @@ class Costs:
 
     @property
     def by_layers(self) -> Mapping[str, int]:
-        """The section that says what so many layers take: [model], or [cells] with layers; empty if neither does."""
-        return self.model or (self.cells if "layers" in self.cells else {})
+        """The section that says what so many layers take: [model], or [cells] with layers; empty if neither does.
+
+        A [model] without times says only how many layers there are.
+        """
+        of_cells = self.cells if "layers" in self.cells else {}
+        return self.model if any(action in self.model for action in CELLS) else of_cells or self.model
 
     @property
     def says_layers(self) -> bool:

@@ -1,7 +1,8 @@
-"""The boundary between two stages: the tensors sent, each of one shape and dtype for all micro-batches.
+"""The boundary between two stages: the tensors sent, with their shapes and dtypes.
 
 Before a stage's first output a header is sent, so that its reader can allocate; from then on receives are posted
-ahead. The header is numbers in a tensor of fixed size, in the host's memory whatever the stages run on.
+ahead. In a step whose micro-batches have different shapes a header goes ahead of each output. The header is numbers in
+a tensor of fixed size, in the host's memory whatever the stages run on.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
         if tensor.shape != spec.shape or tensor.dtype is not spec.dtype or tensor.requires_grad is not spec.grad:
             return False
     return True
+
+
+def differ_in_shape(boundary: Boundary, other: Boundary) -> bool:
+    """True if the two differ in nothing but shapes."""
+    return [(spec.dtype, spec.grad) for spec in boundary] == [(spec.dtype, spec.grad) for spec in other]
 
 
 def to_header(boundary: Boundary, stage: int) -> Tensor:

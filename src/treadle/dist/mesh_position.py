@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +43,11 @@ class MeshPosition:
     @property
     def copies_ranks(self) -> list[int]:
         """The ranks with this one's stages where micro-batches enter at both ends, in all pipelines."""
-        return [rank for pp_rank in self._both_ends for rank in self.ranks[pp_rank]]
+        return self.in_all_pipelines(self._both_ends)
+
+    def in_all_pipelines(self, pp_ranks: Iterable[int]) -> list[int]:
+        """Returns the ranks at these positions along pp, in all pipelines."""
+        return [rank for pp_rank in pp_ranks for rank in self.ranks[pp_rank]]
 
     @property
     def ep_ranks(self) -> list[int]:

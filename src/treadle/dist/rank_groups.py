@@ -42,8 +42,9 @@ class Groups:
 
     Where micro-batches enter at both ends, `copies_group`, the ranks with the same stages, replaces `dp_group`. These
     three are for control. Gradients are reduced over `reduce_group`, those of experts over `expert_dp_group`;
-    `ep_group` is the expert group. These, and the channels, are made once the Program is known. `name` tells this
-    pipeline from others of the world.
+    `ep_group` is the expert group, `tied_groups[n]` the ranks that hold tie n of the Program, each used by that
+    tie's lane. These, and the channels, are made once the Program is known. `name` tells this pipeline from
+    others of the world.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Groups:
     reduce_group: Group | None = None
     ep_group: Group | None = None
     expert_dp_group: Group | None = None
+    tied_groups: Mapping[int, Group] = field(default_factory=dict)
     outgoing: Mapping[int, Channel] = field(default_factory=dict)
     incoming: Mapping[int, Channel] = field(default_factory=dict)
     sockets: Sockets = field(default_factory=Sockets)
@@ -79,7 +81,9 @@ class Groups:
         position, own = self.position, _own_channels(program, self.position.pp_rank)
         two_ended = program.layout.placement.num_pipes > 1
         alike = position.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
-        self._refuse_many(len(own) + (two_ended or position.dp > 1) + (position.ep > 1) + (len(alike) > 1), len(own))
+        tied = _tied_ranks(program, position)
+        num_groups = (two_ended or position.dp > 1) + (position.ep > 1) + (len(alike) > 1) + len(tied)
+        self._refuse_many(len(own) + num_groups, len(own), len(tied))
         with self._recording(device):
             self._make_channels(own, device, wait)
         if two_ended:
@@ -95,12 +99,17 @@ class Groups:
             if len(alike) > 1:
                 name = f"{self.name}/expert_dp/{alike[0]}"
                 self.expert_dp_group = Group(name, alike, position.rank, self.deadline, wait, device)
+            self.tied_groups = {
+                number: Group(f"{self.name}/tied/{number}", ranks, position.rank, self.deadline, wait, device)
+                for number, ranks in tied.items()
+            }
 
-    def _refuse_many(self, num: int, num_channels: int) -> None:
+    def _refuse_many(self, num: int, num_channels: int, num_ties: int) -> None:
         if num > MOST:
+            ties, fewer = (f" and {num_ties} ties", ", or tie fewer parameters") if num_ties else ("", "")
             raise ValueError(
                 f"rank {self.position.rank} would need {num} communicators, {MOST} is the most: it has {num_channels} "
-                "channels; place neighbouring stages so that each rank talks to fewer others"
+                f"channels{ties}; place neighbouring stages so that each rank talks to fewer others{fewer}"
             )
 
     def _recording(self, device: torch.device) -> AbstractContextManager[None]:
@@ -146,6 +155,7 @@ class Groups:
             self.reduce_group,
             self.ep_group,
             self.expert_dp_group,
+            *self.tied_groups.values(),
         )
         return list({id(group): group for group in groups if group is not None}.values())
 
@@ -185,3 +195,15 @@ def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
     sends = program.lane_kind == LaneKind.SEND
     ends = zip(program.lane_rank[sends].tolist(), program.lane_peer[sends].tolist(), strict=True)
     return sorted(channel for channel in ends if pp_rank in channel)
+
+
+def _tied_ranks(program: Program, position: MeshPosition) -> dict[int, list[int]]:
+    """Returns the ranks that hold each tie of this rank, by the tie's number, where others hold it too."""
+    placement, found = program.layout.placement, {}
+    for number, tie in enumerate(program.layout.tied):
+        ranks = position.in_all_pipelines(
+            pp_rank for pp_rank, stages in enumerate(placement.stages) if not set(tie).isdisjoint(stages)
+        )
+        if position.rank in ranks and len(ranks) > 1:
+            found[number] = ranks
+    return found

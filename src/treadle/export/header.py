@@ -139,12 +139,12 @@ def _blocks(fields: Fields, num_stages: int) -> tuple[str, ...]:
         raise fields.error("layers", f"a number for each of the {num_stages} stages", list(layers))
     if min(layers) == 0 < max(layers):
         raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
-    rows = ["t" * count for count in layers]
+    made = ["t" * count for count in layers]
     known = layers[0] > 0
     embedding, head = (known and name in fields.content and fields.flag(name) for name in ("embedding", "head"))
-    rows[0] = "E" * embedding + rows[0]
-    rows[-1] += "L" * head
-    return tuple(rows)
+    made[0] = "E" * embedding + made[0]
+    made[-1] += "L" * head
+    return tuple(made)
 
 
 def _tied(fields: Fields) -> tuple[tuple[int, ...], ...]:

@@ -220,7 +220,7 @@ class Rule:
     @cached_property
     def has(self) -> Bools:
         """`[row, kind, layer]`: is there such an op in a stage with this row of blocks."""
-        has = self._table(False, np.bool_)
+        has = np.zeros(self._table_shape, np.bool_)
         follow = {backward: weight for weight, backward in WEIGHT_OF.items() if weight in self.weights}
         again = {of: kind for kind, of in RECOMPUTE.items() if kind in self.layout.recomputed}
         for number, (row, (forward, backward)) in enumerate(zip(self.rows, self.chains, strict=True)):
@@ -239,7 +239,7 @@ class Rule:
     @cached_property
     def before(self) -> Ints:
         """`[row, kind, layer]` -> the offset of the op that one follows in its chain, or -1 for the first."""
-        before = self._table(NEVER, np.int32)
+        before = np.full(self._table_shape, NEVER, np.int32)
         for number, chains in enumerate(self.chains):
             for chain in chains:
                 for one, other in pairwise(chain):
@@ -258,7 +258,7 @@ class Rule:
     @cached_property
     def opens(self) -> Bools:
         """`[row, kind, layer]`: is it the first backward part of a layer, which waits for an onload."""
-        opens = self._table(False, np.bool_)
+        opens = np.zeros(self._table_shape, np.bool_)
         for number, (_, backward) in enumerate(self.chains):
             seen: set[int] = set()
             for kind, layer in backward:
@@ -299,8 +299,9 @@ class Rule:
         layout = self.layout
         return (layout.num_ranks, layout.placement.vpp, layout.num_mb, layout.max_layers, len(self.kinds))
 
-    def _table(self, fill: int, dtype: type) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        return np.full((len(self.rows), len(OpKind), self.layout.max_layers), fill, dtype)
+    @property
+    def _table_shape(self) -> tuple[int, int, int]:
+        return len(self.rows), len(OpKind), self.layout.max_layers
 
     @property
     def makes_gradient(self) -> Bools:

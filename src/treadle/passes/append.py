@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from treadle.ir.program import NEVER, Ints, LaneKind, Longs, OpKind, Program
+from treadle.ir.program import NEVER, Ints, LaneKind, OpKind, Program
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +64,8 @@ def append_ops(program: Program, lanes: Ints, kind: OpKind, waits: list[Ints], s
     number = np.arange(program.num_ops, dtype=np.int64)
     shifted = (number + np.searchsorted(at, number, side="right")).astype(np.int32)  # an op's number once they are in
 
-    def with_new(column: Longs | Ints, value: int) -> Longs | Ints:
-        return np.insert(column, at, value)
+    def with_new(column: npt.NDArray[Scalar], value: int) -> npt.NDArray[Scalar]:
+        return np.insert(column, at, value).astype(column.dtype)
 
     moved = [shifted[ops] for ops in waits]
     old = np.where(program.dep < 0, program.dep, shifted[program.dep])
@@ -71,7 +75,7 @@ def append_ops(program: Program, lanes: Ints, kind: OpKind, waits: list[Ints], s
     behind = np.searchsorted(at, program.lane_ptr[1:], side="right")
     return replace(
         program,
-        kind=with_new(program.kind, kind).astype(np.uint8),
+        kind=with_new(program.kind, kind),
         mb=with_new(program.mb, NEVER),
         chunk=with_new(program.chunk, 0),
         layer=with_new(program.layer, 0),

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import isfinite, lcm
 from typing import NamedTuple, TypeAlias
 
+from treadle.costs import Costs
 from treadle.ir.blocks import LAYERS
 
 Number: TypeAlias = int | float | Fraction
@@ -60,6 +61,30 @@ def balance(
     slowest = _least_maximum(row)
     cuts = _least_squares(row, slowest)
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+def balance_blocks(costs: Costs, blocks: str, num_stages: int, *, layer_in_each: bool = True) -> tuple[str, ...]:
+    """Return the blocks of each stage so that the slowest stage is the fastest possible under these costs.
+
+    A block takes its forward and its backward of one micro-batch. A stage with a `factor` takes so many times as long.
+
+    Raises:
+        ValueError: there are too few blocks or layers for the stages, or the costs do not say what a layer takes.
+
+    Example:
+        >>> balance_blocks(treadle.load_costs("unit"), "EttttttttL", 4)
+        ('Ett', 'tt', 'tt', 'ttL')
+
+    """
+    times = {block: costs.of_block(block) for block in set(blocks)}
+    cut = balance(
+        blocks,
+        [times[block] for block in blocks],
+        num_stages,
+        factors=costs.stage_factors("factor", num_stages) or None,
+        layer_in_each=layer_in_each,
+    )
+    return tuple(blocks[stage.start : stage.stop] for stage in cut)
 
 
 class _Row:

@@ -9,8 +9,8 @@ from itertools import product
 from treadle.costs import Costs, durations
 from treadle.costs.unequal import mb_saved
 from treadle.ir import Action, Cell, Schedule
-from treadle.ir.blocks import with_dense
-from treadle.ir.program import RECOMPUTE, OpKind, Program, check_order
+from treadle.ir.blocks import check_order, with_dense
+from treadle.ir.program import RECOMPUTE, OpKind, Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.cut import cut_layers
 from treadle.passes.launch import order_launches
@@ -272,7 +272,12 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = LoweringO
 def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: LoweringOptions) -> Program:
     """Tell a Program at the grain of cells the blocks of its stages, and what each saves."""
     blocks = options.cut(schedule, costs)
-    layout = replace(program.layout, blocks=blocks, **_scales(schedule, costs))
+    layout = replace(
+        program.layout,
+        blocks=blocks,
+        stage_scale=costs.stage_factors("saved_factor", len(blocks)),
+        mb_scale=mb_saved(schedule.num_microbatches, costs),
+    )
     if not any(blocks):
         return replace(program, layout=layout)
     saved, dense, unit = _saved(costs, options, blocks)
@@ -282,14 +287,6 @@ def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: Lo
     different = of_dense if of_dense != of_layer else {}
     layout = replace(layout, saved={**of_layer, **saved}, dense_saved=different, saved_unit=unit)
     return replace(program, layout=layout)
-
-
-def _scales(schedule: Schedule, costs: Costs) -> dict[str, tuple[float, ...]]:
-    """What multiplies the bytes that stages and micro-batches save."""
-    return {
-        "stage_scale": costs.stage_factors("saved_factor", schedule.placement.num_stages),
-        "mb_scale": mb_saved(schedule.num_microbatches, costs),
-    }
 
 
 def choose(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
@@ -334,7 +331,8 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         saved_unit=unit,
         tied=tuple(tuple(sorted(stage % num_stages for stage in tie)) for tie in options.tied),
         step_end=costs.step_end,
-        **_scales(schedule, costs),
+        stage_scale=costs.stage_factors("saved_factor", num_stages),
+        mb_scale=mb_saved(schedule.num_microbatches, costs),
     )
 
 

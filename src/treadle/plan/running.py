@@ -22,13 +22,14 @@ from treadle.passes.launch import order_launches
 from treadle.passes.lower import lower_layers
 from treadle.passes.reduce import with_reduce
 from treadle.passes.ring import with_ring
+from treadle.passes.tied import with_tied
 from treadle.plan.lowering import LoweringOptions, choose
 
-_TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8}
+_TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8, OpKind.REDUCE_TIED: 8}
 _MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there
 
 
-def lower_running(schedule: Schedule, *, reduce: bool) -> Program:
+def lower_running(schedule: Schedule, *, reduce: bool, tied: tuple[tuple[int, ...], ...] = ()) -> Program:
     """The Program of one pipeline, as a rank with one compute thread runs it.
 
     The halves of an overlapped cell run one after the other. Each channel has as few receive buffers as the schedule
@@ -38,12 +39,24 @@ def lower_running(schedule: Schedule, *, reduce: bool) -> Program:
     program = replace(program, joined=np.zeros(program.num_ops, bool))
     if reduce:
         program = with_reduce(program)
+    program = with_tied(program, tied)
     return _bounded(program, expected(program), schedule)
 
 
-def lower_weaving(schedule: Schedule, costs: Costs, options: LoweringOptions, *, reduce: bool) -> Program:
-    """The Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it."""
-    program = lower_layers(schedule, choose(schedule, costs, options), reduce=reduce)
+def lower_weaving(
+    schedule: Schedule,
+    costs: Costs,
+    options: LoweringOptions,
+    *,
+    reduce: bool,
+    tied: tuple[tuple[int, ...], ...] = (),
+) -> Program:
+    """The Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it.
+
+    It ends with the gradients: the optimizer's step is the caller's, whatever the costs say of it.
+    """
+    shape = replace(choose(schedule, costs, replace(options, tied=tied)), step_end=())
+    program = lower_layers(schedule, shape, reduce=reduce)
     return _bounded(program, durations(program, costs), schedule)
 
 
@@ -154,11 +167,16 @@ def disagreements(program: Program) -> list[str]:
 
 
 def _name_of(program: Program, ops: Ints) -> Longs:
-    """A number for what ops have in common with those they go together with: a message's label, a reduction's stage."""
+    """A number for what ops have in common with those they go together with.
+
+    A message's label, a reduction's stage, the number of a tie.
+    """
     rank = program.lane_rank[program.lane_of[ops]] // program.layout.num_replicas
     stage = np.array(program.layout.placement.stages, np.int64)[rank, program.chunk[ops]]
-    reduces = program.kind[ops] == OpKind.REDUCE_GRAD
-    what = np.where(reduces, stage, program.chunk[ops])
+    kind = program.kind[ops]
+    what = np.select(
+        [kind == OpKind.REDUCE_GRAD, kind == OpKind.REDUCE_TIED], [stage, program.layer[ops]], program.chunk[ops]
+    )
     gradient = np.isin(program.kind[ops], (OpKind.SEND_B, OpKind.RECV_B))
     number: Longs = ((program.mb[ops].astype(np.int64) + 1) * 2 + gradient) * (stage.max(initial=0) + 1) + what
     return number

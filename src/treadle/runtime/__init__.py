@@ -6,7 +6,8 @@ with brought_by("run", needed_by="treadle.runtime"):
     from treadle.dist.boundary import Boundary, Spec
     from treadle.runtime.checker import CheckReport, StreamChecker, check_streams
     from treadle.runtime.faults.watch import RankLostError
-    from treadle.runtime.model.stage import StageOutput
+    from treadle.runtime.model.losses import FurtherLoss, StageOutput
+    from treadle.runtime.model.mtp import MTPBlock
     from treadle.runtime.options import RunOptions
     from treadle.runtime.pipeline import Pipeline
     from treadle.runtime.report import StepReport
@@ -14,6 +15,8 @@ with brought_by("run", needed_by="treadle.runtime"):
 __all__ = [
     "Boundary",
     "CheckReport",
+    "FurtherLoss",
+    "MTPBlock",
     "Pipeline",
     "RankLostError",
     "RunOptions",

@@ -24,24 +24,25 @@ from treadle.ir.dependency import WEIGHT_OF
 from treadle.ir.program import Longs, Op, OpKind, Program
 from treadle.plan.lowering import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
-from treadle.runtime.handshake import Handshake
+from treadle.runtime.handshake import Handshake, RankStages
 from treadle.runtime.model import weight_grad as split
+from treadle.runtime.model.blocks import blocks_of, children_of, is_layered, parts_of, segments_of
 from treadle.runtime.model.chunk import CheckedLoss, Chunk, LossFn
 from treadle.runtime.model.exchange import EpGroupModule
-from treadle.runtime.model.layered import LayeredStage, is_layered, parts_of
+from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.saved import SavedTensors, pool_for
 from treadle.runtime.model.seeding import Seeds, layers_of
-from treadle.runtime.model.segments import Plan, is_segmented
+from treadle.runtime.model.segments import COMPUTE, is_segmented
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.model.weight_grad import WeightGradQueue, WeightGradSplit
-from treadle.runtime.options import LanesName, SavedName
+from treadle.runtime.options import LanesName, RunOptions, SavedName
 from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.layers import PACE
 from treadle.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
 
-_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W)
+_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
 
 
 def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
@@ -79,11 +80,17 @@ def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) 
         _check_ends(module, chunk, schedule.placement.stage(position.pp_rank, chunk), schedule.placement.num_stages)
 
 
+def check_shapes(shapes: object) -> None:
+    """Refuse what is no value of the option."""
+    if shapes not in ("same", "each", "any"):
+        raise ValueError(f"shapes is same, each or any, got {shapes!r}")
+
+
 def _check_ends(module: nn.Module, chunk: int, stage: int, num_stages: int) -> None:
     """Refuses plain modules beside layers that name their segments where neither embedding nor head can be."""
     if not is_layered(module):
         return
-    before, _, behind = parts_of(module, chunk)
+    before, _, _, behind = parts_of(module, stage)
     for plain, where, at, wanted in ((before, "before", stage, 0), (behind, "behind", stage, num_stages - 1)):
         if plain and at != wanted:
             name, end = type(plain[0]).__name__, "first" if wanted == 0 else "last"
@@ -125,16 +132,16 @@ def _check_checkpoints(module: nn.Module, chunk: int) -> None:
 
 
 def _check_alike(module: nn.Module, chunk: int) -> None:
-    """Refuses layers with other segments than the first: all are lowered alike."""
-    if not is_layered(module):
-        return
-    named = parts_of(module, chunk)[1]
-    layers = [list(Plan.of(layer, f"chunk {chunk}, layer {at}").segments) for at, layer in enumerate(named)]
-    for at, names in enumerate(layers):
-        if names != layers[0]:
+    """Refuses MoE layers with other segments than the first: all are lowered alike."""
+    layers = [child for child in children_of(module) if is_segmented(child)]
+    named = [segments_of(layer, f"chunk {chunk}, layer {at}") for at, layer in enumerate(layers)]
+    exchanging = [(at, names) for at, names in enumerate(named) if "dispatch" in names]
+    for at, names in exchanging:
+        first, wanted = exchanging[0]
+        if names != wanted:
             raise ValueError(
-                f"chunk {chunk}: layer {at} has the segments {', '.join(names)}, the first has {', '.join(layers[0])}; "
-                "all layers of a pipeline have the same"
+                f"chunk {chunk}: layer {at} has the segments {', '.join(names)}, layer {first} "
+                f"has {', '.join(wanted)}; all MoE layers of a model have the same: count tokens in all, or pad in all"
             )
 
 
@@ -151,56 +158,85 @@ def examine(modules: Modules, schedule: Schedule) -> dict[int, WeightGradSplit]:
 
 
 def depth_of(module: nn.Module) -> int:
-    """How many layers a stage has."""
-    named = [is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module])]
-    return sum(named) if any(named) else len(layers_of(module))
+    """How many layers a stage has: of those that name their segments, else of any."""
+    named = [is_segmented(child) for child in children_of(module)]
+    return sum(named) if is_layered(module) else len(layers_of(module))
 
 
-def segments_in(modules: Modules) -> list[str]:
-    """The segments of the first layer that names them: those of all ranks are the same."""
-    for module in modules.values():
-        for layer in module if isinstance(module, nn.Sequential) else [module]:
-            if is_segmented(layer):
-                return [segment.name for segment in layer.segments()]
-    return []
+def stages_of(modules: Modules, schedule: Schedule, pp_rank: int, splits: Mapping[int, WeightGradSplit]) -> RankStages:
+    """The facts about this rank's stages that other ranks need; of chunks without a module nothing."""
+    chunks, placement = range(schedule.vpp), schedule.placement
+    layers = [child for module in modules.values() for child in children_of(module)]
+    named = [[segment.name for segment in layer.segments()] for layer in layers if is_segmented(layer)]
+    return RankStages(
+        can_split=[splits[c].possible if c in splits else True for c in chunks],
+        num_layers=[depth_of(modules[c]) if c in modules else 0 for c in chunks],
+        layered=[c in modules and is_layered(modules[c]) for c in chunks],
+        blocks=[
+            blocks_of(modules[c], placement.stage(pp_rank, c), placement.num_stages) if c in modules else ""
+            for c in chunks
+        ],
+        segments=next((names for names in named if "dispatch" in names), []),
+    )
 
 
 def depths(met: Handshake, schedule: Schedule) -> tuple[int, ...]:
-    """Layers of each stage of the model."""
+    """Layers of each stage of the model, by which layers are seeded."""
+    if met.layered:
+        return tuple(sum(letter in "dt" for letter in row) for row in rows_of(met, schedule))
     placement = schedule.placement
     return tuple(met.layers[placement.holder(stage)] for stage in range(placement.num_stages))
 
 
-def shape_of(modules: Modules, met: Handshake, schedule: Schedule, saved: SavedName) -> LoweringOptions | None:
+def rows_of(met: Handshake, schedule: Schedule) -> tuple[str, ...]:
+    """The blocks of each stage of the model."""
+    placement = schedule.placement
+    return tuple(met.blocks[placement.holder(stage)] for stage in range(placement.num_stages))
+
+
+def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> LoweringOptions | None:
     """How the schedule is lowered to layers, if these name their segments; else None."""
+    saved, again = options.saved, options.recompute
     if saved not in ("leave", "count", "offload"):
         raise ValueError(f"saved is leave, count or offload, got {saved!r}")
+    if isinstance(again, str) or set(again) - set(COMPUTE) or len(set(again)) != len(again):
+        raise ValueError(f'recompute is a tuple of some of attn and mlp, each once, got {again!r}; say ("attn", "mlp")')
     if not met.layered:
-        if saved != "leave":
-            raise ValueError(f"saved={saved!r} works layer by layer, and the stages' layers do not name their segments")
+        for name, given in (("saved", saved if saved != "leave" else None), ("recompute", again or None)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}={given!r} works layer by layer, and the stages' layers do not name their segments"
+                )
         return None
-    first = Plan.of(parts_of(modules[0], 0)[1][0], "the first layer")
+    rows = rows_of(met, schedule)
     return LoweringOptions(
-        layers=depths(met, schedule),
-        moe="dispatch" in first.segments,
-        padded="counts" not in first.segments,
-        embedding=met.embedding,
-        head=True,  # at least the loss
+        blocks=rows if met.segments else tuple(row.replace("d", "t") for row in rows),
+        by_layer=True,
+        moe=bool(met.segments),
+        padded="counts" not in met.segments,
         split=_SPLIT if all(met.splits.values()) else (),
         offload=saved == "offload",
+        recompute=again,
     )
 
 
-def plan(schedule: Schedule, shape: LoweringOptions | None, costs: Costs, *, reduce: bool) -> tuple[Program, Longs]:
-    """The Program that is run, verified, and the ticks under which it is ordered."""
+def plan(
+    schedule: Schedule,
+    shape: LoweringOptions | None,
+    costs: Costs,
+    *,
+    reduce: bool,
+    tied: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Program, Longs]:
+    """The Program that is run, verified, and the ticks under which it is ordered. `tied` are the stages of each tie."""
     report = verify_schedule(schedule)
     if not report.clean:
         raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
     if shape is None:
-        program = lower_running(schedule, reduce=reduce)
+        program = lower_running(schedule, reduce=reduce, tied=tied)
         ticks = expected(program)
     else:
-        program = lower_weaving(schedule, costs, shape, reduce=reduce)
+        program = lower_weaving(schedule, costs, shape, reduce=reduce, tied=tied)
         ticks = durations(program, costs)
     report = verify_program(program, ticks)
     if not report.clean:
@@ -220,7 +256,7 @@ def plan_forward(
         program = lower_running(forwards, reduce=False)
         ticks = expected(program)
     else:
-        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False), reduce=False)
+        program = lower_weaving(forwards, costs, replace(shape, split=(), offload=False, recompute=()), reduce=False)
         ticks = durations(program, costs)
     wrong = [finding for finding in verify_program(program, ticks).findings if finding.code != "T101"]
     if wrong:
@@ -231,7 +267,7 @@ def plan_forward(
 
 def _forwards(program: Program) -> list[tuple[int, ...]]:
     """(rank, kind, micro-batch, chunk, layer) of all forward parts and their messages, in order of these numbers."""
-    kinds = (*program.layout.forward, OpKind.EMBED_F, OpKind.HEAD_F, OpKind.SEND_F, OpKind.RECV_F)
+    kinds = (*program.layout.forward, OpKind.EMBED_F, OpKind.MTP_F, OpKind.HEAD_F, OpKind.SEND_F, OpKind.RECV_F)
     ops = np.flatnonzero(np.isin(program.kind, kinds))
     rank = program.lane_rank[program.lane_of[ops]]
     columns = (rank, program.kind[ops], program.mb[ops], program.chunk[ops], program.layer[ops])
@@ -286,7 +322,7 @@ class StageRecipe:
 
     def evaluating(self) -> StageRecipe:
         """Return the recipe of the same stages for evaluations: they save nothing, and find out their own shapes."""
-        shape = replace(self.shape, split=(), offload=False) if self.shape is not None else None
+        shape = replace(self.shape, split=(), offload=False, recompute=()) if self.shape is not None else None
         return replace(self, splits={}, boundaries={}, store=None, shape=shape, trains=False)
 
 
@@ -302,13 +338,14 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     seeds = Seeds(module, recipe.device, first, num_layers) if recipe.seed is not None else None
     in_pipe = placement.pipes[chunk] * recipe.schedule.microbatches_per_pipe
     offset = recipe.position.dp_rank * recipe.schedule.num_microbatches + in_pipe
-    queue = _weight_grad_queue(chunk, recipe)
+    queue = _weight_grad_queue(chunk, module, recipe)
     made: Chunk
     if recipe.shape is None:
         made = Stage(number, module, queue, seeds, offset)
     else:
         made = LayeredStage(number, module, queue or WeightGradQueue(), seeds, offset)
         made.deferred = tuple(WEIGHT_OF[kind] for kind in recipe.shape.split)
+        made.recomputed = recipe.shape.recompute
         made.store = recipe.store
     made.trains = recipe.trains
     made.loss_fn = CheckedLoss(recipe.loss_fn, module) if number == placement.num_stages - 1 else None
@@ -320,13 +357,17 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     return made
 
 
-def _weight_grad_queue(chunk: int, recipe: StageRecipe) -> WeightGradQueue | None:
+def _weight_grad_queue(chunk: int, module: nn.Module, recipe: StageRecipe) -> WeightGradQueue | None:
     """Let the chunk's linears defer their weight gradients to a queue, if those are ops of their own."""
-    splits = recipe.splits
-    if chunk not in splits or not splits[chunk].possible or (recipe.shape and not recipe.shape.split):
+    found = recipe.splits.get(chunk)
+    if recipe.shape is not None:
+        if not recipe.shape.split:
+            return None
+        found = found if found is not None else split.examine(module)  # a head of plain modules alone
+    if found is None or not found.possible:
         return None
     queue = WeightGradQueue()
-    split.apply(splits[chunk].linears, queue)
+    split.apply(found.linears, queue)
     return queue
 
 

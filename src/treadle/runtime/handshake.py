@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from treadle.dist.gathering import gather_bytes
 from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY
@@ -25,42 +27,40 @@ _MOST_TEXT = 600
 
 @dataclass(frozen=True)
 class Handshake:
-    """The result. For each (rank along pp, chunk): whether its backward can be split, and how many layers it has.
+    """The result. For each (rank along pp, chunk): whether its backward can be split, its number of layers, its blocks.
 
-    `layered`: all layers name their segments (else none does). `embedding`: the first stage has plain modules before
-    such layers.
+    `layered`: the stages run at the grain of layers. `segments`: of the layers that exchange tokens, () without any.
     """
 
     splits: Mapping[tuple[int, int], bool]
     layers: Mapping[tuple[int, int], int]
+    blocks: Mapping[tuple[int, int], str]
     layered: bool
-    embedding: bool
+    segments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RankStages:
     """The facts about a rank's stages that other ranks need, each a list with an entry for each chunk.
 
-    `segments` is the digest of the layers' segments.
+    `blocks` are letters (`runtime.model.blocks`), `layered`: has it layers that name their segments, or MTP blocks.
+    `segments`: those of its layers that exchange tokens, [] without any.
     """
 
     can_split: list[bool]
     num_layers: list[int]
     layered: list[bool]
-    embeds: list[bool]
-    segments: int
+    blocks: list[str]
+    segments: list[str]
 
-    def encode(self) -> list[int]:
-        """Returns 4 numbers a chunk, and the digest: one length for all ranks with the same schedule."""
-        per_chunk = zip(self.can_split, self.num_layers, self.layered, self.embeds, strict=True)
-        return [*(int(fact) for chunk in per_chunk for fact in chunk), self.segments]
+    def encode(self) -> bytes:
+        """Returns the fields as JSON."""
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, row: Sequence[int]) -> RankStages:
+    def decode(cls, row: bytes) -> RankStages:
         """Returns the facts that `encode` wrote."""
-        *facts, segments = row
-        flags = [list(map(bool, facts[at::4])) for at in (0, 2, 3)]
-        return cls(flags[0], list(facts[1::4]), flags[1], flags[2], segments)
+        return cls(**json.loads(row))
 
     def agrees_with(self, other: RankStages) -> bool:
         """True if the stages are alike but for `can_split`, in which replicas may differ."""
@@ -124,13 +124,17 @@ def meet(
     """
     _agree_to_start(groups, schedule, terms, problem)
     stages = _agree_over_replicas(groups, stages)
-    rows = [RankStages.decode(row) for row in _gather(groups.pp_group, stages.encode())]
-    _refuse_mixed(rows, groups.pp_group.ranks)
+    rows = [RankStages.decode(row) for row in gather_bytes(groups.pp_group, stages.encode())]
+    layered = any(any(row.layered) for row in rows)
+    if layered:
+        _refuse_mixed(rows, groups.pp_group.ranks, schedule)
+    places = [(rank, chunk) for rank, row in enumerate(rows) for chunk in range(len(row.blocks))]
     return Handshake(
-        {(rank, chunk): can for rank, row in enumerate(rows) for chunk, can in enumerate(row.can_split)},
-        {(rank, chunk): num for rank, row in enumerate(rows) for chunk, num in enumerate(row.num_layers)},
-        layered=all(all(row.layered) for row in rows),
-        embedding=any(any(row.embeds) for row in rows),
+        {(rank, chunk): rows[rank].can_split[chunk] for rank, chunk in places},
+        {(rank, chunk): rows[rank].num_layers[chunk] for rank, chunk in places},
+        {(rank, chunk): rows[rank].blocks[chunk] for rank, chunk in places},
+        layered=layered,
+        segments=tuple(next((row.segments for row in rows if row.segments), ())),
     )
 
 
@@ -147,7 +151,7 @@ def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
     """Returns the stages with a backward split only where all replicas can. Raises if replicas' stages differ."""
     reason = None
     if groups.dp_group is not None:
-        rows = [RankStages.decode(row) for row in _gather(groups.dp_group, stages.encode())]
+        rows = [RankStages.decode(row) for row in gather_bytes(groups.dp_group, stages.encode())]
         stages = replace(stages, can_split=[all(can) for can in zip(*(row.can_split for row in rows), strict=True)])
         if not all(row.agrees_with(rows[0]) for row in rows):
             reason = "its replicas have stages of other depths or segments; a stage is the same in all of them"
@@ -155,14 +159,45 @@ def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
     return stages
 
 
-def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int]) -> None:
-    """Raises where only some layers of the pipeline name their segments, or layers have different segments."""
-    if len({layered for row in rows for layered in row.layered}) > 1:
-        raise ValueError("some stages have layers that name their segments, and some have none; either all do, or none")
-    others = [rank for rank, row in zip(ranks, rows, strict=True) if row.segments != rows[0].segments]
-    if others:
+def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int], schedule: Schedule) -> None:
+    """Raises where stages cannot be one model at the grain of layers."""
+    placement = schedule.placement
+    holders = [placement.holder(stage) for stage in range(placement.num_stages)]
+    blocks = [rows[rank].blocks[chunk] for rank, chunk in holders]
+    plain = [stage for stage, (rank, chunk) in enumerate(holders) if not rows[rank].layered[chunk]]
+    between = [stage for stage in plain if 0 < stage < len(blocks) - 1]
+    if between:
         raise ValueError(
-            f"rank {others[0]} has layers of other segments than rank {ranks[0]}; all layers of a model have the same"
+            f"some stages have layers that name their segments, and stage {between[0]} has none; only the first stage "
+            "(an embedding) and the last (a head) may have plain modules alone"
+        )
+    for at, row in enumerate(rows):
+        for chunk, letters in enumerate(row.blocks):
+            wanted = blocks[placement.stage(at, chunk)]
+            if letters != wanted:
+                raise ValueError(
+                    f"copies of stage {placement.stage(at, chunk)} have the blocks {wanted!r} and, on rank "
+                    f"{ranks[at]}, {letters!r}; make them alike"
+                )
+    exchanging = [(rank, row.segments) for rank, row in zip(ranks, rows, strict=True) if row.segments]
+    for rank, segments in exchanging:
+        if segments != exchanging[0][1]:
+            raise ValueError(
+                f"rank {rank} has MoE layers with the segments {', '.join(segments)}, rank {exchanging[0][0]} with "
+                f"{', '.join(exchanging[0][1])}; all MoE layers of a model have the same: count tokens in all, or pad "
+                "in all"
+            )
+    with_mtp = [stage for stage, letters in enumerate(blocks) if "m" in letters]
+    if len(with_mtp) > 1:
+        raise ValueError(
+            f"stages {', '.join(map(str, with_mtp))} have MTP blocks; all of a model's stand on one stage, as the "
+            "hidden state of one goes to the next: put them behind the last layers, or on one stage before the head"
+        )
+    later = [at for at, letters in enumerate(blocks) if with_mtp and at > with_mtp[0] and set("dt") & {*letters}]
+    if later:
+        raise ValueError(
+            f"stage {with_mtp[0]} has MTP blocks, and stage {later[0]} behind it has layers; MTP blocks stand behind "
+            "all layers of a model"
         )
 
 
@@ -192,7 +227,9 @@ def _agree_to_start(groups: Groups, schedule: Schedule, terms: str, problem: Val
             f"not all ranks have the same schedule, rank {own.other_schedule} has another; make one for all of them"
         )
     if own.other_terms != _NOBODY:
-        raise ValueError(f"not all ranks have the same costs and the same `saved`: rank {own.other_terms} has others")
+        raise ValueError(
+            f"not all ranks have the same costs, `saved`, `recompute` and `shapes`: rank {own.other_terms} has others"
+        )
 
 
 def _merge(own: StartTerms, rows: Sequence[StartTerms], ranks: Sequence[int]) -> StartTerms:
@@ -236,7 +273,7 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
         for name, p in modules[chunk].named_parameters()
         if p not in gradients.owned
     ]
-    digests = [_digest(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
+    digests = [digest_of_values(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
     sums = torch.stack(digests).to(HOST_MEMORY)
     both = torch.stack([sums, -sums])
     group.all_reduce(both, largest=True)
@@ -250,7 +287,7 @@ def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gr
     raise_for_all(groups, reason)
 
 
-def _digest(param: nn.Parameter) -> Tensor:
+def digest_of_values(param: nn.Parameter) -> Tensor:
     """Returns two sums over the elements, of which one depends on their order."""
     flat = param.detach().reshape(-1)
     total = torch.zeros(2, dtype=torch.float64, device=param.device)

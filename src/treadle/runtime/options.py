@@ -12,11 +12,12 @@ from treadle.dist.boundary import Boundary
 
 LanesName: TypeAlias = Literal["thread", "paced", "serial", "virtual"]
 SavedName: TypeAlias = Literal["leave", "count", "offload"]
+ShapesName: TypeAlias = Literal["same", "each", "any"]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. `costs` and `saved` are the same on all ranks: the plan is made from them.
+    """The options of a Pipeline. `costs`, `saved`, `recompute` and `shapes` are the same on all ranks.
 
     Example:
         >>> RunOptions(deadline_s=60, lanes="serial").saved
@@ -55,8 +56,23 @@ class RunOptions:
     """What becomes of the tensors that layers save for backward: `leave` them, `count` them (`report.saved`), or
     `offload` them to the host as the Program says. Only for layers that name their segments."""
 
+    recompute: tuple[str, ...] = ()
+    """Segments that keep their inputs alone and are computed again before their backward: some of attn, mlp.
+
+    Only for layers that name their segments. Random numbers are the same both times, buffers are written once, and
+    gradients are the same to the last bit, unless a forward depends on a buffer that forwards change."""
+
     pool_directory: Path | None = None
     """Where a CPU puts offloaded tensors: into a file without a name in this directory. A GPU uses pinned memory."""
+
+    shapes: ShapesName = "same"
+    """Whether micro-batches may have different shapes: none may (`same`), or those of a step may and their inputs
+    show it (`each`), or outputs may even where inputs are alike, as rows behind a mask are (`any`).
+
+    Only the first stage's rank has to know the shapes. With `each`, ranks agree before a step whether it has such
+    micro-batches; if it has, and always with `any`, a header goes ahead of each message. Only shapes may differ, not
+    the number of tensors between stages or their dtypes.
+    """
 
 
 class RunOptionsChanges(TypedDict, total=False):
@@ -69,4 +85,6 @@ class RunOptionsChanges(TypedDict, total=False):
     lanes: LanesName
     costs: Costs
     saved: SavedName
+    recompute: tuple[str, ...]
     pool_directory: Path | None
+    shapes: ShapesName

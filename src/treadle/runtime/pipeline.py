@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from treadle.runtime.build import (
     build_stages,
     check_arguments,
     check_modules,
-    depth_of,
+    check_shapes,
     depths,
     device_in,
     examine,
@@ -41,30 +41,38 @@ from treadle.runtime.build import (
     plan,
     plan_forward,
     reduce_order,
-    segments_in,
     shape_of,
+    stages_of,
     unbind,
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, digest_of, meet
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
-from treadle.runtime.model.layered import has_embedding, is_layered
+from treadle.runtime.model.input_shapes import InputShapes
+from treadle.runtime.model.layered import LayeredStage
+from treadle.runtime.model.losses import MAIN
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
 from treadle.runtime.model.weight_grad import WeightGradSplit
-from treadle.runtime.options import RunOptions, RunOptionsChanges
-from treadle.runtime.report import StepReport, agree, microbatches, refuse_graph, targets_of
+from treadle.runtime.norm import counted_here, norm_over, share_of_norm
+from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
+from treadle.runtime.report import StepReport, agree, agree_by_name, microbatches, refuse_graph, targets_of
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
+from treadle.runtime.run.unequal import UnequalCells
+from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
+from treadle.runtime.ties import Tied, agree_on_ties, check_tied
 
 DEFAULTS = RunOptions()
+
+Executor: TypeAlias = CellExecutor | LayerExecutor | UnequalCells
 
 
 class Pipeline:
@@ -75,6 +83,9 @@ class Pipeline:
         schedule: The same on all ranks.
         mesh: A DeviceMesh with the dimension pp, and perhaps dp and ep.
         loss_fn: `loss_fn(output, target)` returns one number for a micro-batch, on ranks that hold the last stage.
+        tied: Parameters that stages share: `{"embedding": {0: "table.weight", -1: "linear.weight"}}` names one by its
+            name in the module of each stage that has it; -1 is the last stage. They start from the same values, and
+            all get the sum of their gradients. A parameter that chunks of one rank share as an object needs no name.
         options: How it runs.
         changes: Fields of `RunOptions` by name: `Pipeline(..., lanes="serial")` replaces that field of `options`.
 
@@ -106,10 +117,12 @@ class Pipeline:
         *,
         mesh: DeviceMesh,
         loss_fn: LossFn,
+        tied: Tied | None = None,
         options: RunOptions = DEFAULTS,
         **changes: Unpack[RunOptionsChanges],
     ) -> None:
         check_arguments(stages, schedule, loss_fn)
+        check_tied(tied)
         self.options = replace(options, **changes)
         self.position = mesh_position(mesh)
         self._modules = dict(stages)
@@ -119,6 +132,7 @@ class Pipeline:
         with Arrivals(name, self.position, self._deadline).making():
             self.groups = Groups.make(name, self.position, self._deadline)
             met = self._meet(schedule)
+            self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
             self._plan(schedule, met)
             self._connect()
         with self._guard.making(all_refuse=True):
@@ -129,7 +143,8 @@ class Pipeline:
         self._parameters = Parameters(self._modules)
         self._evaluating: dict[int, Chunk] = {}
         self._evaluated: dict[int, Boundary] = {}
-        self._last: CellExecutor | LayerExecutor | None = None
+        self._input_shapes = InputShapes()
+        self._last: Executor | None = None
         self._closed = False
         self.report: StepReport | None = None
 
@@ -145,26 +160,24 @@ class Pipeline:
         """Check this rank's modules against the schedule, and exchange what ranks have."""
         self.splits: dict[int, WeightGradSplit] = {}
         problem: ValueError | None = None
-        modules, chunks = self._modules, range(schedule.vpp)
+        stages = RankStages([], [], [], [], [])
         try:
-            check_modules(modules, schedule, self.position)
-            self.splits = examine(modules, schedule)
+            check_shapes(self.options.shapes)
+            check_modules(self._modules, schedule, self.position)
+            self.splits = examine(self._modules, schedule)
+            stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
         except ValueError as error:
             problem = error
-        can = [self.splits[c].possible if c in self.splits else True for c in chunks]
-        layers = [depth_of(modules[c]) if c in modules else 0 for c in chunks]
-        layered = [c in modules and is_layered(modules[c]) for c in chunks]
-        embeds = [c in modules and has_embedding(modules[c]) for c in chunks]
-        stages = RankStages(can, layers, layered, embeds, digest_of(segments_in(modules)))
-        terms = f"{self.options.costs!r} {self.options.saved}"
+        terms = f"{self.options.costs!r} {self.options.saved} {self.options.recompute} {self.options.shapes}"
         return meet(self.groups, schedule, terms, stages, problem)
 
     def _plan(self, schedule: Schedule, met: Handshake) -> None:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        self._shape = shape_of(self._modules, met, self.schedule, self.options.saved)
+        self._shape = shape_of(met, self.schedule, self.options)
         reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
-        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce)
+        tied = tuple(tie.stages for tie in self._ties)
+        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
 
     def _connect(self) -> None:
         """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
@@ -178,8 +191,15 @@ class Pipeline:
     def _prepare_gradients(self) -> None:
         """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
         order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
-        reduce_group, expert_dp_group = self.groups.reduce_group, self.groups.expert_dp_group
-        self.gradients = Gradients(self._modules, order, reduce_group, expert_dp_group, self.position.ep)
+        self.gradients = Gradients(
+            self._modules,
+            order,
+            self.groups.reduce_group,
+            self.groups.expert_dp_group,
+            self.position.ep,
+            self._ties,
+            self.groups.tied_groups,
+        )
         check_copies(self.groups, self._modules, self.gradients)
 
     def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
@@ -202,16 +222,16 @@ class Pipeline:
         self._boundaries = known_inputs(self.stages, self._recipe)
 
     @cached_property
-    def _with_reduce(self) -> CellExecutor | LayerExecutor:
+    def _with_reduce(self) -> Executor:
         return self._make_executor(self.program, self._ticks, self.stages, self._boundaries)
 
     @cached_property
-    def _without_reduce(self) -> CellExecutor | LayerExecutor:
+    def _without_reduce(self) -> Executor:
         planned = plan(self.schedule, self._shape, self.options.costs, reduce=False)
         return self._make_executor(*planned, self.stages, self._boundaries)
 
     @cached_property
-    def _forward(self) -> CellExecutor | LayerExecutor:
+    def _forward(self) -> Executor:
         """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
         planned = plan_forward(self.schedule, self._shape, self.options.costs, self.program)
         self._evaluating = build_stages(self._modules, self._recipe.evaluating())
@@ -219,13 +239,20 @@ class Pipeline:
 
     def _make_executor(
         self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
-    ) -> CellExecutor | LayerExecutor:
+    ) -> Executor:
         part = self.rank_program(program, stages, boundaries)
-        if self._shape is None:
-            return CellExecutor(part, self._device, self.handlers)
-        make = partial(make_lanes, self.options.lanes, self._device, ticks, self.options.deadline_s)
+        on_lanes = partial(self._make_lanes, part, ticks)
+        if self._shape is not None:
+            return on_lanes(self.options.lanes)
+        cells = CellExecutor(part, self._device, self.handlers)
+        if self.options.shapes == "same" or isinstance(self._device, StreamDevice):
+            return cells
+        return UnequalCells(part, cells, partial(on_lanes, "thread"))
+
+    def _make_lanes(self, part: RankProgram, ticks: Longs, lanes: LanesName) -> LayerExecutor:
+        make = partial(make_lanes, lanes, self._device, ticks, self.options.deadline_s)
         by_start = isinstance(self._device, StreamDevice)
-        order = host_order(program, ticks, by_start=by_start)[part.pp_rank]
+        order = host_order(part.program, ticks, by_start=by_start)[part.pp_rank]
         return LayerExecutor(part, order, make, self.handlers)
 
     handlers: Mapping[OpKind, Handler] = HANDLERS
@@ -256,16 +283,16 @@ class Pipeline:
     ) -> Tensor:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
-        `inputs` are needed where the first stage is, `targets` where the last is: a tensor that is cut into
-        micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None where there
-        are no targets. The gradient is that of
+        `inputs` are needed where the first stage is, `targets` where the last is or MTP blocks are: a tensor that is
+        cut into micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None
+        where there are no targets. The gradient is that of
         sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
         step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
         says more.
         """
         self._refuse_closed()
         self.gradients.refuse_mixture(reduce=reduce)
-        chosen = self._with_reduce if reduce or self.gradients.group is None else self._without_reduce
+        chosen = self._with_reduce if reduce or not self.gradients.reduces else self._without_reduce
         scale = self._scale(num_tokens)
         self._begin(chosen, self.stages, scale)
         self._last = chosen
@@ -273,6 +300,7 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets)
             self._guard.raise_known()
+            self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
                 self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
@@ -285,9 +313,9 @@ class Pipeline:
     def evaluate(self, inputs: Any = None, targets: Any = None, *, num_tokens: float | None = None) -> Tensor:
         """Runs all micro-batches forward; returns the loss of the global batch, the same on every rank.
 
-        Takes what `step` takes, in micro-batches of any one size. Leaves `.grad`, the random state, the next step's
-        randomness, and the modules' train or eval mode as they are; auxiliary losses count as in `step`. `report` has
-        the loss of each micro-batch.
+        Takes what `step` takes, in micro-batches of any size, one for all of them where the option `shapes` is same.
+        Leaves `.grad`, the random state, the next step's randomness, and the modules' train or eval mode as they are;
+        auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
         self._refuse_closed()
         chosen, stages = self._forward, self._evaluating
@@ -300,12 +328,13 @@ class Pipeline:
         with self._guard.step(self._step, own_first=True), torch.no_grad():
             self._feed(stages, inputs, targets)
             self._guard.raise_known()
+            self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
             loss = self._finish(stages, scale, 0, None)
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return loss
 
-    def _begin(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk], scale: float) -> None:
+    def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
         factor = upload([scale], torch.float64, self.device)[0]
@@ -342,13 +371,33 @@ class Pipeline:
                 mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
                 for mb, x in enumerate(mine):
                     stage.at(mb).put_inputs(_cut_off(x))
-            if stage.number == last:
+            mtp = stage.mtp if isinstance(stage, LayeredStage) else []
+            if mtp and targets is None:
+                raise ValueError(
+                    f"stage {stage.number} has an MTP block ({type(mtp[0]).__name__}), which predicts from targets, "
+                    "got NoneType; give targets on the ranks that hold it, as on those that hold the last stage"
+                )
+            if stage.number == last or mtp:
                 if stage.trains:
                     refuse_graph(targets, "targets")
                 for mb, target in enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]):
                     stage.at(mb).put_target(target)
 
-    def _run(self, chosen: CellExecutor | LayerExecutor, stages: dict[int, Chunk]) -> None:
+    def _agree_on_shapes(self, stages: dict[int, Chunk], shapes: InputShapes) -> None:
+        """Lets all ranks of the pipeline know whether headers come in this step, where they may come."""
+        if self.options.shapes == "same":
+            return
+        shapes.take(stages)
+        blind = exchanges_blindly(self._modules.values(), self._shape, self.position.ep)
+        with self._guard.together("the agreement on shapes"):
+            differ, mixed = agree_on_shapes(self.groups, shapes, blind=blind)
+        if mixed:
+            raise ValueError(MIXED)
+        self._guard.resume()
+        for stage in stages.values():
+            stage.differ = differ or self.options.shapes == "any"
+
+    def _run(self, chosen: Executor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
         generator = generator_of(self.device)
         state = generator.get_state() if self.options.seed is not None or stages is self._evaluating else None
@@ -372,16 +421,59 @@ class Pipeline:
                 for part in microbatch.losses:
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
         told = Download(losses).tensor(self._device.await_event)
+        named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
+        num_named = sum(name != MAIN for name, _ in named)
         with self._guard.together("the agreement on the loss"):
-            loss, losses, num_bad, alike = agree(self.groups, told, scale, num_bad)
-        if not alike:
+            agreed = agree(self.groups, told, scale, num_bad, num_named)
+        if not agreed.alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
             )
-        finite = num_bad == 0 and bool(loss.isfinite())
-        loss, losses = loss.to(home), losses.to(home)
-        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved)
+        finite = agreed.num_bad == 0 and bool(agreed.loss.isfinite())
+        loss, losses = agreed.loss.to(home), agreed.losses.to(home)
+        by_name = self._by_name(named, scale, home) if agreed.num_named else {}
+        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
         return loss
+
+    def _by_name(self, named: list[tuple[str, Tensor]], scale: float, home: torch.device) -> dict[str, Tensor]:
+        """Adds the losses that have names up over all ranks."""
+        names = list(dict.fromkeys(name for name, _ in named))
+        sums = torch.zeros(len(names), dtype=torch.float64, device=home)
+        for name, loss in named if self.device.type != "meta" else ():
+            sums[names.index(name)] += loss
+        mine = dict(zip(names, Download(sums).tensor(self._device.await_event).tolist(), strict=True))
+        with self._guard.together("the agreement on the loss"):
+            by_name = agree_by_name(self.groups, mine, scale)
+        return {name: torch.tensor(loss, dtype=torch.float64, device=home) for name, loss in by_name.items()}
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def counted_parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        """(stage, name, parameter) of those that this rank counts: over all ranks, each of the model once.
+
+        A sum over them, added up over all ranks, is one over the model, however many replicas, copies of a stage and
+        stages with a tied parameter there are.
+        """
+        return list(counted_here(self._modules, self.schedule.placement, self.position, self.gradients))
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the model, the same on every rank. Every rank of the mesh has to ask for it.
+
+        It is that of a single process, as `torch.nn.utils.get_total_norm` has it: a parameter that several ranks hold
+        counts once. `torch.nn.utils.clip_grads_with_norm_` clips a rank's gradients by it.
+        """
+        self._refuse_closed()
+        if not self.gradients.reduced:
+            raise ValueError(
+                "grad_norm() is of the whole gradient, and the last step left each rank its share (reduce=False); ask "
+                "after a step that reduces"
+            )
+        grads = [param.grad for _, _, param in self.counted_parameters() if param.grad is not None]
+        if self.device.type == "meta":
+            return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
+        share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
+        with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
+            return norm_over(self.groups, share, norm_type).to(self.device)
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

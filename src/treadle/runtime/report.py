@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from treadle.dist.gathering import gather_bytes
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.model.chunk import tensors_within
 from treadle.runtime.model.saved import SavedReport
@@ -56,7 +58,8 @@ class StepReport:
     `loss`: the number that `step` returned. `losses[mb]`: the unscaled loss of each micro-batch of this pipeline.
     `finite`: whether the loss and every gradient are finite, on all ranks. `reduced`: whether `.grad` is that of a
     single process; if not, it is this rank's share, which a later step with `reduce=True` adds up. `saved`: the bytes
-    that this rank's layers saved for backward, where they are counted.
+    that this rank's layers saved for backward, where they are counted. `by_name`: where stages have further losses (MTP
+    blocks, `FurtherLoss`), each of them before its weight, and `main`, that of `loss_fn`, scaled as `loss` is.
 
     Example:
         >>> StepReport(torch.tensor(0.5), torch.tensor([0.25, 0.75]), finite=True, reduced=True).finite
@@ -69,15 +72,28 @@ class StepReport:
     finite: bool
     reduced: bool
     saved: SavedReport | None = None
+    by_name: dict[str, Tensor] = field(default_factory=dict)
 
 
-def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[Tensor, Tensor, int, bool]:
-    """Returns (loss of the global batch, losses of this pipeline, number of bad gradients, do all ranks scale alike).
+class AgreedLosses(NamedTuple):
+    """The loss of the global batch, the losses of this pipeline, and over all ranks numbers of bad gradients and of
+    losses with names; `alike`: all ranks scale alike.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    num_bad: int
+    num_named: int
+    alike: bool
+
+
+def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int, num_named: int) -> AgreedLosses:
+    """Returns what all ranks have in common behind a step.
 
     It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU.
     """
     remainder = float(hash(scale) % _PRIME)
-    said = losses.new_tensor([num_bad, 1.0, remainder, remainder**2])
+    said = losses.new_tensor([num_bad, num_named, 1.0, remainder, remainder**2])
     both = torch.cat([losses, said])
     groups.pp_group.all_reduce(both)
     losses = both[: len(losses)]
@@ -86,6 +102,20 @@ def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int) -> tuple[T
         groups.replica_group.all_reduce(total)
     if groups.copies_group is not None:
         total[0] /= 2  # each pipeline is there with two of its ranks
-    loss, bad, num, plain, square = total
+    loss, bad, named, num, plain, square = total
     alike = bool(num * square == plain * plain)
-    return loss, losses, int(bad) if alike else 0, alike
+    return AgreedLosses(loss, losses, int(bad) if alike else 0, int(named), alike)
+
+
+def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> dict[str, float]:
+    """Returns the losses of the global batch by name; `named` are the sums of those that this rank has."""
+    sums = dict(named)
+    for group in (groups.pp_group, groups.replica_group):
+        if group is None:
+            continue
+        rows = [json.loads(row) for row in gather_bytes(group, json.dumps(sums).encode())]
+        sums = {}
+        for name, value in (pair for row in rows for pair in row.items()):
+            sums[name] = sums.get(name, 0.0) + value
+    each = 2 if groups.copies_group is not None else 1  # as in `agree`
+    return {name: sums[name] * scale / each for name in sorted(sums)}

@@ -55,6 +55,18 @@ def test_everything_is_ordered(schedule: str, kind: str) -> None:
         assert times == config.made.microbatches_per_pipe * config.num_layers * config.made.vpp  # one a layer
 
 
+@pytest.mark.parametrize(("schedule", "kind"), [("dualpipev", "layers"), ("zb-v", "cells")])
+def test_headers_ahead_of_messages_change_no_order(schedule: str, kind: str) -> None:
+    assert problems(check_pipeline(config_of(schedule, kind, num_layers=1, unequal=True))) == []
+
+
+@pytest.mark.parametrize("kind", ["layers", "offload"])
+def test_what_is_computed_again_is_ordered(kind: str) -> None:
+    """The inputs that wait for it come from other streams: a receive, an exchange, an onload."""
+    changes: dict[str, Any] = {"recompute": "attn+mlp", "mtp": True, "dense": True, "ep": 1, "num_layers": 2}
+    assert problems(check_pipeline(config_of("interleaved-overlap", kind, **changes))) == []
+
+
 class ExpertChoice(nn.Module):
     """Each expert takes as many tokens as any other, those that score best: nothing is counted."""
 

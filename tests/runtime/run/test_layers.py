@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
+from treadle.runtime.ties import Tied
 
 WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS, MB = 8, 12, 4, 6, 2, 8
 
@@ -31,6 +33,7 @@ class Case:
     dp: int = 1
     lanes: Any = "thread"
     route: str = "learned"
+    layers: int = LAYERS
 
     @property
     def schedule(self) -> treadle.Schedule:
@@ -47,7 +50,7 @@ def whole_model(case: Case) -> list[nn.Sequential]:
     top_k = 1 if case.route == "one expert" else 2
     stages: list[list[nn.Module]] = []
     for _ in range(case.schedule.placement.num_stages):
-        stages.append([MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, balance=0.1) for _ in range(LAYERS)])
+        stages.append([MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, balance=0.1) for _ in range(case.layers)])
     stages[0].insert(0, nn.Linear(WIDTH, WIDTH))
     stages[-1].append(nn.Linear(WIDTH, WIDTH))
     model = [nn.Sequential(*stage).double() for stage in stages]
@@ -100,9 +103,11 @@ def batch(case: Case) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
 
 
-def one_process(case: Case) -> tuple[float, list[dict[str, Tensor]]]:
+def one_process(
+    case: Case, make: Callable[[Case], list[nn.Sequential]] = whole_model
+) -> tuple[float, list[dict[str, Tensor]]]:
     """The mean over all micro-batches of all replicas, router losses included."""
-    model = whole_model(case)
+    model = make(case)
     x, target = batch(case)
     total, replicas = 0.0, case.dp * case.ep
     for replica in range(replicas):
@@ -121,14 +126,17 @@ def one_process(case: Case) -> tuple[float, list[dict[str, Tensor]]]:
     return total, grads
 
 
-def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor], dict[str, Any]]:
+def one_rank(
+    rank: int, case: Case, make: Callable[[Case], list[nn.Sequential]] = whole_model, tied: Tied | None = None
+) -> tuple[float, dict[tuple[int, str], Tensor], dict[str, Any]]:
     mesh = init_device_mesh(DEVICE_TYPE, (case.pp, case.dp, case.ep), mesh_dim_names=("pp", "dp", "ep"))
     schedule, (pp_rank, replica) = case.schedule, divmod(rank, case.dp * case.ep)
-    ep_rank, model = replica % case.ep, whole_model(case)
+    ep_rank, model = replica % case.ep, make(case)
     placed = {chunk: schedule.placement.stage(pp_rank, chunk) for chunk in range(schedule.vpp)}
     stages = {chunk: own_part(model[stage], case, ep_rank) for chunk, stage in placed.items()}
     loss_fn = nn.functional.mse_loss
-    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=PATIENT_S, lanes=case.lanes)
+    options = treadle.RunOptions(deadline_s=PATIENT_S, lanes=case.lanes)
+    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, options=options)
     x, target = batch(case)
     for _ in range(2):  # the second step has its receives posted ahead
         for module in stages.values():
@@ -146,6 +154,7 @@ def one_rank(rank: int, case: Case) -> tuple[float, dict[tuple[int, str], Tensor
             grads[placed[chunk], full] = grad
     about = {
         "communicators": len(pipe.groups),
+        "norm": float(pipe.grad_norm()),
         "kinds": {OpKind(int(kind)).name for kind in program.kind},
         "ranks": program.num_ranks,
         "in order": bool((trace.start <= trace.end).all()),
@@ -234,16 +243,23 @@ def test_dense_layers_have_segments_too(name: str) -> None:
 
 def mixed_rank(rank: int) -> str:
     stage: nn.Module = nn.Sequential(Dense()).double() if rank == 0 else nn.Linear(WIDTH, WIDTH).double()
-    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
+    schedule = treadle.generate("1f1b", pp=3, microbatches=4)
     try:
-        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
+        treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(3), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
     except ValueError as error:
         return str(error)
     return "not refused"
 
 
+class Padded(MoELayer):
+    """Its tokens are not counted. It never runs."""
+
+    def segments(self) -> list[Segment]:
+        return [segment for segment in super().segments() if segment.name not in ("counts", "host")]
+
+
 def other_segments_rank(rank: int) -> str:
-    stage: nn.Module = Dense() if rank == 0 else MoELayer(WIDTH, HIDDEN, EXPERTS)
+    stage: nn.Module = (MoELayer if rank == 0 else Padded)(WIDTH, HIDDEN, EXPERTS)
     schedule = treadle.generate("1f1b", pp=2, microbatches=4)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the test reads it
         treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=nn.functional.mse_loss, deadline_s=PATIENT_S)
@@ -252,8 +268,9 @@ def other_segments_rank(rank: int) -> str:
 
 def test_layers_of_other_segments_do_not_mix() -> None:
     for said in check(run_ranks(2, other_segments_rank)):
-        assert "rank 1 has layers of other segments than rank 0" in said
+        assert "rank 1 has MoE layers with the segments attn, dispatch, mlp, combine, rank 0 with attn, counts" in said
 
 
 def test_stages_with_and_without_segments_do_not_mix() -> None:
-    assert all("some stages have layers that name their segments" in said for said in check(run_ranks(2, mixed_rank)))
+    for said in check(run_ranks(3, mixed_rank)):
+        assert "some stages have layers that name their segments, and stage 1 has none" in said

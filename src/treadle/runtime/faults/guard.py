@@ -26,7 +26,13 @@ class Guard:
     Op numbers from the program's number of ops on stand for the activities in AFTER.
     """
 
-    AFTER = ("the agreement on the loss", "the trace", "making the pipeline")
+    AFTER = (
+        "the agreement on the loss",
+        "the trace",
+        "making the pipeline",
+        "the agreement on shapes",
+        "the norm of the gradients",
+    )
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -42,13 +48,14 @@ class Guard:
         rings = [group for group in (groups.pp_group, groups.replica_group) if group is not None]
         pp_ranks, alike = groups.pp_group.ranks, groups.replica_group.ranks if groups.replica_group is not None else []
         ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
+        tied = sorted({rank for group in groups.tied_groups.values() for rank in group.ranks})
         self.watch = Watch.join(
             rings,
             rank=groups.position.rank,
             name=self.name,
             deadline_s=deadline_s,
             address=address,
-            waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks})],  # in the order of ALIKE, ALL
+            waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks, *tied}), tied],  # in the order of ALIKE, ALL, TIED
         )
         self.watch.on_alarm(groups.break_off)
         self._groups = groups
@@ -123,7 +130,7 @@ class Guard:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wraps an activity that all ranks do together, one of AFTER."""
+        """Wraps an activity that all ranks do together, one of AFTER. What is raised behind it, all of them raise."""
         assert self.program is not None
         self.slots[0] = self.program.num_ops + self.AFTER.index(what)
         self.slots[1] = ALL
@@ -133,6 +140,10 @@ class Guard:
         except Exception as error:
             self._raise(error, what)
         self._agreed = True
+
+    def resume(self) -> None:
+        """Goes on with a step after ranks have agreed on something: errors are a rank's own again."""
+        self._agreed = False
 
     def blame(self, error: Exception, op: int, peer: int) -> NoReturn:
         """Raises the loss behind an op's error, or the error itself if the op waited for no other rank."""

@@ -9,20 +9,32 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from treadle.dist.boundary import Boundary, Flags, boundary_of, fits
+from treadle.dist.boundary import Boundary, Flags, boundary_of, differ_in_shape, fits
+from treadle.runtime.model.losses import StageOutput
 from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
 
-LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor | StageOutput]
+
+_ONE_SHAPE = (
+    "all micro-batches have one shape: pad them, or make the Pipeline with shapes='each', or with shapes='any' where "
+    "inputs of one shape come to outputs of several"
+)
+_ONLY_SHAPES = (
+    "micro-batches may differ in shape, but not in the number of tensors, their dtypes and which of them require a "
+    "gradient: return the same for all"
+)
 
 
 class Chunk:
     """The module of stage `number`. `mb_offset` turns a micro-batch of its pipe into one of the global batch.
 
-    `trains`: are backwards to come.
+    `trains`: are backwards to come. `differ`: micro-batches of this step have shapes of their own, so that a header
+    goes ahead of each message.
     """
 
     trains = True
+    differ = False
 
     def __init__(self, number: int, module: nn.Module, seeds: Seeds | None, mb_offset: int) -> None:
         self.number, self.module, self.seeds, self.mb_offset = number, module, seeds, mb_offset
@@ -55,15 +67,22 @@ class Chunk:
         return self._microbatches.values()
 
     def keep_shape(self, mb: int, outputs: Tensors) -> None:
-        """All micro-batches cross to the next stage in the shape of the first, for which there is room."""
-        if self.boundary is None:
-            self.boundary = boundary_of(outputs)
-        elif not fits(outputs, self.boundary):
-            got, first = (", ".join(map(str, b)) for b in (boundary_of(outputs), self.boundary))
-            raise ValueError(
-                f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; all micro-batches have "
-                "one shape: pad them, or make a new Pipeline for the new shape"
-            )
+        """Keep the shapes of the outputs. Where receives are posted ahead, they are those of all micro-batches."""
+        before = self.boundary
+        if before is not None and fits(outputs, before):
+            return
+        boundary = boundary_of(outputs)
+        if before is not None and not (self.differ and differ_in_shape(boundary, before)):
+            got, first = (", ".join(map(str, b)) for b in (boundary, before))
+            rule = _ONLY_SHAPES if self.differ else _ONE_SHAPE
+            raise ValueError(f"stage {self.number} returned {got} for micro-batch {mb}, but {first} before; {rule}")
+        self.boundary = boundary
+
+    def boundary_at(self, mb: int) -> Boundary:
+        """Return the shapes of a micro-batch's outputs. Where all have one shape, its forward may be still to come."""
+        boundary = self.at(mb).boundary if self.differ else self.boundary
+        assert boundary is not None, f"a forward of stage {self.number} has run"
+        return boundary
 
     def scale_as(self, dtype: torch.dtype) -> Tensor:
         """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.
@@ -82,8 +101,8 @@ class CheckedLoss:
     loss_fn: LossFn
     module: nn.Module
 
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        """Returns the loss of a micro-batch."""
+    def __call__(self, output: Any, target: Any) -> Tensor | StageOutput:
+        """Returns the loss of a micro-batch, or with further ones."""
         try:
             loss = self.loss_fn(output, target)
         except (AttributeError, TypeError) as error:
@@ -93,8 +112,9 @@ class CheckedLoss:
                     "on the ranks that hold the last stage: a tensor, or a list with one entry a micro-batch"
                 ) from error
             raise
-        if torch.is_grad_enabled() and isinstance(loss, Tensor) and not loss.requires_grad:
-            self._refuse_cut_off(output, loss)
+        main = loss.output if isinstance(loss, StageOutput) else loss
+        if torch.is_grad_enabled() and isinstance(main, Tensor) and not main.requires_grad:
+            self._refuse_cut_off(output, main)
         return loss
 
     def _refuse_cut_off(self, output: Any, loss: Tensor) -> None:

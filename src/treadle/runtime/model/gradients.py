@@ -2,12 +2,16 @@
 
 Gradients of two-byte parameters are summed in float32. A reduction sums one flat tensor for each chunk and dtype, with
 a flag for each parameter behind it: a parameter that no replica used keeps `.grad` None, as in a single process.
+
+A tied parameter is reduced by itself, with no chunk, over all ranks that hold it. Several objects of it on one rank are
+one summand, and all of them get the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,26 +21,43 @@ from torch.utils.hooks import RemovableHandle
 from treadle.dist.groups import Group
 from treadle.dist.streams import Download, keep, upload
 from treadle.runtime.model.exchange import RankOwned
+from treadle.runtime.model.tied import Tie
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass
 class _Flight:
-    """A reduction on its way."""
+    """A reduction on its way. The parameters of an entry, of one shape, have one gradient.
 
-    params: list[nn.Parameter]
+    Without a group this rank alone holds them, and `flat` is the sum already.
+    """
+
+    entries: list[tuple[nn.Parameter, ...]]
     flat: Tensor
-    group: Group
+    group: Group | None
     work: dist.Work | None = None
     used: Download | None = None
-    """For each parameter, whether some replica used it."""
+    """For each entry, whether some rank used it."""
+
+    def launch(self) -> None:
+        """Launches the reduction."""
+        if self.group is not None:
+            self.work = self.group.launch_reduce(self.flat)
+
+    def arrive(self) -> None:
+        """Waits for the reduction."""
+        if self.group is not None:
+            assert self.work is not None, "it is launched"
+            self.group.wait(self.work)
+        self.used = Download(self.flat[-len(self.entries) :])
 
 
 class Gradients:
     """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `group`.
 
-    Those of `RankOwned` modules are reduced over `expert_dp_group` instead.
+    Those of `RankOwned` modules are reduced over `expert_dp_group` instead, and those of `ties[n]` over
+    `tied_groups[n]`, where other ranks hold it too.
     """
 
     def __init__(
@@ -46,7 +67,10 @@ class Gradients:
         group: Group | None,
         expert_dp_group: Group | None = None,
         ep: int = 1,
+        ties: Sequence[Tie] = (),
+        tied_groups: Mapping[int, Group] | None = None,
     ) -> None:
+        self.ties, self.tied_groups = tuple(ties), dict(tied_groups or {})
         self.group, self.expert_dp_group, self.order = group, expert_dp_group, list(order or chunks)
         self.owned: set[nn.Parameter] = set()
         for module in chunks.values() if ep > 1 else ():
@@ -56,14 +80,23 @@ class Gradients:
         self._held: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
         self._flights: dict[int, list[_Flight]] = {}
+        self._tied_flights: dict[int, _Flight] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.tied: set[nn.Parameter] = {p for tie in self.ties for p in tie.params if p.requires_grad}
         owner = {p: chunk for chunk in self.order for p in chunks[chunk].parameters() if p.requires_grad}
         self.params: dict[int, list[nn.Parameter]] = {chunk: [] for chunk in chunks}
         for param, chunk in owner.items():  # one that several chunks share is reduced with the last of them
-            self.params[chunk].append(param)
+            if param not in self.tied:
+                self.params[chunk].append(param)
             if param.dtype in _LOW:
                 self._listen(param)
+        self._everything = list(owner)
         self.reduced = True
+
+    @property
+    def reduces(self) -> bool:
+        """True if a step of this pipeline reduces gradients, on this rank or on another of it."""
+        return self.group is not None or bool(self.ties)
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -99,9 +132,9 @@ class Gradients:
 
     def refuse_mixture(self, *, reduce: bool) -> None:
         """Refuses a local step on top of reduced gradients. All ranks call it alike, so none is lost by it."""
-        if reduce or not self.reduced or self.group is None:
+        if reduce or not self.reduced or not self.reduces:
             return
-        if any(p.grad is not None for params in self.params.values() for p in params):
+        if any(p.grad is not None for p in self._everything):
             raise ValueError(
                 "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
                 "gradients to None first, or reduce only at the last of the steps that are accumulated"
@@ -113,16 +146,16 @@ class Gradients:
         It adds to the gradients that earlier steps left in `.grad`, and does not reduce those again.
         """
         self._flights.clear()  # a step that failed may have left some
-        everything = [p for params in self.params.values() for p in params]
+        self._tied_flights.clear()
         for param, hook in list(self._hooks.items()):
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
                 hook.remove()
                 self._listen(param)
-        aside = self.reduced and self.group is not None
-        for param in everything:
+        for param in self._everything:
+            is_reduced = self.group is not None or param in self.tied
             if param.grad is None:
                 self._sums.pop(param, None)  # the user threw the gradient away
-            elif aside or (self.reduced and param.dtype in _LOW):
+            elif self.reduced and (is_reduced or param.dtype in _LOW):
                 self._held[param], param.grad = param.grad, None
             elif param.dtype in _LOW:
                 self._resume(param, param.grad)
@@ -140,45 +173,62 @@ class Gradients:
         self._flights[chunk] = []
         alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for param in self.params[chunk]:
-            dtype = torch.float32 if param.dtype in _LOW else param.dtype
-            alike.setdefault((dtype, param in self.owned), []).append(param)
-        for (dtype, owned), params in alike.items():
+            alike.setdefault((_summed_in(param), param in self.owned), []).append(param)
+        for (_, owned), params in alike.items():
             group = self.expert_dp_group if owned else self.group
-            if group is None:
-                continue
-            local = [self._sums.get(p, p.grad) for p in params]
-            for grad in local:
-                _keep_parts(grad)  # this stream has yet to read what is let go of below
-            used = upload([g is not None for g in local], dtype, params[0].device)
-            parts = [
-                g.to_dense().reshape(-1) if g is not None else torch.zeros(p.numel(), dtype=dtype, device=p.device)
-                for p, g in zip(params, local, strict=True)
-            ]
-            flat = torch.cat([*parts, used])
-            for param in params:
-                self._sums.pop(param, None)
-                param.grad = None
-            self._flights[chunk].append(_Flight(params, flat, group))
+            if group is not None:
+                self._flights[chunk].append(self._take([(param,) for param in params], group))
+
+    def gather_tied(self, tie: int) -> None:
+        """Copies this rank's gradient of a tied parameter into the tensor that is reduced."""
+        params = tuple(param for param in self.ties[tie].params if param in self.tied)
+        if params:
+            self._tied_flights[tie] = self._take([params], self.tied_groups.get(tie))
+
+    def _take(self, entries: list[tuple[nn.Parameter, ...]], group: Group | None) -> _Flight:
+        """Takes the gradients of parameters of one dtype out of sums and `.grad`."""
+        dtype, device = _summed_in(entries[0][0]), entries[0][0].device
+        local = [[self._sums.get(p, p.grad) for p in params] for params in entries]
+        grads = [[grad for grad in found if grad is not None] for found in local]
+        for grad in (grad for found in grads for grad in found):
+            _keep_parts(grad)  # this stream has yet to read what is let go of below
+        parts = [
+            _added(found) if found else torch.zeros(params[0].numel(), dtype=dtype, device=device)
+            for params, found in zip(entries, grads, strict=True)
+        ]
+        flat = torch.cat([*parts, upload([bool(found) for found in grads], dtype, device)])
+        for param in (param for params in entries for param in params):
+            self._sums.pop(param, None)
+            param.grad = None
+        return _Flight(entries, flat, group)
 
     def reduce(self, chunk: int) -> None:
         """Launches the reduction of a chunk's gradients."""
         for flight in self._flights[chunk]:
-            flight.work = flight.group.launch_reduce(flight.flat)
+            flight.launch()
+
+    def reduce_tied(self, tie: int) -> None:
+        """Launches the reduction of a tied parameter's gradient."""
+        if tie in self._tied_flights:
+            self._tied_flights[tie].launch()
 
     def arrive(self, chunk: int) -> None:
         """Waits for the reduction of a chunk's gradients. The host reads at the end of the step which were used."""
         for flight in self._flights[chunk]:
-            assert flight.work is not None
-            flight.group.wait(flight.work)
-            flight.used = Download(flight.flat[-len(flight.params) :])
+            flight.arrive()
+
+    def arrive_tied(self, tie: int) -> None:
+        """Waits for the reduction of a tied parameter's gradient."""
+        if tie in self._tied_flights:
+            self._tied_flights[tie].arrive()
 
     def finish(self, *, reduce: bool) -> None:
         """Ends a step: puts reduced gradients, float32 sums, and gradients held back before, into `.grad`."""
-        self.reduced = reduce or self.group is None
-        for flights in self._flights.values():
-            for flight in flights:
-                _land(flight)
+        self.reduced = reduce or not self.reduces
+        for flight in (*chain.from_iterable(self._flights.values()), *self._tied_flights.values()):
+            _land(flight)
         self._flights.clear()
+        self._tied_flights.clear()
         for param, total in self._sums.items():
             before = self._held.pop(param, None)
             param.grad = (total if before is None else total + before).to(param.dtype)
@@ -192,7 +242,7 @@ class Gradients:
 
     def num_bad(self) -> int:
         """Returns how many parameters have a gradient that is not finite."""
-        grads = [p.grad for params in self.params.values() for p in params if p.grad is not None]
+        grads = [p.grad for p in self._everything if p.grad is not None]
         grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         grads = [grad for grad in grads if grad.numel()]
         if not grads or grads[0].is_meta:
@@ -202,19 +252,31 @@ class Gradients:
 
 
 def _land(flight: _Flight) -> None:
-    """Puts reduced gradients into `.grad`."""
+    """Puts reduced gradients into `.grad`, for each object of a tied parameter a tensor of its own."""
     assert flight.used is not None, "its reduction has arrived"
-    used = [True] * len(flight.params) if flight.flat.is_meta else flight.used.tolist()
+    used = [True] * len(flight.entries) if flight.flat.is_meta else flight.used.tolist()
     at = 0
-    for param, flag in zip(flight.params, used, strict=True):
-        size = param.numel()
-        if flag:
-            param.grad = flight.flat[at : at + size].view_as(param).to(param.dtype)
+    for params, flag in zip(flight.entries, used, strict=True):
+        size = params[0].numel()
+        for param in params if flag else ():
+            grad = flight.flat[at : at + size].view_as(param)
+            param.grad = grad.to(param.dtype, copy=param is not params[0])
         at += size
 
 
-def _keep_parts(grad: Tensor | None) -> None:
+def _summed_in(param: Tensor) -> torch.dtype:
+    return torch.float32 if param.dtype in _LOW else param.dtype
+
+
+def _added(grads: list[Tensor]) -> Tensor:
+    """Returns the sum, flat and dense."""
+    total, *others = [grad.to_dense().reshape(-1) for grad in grads]
+    for grad in others:
+        total = total + grad
+    return total
+
+
+def _keep_parts(grad: Tensor) -> None:
     """Keeps a gradient, or the parts of a sparse one, for the current stream."""
-    if grad is not None:
-        for part in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
-            keep(part)
+    for part in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+        keep(part)

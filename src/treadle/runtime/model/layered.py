@@ -1,25 +1,32 @@
 """Runs the ops of one chunk at layer granularity on a micro-batch.
 
 The chunk is an `nn.Sequential`: layers that name their segments, on the first stage perhaps plain modules before them
-(the embedding), on the last plain modules behind them (the head). The embedding is an op of its own, and so is the head
-with the loss: all computation runs on the compute lane, in one thread, so the state it touches (deferred weight
-gradients, gradients, the random generator) has one owner.
+(the embedding), on the last plain modules behind them (the head), before which MTP blocks may stand. The embedding is
+an op of its own, and so are each MTP block and the head with the loss: all computation runs on the compute lane, in one
+thread, so the state it touches (deferred weight gradients, gradients, the random generator) has one owner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from treadle.ir import dependency
-from treadle.ir.program import EMBEDDING, HEAD, OpKind
+from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, OpKind
+from treadle.runtime.model.blocks import parts_of
 from treadle.runtime.model.chunk import Chunk, check_losses
+from treadle.runtime.model.losses import MAIN, FurtherLoss, split_off
+from treadle.runtime.model.mtp import MTPBlock, mtp_name
+from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
-from treadle.runtime.model.seeding import Seeds
-from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, is_segmented, leaves_of
+from treadle.runtime.model.saved.store import InPlace
+from treadle.runtime.model.seeding import RandomState, Seeds
+from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, leaves_of
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 SEGMENT_OF = {
@@ -35,27 +42,35 @@ SEGMENT_OF = {
     OpKind.ATTN_B: "attn",
     OpKind.MLP_W: "mlp",
     OpKind.ATTN_W: "attn",
+    OpKind.ATTN_R: "attn",
+    OpKind.MLP_R: "mlp",
     **dict.fromkeys(EMBEDDING, "embed"),
+    **dict.fromkeys(MTP, "mtp"),
     **dict.fromkeys(HEAD, "head"),
 }
-"""The segment that an op is the forward, the backward or the weight half of."""
+"""The segment that an op is the forward, the backward, the weight half or the recomputation of."""
 
-FORWARD = (*dependency.FORWARD, OpKind.EMBED_F, OpKind.HEAD_F)
-BACKWARD = (*dependency.BACKWARD, OpKind.EMBED_B, OpKind.HEAD_B)
+FORWARD = (*dependency.FORWARD, OpKind.EMBED_F, OpKind.MTP_F, OpKind.HEAD_F)
+BACKWARD = (*dependency.BACKWARD, OpKind.EMBED_B, OpKind.MTP_B, OpKind.HEAD_B)
+WITHOUT_BACKWARD = ("counts", "host")
 COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
 EMBEDDING_LAYER = -1
-"""Where what the embedding saves is kept; what the head saves is behind the last layer. Neither is offloaded."""
+"""Where what the embedding saves is kept; what head and MTP blocks save is behind the last layer. None is offloaded."""
 AUX_LOSS = "aux_loss"
 """A value of this name, which nobody reads, is a loss of the layer's own."""
 
 
 class _Passage:
-    """The state of a micro-batch in a chunk: values that later segments read, cuts that later backwards start from."""
+    """The state of a micro-batch in a chunk: values that later segments read, cuts that later backwards start from.
 
-    def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
-        self.first: Value | None = None
+    `kept` are the segments that are to be computed again, until they are.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.first = Value(x, x.requires_grad)
         self.last: Value | None = None
+        self.values: dict[str, Value] = {"x": self.first}
+        self.kept: dict[tuple[int, str], Kept] = {}
         self.cuts: dict[tuple[int, str], Cut] = {}
         self.halves: dict[tuple[int, str], list[WeightGrad]] = {}
 
@@ -63,11 +78,12 @@ class _Passage:
 class LayeredStage(Chunk):
     """A chunk whose layers run op by op.
 
-    `deferred` are the backward ops whose weight gradients are ops of their own. Saved tensors go through the `store` if
-    there is one.
+    `deferred` are the backward ops whose weight gradients are ops of their own, `recomputed` the segments that are
+    computed again before their backward. Saved tensors go through the `store` if there is one.
     """
 
     deferred: tuple[OpKind, ...] = ()
+    recomputed: tuple[str, ...] = ()
     store: SavedTensors | None = None
 
     def __init__(
@@ -75,24 +91,44 @@ class LayeredStage(Chunk):
     ) -> None:
         super().__init__(number, module, seeds, mb_offset)
         self.halves = halves
-        before, layers, behind = parts_of(module, number)
+        before, layers, self.mtp, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
+        self._buffers = [LayerBuffers(layer) for layer in layers]
         self._embedding = Segment("embed", nn.Sequential(*before), ("x",), ("x",)) if before else None
         self._head = nn.Sequential(*behind)
         self._passing: dict[int, _Passage] = {}
         self._examined: set[tuple[int, str]] = set()
         self._autocast: tuple[str, torch.dtype] | None = None
+        self._device = torch.device("cpu")
 
     @property
     def num_layers(self) -> int:
         """Returns the number of layers of the chunk."""
         return len(self.plans)
 
+    @cached_property
+    def chain(self) -> list[tuple[str, int]]:
+        """The (segment, layer) of the stage's forward in order. Its backward goes from the last to the first."""
+        return [
+            *([("embed", 0)] if self._embedding is not None else []),
+            *((name, layer) for layer, plan in enumerate(self.plans) for name in plan.segments),
+            *(("mtp", at) for at in range(len(self.mtp))),
+            *([("head", 0)] if self.loss_fn is not None else []),
+        ]
+
+    def ends_forward(self, kind: OpKind, layer: int) -> bool:
+        """Returns whether an op is the last of the chunk's forward."""
+        return kind in FORWARD and (SEGMENT_OF[kind], layer) == self.chain[-1]
+
+    def ends_backward(self, kind: OpKind, layer: int) -> bool:
+        """Returns whether an op is the last of the chunk's backward, weight halves apart."""
+        return kind in BACKWARD and (SEGMENT_OF[kind], layer) == self.chain[0]
+
     def begin_step(self, scale: Tensor) -> None:
         """Also drops unfinished micro-batches, and notes whether autocast is on, which only this thread knows."""
         super().begin_step(scale)
         self._passing.clear()
-        kind = scale.device.type
+        self._device, kind = scale.device, scale.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         self._autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
 
@@ -105,6 +141,8 @@ class LayeredStage(Chunk):
         with self._precision(kind), nullcontext() if self.trains else torch.no_grad():  # each thread has its own modes
             if kind in FORWARD:
                 self._forward(name, mb, layer)
+            elif kind in RECOMPUTE:
+                self._recompute(name, mb, layer)
             elif kind in BACKWARD:
                 self._backward(name, mb, layer, defer=kind in self.deferred)
             else:
@@ -116,7 +154,7 @@ class LayeredStage(Chunk):
         if self._autocast is None:
             return nullcontext()
         device, dtype = self._autocast
-        return torch.autocast(device, dtype, enabled=kind in FORWARD)
+        return torch.autocast(device, dtype, enabled=kind in FORWARD or kind in RECOMPUTE)
 
     def _weight_half(self, name: str, mb: int, layer: int, add: AddGradient) -> None:
         halves = self._passing[mb].halves.pop((layer, name))
@@ -135,36 +173,49 @@ class LayeredStage(Chunk):
             return nullcontext()
         return self.store.saving((self.number, mb, layer), name)
 
+    # -- forward -----------------------------------------------------------------------------------------------------
+
     def _forward(self, name: str, mb: int, layer: int) -> None:
         self._seed(name, mb, layer)
         if mb not in self._passing:
-            self._enter(mb)
+            (x,) = self.at(mb).take_inputs()
+            self._passing[mb] = _Passage(x)
         passage = self._passing[mb]
         if name == "embed":
             assert self._embedding is not None, "the ranks have agreed on who has an embedding"
             with self._saving(mb, EMBEDDING_LAYER, name):
                 passage.cuts[layer, name] = Cut.forward(self._embedding, passage.values)
+        elif name == "mtp":
+            self._forward_mtp(mb, layer, passage)
         elif name == "head":
             self._forward_head(mb, passage)
         else:
             self._forward_layer(name, mb, layer, passage)
+        if self.loss_fn is None and (name, layer) == self.chain[-1]:
+            self._exit(mb, passage)
 
     def _forward_layer(self, name: str, mb: int, layer: int, passage: _Passage) -> None:
         plan = self.plans[layer]
         segment = plan.segments[name]
-        with self._saving(mb, layer, name):
-            cut = Cut.forward(segment, passage.values)
-        if name in EXCHANGE and (layer, name) not in self._examined:
-            self._examined.add((layer, name))
-            self._refuse_parameters(name, layer, cut)
+        if name in self.recomputed and self.trains:
+            random, buffers = RandomState(self._device), self._buffers[layer]
+            passage.kept[layer, name] = Kept.forward(
+                segment, passage.values, self._keeping(mb, layer, name), random, buffers
+            )
+        else:
+            with self._saving(mb, layer, name):
+                cut = Cut.forward(segment, passage.values)
+            if name not in WITHOUT_BACKWARD:
+                passage.cuts[layer, name] = cut
+            if name in EXCHANGE and (layer, name) not in self._examined:
+                self._examined.add((layer, name))
+                self._refuse_parameters(name, layer, cut)
         if AUX_LOSS in segment.writes:
             self._own_loss(mb, passage.values[AUX_LOSS])
         drop(passage.values, plan.dead[name])
-        passage.cuts[layer, name] = cut
-        if layer == self.num_layers - 1 and name == list(plan.segments)[-1]:
-            passage.last = passage.values.pop("x")
-            if self.loss_fn is None:
-                self._exit(mb, passage.last)
+
+    def _keeping(self, mb: int, layer: int, name: str) -> Pack:
+        return InPlace if self.store is None else self.store.keeping((self.number, mb, layer), name)
 
     def _refuse_parameters(self, name: str, layer: int, cut: Cut) -> None:
         """Refuses parameters in an exchange: it runs beside computation, and their gradients would be a race."""
@@ -184,34 +235,49 @@ class LayeredStage(Chunk):
             self.seeds.begin_segment(self.mb_offset + mb, 0, len(COMPUTE))
         elif name == "head":
             self.seeds.begin_segment(self.mb_offset + mb, self.num_layers - 1, len(COMPUTE) + 1)
+        elif name == "mtp":
+            self.seeds.begin_segment(self.mb_offset + mb, self.num_layers - 1, len(COMPUTE) + 2 + layer)
         else:
             self.seeds.begin_segment(self.mb_offset + mb, layer, COMPUTE.index(name))
 
-    def _enter(self, mb: int) -> None:
-        passage = self._passing[mb] = _Passage()
-        (x,) = self.at(mb).take_inputs()
-        passage.first = passage.values["x"] = Value(x, x.requires_grad)
-
-    def _exit(self, mb: int, out: Value) -> None:
-        """Puts the output of the last layer where its send finds it."""
+    def _exit(self, mb: int, passage: _Passage) -> None:
+        """Puts the output of the last block where its send finds it."""
+        out = passage.last = passage.values.pop("x")
         self._check(mb, out)
-        self.at(mb).put_outputs((out.thing,))
+        self.at(mb).put_outputs((out.thing.detach(),), self.boundary)
         out.thing = None
+
+    def _forward_mtp(self, mb: int, at: int, passage: _Passage) -> None:
+        """Runs an MTP block on what the layers hand on, or on the hidden state of the block before it."""
+        block, microbatch = self.mtp[at], self.at(mb)
+        run = _with_loss(block, microbatch.target, mtp_name(at), microbatch.note)
+        values = passage.values
+        segment = Segment("mtp", run, ("hidden" if at else "x",), ("hidden", "loss"))
+        with self._saving(mb, self.num_layers + 1 + at, "mtp"):
+            passage.cuts[at, "mtp"] = Cut.forward(segment, values)
+        self._own_loss(mb, values.pop("loss"))
+        if at == len(self.mtp) - 1:
+            drop(values, ("hidden",))
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
         """Runs the head and the loss on the output of the last layer."""
-        out, target, loss_fn, head = passage.last, self.at(mb).take_target(), self.loss_fn, self._head
-        assert out is not None
+        microbatch, loss_fn, head = self.at(mb), self.loss_fn, self._head
+        target = microbatch.take_target()
         assert loss_fn is not None
-        values = {"x": out}
-        end = Segment("head", lambda x: loss_fn(head(x), target), ("x",), ("loss",))
+
+        def run(x: Tensor) -> Tensor:
+            main, others = split_off(loss_fn(head(x), target), microbatch.note)
+            check_losses((main, *others))
+            microbatch.note(MAIN, main.detach())
+            return sum(others, start=main)
+
         with self._saving(mb, self.num_layers, "head"):
-            passage.cuts[0, "head"] = Cut.forward(end, values)
-        out.thing = None
-        self._own_loss(mb, values["loss"])
+            passage.cuts[0, "head"] = Cut.forward(Segment("head", run, ("x",), ("loss",)), passage.values)
+        drop(passage.values, ("x",))
+        self._own_loss(mb, passage.values.pop("loss"))
 
     def _check(self, mb: int, out: Value) -> None:
-        """Checks that a layer hands on one tensor, in the shape of the first micro-batch."""
+        """Checks that a layer hands on one tensor, in a shape that may cross to the next stage."""
         if not isinstance(out.thing, Tensor):
             got = type(out.thing).__name__
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
@@ -225,9 +291,17 @@ class LayeredStage(Chunk):
             value.grad = self.scale_as(loss.dtype)
         self.at(mb).add_loss(loss)
 
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _recompute(self, name: str, mb: int, layer: int) -> None:
+        """Runs a segment's forward again; its backward starts from there."""
+        passage = self._passing[mb]
+        with self._saving(mb, layer, f"{name}_r"):
+            passage.cuts[layer, name] = passage.kept.pop((layer, name)).again()
+
     def _backward(self, name: str, mb: int, layer: int, *, defer: bool) -> None:
         passage = self._passing[mb]
-        if self.loss_fn is None and layer == self.num_layers - 1 and name == list(self.plans[layer].segments)[-1]:
+        if self.loss_fn is None and (name, layer) == self.chain[-1]:
             assert passage.last is not None
             passage.last.grad = self.at(mb).take_output_grads()[0] if passage.last.needs_grad else None
         self._seed(name, mb, layer)  # for what is computed again
@@ -240,36 +314,33 @@ class LayeredStage(Chunk):
                 self.store.hold_halves((self.number, mb, layer), name, halves)
 
     def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
-        """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs."""
+        """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs.
+
+        Exchanges leave that to the compute lane: it alone knows whether a segment is between two states.
+        """
+        if SEGMENT_OF[kind] in EXCHANGE:
+            return
         passage = self._passing[mb]
-        if kind is OpKind.ATTN_B and layer == 0:
+        if self.ends_backward(kind, layer):
             first = passage.first
-            assert first is not None
             self.at(mb).put_input_grads((first.grad,) if first.needs_grad else ())
-        if not passage.cuts and not passage.halves:
+        if not passage.cuts and not passage.halves and not passage.kept:
             del self._passing[mb]
 
 
-def parts_of(module: nn.Module, number: int) -> tuple[list[nn.Module], list[Any], list[nn.Module]]:
-    """Returns (modules before the layers, the layers, modules behind them)."""
-    children = list(module) if isinstance(module, nn.Sequential) else [module]
-    named = [is_segmented(child) for child in children]
-    if not any(named):
-        raise ValueError(f"stage {number} has no layer that names its segments")
-    first, last = named.index(True), len(named) - 1 - named[::-1].index(True)
-    plain = [type(child).__name__ for child, is_named in zip(children, named, strict=True) if not is_named]
-    if not all(named[first : last + 1]):
-        raise ValueError(
-            f"stage {number} has plain modules ({', '.join(plain)}) between layers that name their segments"
-        )
-    return children[:first], children[first : last + 1], children[last + 1 :]
+def _with_loss(
+    block: MTPBlock, target: Any, name: str, note: Callable[[str, Tensor], None]
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Returns an MTP block as a segment: its hidden state and its weighted loss."""
 
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = block(x, target)
+        if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, Tensor) for part in made):
+            got = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+            raise ValueError(f"{type(block).__name__} returned {got}; an MTP block returns two tensors, (hidden, loss)")
+        hidden, loss = made
+        check_losses((loss,))
+        note(name, loss.detach())
+        return hidden, FurtherLoss(name, loss, block.loss_weight).weighted()
 
-def has_embedding(module: nn.Module) -> bool:
-    """Returns whether a stage has plain modules before its segmented layers."""
-    return is_layered(module) and isinstance(module, nn.Sequential) and not is_segmented(module[0])
-
-
-def is_layered(module: nn.Module) -> bool:
-    """Returns whether a stage has layers that name their segments."""
-    return any(is_segmented(child) for child in (module if isinstance(module, nn.Sequential) else [module]))
+    return run

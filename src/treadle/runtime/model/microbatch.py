@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from treadle.dist.boundary import Boundary
 from treadle.dist.channel import refuse_reused, versions
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -16,7 +17,7 @@ class Microbatch:
     """One micro-batch at stage `stage`, within one step. In the order of a step:
 
         inputs         put by RECV_F, the feed of the first stage, or F of the stage before    taken by F
-        target         put by the feed of the last stage                                       taken by F
+        target         put by the feed of the last stage, and of one with MTP blocks          taken by F
         outputs        put by F                                      taken by SEND_F, or F of the stage after
         losses         added by F
         output_grads   put by RECV_B, or B of the stage after                                  taken by B or I
@@ -35,14 +36,22 @@ class Microbatch:
         "_outputs",
         "_target",
         "_versions",
+        "arrived",
+        "boundary",
         "losses",
         "mb",
+        "named",
         "stage",
     )
 
     def __init__(self, stage: int, mb: int) -> None:
         self.stage, self.mb = stage, mb
         self.losses: list[Tensor] = []
+        self.arrived: Boundary | None = None
+        """The shapes of the inputs, where a message brought them."""
+        self.boundary: Boundary | None = None
+        """The shapes of the outputs, which those of their gradients are."""
+        self.named: list[tuple[str, Tensor]] = []
         self._inputs: Tensors | None = None
         self._target: Any = None
         self._before: Microbatch | None = None
@@ -77,12 +86,18 @@ class Microbatch:
         target, self._target = self._target, None
         return target
 
+    @property
+    def target(self) -> Any:
+        """The target, which stays for the loss function."""
+        return self._target
+
     def given(self) -> tuple[Any, Any]:
         """Return the user's own tensors, before a step runs: inputs and target."""
         return self._inputs, self._target
 
-    def put_outputs(self, outputs: Tensors) -> None:
-        """Put what a forward made. From here on it must not be written to."""
+    def put_outputs(self, outputs: Tensors, boundary: Boundary | None) -> None:
+        """Put what a forward made, and its shapes. From here on it must not be written to."""
+        self.boundary = boundary
         self._outputs, self._versions = outputs, versions(outputs)
 
     @property
@@ -120,6 +135,10 @@ class Microbatch:
     def add_loss(self, loss: Tensor) -> None:
         """Keep one of the losses. They may differ in type; the step adds them up in float64."""
         self.losses.append(loss.detach())
+
+    def note(self, name: str, loss: Tensor) -> None:
+        """Keep a loss that is told by name, as it was before its weight."""
+        self.named.append((name, loss))
 
     def told(self) -> str:
         """Return what errors call the outputs."""

@@ -6,6 +6,8 @@ the global batch. So dropout drops the same elements in one process and in any p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,26 @@ def generator_of(device: torch.device) -> torch.Generator:
         return torch.default_generator
     made: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
     return made
+
+
+class RandomState:
+    """The state of the generators that a segment draws from: the device's, and the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        generators = dict.fromkeys((torch.default_generator, generator_of(device)))
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draws the same numbers again within the block; behind it the generators are as they were."""
+        now = [(generator, generator.get_state()) for generator, _ in self._states]
+        for generator, state in self._states:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
 
 
 class Seeds:

@@ -20,6 +20,7 @@ their segments in one order. Of their losses only those in one's own pipeline ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -163,12 +164,16 @@ class Value:
         return cls(thing, False)
 
     def read(self) -> Any:
-        """What a reader gets. The reader's stream may be another than the maker's."""
-        for tensor in tensors_in(self.thing):
+        """What a reader gets."""
+        return self.read_as(self.thing)
+
+    def read_as(self, thing: Any) -> Any:
+        """The same of a thing that was kept elsewhere. The reader's stream may be another than the maker's."""
+        for tensor in tensors_in(thing):
             keep(tensor)
         if not self.needs_grad:
-            return self.thing
-        return _Read.apply(self.thing, self, _START)  # type: ignore[no-untyped-call]
+            return thing
+        return _Read.apply(thing, self, _START)  # type: ignore[no-untyped-call]
 
     def add(self, grad: Tensor) -> None:
         """One reader's gradient."""
@@ -185,6 +190,25 @@ def tensors_in(thing: Any) -> Iterator[Tensor]:
     elif is_dataclass(thing) and not isinstance(thing, type):
         for field in fields(thing):
             yield from tensors_in(getattr(thing, field.name))
+
+
+def rebuilt(thing: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """The thing with everything of a kind in it changed, where `tensors_in` looks; itself if there is nothing."""
+    if isinstance(thing, kind):
+        return change(thing)
+    if isinstance(thing, tuple):
+        parts = [rebuilt(part, kind, change) for part in thing]
+        if all(new is old for new, old in zip(parts, thing, strict=True)):
+            return thing
+        return type(thing)(*parts) if hasattr(thing, "_fields") else tuple(parts)
+    if is_dataclass(thing) and not isinstance(thing, type):
+        old = {field.name: getattr(thing, field.name) for field in fields(thing)}
+        new = {name: rebuilt(part, kind, change) for name, part in old.items()}
+        if any(new[name] is not old[name] for name in old):
+            thing = copy(thing)
+            for name, part in new.items():
+                object.__setattr__(thing, name, part)
+    return thing
 
 
 _START = torch.empty(0, requires_grad=True)
@@ -205,6 +229,17 @@ class _Read(torch.autograd.Function):
         return None, None, None
 
 
+def run_segment(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Calls a segment; returns what it writes, a thing for each name."""
+    made = segment.run(*inputs)
+    things = made if isinstance(made, tuple) else (made,)
+    if len(things) != len(segment.writes):
+        raise ValueError(
+            f"segment {segment.name} writes {', '.join(segment.writes)}, but returned {len(things)} values"
+        )
+    return things
+
+
 @dataclass
 class Cut:
     """One segment of one micro-batch: what its backward starts from. Gradients go to the values it read."""
@@ -214,12 +249,7 @@ class Cut:
     @classmethod
     def forward(cls, segment: Segment, values: dict[str, Value]) -> Cut:
         """Runs a segment on the values it reads, and puts what it writes among them."""
-        made = segment.run(*[values[name].read() for name in segment.reads])
-        things = made if isinstance(made, tuple) else (made,)
-        if len(things) != len(segment.writes):
-            raise ValueError(
-                f"segment {segment.name} writes {', '.join(segment.writes)}, but returned {len(things)} values"
-            )
+        things = run_segment(segment, [values[name].read() for name in segment.reads])
         outputs = []
         for name, thing in zip(segment.writes, things, strict=True):
             values[name] = Value.of(thing)

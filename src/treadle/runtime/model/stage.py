@@ -17,26 +17,10 @@ from torch.autograd.graph import GradientEdge
 from treadle.dist.boundary import fits
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.edge import edge_of
+from treadle.runtime.model.losses import MAIN, split_off
 from treadle.runtime.model.microbatch import Grads, Tensors
 from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
-
-
-class StageOutput(NamedTuple):
-    """What a stage may return instead of its output: with an auxiliary loss, which is scaled like the main one.
-
-    Example:
-        >>> class Routed(nn.Linear):
-        ...     def forward(self, x):
-        ...         y = super().forward(x)
-        ...         return StageOutput(y, aux_loss=0.01 * y.square().mean())
-        >>> Routed(2, 2)(torch.zeros(1, 2)).output.shape
-        torch.Size([1, 2])
-
-    """
-
-    output: Tensor | Tensors
-    aux_loss: Tensor
 
 
 class _Kept(NamedTuple):
@@ -72,24 +56,22 @@ class Stage(Chunk):
         """F: from `inputs` to `outputs`, or to the loss on the last stage."""
         microbatch = self.at(mb)
         inputs = microbatch.take_inputs()
-        result = self._run(mb, inputs)
-        aux: tuple[Tensor, ...] = ()
-        if isinstance(result, StageOutput):
-            aux, result = (result.aux_loss,), result.output
+        result, own = split_off(self._run(mb, inputs), microbatch.note)
         if self.loss_fn is not None:
-            main = self.loss_fn(result, microbatch.take_target())
-            self._keep_loss(mb, inputs, (main, *aux))
+            main, more = split_off(self.loss_fn(result, microbatch.take_target()), microbatch.note)
+            self._keep_loss(mb, inputs, (main, *more, *own))
+            microbatch.note(MAIN, main.detach())
             return
         outputs = result if isinstance(result, tuple) else (result,)
         if self.boundary is None or not fits(outputs, self.boundary):
             self._check(mb, outputs)
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
-        if aux:
-            check_losses(aux)
-            microbatch.add_loss(aux[0])
+        check_losses(own)
+        for loss in own:
+            microbatch.add_loss(loss)
         if self.trains:
-            self._kept[mb] = _Kept(inputs, roots, aux)
-        microbatch.put_outputs(tuple([o.detach() for o in outputs]))
+            self._kept[mb] = _Kept(inputs, roots, own)
+        microbatch.put_outputs(tuple([o.detach() for o in outputs]), self.boundary)
 
     def _run(self, mb: int, inputs: Tensors) -> Any:
         try:
@@ -111,7 +93,7 @@ class Stage(Chunk):
             self.at(mb).add_loss(loss)
 
     def _check(self, mb: int, outputs: Tensors) -> None:
-        """Checks that a stage returns tensors, in the shapes of the first micro-batch."""
+        """Checks that a stage returns tensors, in shapes that may cross to the next."""
         for output in outputs:
             if not isinstance(output, Tensor):
                 raise ValueError(

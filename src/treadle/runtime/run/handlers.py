@@ -23,7 +23,7 @@ from treadle.dist.boundary import (
     to_header,
 )
 from treadle.dist.channel import Posted
-from treadle.ir.program import Op, OpKind
+from treadle.ir.program import Op, OpKind, Program
 from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.layered import COPIES, SEGMENT_OF, LayeredStage
 from treadle.runtime.model.microbatch import Grads, Tensors
@@ -86,14 +86,13 @@ def weight_grad(part: RankProgram, op: Op) -> OpCalls:
 
 
 def layer_part(part: RankProgram, op: Op) -> OpCalls:
-    """A segment's forward, backward or weight gradient, or a copy of what it saved."""
+    """A segment's forward, backward, weight gradient or recomputation, or a copy of what it saved."""
     stage = part.stages[op.chunk]
     assert isinstance(stage, LayeredStage)
     run = partial(stage.run, op.kind, op.mb, op.layer, part.gradients.add)
-    layout = part.program.layout
-    if op.kind is layout.forward[-1] and op.layer == stage.num_layers - 1:
+    if stage.ends_forward(op.kind, op.layer):
         return OpCalls(_then_forward(part, op, run))
-    if op.kind is layout.backward[-1] and op.layer == 0:
+    if stage.ends_backward(op.kind, op.layer):
         return OpCalls(_then_backward(part, op, run))
     return OpCalls(run)
 
@@ -106,9 +105,8 @@ def _then_forward(part: RankProgram, op: Op, run: Call) -> Call:
 
     def forward_here() -> None:
         run()
-        assert chunk.boundary is not None
         made = chunk.at(mb)
-        _as_leaves(made.outputs, chunk.boundary)
+        _as_leaves(made.outputs, chunk.boundary_at(mb))
         after.at(mb).put_inputs_from(made)
 
     return forward_here
@@ -138,18 +136,24 @@ def _as_leaves(tensors: Tensors, boundary: Boundary) -> Tensors:
 
 
 def receive_forward(part: RankProgram, op: Op) -> OpCalls:
-    """RECV_F: the inputs of a stage. Before the first message of a stage comes a header with their shapes."""
+    """RECV_F: the inputs of a stage. Before the first message of a stage comes a header with their shapes.
+
+    In a step whose micro-batches differ a header comes before each.
+    """
     channel, stage, boundaries = part.incoming[op.lane.peer], part.stages[op.chunk], part.boundaries
     chunk, mb = op.chunk, op.mb
     posted: list[Posted] = []
 
     def post() -> None:
-        if chunk not in boundaries:
+        if stage.differ or chunk not in boundaries:
             boundaries[chunk] = from_header(channel.receive_header(HEADER_SIZE))
-        posted[:] = [channel.post(boundaries[chunk])]
+        boundary = stage.at(mb).arrived = boundaries[chunk]
+        posted[:] = [channel.post(boundary)]
 
     def arrive() -> None:
-        stage.at(mb).put_inputs(_as_leaves(channel.wait_for(posted.pop()), boundaries[chunk]))
+        microbatch = stage.at(mb)
+        assert microbatch.arrived is not None, "its receive was posted"
+        microbatch.put_inputs(_as_leaves(channel.wait_for(posted.pop()), microbatch.arrived))
 
     return OpCalls(post, arrive)
 
@@ -160,10 +164,9 @@ def receive_gradient(part: RankProgram, op: Op) -> OpCalls:
     posted: list[Posted] = []
 
     def post() -> None:
-        assert stage.boundary is not None, "its forward has run"
+        may_come = [spec for spec in stage.boundary_at(mb) if spec.grad]
         if stage.output_flags is None:
             stage.output_flags = from_flags(channel.receive_header(FLAGS_SIZE))
-        may_come = [spec for spec in stage.boundary if spec.grad]
         posted[:] = [channel.post(tuple(compress(may_come, stage.output_flags)))]
 
     def arrive() -> None:
@@ -180,14 +183,13 @@ def receive_gradient(part: RankProgram, op: Op) -> OpCalls:
 def send_forward(part: RankProgram, op: Op) -> OpCalls:
     """SEND_F: the outputs of the stage that made them; the label is the reader's."""
     channel, mb = part.outgoing[op.lane.peer], op.mb
-    stage = part.stages[_made_by(part, op)]
+    stage = part.stages[maker_of(part.program, op).chunk]
     told = f"the output of stage {stage.number} for micro-batch {mb}"
 
     def send() -> None:
-        if stage.header_due:
+        if stage.differ or stage.header_due:
             stage.header_due = False
-            assert stage.boundary is not None, "its forward has run"
-            channel.send_header(to_header(stage.boundary, stage.number))
+            channel.send_header(to_header(stage.boundary_at(mb), stage.number))
         channel.send(stage.at(mb).take_outputs(), told)
 
     return OpCalls(send)
@@ -195,8 +197,7 @@ def send_forward(part: RankProgram, op: Op) -> OpCalls:
 
 def send_gradient(part: RankProgram, op: Op) -> OpCalls:
     """SEND_B: the gradients of the inputs of the stage that made them."""
-    channel, mb, chunk = part.outgoing[op.lane.peer], op.mb, _made_by(part, op)
-    stage = part.stages[chunk]
+    channel, mb, stage = part.outgoing[op.lane.peer], op.mb, part.stages[maker_of(part.program, op).chunk]
     told = f"the input gradient of stage {stage.number} for micro-batch {mb}"
 
     def send() -> None:
@@ -204,20 +205,21 @@ def send_gradient(part: RankProgram, op: Op) -> OpCalls:
         if stage.input_flags is None:
             stage.input_flags = tuple([grad is not None for grad in grads])
             channel.send_header(to_flags(stage.input_flags))
-        channel.send(_as_told(stage, mb, grads, part.boundaries[chunk], channel.device), told)
+        channel.send(_as_told(stage, mb, grads, channel.device), told)
 
     return OpCalls(send)
 
 
-def _made_by(part: RankProgram, op: Op) -> int:
-    """Return the chunk whose op a send waits for."""
-    needed = map(part.program.op, part.program.deps(op.index))
-    return next(maker.chunk for maker in needed if not maker.kind.is_recv)
+def maker_of(program: Program, send: Op) -> Op:
+    """Return the op that makes what a send sends."""
+    return next(maker for maker in map(program.op, program.deps(send.index)) if not maker.kind.is_recv)
 
 
-def _as_told(stage: Chunk, mb: int, grads: Grads, boundary: Boundary, device: torch.device) -> Sequence[Tensor]:
+def _as_told(stage: Chunk, mb: int, grads: Grads, device: torch.device) -> Sequence[Tensor]:
     """Return the gradients of a message: for the same inputs in every micro-batch, as receives are posted ahead."""
+    boundary = stage.at(mb).arrived
     assert stage.input_flags is not None
+    assert boundary is not None, "a message brought the inputs"
     message = [grad for grad in grads if grad is not None]
     if len(message) == len(grads) and all(stage.input_flags):
         return message
@@ -247,6 +249,16 @@ def reduce_grad(part: RankProgram, op: Op) -> OpCalls:
     )
 
 
+def reduce_tied(part: RankProgram, op: Op) -> OpCalls:
+    """REDUCE_TIED: the gradient of a parameter that stages share, summed over all ranks that hold it."""
+    gradients, tie = part.gradients, op.layer
+    return OpCalls(
+        prepare=partial(gradients.gather_tied, tie),
+        launch=partial(gradients.reduce_tied, tie),
+        finish=partial(gradients.arrive_tied, tie),
+    )
+
+
 HANDLERS: dict[OpKind, Handler] = {
     OpKind.F: forward,
     OpKind.B: backward,
@@ -257,6 +269,7 @@ HANDLERS: dict[OpKind, Handler] = {
     OpKind.SEND_F: send_forward,
     OpKind.SEND_B: send_gradient,
     OpKind.REDUCE_GRAD: reduce_grad,
+    OpKind.REDUCE_TIED: reduce_tied,
     **dict.fromkeys((*SEGMENT_OF, *COPIES), layer_part),
 }
 """For each kind of op, at either granularity, the calls that run it."""

@@ -3,12 +3,15 @@
 The thread that calls computes; other lanes go on beside it. It comes to the ops in the order that `host_order` made of
 one execution under the costs, which is also the order of launches on all communicators. Once shapes are known, lanes
 that are threads get all of a step's ops at its start: then none waits for this thread to come to it (at a step of 9 s,
-paced, that was 3 % instead of 9 % over the prediction: benchmarks/overlap.py).
+paced, that was 3 % instead of 9 % over the prediction: benchmarks/overlap.py). In a step whose micro-batches have
+different shapes they get them too: a lane's thread waits for the header of its next message, and for the forward whose
+gradient it is to receive. Neither message can come before, so a lane waits for nothing that it would not wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -22,7 +25,7 @@ from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
-from treadle.runtime.run.handlers import HANDLERS, Handler
+from treadle.runtime.run.handlers import HANDLERS, Handler, maker_of
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
 from treadle.runtime.run.ops import in_range, is_profiled
@@ -37,11 +40,12 @@ PACE = {
     LaneKind.OUT: Pace.AFTER,
     LaneKind.IN: Pace.AFTER,
     LaneKind.DP: Pace.TOGETHER,
+    LaneKind.TIED: Pace.TOGETHER,
     LaneKind.HOST: Pace.AFTER,
 }
 """How ops of a lane take their time where they are paced."""
 
-_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP)
+_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.TIED)
 """Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
 
 
@@ -56,7 +60,7 @@ class LayerExecutor:
         handlers: Mapping[OpKind, Handler] = HANDLERS,
     ) -> None:
         program = part.program
-        self.program = program
+        self.program, self._part = program, part
         self.rank = part.global_rank(part.pp_rank)
         self.own = [program.op(int(index)) for index in order]
         lanes = sorted({op.lane for op in self.own}, key=lambda lane: (lane.kind, lane.peer))
@@ -64,6 +68,11 @@ class LayerExecutor:
         self._lane = [lanes.index(op.lane) for op in self.own]
         place = {op.index: at for at, op in enumerate(self.own)}
         self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]
+        made = {(maker.chunk, maker.mb): place[maker.index] for maker in _makers(part, self.own)}
+        self._after_forward = [
+            [*after, made[op.chunk, op.mb]] if op.kind is OpKind.RECV_B else after
+            for op, after in zip(self.own, self._after, strict=True)
+        ]
         self._rows = OpTable(
             index=[op.index for op in self.own],
             lane=self._lane,
@@ -88,18 +97,20 @@ class LayerExecutor:
     def run(self, guard: Guard) -> None:
         """Run a step."""
         self._profiled = is_profiled()  # asked once: a range costs even where nobody profiles
-        under_way = self._under_way = RankProgress(self._rows, guard.slots)
+        differ = self._part.differ
+        after, ahead = (self._after_forward, self.lanes.ahead) if differ else (self._after, self._known)
+        under_way = self._under_way = RankProgress(replace(self._rows, after=after), guard.slots)
         for wait in self._waits:
             wait.step = under_way
         self.lanes.begin()
         at = 0
         try:
-            for at in self._others if self._known else ():
-                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
-            for at in self._own if self._known else range(len(self.own)):
+            for at in self._others if ahead else ():
+                self.lanes.launch(self._lane[at], at, self._runs[at], after[at])
+            for at in self._own if ahead else range(len(self.own)):
                 if self._lane[at] == 0:
                     under_way.want(at)
-                self.lanes.launch(self._lane[at], at, self._runs[at], self._after[at])
+                self.lanes.launch(self._lane[at], at, self._runs[at], after[at])
             under_way.want_all()
             self.lanes.finish()
             for at, channel in self._last_sends:  # noqa: B007  (an error is told of this op)
@@ -164,10 +175,16 @@ class LayerExecutor:
             wait.step = None
 
 
+def _makers(part: RankProgram, own: Sequence[Op]) -> list[Op]:
+    """The ops that make what is sent forward. Gradients of it come back, in its shape."""
+    return [maker_of(part.program, op) for op in own if op.kind is OpKind.SEND_F]
+
+
 def _talkers(part: RankProgram) -> list[Group | Channel]:
     """What the ops of a rank wait at."""
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
     ep_groups = {id(m.ep_group): m.ep_group for m in modules if isinstance(m, EpGroupModule) and m.ep_group is not None}
-    groups = (*ep_groups.values(), part.gradients.group, part.gradients.expert_dp_group)
+    gradients = part.gradients
+    groups = (*ep_groups.values(), gradients.group, gradients.expert_dp_group, *gradients.tied_groups.values())
     channels = (*part.outgoing.values(), *part.incoming.values())
     return [*channels, *(group for group in groups if group is not None)]

@@ -15,9 +15,12 @@ from torch.profiler import record_function
 
 from treadle.ir.program import OpKind, Program
 from treadle.plan.running import expected, host_order
-from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY
+from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.rank_program import RankProgram
+
+_REDUCTIONS = {OpKind.REDUCE_GRAD: ALIKE, OpKind.REDUCE_TIED: TIED}
+"""The ranks that reductions wait for."""
 
 
 class Instruction(NamedTuple):
@@ -40,8 +43,8 @@ def instructions(part: RankProgram, handlers: Mapping[OpKind, Handler] = HANDLER
         peer = NOBODY
         if op.kind.is_recv or op.kind.is_send:
             peer = part.global_rank(op.lane.peer)
-        elif op.kind is OpKind.REDUCE_GRAD:
-            peer = ALIKE
+        elif op.kind in _REDUCTIONS:
+            peer = _REDUCTIONS[op.kind]
         else:
             made += [arrivals.pop(needed) for needed in program.deps(op.index) if needed in arrivals]
         if calls.prepare is not None:

@@ -29,6 +29,11 @@ class RankProgram:
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """The shapes of a chunk's inputs, from the header of their first message on."""
 
+    @property
+    def differ(self) -> bool:
+        """Whether micro-batches of this step have shapes of their own, with a header ahead of each message."""
+        return any(stage.differ for stage in self.stages.values())
+
     def neighbour(self, chunk: int, step: int) -> Chunk | None:
         """Return the stage after (+1) or before (-1) this one if the same rank holds it: nothing is sent then."""
         held = self.program.layout.placement.neighbour(self.pp_rank, chunk, step)

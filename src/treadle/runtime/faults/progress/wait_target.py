@@ -7,5 +7,6 @@ from treadle.runtime.faults.watch import waits_for_group
 NOBODY = -1
 """The wait target of computation."""
 
-ALIKE, ALL = map(waits_for_group, range(2))
-"""ALIKE: the ranks with the same parameters, as a reduction waits for. ALL: these, the pipe and the expert group."""
+ALIKE, ALL, TIED = map(waits_for_group, range(3))
+"""ALIKE: the ranks with the same parameters, as a reduction waits for. TIED: those that share one of this rank's
+parameters. ALL: these, the pipe and the expert group."""

@@ -8,7 +8,7 @@ backward. Parameters, buffers and the batch are never packed: they stay where th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,7 +24,13 @@ from treadle.runtime.model.saved.live_bytes import LiveBytes
 from treadle.runtime.model.saved.pool import Pool
 from treadle.runtime.model.weight_grad import WeightGrad
 
-_ENDS = {"embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
+_APART = {
+    "embed": OpKind.EMBED_F,
+    "mtp": OpKind.MTP_F,
+    "head": OpKind.HEAD_F,
+    "attn_r": OpKind.ATTN_R,
+    "mlp_r": OpKind.MLP_R,
+}
 
 Key: TypeAlias = tuple[int, int, int]
 """(stage, mb, layer)."""
@@ -35,9 +41,9 @@ class SavedReport:
     """The bytes that a step saved on this rank.
 
     `peak`: the most alive at once, with those of deferred weight gradients. `parts`: the mean that a forward saved, by
-    part of a layer. `kept`: the inputs and output gradients of linears that deferred weight gradients held after the
-    backward, as a fraction of what the part saved. `moved`: the bytes copied to the host. `pool`: the size of the
-    host's pool.
+    part of a layer; attn_r and mlp_r are what computing a part again saved besides. `kept`: the inputs and output
+    gradients of linears that deferred weight gradients held after the backward, as a fraction of what the part saved.
+    `moved`: the bytes copied to the host. `pool`: the size of the host's pool.
     """
 
     peak: int
@@ -53,8 +59,8 @@ class SavedReport:
             sum(self.parts.get(name, 0) for name in names)
             for names in (("attn", "counts", "host", "dispatch"), ("mlp", "combine"))
         )
-        ends = {kind: self.parts[name] for name, kind in _ENDS.items() if name in self.parts}
-        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp, **ends}
+        apart = {kind: self.parts[name] for name, kind in _APART.items() if name in self.parts}
+        return {OpKind.ATTN_F: attn, OpKind.MLP_F: mlp, **apart}
 
 
 class Saved:
@@ -75,10 +81,7 @@ class Saved:
         """Returns the storage, which is on the device."""
         assert self.tensor is not None, "the verifier has seen that an onload comes before every reader"
         if self.tensor._version != self._version:
-            raise RuntimeError(
-                "a tensor that backward needs was changed in place after it was saved "
-                f"(shape {tuple(self.tensor.shape)}, version {self.tensor._version}, saved at {self._version})"
-            )
+            raise _changed(self.tensor, self._version)
         keep(self.tensor)
         return self.tensor.untyped_storage()
 
@@ -118,9 +121,24 @@ class Handle:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """Returns the tensor as it was saved."""
+        """Returns the tensor as it was saved. Raises RuntimeError if it was changed in place since."""
         empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
         return empty.set_(self.saved.storage(), self.offset, self.size, self.stride)
+
+
+class InPlace:
+    """A tensor that stays where it is: nothing counts or moves it."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor. Raises RuntimeError if it was changed in place since."""
+        if self._tensor._version != self._version:
+            raise _changed(self._tensor, self._version)
+        return self._tensor
 
 
 class Shelf:
@@ -141,6 +159,14 @@ class Shelf:
         self._by_address[address] = weakref.ref(saved)
         self._all.append(weakref.ref(saved))
         return saved, True
+
+    def come_back(self) -> None:
+        """Copies the storages back, and knows them by their new addresses: a layer may be computed again."""
+        self._by_address = {}
+        for saved in self.alive():
+            saved.come_back()
+            assert saved.tensor is not None
+            self._by_address[saved.tensor.untyped_storage().data_ptr()] = weakref.ref(saved)
 
     def alive(self) -> list[Saved]:
         """Returns the storages that backward has not released yet."""
@@ -179,18 +205,32 @@ class SavedTensors:
 
     def saving(self, key: Key, part: str) -> AbstractContextManager[Any]:
         """Takes what a part of a layer saves while it runs forward."""
-        shelf = self._shelves.setdefault(key, Shelf())
-        self._layers.setdefault(part, set()).add(key)
+        shelf = self._shelf(key, part)
 
         def pack(tensor: Tensor) -> Any:
-            if not _has_storage(tensor) or tensor.untyped_storage().data_ptr() in self._own:
+            if self._stays(tensor):
                 return tensor.detach()  # the very tensor would be a cycle where its node never runs
-            saved, is_new = shelf.place(tensor, self.live)
-            if is_new:
-                self._bytes[part] = self._bytes.get(part, 0) + saved.size_bytes
-            return Handle(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+            return self._place(shelf, part, tensor)
 
         return saved_tensors_hooks(pack, _unpack)
+
+    def keeping(self, key: Key, part: str) -> Callable[[Tensor], Handle | InPlace]:
+        """Returns what takes the inputs of a part of a layer that is computed again."""
+        shelf = self._shelf(key, part)
+        return lambda tensor: InPlace(tensor) if self._stays(tensor) else self._place(shelf, part, tensor)
+
+    def _shelf(self, key: Key, part: str) -> Shelf:
+        self._layers.setdefault(part, set()).add(key)
+        return self._shelves.setdefault(key, Shelf())
+
+    def _stays(self, tensor: Tensor) -> bool:
+        return not _has_storage(tensor) or tensor.untyped_storage().data_ptr() in self._own
+
+    def _place(self, shelf: Shelf, part: str, tensor: Tensor) -> Handle:
+        saved, is_new = shelf.place(tensor, self.live)
+        if is_new:
+            self._bytes[part] = self._bytes.get(part, 0) + saved.size_bytes
+        return Handle(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     # -- between -----------------------------------------------------------------------------------------------------
 
@@ -203,8 +243,7 @@ class SavedTensors:
 
     def onload(self, key: Key) -> None:
         """Copies them back."""
-        for saved in self._shelves[key].alive():
-            saved.come_back()
+        self._shelves[key].come_back()
 
     # -- weight halves -----------------------------------------------------------------------------------------------
 
@@ -233,6 +272,13 @@ class SavedTensors:
             moved=self._moved,
             pool=self.pool.size_bytes if self.pool is not None else 0,
         )
+
+
+def _changed(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "a tensor that backward needs was changed in place after it was saved "
+        f"(shape {tuple(tensor.shape)}, version {tensor._version}, saved at {version})"
+    )
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -1,0 +1,239 @@
+"""`treadle balance`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from treadle.cli.commands.simulate import rank_ranges, show_time
+from treadle.cli.model import layout_blocks
+from treadle.cli.options import Json
+from treadle.cli.output import print_json
+from treadle.cli.target import Microbatches, Pp, Target, Vpp
+from treadle.cli.terminal import note, out, suggest, working
+from treadle.costs import Costs, load_costs
+from treadle.ir import Schedule
+from treadle.ir.blocks import LAYERS, check_blocks, write_layout
+from treadle.ir.placement import Placement
+from treadle.ir.show import show_held
+from treadle.ir.trace import Clock
+from treadle.plan import LoweringOptions, lower
+from treadle.plan.balance import balance_blocks
+from treadle.plan.stages import CutCosts, StageCost, cut_evenly, model_blocks, weigh
+from treadle.simulate import Metrics, measure
+from treadle.simulate import simulate as simulate_step
+
+_PLACEMENTS = {"loop": Placement.loop, "v": Placement.v}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A cut with its costs, and its step where a schedule is given."""
+
+    name: str
+    costs: CutCosts
+    step: Metrics | None
+
+    @property
+    def layout(self) -> str:
+        return write_layout(self.costs.blocks)
+
+
+def balance(
+    costs_name: Annotated[str, typer.Option("--costs", help="How long blocks take: a preset, or a TOML file.")],
+    pp: Pp = None,
+    vpp: Vpp = None,
+    model_layers: Annotated[
+        int | None, typer.Option(help="Layers of the model, where neither costs nor a layout say.")
+    ] = None,
+    dense: Annotated[int | None, typer.Option(help="Layers, from the first on, that are dense.")] = None,
+    mtp: Annotated[int | None, typer.Option(help="MTP blocks behind the layers.")] = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layout", help="A cut to compare with, as Megatron writes it; several times.")
+    ] = None,
+    placement_name: Annotated[
+        str | None, typer.Option("--placement", help="Without --schedule: loop (the default) or v.")
+    ] = None,
+    block_in_each: Annotated[
+        bool, typer.Option("--block-in-each", help="A stage needs a block, but no layer: E, m or L alone will do.")
+    ] = False,
+    schedule_name: Annotated[
+        str | None, typer.Option("--schedule", help="Simulate a step of each cut under this schedule; needs -m.")
+    ] = None,
+    microbatches: Microbatches = None,
+    as_json: Json = False,
+) -> None:
+    """Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.
+
+    A stage takes what its blocks take together, forward and backward, of one micro-batch.
+    """
+    costs = load_costs(costs_name)
+    schedule = _schedule(schedule_name, pp, vpp, microbatches, placement_name)
+    placement = schedule.placement if schedule is not None else _placement(placement_name, pp, vpp)
+    given = [(text, layout_blocks(text, dense, costs)) for text in layouts or ()]
+    model = _model(costs, given, model_layers, dense, mtp)
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    if sum(map(model.count, LAYERS)) >= placement.num_stages or not block_in_each:
+        rows.append(("default", cut_evenly(model, placement.num_stages)))
+    rows.append(("balanced", balance_blocks(costs, model, placement.num_stages, layer_in_each=not block_in_each)))
+    with working("simulating"):
+        cuts = [_weigh(name, blocks, costs, placement, schedule) for name, blocks in (*rows, *given)]
+    if as_json:
+        print_json("balance", _as_dict(cuts, model, costs.clock, placement, schedule))
+        return
+    for cut in cuts:
+        _print_stages(cut, costs.clock)
+    _print_cuts(cuts, costs.clock)
+    balanced = next(cut for cut in cuts if cut.name == "balanced")
+    layout = balanced.layout
+    out.print(f"balanced, as Megatron reads it: [bold]{escape(layout)}[/]", soft_wrap=True)
+    if not block_in_each:
+        _tell_of_freer(
+            balanced.costs,
+            weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement),
+            costs.clock,
+        )
+    target = Target(schedule_name or "interleaved", pp, vpp, microbatches or 4 * placement.pp)
+    denses = f" --dense {model.count('d')}" if "d" in model else ""
+    suggest(f"treadle simulate {target} --layout '{layout}'{denses} --costs {costs_name}")
+
+
+def _schedule(
+    name: str | None, pp: int | None, vpp: int | None, microbatches: int | None, placement: str | None
+) -> Schedule | None:
+    if name is None:
+        if microbatches is not None:
+            raise ValueError(f"-m {microbatches} is about a step, which needs a schedule; add --schedule 1f1b")
+        return None
+    if placement is not None:
+        raise ValueError(f"{name} brings its own placement, got --placement {placement}; leave it out")
+    return Target(name, pp, vpp, microbatches).schedule()
+
+
+def _placement(name: str | None, pp: int | None, vpp: int | None) -> Placement:
+    if pp is None:
+        raise ValueError("how many ranks there are is missing; add --pp N, and --vpp N for several chunks on each")
+    chosen = name if name is not None else "loop"
+    if chosen not in _PLACEMENTS:
+        raise ValueError(
+            f"--placement is {' or '.join(_PLACEMENTS)}, got {name!r}; with --schedule the schedule brings its own"
+        )
+    chunks = vpp if vpp is not None else 2 if chosen == "v" else 1
+    for option, value in (("--pp", pp), ("--vpp", chunks)):
+        if value < 1:
+            raise ValueError(f"{option} is a whole number from 1, got {value}")
+    return _PLACEMENTS[chosen](pp, chunks)
+
+
+def _model(
+    costs: Costs, given: list[tuple[str, tuple[str, ...]]], layers: int | None, dense: int | None, mtp: int | None
+) -> str:
+    """The blocks of the model; layouts that are compared must have the same."""
+    for _, blocks in given:
+        check_blocks(blocks)
+    said = layers is not None or "layers" in costs.model
+    model = "".join(given[0][1]) if given and not said else model_blocks(costs, layers=layers, dense=dense, mtp=mtp)
+    for text, blocks in given:
+        if "".join(blocks) != model:
+            raise ValueError(
+                f"layout {text} has {_counted(''.join(blocks))}, and the model {_counted(model)}; "
+                "compare cuts of one model: --model-layers, --dense and --mtp say which"
+            )
+    return model
+
+
+def _counted(blocks: str) -> str:
+    layers, dense, mtp = sum(map(blocks.count, LAYERS)), blocks.count("d"), blocks.count("m")
+    return f"{layers} layers ({dense} dense) and {mtp} MTP block{'' if mtp == 1 else 's'}"
+
+
+def _weigh(name: str, blocks: tuple[str, ...], costs: Costs, placement: Placement, schedule: Schedule | None) -> _Cut:
+    weighed = weigh(costs, blocks, placement)
+    if schedule is None:
+        return _Cut(name, weighed, None)
+    program = lower(schedule, costs, LoweringOptions(blocks=blocks))
+    return _Cut(name, weighed, measure(simulate_step(program, costs)))
+
+
+def _as_dict(
+    cuts: list[_Cut], model: str, clock: Clock, placement: Placement, schedule: Schedule | None
+) -> dict[str, Any]:
+    return {
+        "unit": clock.unit,
+        "saved_unit": cuts[0].costs.saved_unit,
+        "model": model,
+        "placement": [list(stages) for stages in placement.stages],
+        "schedule": schedule.name if schedule is not None else None,
+        "microbatches": schedule.num_microbatches if schedule is not None else None,
+        "cuts": [_cut_object(cut, clock) for cut in cuts],
+    }
+
+
+def _cut_object(cut: _Cut, clock: Clock) -> dict[str, Any]:
+    weighed, step = cut.costs, cut.step
+    return {
+        "name": cut.name,
+        "layout": cut.layout,
+        "slowest_stage": weighed.slowest_stage,
+        "slowest_stage_time": clock.show(weighed.stages[weighed.slowest_stage].ticks),
+        "slowest_rank": weighed.slowest_rank,
+        "slowest_rank_time": clock.show(weighed.ranks[weighed.slowest_rank]),
+        "stages": [
+            {"blocks": stage.blocks, "time": clock.show(stage.ticks), "saved": stage.saved} for stage in weighed.stages
+        ],
+        "step": None
+        if step is None
+        else {"makespan": clock.show(step.makespan), "bubble": step.bubble, "peak": step.peak},
+    }
+
+
+def _tell_of_freer(cut: CutCosts, freer: CutCosts, clock: Clock) -> None:
+    """Note that stages without a layer would be faster, if so."""
+    least, most = (each.stages[each.slowest_stage].ticks for each in (freer, cut))
+    if least < most:
+        note(
+            f"with stages that have no layer (--block-in-each), the slowest takes {show_time(clock, least)}: "
+            f"{write_layout(freer.blocks)}"
+        )
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _print_stages(cut: _Cut, clock: Clock) -> None:
+    """Print a cut's stages; those that are alike share a row."""
+    alike: dict[StageCost, list[int]] = {}
+    for number, stage in enumerate(cut.costs.stages):
+        alike.setdefault(stage, []).append(number)
+    table = _table("stages", "blocks", "forward and backward", "saved")
+    for stage, numbers in alike.items():
+        saved = show_held(stage.saved, cut.costs.saved_unit)
+        table.add_row(rank_ranges(numbers), stage.blocks, show_time(clock, stage.ticks), saved)
+    out.print(f"[bold]{escape(cut.name)}[/]", soft_wrap=True)
+    out.print(table)
+
+
+def _print_cuts(cuts: list[_Cut], clock: Clock) -> None:
+    simulated = cuts[0].step is not None
+    table = _table("", "slowest stage", "slowest rank", *(("makespan", "bubble", "peak") if simulated else ()))
+    for cut in cuts:
+        weighed = cut.costs
+        stage, rank = weighed.slowest_stage, weighed.slowest_rank
+        cells = [
+            f"{stage}: {show_time(clock, weighed.stages[stage].ticks)}",
+            f"{rank}: {show_time(clock, weighed.ranks[rank])}",
+        ]
+        if cut.step is not None:
+            peak = show_held(cut.step.peak, cut.step.peak_unit)
+            cells += [show_time(clock, cut.step.makespan), f"{cut.step.bubble:.2%}", peak]
+        table.add_row(f"[bold]{escape(cut.name)}[/]", *cells)
+    out.print(table)

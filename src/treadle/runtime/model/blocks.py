@@ -1,0 +1,83 @@
+"""The blocks of a stage: embedding, layers, MTP blocks and head, found in its module and told in letters.
+
+E   the embedding: plain modules before all layers, on the first stage
+d   a layer that names its segments, without an exchange of tokens
+t   one with an exchange
+m   an MTP block
+L   the head with the loss: the last stage has it, even where there is nothing but the loss
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from treadle.runtime.model.mtp import MTPBlock
+from treadle.runtime.model.segments import Plan, is_segmented
+
+
+class Blocks(NamedTuple):
+    """The modules of a stage by what they are."""
+
+    embedding: list[nn.Module]
+    layers: list[Any]
+    mtp: list[MTPBlock]
+    head: list[nn.Module]
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a stage in order: those of an `nn.Sequential`, or the one module."""
+    return list(module) if isinstance(module, nn.Sequential) else [module]
+
+
+def parts_of(module: nn.Module, stage: int) -> Blocks:
+    """Returns the modules of a stage by what they are. Plain modules alone are an embedding or, behind, a head."""
+    children = children_of(module)
+    named = ["t" if is_segmented(child) else "m" if isinstance(child, MTPBlock) else "" for child in children]
+    inner = [at for at, letter in enumerate(named) if letter]
+    if not inner:
+        return Blocks(children, [], [], []) if stage == 0 else Blocks([], [], [], children)
+    first, last = inner[0], inner[-1]
+    plain = [type(child).__name__ for child, letter in zip(children, named, strict=True) if not letter]
+    if not all(named[first : last + 1]):
+        raise ValueError(
+            f"stage {stage} has plain modules ({', '.join(plain)}) between layers that name their segments, or between "
+            "these and its MTP blocks"
+        )
+    if sorted(named[first : last + 1], reverse=True) != named[first : last + 1]:
+        at = named.index("m")
+        raise ValueError(
+            f"stage {stage} has {type(children[at]).__name__}, an MTP block, before its last layer; put it behind all "
+            "layers"
+        )
+    num_layers = named.count("t")
+    return Blocks(
+        children[:first],
+        children[first : first + num_layers],
+        [child for child in children if isinstance(child, MTPBlock)],
+        children[last + 1 :],
+    )
+
+
+def is_layered(module: nn.Module) -> bool:
+    """Returns whether a stage has layers that name their segments, or MTP blocks."""
+    return any(is_segmented(child) or isinstance(child, MTPBlock) for child in children_of(module))
+
+
+def blocks_of(module: nn.Module, stage: int, num_stages: int) -> str:
+    """Returns the letters of a stage; of plain modules alone "E" on the first, "L" on the last stage, "" elsewhere."""
+    parts = parts_of(module, stage)
+    layers = "".join("t" if has_exchange(layer) else "d" for layer in parts.layers)
+    embedding = "E" if parts.embedding and stage == 0 else ""
+    return embedding + layers + "m" * len(parts.mtp) + ("L" if stage == num_stages - 1 else "")
+
+
+def segments_of(layer: Any, where: str) -> tuple[str, ...]:
+    """Returns the names of a layer's segments. Raises ValueError where they cannot run."""
+    return tuple(Plan.of(layer, where).segments)
+
+
+def has_exchange(layer: Any) -> bool:
+    """Returns whether a layer exchanges tokens."""
+    return any(segment.name == "dispatch" for segment in layer.segments())
