@@ -262,7 +262,7 @@ def test_two_mtp_blocks_on_a_stage_of_their_own() -> None:
         assert blocks == ("Et", "mm", "L")
         for grad, param in zip(grads, stages[rank].parameters(), strict=True):
             assert param.grad is not None
-            assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
+            assert torch.allclose(grad, param.grad, rtol=1e-10, atol=1e-14)
         assert "stage 1 has an MTP block (Next), which predicts from targets, got NoneType" in said
 
 
