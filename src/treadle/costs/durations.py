@@ -54,11 +54,15 @@ class _StageKind(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """`number[pp, chunk]` is a kind of stage; `ticks[stage kind, kind, layer]`; `pair[forward's, backward's]`."""
+    """`number[pp, chunk]` is a kind of stage; `ticks[stage kind, kind, layer]`; `pair[forward's, backward's]`.
+
+    `of_mb[stage kind, micro-batch, kind]` multiplies a time; it has no micro-batches where all are alike.
+    """
 
     number: Ints
     ticks: Longs
     pair: Longs
+    of_mb: npt.NDArray[np.float64]
 
 
 def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs | Ticks:
@@ -92,7 +96,6 @@ def _each(program: Program, costs: Costs, tables: _Tables, slowness: npt.NDArray
         *tables,
         factor,
         np.array(layout.placement.pipes, np.int64) * layout.num_mb,
-        mb_factors(layout, costs),
     )
 
 
@@ -107,9 +110,11 @@ def _tables(layout: Layout, costs: Costs) -> _Tables:
     number = np.array([different.index(kind) for kind in kinds], np.int32)[np.array(layout.placement.stages)]
     ticks = np.stack([_table(layout, costs, kind) for kind in different])
     pair = np.array([[_pair(layout, costs, f, b) for b in different] for f in different], np.int64)
-    if len(different) > 1 and (ticks == ticks[0]).all() and (pair == pair[0, 0]).all():
-        return _Tables(np.zeros_like(number), ticks[:1], pair[:1, :1])
-    return _Tables(number, ticks, pair)
+    of_mb = np.stack([mb_factors(layout, costs, kind.row) for kind in different])
+    alike = (ticks == ticks[0]).all() and (pair == pair[0, 0]).all() and (of_mb == of_mb[0]).all()
+    if len(different) > 1 and alike:
+        return _Tables(np.zeros_like(number), ticks[:1], pair[:1, :1], of_mb[:1])
+    return _Tables(number, ticks, pair, of_mb)
 
 
 def _stage_kinds(layout: Layout, costs: Costs) -> list[_StageKind]:
@@ -225,11 +230,11 @@ def _durations(
     number: Ints,
     table: Longs,
     pair: Longs,
+    of_mb: npt.NDArray[np.float64],
     factor: npt.NDArray[np.float64],
     first_mb: Longs,
-    of_mb: npt.NDArray[np.float64],
 ) -> Longs:
-    """`first_mb[chunk]` is the number of its pipe's first micro-batch; `of_mb[micro-batch, kind]` may be empty."""
+    """`first_mb[chunk]` is the number of its pipe's first micro-batch."""
     dur = np.empty(len(kind), np.int64)
     for lane in range(len(lane_rank)):
         slow = factor[lane_rank[lane]]
@@ -242,8 +247,8 @@ def _durations(
             stage = numbers[chunk[op]] if held else 0
             ticks = table[stage, kind[op], layer[op]] if held and 0 <= layer[op] < table.shape[2] else 0
             times = slow
-            if held and mb[op] >= 0 and first_mb[chunk[op]] + mb[op] < len(of_mb):
-                times = slow * of_mb[first_mb[chunk[op]] + mb[op], kind[op]]
+            if held and mb[op] >= 0 and first_mb[chunk[op]] + mb[op] < of_mb.shape[1]:
+                times = slow * of_mb[stage, first_mb[chunk[op]] + mb[op], kind[op]]
             dur[op] = ticks if times == 1.0 else round(ticks * times)
             if joined[op]:
                 both = pair[stage, before] if kind[op] == 0 else pair[before, stage]  # 0 is OpKind.F

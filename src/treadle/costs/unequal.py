@@ -10,14 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.costs.costs import Costs
+from treadle.ir.blocks import LAYERS
 from treadle.ir.program import Layout, OpKind
 
 _ATTENTION = (OpKind.ATTN_F, OpKind.ATTN_B, OpKind.ATTN_W, OpKind.ATTN_R)
 _ACTIONS = {OpKind.F: "f", OpKind.B: "b", OpKind.I: "i", OpKind.W: "w"}
 
 
-def mb_factors(layout: Layout, costs: Costs) -> npt.NDArray[np.float64]:
-    """`[micro-batch, kind]` -> what multiplies a time, pipe after pipe; without rows where all are alike.
+def mb_factors(layout: Layout, costs: Costs, row: str) -> npt.NDArray[np.float64]:
+    """`[micro-batch, kind]` -> what multiplies a time of a stage, pipe after pipe; without rows where all are alike.
+
+    `row` is the stage's blocks, empty where they are not known.
 
     Raises:
         ValueError: the costs are about another number of micro-batches.
@@ -34,7 +37,7 @@ def mb_factors(layout: Layout, costs: Costs) -> npt.NDArray[np.float64]:
     shares = np.zeros(len(OpKind))  # of the time that grows with the square
     shares[list(_ATTENTION)] = quadratic
     for kind, action in _ACTIONS.items():
-        shares[kind] = quadratic * _attention_share(costs, action)
+        shares[kind] = quadratic * _attention_share(costs, action, row)
     return relative[:, None] * (1 - shares) + (relative**2)[:, None] * shares
 
 
@@ -55,12 +58,27 @@ def _relative(costs: Costs) -> npt.NDArray[np.float64]:
     return relative
 
 
-def _attention_share(costs: Costs, action: str) -> float:
-    """The share of a layer's action that is attention; half where the costs do not tell attention from the rest."""
+def _attention_share(costs: Costs, action: str, row: str) -> float:
+    """The share of a stage's action that is attention of its layers.
+
+    Where the blocks are not known it is that of a layer; where the costs do not tell attention from the rest it is half
+    of a layer.
+    """
+    if not row:
+        whole = costs.of_layer(action) if costs.says_layers else costs.cell(action)
+        return min(1.0, _attention(costs, action, "t", whole) / whole) if whole else 0.5
+    of_layers = {block: costs.of_layer(action, block) for block in set(row) & set(LAYERS)}
+    attention = sum(_attention(costs, action, block, of_layers[block]) for block in row if block in of_layers)
+    whole = costs.of_stage(action, row)
+    return min(1.0, attention / whole) if whole else 0.0
+
+
+def _attention(costs: Costs, action: str, block: str, of_layer: int) -> float:
+    """Ticks of attention in an action of a layer."""
+    if not costs.has_parts:
+        return of_layer / 2
     parts = {"f": ("attn_f",), "i": ("attn_b",), "w": ("attn_w",), "b": ("attn_b", "attn_w")}[action]
-    whole = costs.of_layer(action) if costs.says_layers else costs.cell(action)
-    known = costs.has_parts and whole > 0
-    return min(1.0, sum(costs.layer.get(part, 0) for part in parts) / whole) if known else 0.5
+    return sum(costs.dense_part(part) if block == "d" else costs.layer.get(part, 0) for part in parts)
 
 
 def _check_number(num_microbatches: int, costs: Costs) -> None:
