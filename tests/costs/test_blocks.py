@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -66,14 +67,15 @@ def with_lines(lines: str) -> Costs:
     return parse(f"{TEXT}\n{lines}")
 
 
-def make(name: str = "1f1b", costs: Costs = COSTS, m: int = 2, **options: object) -> Program:
-    given = LoweringOptions(**{"blocks": BLOCKS, "hold": False, "early": False, **options})
+def make(name: str = "1f1b", costs: Costs = COSTS, m: int = 2, **options: Any) -> Program:
+    whole: dict[str, Any] = {"blocks": BLOCKS, "hold": False, "early": False, **options}
+    given = LoweringOptions(**whole)
     return lower(treadle.generate(name, pp=2, microbatches=m), costs, given)
 
 
-def times(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[int]]:
+def times(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[float]]:
     """By stage, kind of op and layer: all durations of these ops, in microseconds."""
-    found: dict[tuple[int, str, int], set[int]] = {}
+    found: dict[tuple[int, str, int], set[float]] = {}
     for op, ticks in enumerate(durations(program, costs)):
         key = (_stage(program, op), OpKind(program.kind[op]).name, int(program.layer[op]))
         found.setdefault(key, set()).add(int(ticks) / US)
@@ -81,7 +83,7 @@ def times(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[int]
 
 
 def _stage(program: Program, op: int) -> int:
-    return program.layout.placement.stages[program.lane_rank[program.lane_of[op]]][program.chunk[op]]
+    return program.layout.placement.stage(int(program.lane_rank[program.lane_of[op]]), int(program.chunk[op]))
 
 
 def changed(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[float]]:
@@ -140,7 +142,7 @@ def test_whole_actions_of_a_dense_layer() -> None:
 
 
 def test_recomputed_parts_take_their_forward_or_what_is_given() -> None:
-    again = {"by_layer": True, "recompute": ("attn", "mlp"), "early_recompute": False}
+    again: dict[str, Any] = {"by_layer": True, "recompute": ("attn", "mlp"), "early_recompute": False}
     seen = times(make(**again), COSTS)
     assert (seen[0, "ATTN_R", 0], seen[0, "MLP_R", 0], seen[0, "MLP_R", 1]) == ({10}, {7}, {20})
     costs = replace(COSTS, layer={**COSTS.layer, "attn_r": 3 * US, "mlp_r": 4 * US})
@@ -151,7 +153,9 @@ def test_recomputed_parts_take_their_forward_or_what_is_given() -> None:
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_stage_factor_is_about_all_that_it_computes_and_nothing_else(by_layer: bool) -> None:
     costs = with_lines("[stage.1]\nfactor = 1.5\n[step]\noptimizer = 10\n")
-    lanes = {"by_layer": True, "moe": True, "tied": ((0, -1),), "dp": 2, "recompute": ("mlp",)} if by_layer else {}
+    lanes: dict[str, Any] = (
+        {"by_layer": True, "moe": True, "tied": ((0, -1),), "dp": 2, "recompute": ("mlp",)} if by_layer else {}
+    )
     program = make("zb-h1", costs, **lanes)
     plain = replace(costs, stage={})
     computes = {"EMBED", "ATTN", "MLP", "MTP", "HEAD", "F", "I", "W"}
@@ -243,7 +247,7 @@ def test_an_overlapped_pair_grows_with_both_its_micro_batches() -> None:
         assert ticks[op] == ticks[op - 1] == (10 * parts[OpKind.F] + 20 * parts[OpKind.B]) * US
 
 
-def peaks(costs: Costs, name: str = "gpipe", m: int = 3, **options: object) -> tuple[float, ...]:
+def peaks(costs: Costs, name: str = "gpipe", m: int = 3, **options: Any) -> tuple[float, ...]:
     metrics = measure(simulate(make(name, costs, m, **options), costs))
     assert metrics.peak_unit == "bytes"
     return metrics.peaks
@@ -323,7 +327,12 @@ def test_the_better_place_to_compute_again_is_chosen(parts: tuple[str, ...], ear
     costs = treadle.load_costs("deepseek-v3-h800")
 
     def span(chosen: bool | None) -> int:
-        options = {"by_layer": True, "moe": True, "recompute": parts, "blocks": ("Et", "tt", "tt", "tL")}
+        options: dict[str, Any] = {
+            "by_layer": True,
+            "moe": True,
+            "recompute": parts,
+            "blocks": ("Et", "tt", "tt", "tL"),
+        }
         return simulate(make("interleaved-overlap", costs, 4, early_recompute=chosen, **options), costs).makespan
 
     assert span(None) == span(early) < span(not early)
