@@ -18,7 +18,7 @@ from treadle.passes.cells import lower_cells
 from treadle.passes.cut import common_layers, cut_layers
 from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
-from treadle.simulate import compare, measure, simulate
+from treadle.simulate import compare, fit, measure, simulate
 
 TICKS = Clock("tick", 1)
 UNIT = UNIT_COSTS.clock.ticks
@@ -297,3 +297,62 @@ def test_held_sizes_that_differ_or_are_not_known_are_named() -> None:
     traces = [("a", simulate(program, UNIT_COSTS)), ("b", simulate(other, UNIT_COSTS))]
     assert compare(traces).held == "held: 4 ranks; not held: layers (a 8, b ?); not held: micro-batches (a 16, b 8)"
     assert compare(traces[1:]).held.endswith("of the layers of the model nothing is known")
+
+
+MIXED = """
+[layer]
+attn_f = 16
+dispatch_f = 6
+mlp_f = 18
+combine_f = 7
+combine_b = 7
+mlp_b = 17
+dispatch_b = 6
+attn_b = 19
+mlp_w = 13
+attn_w = 11
+mlp_r = 20
+[dense]
+mlp_f = 12
+mlp_b = 11
+mlp_w = 9
+[ends]
+embed_f = 6
+embed_b = 9
+mtp_f = 40
+mtp_b = 38
+mtp_w = 21
+head_f = 20
+head_b = 18
+head_w = 17
+[message]
+send = 4
+reduce_tied = 10
+reduce_grad = 10
+[step]
+clip = 10
+optimizer = 30
+gather_params = 20
+[saved_bytes]
+attn = 10
+mlp = 12
+attn_input = 3
+mlp_input = 4
+dense_mlp = 7
+embed = 1
+mtp = 2
+head = 5
+"""
+
+
+def test_a_fit_of_mixed_layers_predicts_the_same_step() -> None:
+    costs, schedule = parse(MIXED), treadle.generate("interleaved-overlap", pp=2, microbatches=6)
+    options = LoweringOptions(
+        blocks=("Ed", "dt", "tt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 3),), dp=2
+    )
+    trace = treadle.simulate(schedule, costs, options)
+    fitted = fit(trace)
+    assert (fitted.dense["mlp_f"], fitted.layer["mlp_f"], fitted.layer["mlp_r"]) == (12_000, 18_000, 20_000)
+    again = treadle.simulate(schedule, fitted, options)
+    assert again.makespan == trace.makespan
+    assert measure(again).peaks == measure(trace).peaks

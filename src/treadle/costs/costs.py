@@ -65,6 +65,7 @@ from treadle.ir.trace import MICROSECONDS, Clock
 CELLS = ("f", "b", "i", "w", "fb")
 LAYER = ("attn_f", "counts", "host", "dispatch_f", "mlp_f", "combine_f", "combine_b", "mlp_b", "dispatch_b", "attn_b")
 WEIGHTS = ("mlp_w", "attn_w")
+AGAIN = ("attn_r", "mlp_r")
 ENDS = SECTIONS["ends"].names
 MESSAGE = SECTIONS["message"].names
 STEP = SECTIONS["step"].names

@@ -166,10 +166,11 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
         size = round(bytes_saved * scale)
         backward, weight = _PARTS[saver]
         taken[saver] = size
-        kept = round(size * layout.kept) if weight in layout.weights else 0
+        split = weight is OpKind.W or weight in layout.weights
+        kept = round(size * layout.kept) if split else 0
         if backward is not None:
             given[backward] += size - kept
-        if weight is not None and weight in layout.weights:
+        if weight is not None and split:
             given[weight] += kept
         if saver is OpKind.F:
             given[OpKind.B] = size

@@ -176,9 +176,11 @@ class Rule:
 
     @cached_property
     def weights(self) -> tuple[OpKind, ...]:
-        """The weight halves; those of blocks that no stage has are none."""
+        """The weight halves, of a cell W; those of blocks that no stage has are none."""
+        if not self.layout.by_layer:
+            return (OpKind.W,)
         absent = {OpKind.HEAD_W: "L", OpKind.MTP_W: "m"}
-        letters = "".join(self.rows) if self.layout.by_layer else ""
+        letters = "".join(self.rows)
         return tuple(kind for kind in self.layout.weights if kind not in absent or absent[kind] in letters)
 
     @cached_property

@@ -272,12 +272,7 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = LoweringO
 def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: LoweringOptions) -> Program:
     """Tell a Program at the grain of cells the blocks of its stages, and what each saves."""
     blocks = options.cut(schedule, costs)
-    layout = replace(
-        program.layout,
-        blocks=blocks,
-        stage_scale=costs.stage_factors("saved_factor", len(blocks)),
-        mb_scale=mb_saved(schedule.num_microbatches, costs),
-    )
+    layout = replace(program.layout, blocks=blocks)
     if not any(blocks):
         return replace(program, layout=layout)
     saved, dense, unit = _saved(costs, options, blocks)
@@ -285,7 +280,14 @@ def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: Lo
         return replace(program, layout=replace(layout, saved={OpKind.F: 1}, saved_unit=unit))
     of_layer, of_dense = ({OpKind.F: sizes.pop(OpKind.ATTN_F) + sizes.pop(OpKind.MLP_F)} for sizes in (saved, dense))
     different = of_dense if of_dense != of_layer else {}
-    layout = replace(layout, saved={**of_layer, **saved}, dense_saved=different, saved_unit=unit)
+    layout = replace(
+        layout,
+        saved={**of_layer, **saved},
+        dense_saved=different,
+        saved_unit=unit,
+        stage_scale=costs.stage_factors("saved_factor", len(blocks)),
+        mb_scale=mb_saved(schedule.num_microbatches, costs),
+    )
     return replace(program, layout=layout)
 
 
@@ -331,8 +333,8 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         saved_unit=unit,
         tied=tuple(tuple(sorted(stage % num_stages for stage in tie)) for tie in options.tied),
         step_end=costs.step_end,
-        stage_scale=costs.stage_factors("saved_factor", num_stages),
-        mb_scale=mb_saved(schedule.num_microbatches, costs),
+        stage_scale=costs.stage_factors("saved_factor", num_stages) if unit == "bytes" else (),
+        mb_scale=mb_saved(schedule.num_microbatches, costs) if unit == "bytes" else (),
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from treadle.costs import Costs
-from treadle.costs.costs import CELLS, ENDS, LAYER, MESSAGE, WEIGHTS
-from treadle.ir.program import Longs, OpKind, Program
+from treadle.costs.costs import AGAIN, CELLS, ENDS, LAYER, MESSAGE, STEP, WEIGHTS
+from treadle.costs.format import SECTIONS
+from treadle.ir.blocks import LAYERS
+from treadle.ir.program import Bools, Longs, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.simulate.grouping import WORK, tally, work_of
 from treadle.simulate.waiting import shortest
@@ -20,8 +22,16 @@ _MOVED = {
     "dispatch": (OpKind.DISPATCH_F, OpKind.DISPATCH_B),
     "combine": (OpKind.COMBINE_F, OpKind.COMBINE_B),
     "reduce_grad": (OpKind.REDUCE_GRAD,),
+    "reduce_tied": (OpKind.REDUCE_TIED,),
 }
-_SAVED = {"attn": OpKind.ATTN_F, "mlp": OpKind.MLP_F, "embed": OpKind.EMBED_F, "head": OpKind.HEAD_F}
+_SAVED = {
+    "attn": OpKind.ATTN_F,
+    "mlp": OpKind.MLP_F,
+    "embed": OpKind.EMBED_F,
+    "mtp": OpKind.MTP_F,
+    "head": OpKind.HEAD_F,
+}
+_AGAIN = {"attn": OpKind.ATTN_R, "mlp": OpKind.MLP_R}
 
 
 def fit(trace: Trace) -> Costs:
@@ -45,25 +55,45 @@ def fit(trace: Trace) -> Costs:
 
     """
     program = trace.program
-    typical = _medians(program, shortest(trace))
+    dur, dense = shortest(trace), _in_dense_layers(program)
+    typical = _medians(program, dur, ~dense)
     return Costs(
         "fitted",
         trace.clock,
         cells={**_section(typical, CELLS), **_layers_of_cells(program)},
-        layer=_section(typical, (*LAYER, *WEIGHTS)),
+        layer=_section(typical, (*LAYER, *WEIGHTS, *AGAIN)),
+        dense=_section(_medians(program, dur, dense), SECTIONS["dense"].names),
         ends=_section(typical, ENDS),
         message=_section(typical, MESSAGE),
+        step=_section(typical, STEP),
         saved_bytes=_saved_bytes(program),
         moved_bytes=_moved_bytes(program),
         about=" ".join(("medians of the durations", *((f"of: {trace.about}",) if trace.about else ()))),
     )
 
 
-def _medians(program: Program, dur: Longs) -> dict[str, int]:
+def _in_dense_layers(program: Program) -> Bools:
+    """`[op]`: is it a part of a dense layer. Where all layers are dense they are the layers, and none differs."""
+    layout = program.layout
+    letters = [[block for block in row if block in LAYERS] for row in layout.blocks]
+    if not layout.by_layer or len({block for row in letters for block in row}) < 2:
+        return np.zeros(program.num_ops, bool)
+    table = np.zeros((len(letters), layout.max_layers), bool)
+    for stage, row in enumerate(letters):
+        table[stage, : len(row)] = [block == "d" for block in row]
+    pp = program.lane_rank[program.lane_of] // layout.num_replicas
+    stage = np.array(layout.placement.stages, np.int32)[pp, program.chunk]
+    parts = np.isin(program.kind, (*layout.forward, *layout.backward, *layout.weights, *layout.recomputed))
+    parts &= ~np.isin(program.kind, (OpKind.HEAD_W, OpKind.MTP_W))
+    dense: Bools = parts & table[stage, np.where(parts, program.layer, 0)]
+    return dense
+
+
+def _medians(program: Program, dur: Longs, chosen: Bools) -> dict[str, int]:
     """Ticks of each kind of work that occurs, by its name in costs: one name for all messages."""
     work = work_of(program).astype(np.int32)
     work[np.isin(work, _MESSAGES)] = OpKind.SEND_F
-    found = tally(work, len(WORK), dur)
+    found = tally(work[chosen], len(WORK), dur[chosen])
     names = {**dict(enumerate(WORK)), int(OpKind.SEND_F): "send"}
     return {names[int(k)]: round(found.median[k]) for k in np.flatnonzero(found.num)}
 
@@ -81,8 +111,24 @@ def _layers_of_cells(program: Program) -> dict[str, int]:
 
 def _saved_bytes(program: Program) -> dict[str, int]:
     """By part of a layer; the grain of cells knows no parts."""
-    saved = program.layout.saved if program.layout.saved_unit == "bytes" else {}
-    return {name: saved[kind] for name, kind in _SAVED.items() if kind in saved}
+    layout = program.layout
+    if layout.saved_unit != "bytes":
+        return {}
+    sizes = _parts_of(layout.saved, "")
+    return sizes | (_parts_of({**layout.saved, **layout.dense_saved}, "dense_") if layout.dense_saved else {})
+
+
+def _parts_of(saved: Mapping[OpKind, int], prefix: str) -> dict[str, int]:
+    """What parts save: of one that is computed again, its inputs, and all of it."""
+    sizes = {}
+    for name, kind in _SAVED.items():
+        again = _AGAIN.get(name)
+        if kind not in saved or (prefix and again is None):
+            continue
+        sizes[prefix + name] = saved[kind] + (saved.get(again, 0) if again is not None else 0)
+        if again in saved:
+            sizes[f"{prefix}{name}_input"] = saved[kind]
+    return sizes
 
 
 def _moved_bytes(program: Program) -> dict[str, int]:
