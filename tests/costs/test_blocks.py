@@ -68,7 +68,8 @@ def with_lines(lines: str) -> Costs:
 
 
 def make(name: str = "1f1b", costs: Costs = COSTS, m: int = 2, **options: Any) -> Program:
-    given = LoweringOptions(**{"blocks": BLOCKS, "hold": False, "early": False, **options})
+    whole: dict[str, Any] = {"blocks": BLOCKS, "hold": False, "early": False, **options}
+    given = LoweringOptions(**whole)
     return lower(treadle.generate(name, pp=2, microbatches=m), costs, given)
 
 
@@ -82,7 +83,7 @@ def times(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[floa
 
 
 def _stage(program: Program, op: int) -> int:
-    return program.layout.placement.stages[int(program.lane_rank[program.lane_of[op]])][int(program.chunk[op])]
+    return program.layout.placement.stage(int(program.lane_rank[program.lane_of[op]]), int(program.chunk[op]))
 
 
 def changed(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[float]]:
@@ -152,8 +153,9 @@ def test_recomputed_parts_take_their_forward_or_what_is_given() -> None:
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_stage_factor_is_about_all_that_it_computes_and_nothing_else(by_layer: bool) -> None:
     costs = with_lines("[stage.1]\nfactor = 1.5\n[step]\noptimizer = 10\n")
-    fine = {"by_layer": True, "moe": True, "tied": ((0, -1),), "dp": 2, "recompute": ("mlp",)}
-    lanes: dict[str, Any] = fine if by_layer else {}
+    lanes: dict[str, Any] = (
+        {"by_layer": True, "moe": True, "tied": ((0, -1),), "dp": 2, "recompute": ("mlp",)} if by_layer else {}
+    )
     program = make("zb-h1", costs, **lanes)
     plain = replace(costs, stage={})
     computes = {"EMBED", "ATTN", "MLP", "MTP", "HEAD", "F", "I", "W"}
@@ -245,7 +247,7 @@ def test_an_overlapped_pair_grows_with_both_its_micro_batches() -> None:
         assert ticks[op] == ticks[op - 1] == (10 * parts[OpKind.F] + 20 * parts[OpKind.B]) * US
 
 
-def peaks(costs: Costs, name: str = "gpipe", m: int = 3, **options: object) -> tuple[float, ...]:
+def peaks(costs: Costs, name: str = "gpipe", m: int = 3, **options: Any) -> tuple[float, ...]:
     metrics = measure(simulate(make(name, costs, m, **options), costs))
     assert metrics.peak_unit == "bytes"
     return metrics.peaks
@@ -325,7 +327,12 @@ def test_the_better_place_to_compute_again_is_chosen(parts: tuple[str, ...], ear
     costs = treadle.load_costs("deepseek-v3-h800")
 
     def span(chosen: bool | None) -> int:
-        options = {"by_layer": True, "moe": True, "recompute": parts, "blocks": ("Et", "tt", "tt", "tL")}
+        options: dict[str, Any] = {
+            "by_layer": True,
+            "moe": True,
+            "recompute": parts,
+            "blocks": ("Et", "tt", "tt", "tL"),
+        }
         return simulate(make("interleaved-overlap", costs, 4, early_recompute=chosen, **options), costs).makespan
 
     assert span(None) == span(early) < span(not early)
