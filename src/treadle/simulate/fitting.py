@@ -79,8 +79,8 @@ def _in_dense_layers(program: Program) -> Bools:
     if not layout.by_layer or len({block for row in letters for block in row}) < 2:
         return np.zeros(program.num_ops, bool)
     table = np.zeros((len(letters), layout.max_layers), bool)
-    for stage, row in enumerate(letters):
-        table[stage, : len(row)] = [block == "d" for block in row]
+    for number, row in enumerate(letters):
+        table[number, : len(row)] = [block == "d" for block in row]
     pp = program.lane_rank[program.lane_of] // layout.num_replicas
     stage = np.array(layout.placement.stages, np.int32)[pp, program.chunk]
     parts = np.isin(program.kind, (*layout.forward, *layout.backward, *layout.weights, *layout.recomputed))
