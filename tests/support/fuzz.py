@@ -221,7 +221,7 @@ def differences(config: Config, got: tuple[float, Grads], wanted: Wanted) -> Ite
     for name, grad in grads.items():
         size, serial = wanted.sizes[name], wanted.serial[name]
         off, off_serial = off_by(grad, wanted.whole[name], size), off_by(grad, serial, size)
-        if off > most or not _same_bits(grad, serial):
+        if off > most or not same_bits(grad, serial):
             yield f"gradient of {name} is off by {off:.3g} from one process's, by {off_serial:.3g} from serial lanes'"
 
 
@@ -233,7 +233,8 @@ def off_by(grad: Tensor | None, want: Tensor | None, size: float) -> float:
     return most if most == most else float("inf")
 
 
-def _same_bits(grad: Tensor | None, want: Tensor | None) -> bool:
+def same_bits(grad: Tensor | None, want: Tensor | None) -> bool:
+    """True if both are the same numbers, or none."""
     if grad is None or want is None:
         return grad is want
     as_bytes = [tensor.contiguous().view(torch.uint8) for tensor in (grad, want)]

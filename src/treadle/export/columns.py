@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treadle.export.header import Timing, layout_object
+from treadle.export.header import Timing, former_keys, layout_object
 from treadle.ir.program import COLUMNS, NEVER, LaneKind, Layout, Longs, OpKind, Program
 from treadle.ir.trace import Trace
 
@@ -105,11 +105,13 @@ def reordered(ptr: Longs, values: Column, order: Longs) -> tuple[Longs, Column]:
 def fingerprint(program: Program, layout_keys: Collection[str] | None = None) -> str:
     """Return a digest that is equal for equal Programs only; it tells whether two files belong together.
 
-    A file from before some key of the layout was added has a digest of the others: `layout_keys` are those that it has.
+    A file from before some key of the layout was added, or in place of another, has a digest of those that it has:
+    `layout_keys`.
     """
     layout = layout_object(program.layout)
     if layout_keys is not None:
-        layout = {key: value for key, value in layout.items() if key in layout_keys}
+        known = {**layout, **former_keys(program.layout)}
+        layout = {key: known[key] for key in layout_keys if key in known}
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(layout, sort_keys=True).encode())
     for name in COLUMNS:

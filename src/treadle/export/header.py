@@ -78,6 +78,11 @@ def _besides(layout: Layout) -> Object:
     }
 
 
+def former_keys(layout: Layout) -> Object:
+    """What older files say in place of blocks."""
+    return {"layers": layout.layers, "embedding": layout.embedding, "head": layout.head}
+
+
 def timing_object(trace: Trace) -> Object:
     """Return the fields of a Trace besides its Program and its times, as a JSON object."""
     clock = {"unit": trace.clock.unit, "ticks": trace.clock.ticks}
