@@ -308,6 +308,14 @@ class Layout:
             if len(tie) < 2 or not set(tie) <= set(range(self.placement.num_stages)) or sorted(set(tie)) != list(tie):
                 last = self.placement.num_stages - 1
                 raise ValueError(f"a tie is two or more different stages from 0 to {last}, in order, got {tie}")
+        if bool(self.forward) != bool(self.backward):
+            raise ValueError(
+                f"a step has forward and backward parts, an update neither, got {self.forward} and {self.backward}"
+            )
+        if any("d" in row for row in self.blocks) and self.by_layer:
+            for parts in (self.forward, self.backward):
+                if not set(parts) - set(EXCHANGES):
+                    raise ValueError(f"a dense layer has a part that computes, got none in {parts}")
         if set(self.recomputed) - set(RECOMPUTE):
             raise ValueError(f"recomputed parts are ATTN_R and MLP_R, got {self.recomputed}")
         if self.step_end not in STEP_ENDS:
