@@ -86,7 +86,12 @@ def run(line: str, directory: Path, timeout_s: float = 1200) -> tuple[int, str]:
     done = subprocess.run(
         line, shell=True, cwd=directory, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, _settled(done.stdout + done.stderr)
+
+
+def _settled(printed: str) -> str:
+    """Leave out what only the first run of an installation says: that it compiles."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("compiling, once for"))
 
 
 def _run_here(words: list[str], directory: Path) -> tuple[int, str]:
@@ -101,7 +106,7 @@ def _run_here(words: list[str], directory: Path) -> tuple[int, str]:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     finally:
         os.chdir(before)
-    return code, printed.getvalue()
+    return code, _settled(printed.getvalue())
 
 
 @dataclass(frozen=True)
