@@ -204,4 +204,4 @@ def odd_shape_rank(rank: int) -> str:
 def test_a_micro_batch_of_another_shape_is_refused() -> None:
     for said in check(run_ranks(PP * EP, odd_shape_rank)):
         assert "stage 0 returned (4, 8) float32 for micro-batch 3, but (6, 8) float32 before" in said
-        assert "pad them, or make a new Pipeline" in said
+        assert "pad them, or make the Pipeline with shapes='each'" in said
