@@ -88,8 +88,8 @@ PLANTS = {
         "treadle.runtime.model.gradients",
         (
             (
-                "            flight.group.wait(flight.work)\n",
-                "            flight.flat = flight.flat.clone()\n            flight.group.wait(flight.work)\n",
+                "            self.group.wait(self.work)\n",
+                "            self.flat = self.flat.clone()\n            self.group.wait(self.work)\n",
             ),
         ),
         "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",
