@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from treadle.dist.gathering import gather_bytes
+from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY
@@ -53,14 +53,14 @@ class RankStages:
     blocks: list[str]
     segments: list[str]
 
-    def encode(self) -> bytes:
-        """Returns the fields as JSON."""
-        return json.dumps(asdict(self)).encode()
+    def encode(self) -> dict[str, Any]:
+        """Returns the fields as JSON has them."""
+        return asdict(self)
 
     @classmethod
-    def decode(cls, row: bytes) -> RankStages:
+    def decode(cls, row: Mapping[str, Any]) -> RankStages:
         """Returns the facts that `encode` wrote."""
-        return cls(**json.loads(row))
+        return cls(**row)
 
     def agrees_with(self, other: RankStages) -> bool:
         """True if the stages are alike but for `can_split`, in which replicas may differ."""
@@ -124,7 +124,7 @@ def meet(
     """
     _agree_to_start(groups, schedule, terms, problem)
     stages = _agree_over_replicas(groups, stages)
-    rows = [RankStages.decode(row) for row in gather_bytes(groups.pp_group, stages.encode())]
+    rows = [RankStages.decode(row) for row in gather_json(groups.pp_group, stages.encode())]
     layered = any(any(row.layered) for row in rows)
     if layered:
         _refuse_mixed(rows, groups.pp_group.ranks, schedule)
@@ -151,7 +151,7 @@ def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
     """Returns the stages with a backward split only where all replicas can. Raises if replicas' stages differ."""
     reason = None
     if groups.dp_group is not None:
-        rows = [RankStages.decode(row) for row in gather_bytes(groups.dp_group, stages.encode())]
+        rows = [RankStages.decode(row) for row in gather_json(groups.dp_group, stages.encode())]
         stages = replace(stages, can_split=[all(can) for can in zip(*(row.can_split for row in rows), strict=True)])
         if not all(row.agrees_with(rows[0]) for row in rows):
             reason = "its replicas have stages of other depths or segments; a stage is the same in all of them"

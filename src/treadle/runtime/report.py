@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from treadle.dist.gathering import gather_bytes
+from treadle.dist.gathering import gather_json
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.model.chunk import tensors_within
 from treadle.runtime.model.saved import SavedReport
@@ -113,7 +112,7 @@ def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> d
     for group in (groups.pp_group, groups.replica_group):
         if group is None:
             continue
-        rows = [json.loads(row) for row in gather_bytes(group, json.dumps(sums).encode())]
+        rows = gather_json(group, sums)
         sums = {}
         for name, value in (pair for row in rows for pair in row.items()):
             sums[name] = sums.get(name, 0.0) + value

@@ -7,17 +7,14 @@ so ranks may give all of it, or each the names in its own stages.
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import nn
 
-from treadle.dist.groups import Group
+from treadle.dist.gathering import gather_json
 from treadle.dist.rank_groups import Groups
-from treadle.dist.streams import HOST_MEMORY
 from treadle.host.errors import named
 from treadle.ir.placement import Placement
 from treadle.runtime.handshake import digest_of_values, raise_for_all
@@ -60,7 +57,7 @@ def agree_on_ties(
     """
     names, reason = _numbered(tied or {}, placement.num_stages)
     for group in (groups.dp_group, groups.pp_group):  # each group passes on what the one before was told
-        for other_reason, rows in _gather_json(group, [reason, _rows(names)]) if group is not None else ():
+        for other_reason, rows in gather_json(group, [reason, _rows(names)]) if group is not None else ():
             reason = reason or other_reason or _merge(names, rows)
     reason = reason or _too_few(names)
     if reason is not None:
@@ -70,7 +67,7 @@ def agree_on_ties(
     held = dict(enumerate(placement.stages[groups.position.pp_rank]))
     found, reason = _find(names, held, modules)
     raise_for_all(groups, reason)
-    raise_for_all(groups, _difference(_gather_json(groups.pp_group, _described(found, names))))
+    raise_for_all(groups, _difference(gather_json(groups.pp_group, _described(found, names))))
     ties = sorted({tie for tie, _ in names})
     return tuple(
         Tie(
@@ -183,11 +180,3 @@ def _difference(rows: Iterable[Iterable[_Description]]) -> str | None:
                 "copy one to the other before making the Pipeline"
             )
     return None
-
-
-def _gather_json(group: Group, value: object) -> list[Any]:
-    """Return every rank's value, in the order of the group."""
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=HOST_MEMORY)
-    sizes = [int(size) for size in group.all_gather(torch.tensor([len(text)], device=HOST_MEMORY))]
-    padded = torch.cat([text, text.new_full((max(sizes) - len(text),), ord(" "))])
-    return [json.loads(bytes(other.tolist())) for other in group.all_gather(padded)]
