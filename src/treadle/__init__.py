@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.schedules import generate
-    from treadle.simulate import compare, critical_path, fit, measure
+    from treadle.simulate import Durations, compare, critical_path, fit, measure
     from treadle.verify import Finding, VerifyReport, explain, verify_program
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "Boundary",
     "Cell",
     "Costs",
+    "Durations",
     "F",
     "Finding",
     "FurtherLoss",
@@ -116,7 +117,7 @@ _WHERE = {
     "treadle.drawing": ("draw",),
     "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
     "treadle.schedules": ("generate",),
-    "treadle.simulate": ("compare", "critical_path", "fit", "measure"),
+    "treadle.simulate": ("Durations", "compare", "critical_path", "fit", "measure"),
     "treadle.verify": ("Finding", "VerifyReport", "explain", "verify_program"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

@@ -27,7 +27,7 @@ _ROLE = np.array([ROLES.index(ROLE_OF[kind]) for kind in OpKind])
 
 LANE_ROWS: tuple[tuple[str, tuple[LaneKind, ...]], ...] = (
     ("Computation", (LaneKind.COMPUTE,)),
-    ("Communication", (LaneKind.EP, LaneKind.SEND, LaneKind.DP, LaneKind.TIED, LaneKind.WORLD)),
+    ("Communication", (LaneKind.EP, LaneKind.SEND, LaneKind.DP, LaneKind.TP, LaneKind.TIED, LaneKind.WORLD)),
     ("Offload", (LaneKind.OUT, LaneKind.IN)),
     ("Host", (LaneKind.HOST,)),
 )
