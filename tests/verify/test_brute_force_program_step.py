@@ -233,14 +233,7 @@ def test_ends_of_a_step_at_the_grain_of_cells() -> None:
     assert symptoms(layout, split, halves, ("x1=REDUCE_TIED-1.0.0<w1", "x1=REDUCE_TIED-1.0.0<b1")) == {"wrong data"}
 
 
-def test_without_a_backward_no_end_is_asked_for() -> None:
-    layout = replace(STEP, backward=(), weights=(), tied=(), saved={})
-    forward = "0 COMPUTE: a=ATTN_F0.0"
-    assert symptoms(layout, forward) == set()
-    # those that are there are known, and need what there is: no gradient
-    ends = f"{forward} o=OPTIMIZER-1.0<c\n 0 WORLD: c=CLIP-1.0\n 0 DP: p=GATHER_PARAMS-1.0<o"
-    assert symptoms(layout, ends) == set()
-    # with I alone there is a backward
+def test_an_end_is_asked_for_where_backwards_are_halves() -> None:
     cells = replace(ALONE, num_mb=1, step_end=(OPTIMIZER,))
     assert symptoms(cells, "0 COMPUTE: f=F0.0 i=I0.0 w=W0.0") == {"missing"}
     assert symptoms(cells, "0 COMPUTE: f=F0.0 i=I0.0 w=W0.0 o=OPTIMIZER-1.0") == set()

@@ -4,8 +4,12 @@ The thread that calls computes; other lanes go on beside it. It comes to the ops
 one execution under the costs, which is also the order of launches on all communicators. Once shapes are known, lanes
 that are threads get all of a step's ops at its start: then none waits for this thread to come to it (at a step of 9 s,
 paced, that was 3 % instead of 9 % over the prediction: benchmarks/overlap.py). In a step whose micro-batches have
-different shapes they get them too: a lane's thread waits for the header of its next message, and for the forward whose
-gradient it is to receive. Neither message can come before, so a lane waits for nothing that it would not wait for.
+different shapes they get them too.
+
+A gradient has the shape of its output. Where that is not known yet, in the first step and in one whose micro-batches
+differ, a lane's thread waits for the forward whose gradient it is to receive, as it waits for the header of its next
+message: the order of launches does not tell it that an exchange, the forward's last op, has ended on its own lane.
+Neither message can come before, so a lane waits for nothing that it would not wait for.
 """
 
 from __future__ import annotations
@@ -98,7 +102,8 @@ class LayerExecutor:
         """Run a step."""
         self._profiled = is_profiled()  # asked once: a range costs even where nobody profiles
         differ = self._part.differ
-        after, ahead = (self._after_forward, self.lanes.ahead) if differ else (self._after, self._known)
+        after = self._after if self._known and not differ else self._after_forward
+        ahead = self.lanes.ahead and (self._known or differ)
         under_way = self._under_way = RankProgress(replace(self._rows, after=after), guard.slots)
         for wait in self._waits:
             wait.step = under_way
@@ -116,7 +121,7 @@ class LayerExecutor:
             for at, channel in self._last_sends:  # noqa: B007  (an error is told of this op)
                 channel.drain()
             guard.refuse_void()
-            self._known = self.lanes.ahead
+            self._known = True
         except Exception as error:
             self._blame(guard, under_way, error, at)
 

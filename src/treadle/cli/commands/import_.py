@@ -1,0 +1,121 @@
+"""`treadle import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from treadle.api import files
+from treadle.cli.commands.simulate import show_time
+from treadle.cli.options import Json
+from treadle.cli.output import print_json
+from treadle.cli.terminal import note, out, suggest, working
+from treadle.costs import dump as dump_costs
+from treadle.profiles.assemble import Imported
+from treadle.profiles.importing import files_of, import_profile
+from treadle.simulate import Metrics, fit, measure
+
+_SHOWN_REMARKS = 12
+
+
+def import_(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|DIR...", help="Files of a profile, or directories of them: one run.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the measured steps: .json or .json.gz, for Perfetto.")
+    ] = None,
+    fit_to: Annotated[
+        Path | None, typer.Option("--fit", help="Write costs fitted to them, as TOML for --costs.")
+    ] = None,
+    schedule_to: Annotated[
+        Path | None, typer.Option("--schedule", help="Write the schedule that ran, as text that every command reads.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs."""
+    total = sum(path.stat().st_size for path, _ in files_of(paths))
+    with working("reading") as advance:
+        done = 0
+
+        def more(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            advance(min(done, total), total)
+
+        imported = import_profile(paths, more)
+    trace = imported.steps.trace(step)
+    metrics = measure(trace)
+    if output is not None:
+        with working(f"writing {output}"):
+            files.save_steps(imported.steps, output, step)
+    if fit_to is not None:
+        fit_to.write_text(dump_costs(fit(trace)), encoding="utf-8")
+    if schedule_to is not None:
+        schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
+    if as_json:
+        print_json("import", _as_dict(imported, metrics, step))
+        return
+    _print(imported, metrics, step)
+    written = str(output) if output is not None else "trace.json.gz"
+    suggest(
+        f"treadle why {written}" if output is not None else f"treadle import {paths[0]} -o {written} --fit fitted.toml"
+    )
+
+
+def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str, Any]:
+    schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
+    return {
+        "form": imported.form,
+        "unit": clock.unit,
+        "schedule": schedule.name if imported.named else None,
+        "pp": schedule.pp,
+        "vpp": schedule.placement.vpp,
+        "dp": imported.program.layout.dp,
+        "microbatches": schedule.num_microbatches,
+        "placement": [list(stages) for stages in schedule.placement.stages],
+        "step": steps.typical if step is None else step,
+        "makespan": clock.show(metrics.makespan),
+        "bubble": metrics.bubble,
+        "steps": [
+            {"step": number, "makespan": clock.show(int(span))}
+            for number, span in zip(steps.numbers, steps.makespans, strict=True)
+        ],
+        "remarks": [{"what": r.what, "source": r.source, "times": r.times} for r in imported.remarks],
+    }
+
+
+def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
+    schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
+    layout = imported.program.layout
+    name = schedule.name if imported.named else "a schedule that is none of those here"
+    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
+    chunks = f", {schedule.placement.vpp} chunks a rank" if schedule.placement.vpp > 1 else ""
+    out.print(
+        f"[bold]{escape(name)}[/]: {schedule.pp} ranks{replicas}{chunks}, {schedule.num_microbatches} micro-batches; "
+        f"{escape(imported.form)}",
+        soft_wrap=True,
+    )
+    spans = steps.makespans
+    out.print(
+        f"{len(steps.numbers)} step{'s' if len(steps.numbers) > 1 else ''}, {show_time(clock, float(spans.min()))} to "
+        f"{show_time(clock, float(spans.max()))}; step {steps.typical if step is None else step}: "
+        f"{show_time(clock, metrics.makespan)}, bubble {metrics.bubble:.2%}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("rank")
+    for column in ("busy", "idle"):
+        table.add_column(column, justify="right")
+    for number, rank in enumerate(metrics.ranks[:16]):
+        table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
+    out.print(table)
+    for remark in imported.remarks[:_SHOWN_REMARKS]:
+        note(str(remark))
+    if len(imported.remarks) > _SHOWN_REMARKS:
+        note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; --json has them all")

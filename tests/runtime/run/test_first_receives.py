@@ -1,0 +1,116 @@
+"""Receives of gradients in a step that learns the shapes: none is posted before a forward of its stage has run.
+
+The shape of a gradient is that of the output, which only a forward tells. Judged over all schedules, by what lanes are
+told to wait for, without processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+from torch import nn
+
+import treadle
+from treadle.costs import UNIT_COSTS, durations
+from treadle.ir.program import Op, OpKind, Program
+from treadle.plan import LoweringOptions
+from treadle.plan.running import expected, host_order, lower_running, lower_weaving
+from treadle.runtime.faults.guard import Guard
+from treadle.runtime.model.chunk import Chunk
+from treadle.runtime.run.handlers import HANDLERS, OpCalls, maker_of
+from treadle.runtime.run.lanes import SerialLanes
+from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.layers import LayerExecutor
+from treadle.runtime.run.rank_program import RankProgram
+from treadle.schedules import SCHEDULES
+
+SIZES = [(2, 1), (2, 6), (3, 7), (4, 8)]
+SHAPES = {
+    "layers": LoweringOptions(layers=1, moe=True),
+    "recomputed": LoweringOptions(layers=2, moe=True, recompute=("attn",)),
+    "offloaded": LoweringOptions(layers=1, moe=True, offload=True, padded=True),
+}
+
+
+class AskedLanes(SerialLanes):
+    """Lanes that run nothing, take ops `ahead` as threads do, and keep what each op is told to wait for."""
+
+    ahead = True
+
+    def __init__(self, num_ops: int) -> None:
+        self.behind: dict[int, list[int]] = {}
+        self._last: dict[int, int] = {}
+        super().__init__(num_ops)
+
+    def begin(self) -> None:
+        super().begin()
+        self.behind.clear()
+        self._last.clear()
+
+    def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
+        self.behind[op] = [*after, *(self._last[before] for before in {lane, 0} if before in self._last)]
+        self._last[lane] = op
+
+    def ended_before(self, op: int) -> set[int]:
+        """Return the ops that have ended whenever `op` starts, on threads: the caller's thread is lane 0."""
+        ended, todo = set[int](), [op]
+        while todo:
+            new = set(self.behind[todo.pop()]) - ended
+            ended |= new
+            todo += new
+        return ended
+
+
+def programs(name: str, pp: int, microbatches: int) -> dict[str, Program]:
+    """Return the Programs of a schedule at both granularities; none if it cannot do the size."""
+    try:
+        schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
+    except ValueError:
+        return {}
+    made = {shape: lower_weaving(schedule, UNIT_COSTS, SHAPES[shape], reduce=True) for shape in SHAPES}
+    return made | {"cells": lower_running(schedule, reduce=True)}
+
+
+def executor_of(program: Program, rank: int) -> tuple[LayerExecutor, AskedLanes]:
+    grid = program.layout.placement.stages
+    stages = {chunk: Chunk(number, nn.Identity(), None, 0) for chunk, number in enumerate(grid[rank])}
+    anything, gradients = mock.MagicMock(), mock.MagicMock(group=None, expert_dp_group=None, tied_groups={})
+    part = RankProgram(program, rank, stages, anything, anything, gradients, lambda pp_rank: pp_rank)
+    ticks = durations(program, UNIT_COSTS) if program.layout.layers else expected(program)
+    lanes: list[AskedLanes] = []
+
+    def make(names: list[str], ops: list[Op]) -> AskedLanes:
+        lanes.append(AskedLanes(len(ops)))
+        return lanes[0]
+
+    handlers = dict.fromkeys(HANDLERS, lambda part, op: OpCalls(lambda: None))
+    return LayerExecutor(part, host_order(program, ticks)[rank], make, handlers), lanes[0]
+
+
+def posted_too_early(executor: LayerExecutor, lanes: AskedLanes) -> list[str]:
+    """Return the receives of gradients that may be posted while no forward of their stage has ended."""
+    program, own = executor.program, executor.own
+    place = {op.index: at for at, op in enumerate(own)}
+    ends: dict[int, set[int]] = {}
+    for send in own:
+        if send.kind is OpKind.SEND_F:
+            maker = maker_of(program, send)
+            ends.setdefault(maker.chunk, set()).add(place[maker.index])
+    first = {op.chunk: op for op in reversed(own) if op.kind is OpKind.RECV_B}  # the others follow on its lane
+    return [str(op) for op in first.values() if not ends[op.chunk] & lanes.ended_before(place[op.index])]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_gradient_is_posted_before_a_forward_of_its_stage_has_run(name: str) -> None:
+    num_receives = 0
+    for pp, microbatches in SIZES:
+        for shape, program in programs(name, pp, microbatches).items():
+            for rank in range(pp):
+                executor, lanes = executor_of(program, rank)
+                executor.run(Guard())
+                early = posted_too_early(executor, lanes)
+                assert not early, f"pp={pp} M={microbatches} {shape}, rank {rank}: {early}"
+                num_receives += sum(op.kind is OpKind.RECV_B for op in executor.own)
+    assert num_receives
