@@ -59,9 +59,7 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
         peers = [whatif.stage == stage for _, stage in suspects.workers]
         found["worker"] = whatif.recovered(whatif.taking(_like_others(whatif, workers, peers)))
         replica = whatif.replica == suspects.replica
-        found["replica"] = whatif.recovered(
-            whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)]))
-        )
+        found["replica"] = whatif.recovered(whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)])))
     if whatif.communicates.any():
         found["communication"] = whatif.recovered(whatif.without(whatif.communicates))
     return found
@@ -155,12 +153,10 @@ def _worker_sentence(whatif: WhatIf, suspects: Suspects) -> str:
     dp, stage = suspects.workers[0]
     own = _of_worker(whatif, dp, stage)
     ratio = _ratio(whatif, own, (whatif.stage == stage) & ~own)
-    rank = stage * whatif.program.layout.num_replicas + dp
     more = f" (and {len(suspects.workers) - 1} more)" if len(suspects.workers) > 1 else ""
     return (
-        f"worker (dp {dp}, {_stage(whatif, stage)}), rank {rank} of the pipelines{more}, computes {ratio:.2f} times as "
-        f"long as the others of its stage: look at that machine (clocks, thermal throttling, other processes), "
-        f"or replace it"
+        f"worker (dp {dp}, {_stage(whatif, stage)}){more} computes {ratio:.2f} times as long as the others of its "
+        "stage: look at that machine (clocks, thermal throttling, other processes), or replace it"
     )
 
 
@@ -188,8 +184,8 @@ def _stage_sentence(whatif: WhatIf, stage: int) -> str:
         what = f"{_percent(moved)} of a stage's layers"
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
     return (
-        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} "
-        f"off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
+        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving "
+        f"{what} off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
     )
 
 
