@@ -106,7 +106,8 @@ class Recording:
 
     `pp`, `vpp`, `dp` and `num_mb` are sizes that the files name themselves, or None. `late_receives` says that the
     trainer posts a receive when the computation before it has ended, as Megatron does; `waits_inside` that the mark of
-    a computation includes its wait for the message. `remarks` are what the reader could not use, never dropped in silence.
+    a computation includes its wait for the message. `remarks` are what the reader
+    could not use, never dropped in silence.
     """
 
     form: str
