@@ -100,9 +100,7 @@ def _with_deps(program: Program, consumer: Ints, producer: Ints) -> Program:
     owners, deps = np.append(owner, consumer), np.append(program.dep, producer)
     order = np.argsort(owners, kind="stable")
     count = np.bincount(owners, minlength=program.num_ops)
-    return replace(
-        program, dep_ptr=np.r_[0, np.cumsum(count)].astype(np.int64), dep=deps[order].astype(np.int32)
-    )
+    return replace(program, dep_ptr=np.r_[0, np.cumsum(count)].astype(np.int64), dep=deps[order].astype(np.int32))
 
 
 def _first_forwards(program: Program) -> Ints:

@@ -10,9 +10,10 @@ import numpy as np
 
 from treadle.ir import Action, Cell, Pair, Schedule
 from treadle.ir.action import Kind
-from treadle.ir.program import OpKind, Program
+from treadle.ir.program import Program
 from treadle.ir.steps import Steps
 from treadle.passes.cells import lower_cells
+from treadle.passes.measured import TAIL, measured_program
 from treadle.passes.mesh import spread
 from treadle.profiles.labels import PipelineSize, fill, is_compute
 from treadle.profiles.matching import match
@@ -57,11 +58,20 @@ def assemble(recording: Recording) -> Imported:
         remarks.append(Remark(f"the order of cells is that of no schedule here; {differs}"))
         report = verify_schedule(schedule)
         remarks += [Remark(f"the schedule as recorded does not verify: {finding}") for finding in report.findings[:1]]
-    program = spread(lower_cells(schedule), ep=1, dp=size.dp)
+    program = _program(schedule, recording, size.dp)
     times = match(program, grid, whole)
     about = f"measured, {recording.form} profile of {program.num_ranks} ranks"
-    steps = Steps(program, tuple(whole), times.start, times.end, about=about)
+    steps = Steps(program, times.steps, times.start, times.end, about=about)
     return Imported(recording.form, schedule, not differs, steps, (*recording.remarks, *remarks, *times.remarks))
+
+
+def _program(schedule: Schedule, recording: Recording, dp: int) -> Program:
+    """The Program with what was recorded around the cells; where receives wait for cells before, they do here."""
+    seen = {int(kind) for rank in recording.ranks for kind in np.unique(rank.kind)}
+    tail = [kind for kind in TAIL if int(kind) in seen]
+    if recording.late_receives or tail:
+        return measured_program(schedule, dp=dp, tail=tail)
+    return spread(lower_cells(schedule), ep=1, dp=dp)
 
 
 def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...], list[int], list[Remark]]:
@@ -129,7 +139,3 @@ def on_one_clock(recording: Recording, offsets: Sequence[int]) -> Recording:
         for rank, by in zip(recording.ranks, offsets, strict=True)
     )
     return replace(recording, ranks=ranks)
-
-
-MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
-"""The marks of messages between ranks of a pipeline."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle.ir.placement import Placement
 from treadle.ir.program import Bools, LaneKind, Longs, OpKind, Program
+from treadle.passes.measured import TAIL
 from treadle.profiles.labels import occurrences
 from treadle.profiles.recording import UNKNOWN, RankRecording, Remark
 from treadle.profiles.standing import Grid
@@ -21,37 +22,47 @@ _WAITED_NS = 50_000
 
 
 class OpTimes(NamedTuple):
-    """`start[step, op]`, `end[step, op]`, and what is said about ops and marks that have no like."""
+    """`start[step, op]`, `end[step, op]` of the steps that are whole; what is said about marks and ops without one."""
 
+    steps: tuple[int, ...]
     start: Longs
     end: Longs
     remarks: tuple[Remark, ...]
 
 
 def match(program: Program, grid: Grid, steps: Sequence[int]) -> OpTimes:
-    """Give each op the times of its mark; a message without a mark is taken to leave when it was made, in no time."""
+    """Give each op the times of its mark; a message without a mark is taken to leave when it was made, in no time.
+
+    Raises:
+        ValueError: in no step all ops but messages were recorded.
+
+    """
     start, end = (np.full((len(steps), program.num_ops), UNKNOWN, np.int64) for _ in range(2))
     measured = np.zeros((len(steps), program.num_ops), bool)
-    index = _OpIndex(program)
-    num_unused = 0
+    index, numbers = _OpIndex(program), np.asarray(steps)
+    remarks = []
     for p, row in enumerate(grid):
         for d, rank in enumerate(row):
-            number = p * len(row) + d
-            mark, op = index.find(rank, p, number)
-            step = np.searchsorted(steps, rank.step[mark])
-            inside = (step < len(steps)) & (op >= 0)
-            inside &= np.asarray(steps)[np.minimum(step, len(steps) - 1)] == rank.step[mark]
-            at, mark, op = step[inside], mark[inside], op[inside]
-            start[at, op], end[at, op], measured[at, op] = rank.start[mark], rank.end[mark], True
-            num_unused += int(np.isin(rank.step, steps).sum()) - len(mark)
-    remarks = [Remark("marks are of no op of the schedule, and not used", times=num_unused)] if num_unused else []
+            op = index.find(rank, p * len(row) + d)
+            at = np.searchsorted(numbers, rank.step)
+            inside = numbers[np.minimum(at, len(numbers) - 1)] == rank.step
+            lost = np.unique(rank.kind[inside & (op < 0)]).tolist()
+            if lost:
+                kinds = ", ".join(OpKind(kind).name for kind in lost)
+                num = int((inside & (op < 0)).sum())
+                remarks.append(Remark(f"a mark of {kinds} is of no op of the schedule, and not used", rank.source, num))
+            used = inside & (op >= 0)
+            at, op = at[used], op[used]
+            start[at, op], end[at, op], measured[at, op] = rank.start[used], rank.end[used], True
     moved = np.isin(program.kind, _MESSAGES)
-    lost = np.flatnonzero(~measured[:, ~moved].all(axis=0))
-    if len(lost):
-        first = program.op(int(np.flatnonzero(~moved)[lost[0]]))
-        raise ValueError(
-            f"{first} of rank {first.lane.rank} was not recorded in every step; the profile lost a part of it"
-        )
+    whole = measured[:, ~moved].all(axis=1)
+    for step in np.flatnonzero(~whole):
+        first = program.op(int(np.flatnonzero(~measured[step] & ~moved)[0]))
+        told = f"step {numbers[step]} is left out: {first} of rank {first.lane.rank} was not recorded in it"
+        remarks.append(Remark(told))
+    if not whole.any():
+        raise ValueError(f"no step was recorded whole: {remarks[-1]}")
+    start, end, measured = start[whole], end[whole], measured[whole]
     without = ~measured & moved
     if without.any():
         all_of_them = without[:, moved].all()
@@ -60,12 +71,9 @@ def match(program: Program, grid: Grid, steps: Sequence[int]) -> OpTimes:
         _invent(program, start, end, without)
     num_waited = _begin_with_input(program, start, end)
     if num_waited:
-        remarks.append(
-            Remark(
-                "forwards and backwards began before their input had been sent: they begin when it was", "", num_waited
-            )
-        )
-    return OpTimes(start, end, tuple(remarks))
+        told = "ranges began before their input had been sent: they are taken to begin then"
+        remarks.append(Remark(told, times=num_waited))
+    return OpTimes(tuple(numbers[whole].tolist()), start, end, tuple(remarks))
 
 
 class _OpIndex:
@@ -81,19 +89,28 @@ class _OpIndex:
 
     def _keys(self, rank: Longs | int, kind: Longs, mb: Longs, chunk: Longs) -> Longs:
         layout = self.program.layout
-        key: Longs = (((rank * 64 + kind) * layout.num_microbatches + mb) * layout.placement.vpp) + chunk
+        key: Longs = ((rank * 64 + kind) * (layout.num_microbatches + 1) + mb + 1) * layout.placement.vpp + chunk
         return key
 
-    def find(self, rank: RankRecording, p: int, number: int) -> tuple[Longs, Longs]:
-        """The marks of a rank that can have an op, and its number or -1."""
-        mb, chunk = rank.mb.astype(np.int64), rank.chunk.astype(np.int64)
-        mb, chunk = self._by_order(rank, number, mb, chunk)
+    def find(self, rank: RankRecording, number: int) -> Longs:
+        """The op of each of a rank's marks, or -1."""
+        chunk = rank.chunk.astype(np.int64)
         sends = np.isin(rank.kind, _SENDS) & (rank.stage != UNKNOWN)
         chunk[sends] = self._readers_chunk(rank, sends)
-        mark = np.flatnonzero((mb >= 0) & (chunk >= 0))
-        key = self._keys(number, rank.kind[mark].astype(np.int64), mb[mark], chunk[mark])
+        op = np.full(len(rank), -1, np.int64)
+        by_label = np.flatnonzero((rank.mb != UNKNOWN) & (chunk >= 0))
+        kind, mb = rank.kind[by_label].astype(np.int64), rank.mb[by_label].astype(np.int64)
+        key = self._keys(number, kind, mb, chunk[by_label])
         place = np.minimum(np.searchsorted(self.sorted, key), len(self.sorted) - 1)
-        return mark, np.where(self.sorted[place] == key, self.order[place], -1)
+        op[by_label] = np.where(self.sorted[place] == key, self.order[place], -1)
+        for without in (*_MESSAGES, *TAIL):
+            marks = np.flatnonzero((rank.kind == without) & (rank.mb == UNKNOWN))
+            ops = np.flatnonzero((self.rank == number) & (self.program.kind == without))
+            ops = ops[np.argsort(self.program.cell[ops], kind="stable")]
+            k = occurrences(rank.step[marks].astype(np.int64))
+            inside = k < len(ops)
+            op[marks[inside]] = ops[k[inside]]
+        return op
 
     def _readers_chunk(self, rank: RankRecording, sends: Bools) -> Longs:
         """A send is named by the stage that makes the message, its op by the chunk that reads it."""
@@ -104,21 +121,6 @@ class _OpIndex:
         forward = rank.kind[sends] == OpKind.SEND_F
         reader: Longs = chunk_of[np.clip(rank.stage[sends] + np.where(forward, 2, 0), 0, placement.num_stages + 1)]
         return reader
-
-    def _by_order(self, rank: RankRecording, number: int, mb: Longs, chunk: Longs) -> tuple[Longs, Longs]:
-        """Messages without a micro-batch: the k-th of a kind in a step is the k-th such op of the rank."""
-        mb, chunk = mb.copy(), chunk.copy()
-        program = self.program
-        for kind in _MESSAGES:
-            marks = np.flatnonzero((rank.kind == kind) & (rank.mb == UNKNOWN))
-            if not len(marks):
-                continue
-            ops = np.flatnonzero((self.rank == number) & (program.kind == kind))
-            ops = ops[np.argsort(program.cell[ops], kind="stable")]
-            k = occurrences(rank.step[marks].astype(np.int64))
-            inside = k < len(ops)
-            mb[marks[inside]], chunk[marks[inside]] = program.mb[ops[k[inside]]], program.chunk[ops[k[inside]]]
-        return mb, chunk
 
 
 def _invent(program: Program, start: Longs, end: Longs, without: Bools) -> None:

@@ -62,9 +62,7 @@ def _in_order(program: Program, ops: Ints) -> Ints:
     return ops[np.argsort(program.cell[ops], kind="stable")]
 
 
-def _fill(
-    program: Program, ops: Ints, rank: RankRecording, numbers: Longs, start: Longs, end: Longs
-) -> Sequence[int]:
+def _fill(program: Program, ops: Ints, rank: RankRecording, numbers: Longs, start: Longs, end: Longs) -> Sequence[int]:
     """Put a rank's marks of one kind to its ops, and return the steps that have other marks than these ops."""
     marks = np.flatnonzero(rank.kind == program.kind[ops[0]])
     row = np.searchsorted(numbers, rank.step[marks])

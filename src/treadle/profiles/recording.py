@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +104,8 @@ class Remark(NamedTuple):
 class Recording:
     """What a reader found in the files of one run.
 
-    `pp`, `vpp`, `dp` and `num_mb` are sizes that the files name themselves, or None. `remarks` are what the reader
+    `pp`, `vpp`, `dp` and `num_mb` are sizes that the files name themselves, or None. `late_receives` says that the
+    trainer posts a receive when the computation before it has ended, as Megatron does. `remarks` are what the reader
     could not use, never dropped in silence.
     """
 
@@ -114,4 +115,5 @@ class Recording:
     vpp: int | None = None
     dp: int | None = None
     num_mb: int | None = None
-    remarks: tuple[Remark, ...] = field(default=())
+    late_receives: bool = False
+    remarks: tuple[Remark, ...] = ()

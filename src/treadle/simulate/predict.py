@@ -69,7 +69,9 @@ def simulate(program: Program, costs: Costs | Durations, *, slowness: float = 0.
     return Trace(program, times.start, times.end, costs.clock, about)
 
 
-def _execute_each(program: Program, durations: Durations, factor: np.ndarray[tuple[int], np.dtype[np.float64]] | None) -> Times:
+def _execute_each(
+    program: Program, durations: Durations, factor: np.ndarray[tuple[int], np.dtype[np.float64]] | None
+) -> Times:
     dur = np.asarray(durations.ticks, np.int64)
     if dur.shape != (program.num_ops,):
         raise ValueError(f"durations are one for each of {program.num_ops} ops, got an array of shape {dur.shape}")

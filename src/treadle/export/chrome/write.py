@@ -30,7 +30,8 @@ _PIECE = 50_000
 _MESSAGES = (LaneKind.SEND, LaneKind.RECV)
 _UPDATE = (LaneKind.H2D, LaneKind.BROADCAST, LaneKind.RELOAD)
 _COPIES = (LaneKind.OUT, LaneKind.IN)
-_FROM_THE_TOP = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, *_COPIES, LaneKind.DP, LaneKind.HOST, *_UPDATE)
+_FIRST = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, *_COPIES, LaneKind.DP, LaneKind.HOST, *_UPDATE)
+_FROM_THE_TOP = (*_FIRST, *(kind for kind in LaneKind if kind not in _FIRST))
 
 
 def dump(trace: Trace, file: str | Path | IO[str], *, ranks: range | None = None, steps: Steps | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from treadle.profiles.reader import Reader
+from treadle.profiles.readers.ndtimeline import NDTimelineReader
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (NDTimelineReader(),)
 """All readers, the most particular first."""

@@ -86,6 +86,7 @@ class NDTimelineReader:
             vpp=1 + max((mark.chunk for mark in computed), default=0),
             dp=dp,
             num_mb=1 + max((mark.mb for mark in computed), default=0),
+            late_receives=True,
             remarks=tuple(remarks),
         )
 
