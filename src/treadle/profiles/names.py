@@ -14,6 +14,7 @@ Only `PP:` names and torch's `Forward 3` say which micro-batch they are about: `
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from treadle.ir.program import EMBEDDING, HEAD, STEP_END, UPDATE, OpKind
@@ -62,6 +63,8 @@ _WHOLE = {
     "optimizer": (OpKind.OPTIMIZER,),
     "optimizer-inner-step": (OpKind.OPTIMIZER,),
     "params-all-gather": (OpKind.GATHER_PARAMS,),
+    "layernorm-grads-all-reduce": (OpKind.REDUCE_LAYERNORM,),
+    "gc": (OpKind.GC,),
 }
 """Megatron's timers and what NDTimeline calls the same."""
 
@@ -113,6 +116,7 @@ def op_of(name: str) -> tuple[OpKind, int] | None:
     return (kinds[0], UNKNOWN) if len(kinds) == 1 else None
 
 
+@lru_cache(maxsize=4096)
 def ops_of(name: str) -> tuple[OpKind, ...]:
     """Return the kinds of all ops that a name stands for: messages that are exchanged at once are several.
 

@@ -59,9 +59,7 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
         peers = [whatif.stage == stage for _, stage in suspects.workers]
         found["worker"] = whatif.recovered(whatif.taking(_like_others(whatif, workers, peers)))
         replica = whatif.replica == suspects.replica
-        found["replica"] = whatif.recovered(
-            whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)]))
-        )
+        found["replica"] = whatif.recovered(whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)])))
     if whatif.communicates.any():
         found["communication"] = whatif.recovered(whatif.without(whatif.communicates))
     return found
@@ -188,8 +186,8 @@ def _stage_sentence(whatif: WhatIf, stage: int) -> str:
         what = f"{_percent(moved)} of a stage's layers"
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
     return (
-        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} "
-        f"off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
+        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving "
+        f"{what} off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
     )
 
 

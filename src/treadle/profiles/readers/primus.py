@@ -71,7 +71,16 @@ class PrimusReader:
             remarks.append(Remark(f"Primus writes the first of {config['dp_size']} replicas only"))
         num_mb = config.get("num_mbs", config.get("micro_batches"))
         vpp = config.get("vp_size", config.get("vpp_size"))
-        return Recording(self.form, ranks, config.get("pp_size"), vpp, 1, num_mb, tuple(remarks))
+        return Recording(
+            self.form,
+            ranks,
+            pp=config.get("pp_size"),
+            vpp=vpp,
+            dp=1,
+            num_mb=num_mb,
+            late_receives=True,
+            remarks=tuple(remarks),
+        )
 
 
 def _config(paths: Sequence[Path]) -> dict[str, Any]:
