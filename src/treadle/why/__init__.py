@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from treadle.why.cause import Cause
-from treadle.why.report import WhyReport, why
+from treadle.why.report import WhyReport, analyse
 
-__all__ = ["Cause", "WhyReport", "why"]
+__all__ = ["Cause", "WhyReport", "analyse"]

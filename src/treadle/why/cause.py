@@ -153,12 +153,10 @@ def _worker_sentence(whatif: WhatIf, suspects: Suspects) -> str:
     dp, stage = suspects.workers[0]
     own = _of_worker(whatif, dp, stage)
     ratio = _ratio(whatif, own, (whatif.stage == stage) & ~own)
-    rank = stage * whatif.program.layout.num_replicas + dp
     more = f" (and {len(suspects.workers) - 1} more)" if len(suspects.workers) > 1 else ""
     return (
-        f"worker (dp {dp}, {_stage(whatif, stage)}), rank {rank} of the pipelines{more}, computes {ratio:.2f} times as "
-        f"long as the others of its stage: look at that machine (clocks, thermal throttling, other processes), "
-        f"or replace it"
+        f"worker (dp {dp}, {_stage(whatif, stage)}){more} computes {ratio:.2f} times as long as the others of its "
+        "stage: look at that machine (clocks, thermal throttling, other processes), or replace it"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from treadle.ir.program import Bools
+from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock
 from treadle.why.cause import Cause, Suspects, last_stage, name_cause, recoveries
@@ -64,6 +65,17 @@ class WhyReport:
     communication: float
     cause: Cause
 
+    @property
+    def in_words(self) -> str:
+        """The times and sizes in a sentence."""
+        steps, replicas = len(self.by_step), f" x {self.dp} replicas" if self.dp > 1 else ""
+        return (
+            f"a step takes {show_time(self.clock, self.measured)}, {show_time(self.clock, self.no_gaps)} without gaps "
+            f"between ops ({self.gaps:.1%}), {show_time(self.clock, self.ideal)} if all ops were ordinary; waiting for "
+            f"messages {self.messages:.1%}, exposed communication {self.communication:.1%}; "
+            f"{self.pp} stages{replicas}, {self.num_mb} micro-batches, {steps} step{'s' if steps > 1 else ''}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; times are in the clock's unit."""
         show = self.clock.show
@@ -90,7 +102,7 @@ class WhyReport:
         }
 
 
-def why(steps: Steps) -> WhyReport:
+def analyse(steps: Steps) -> WhyReport:
     """Say what measured steps are slowed down by.
 
     Raises:
