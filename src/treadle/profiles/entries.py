@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _PIECE_BYTES = 2**20
+_BEHIND = tuple(" \t\r\n,:}")
+"""What may stand behind a value."""
 
 
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
@@ -82,6 +84,7 @@ class _Entries:
                 if not self._more():
                     raise json.JSONDecodeError(error.msg, error.doc, error.pos) from error
                 continue
-            if end < len(self.text) or not self._more():  # a number at the very end may go on
+            whole = self.text[end : end + 1] in _BEHIND  # else a number may go on in the next piece
+            if whole or not self._more():
                 self.at = end
                 return value
