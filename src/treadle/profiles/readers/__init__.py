@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from treadle.profiles.reader import Reader
+from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.readers.ndtimeline import NDTimelineReader
 
-READERS: tuple[Reader, ...] = (NDTimelineReader(),)
+READERS: tuple[Reader, ...] = (NDTimelineReader(), KinetoReader())
 """All readers, the most particular first."""
