@@ -55,6 +55,11 @@ COMMANDS = {
         "Examples: treadle import profile/ -o trace.json.gz --fit fitted.toml   |   "
         "treadle import rank*_trace.json.gz --json   |   treadle import profile/ --schedule ran.txt",
     ),
+    "why": CommandHelp(
+        "Says why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.",
+        "Examples: treadle why trace.json.gz   |   treadle why profile/ -o why.html   |   "
+        "treadle why timeline.json.gz --steps 16-39,403- --json",
+    ),
     "balance": CommandHelp(
         "Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.",
         "Examples: treadle balance --pp 16 --vpp 2 --costs deepseek-v3-model   |   "

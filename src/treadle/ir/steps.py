@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +50,14 @@ class Steps:
         """The number of the step whose makespan is the median's nearest."""
         middle = np.median(self.makespans)
         return self.numbers[int(np.argmin(np.abs(self.makespans - middle)))]
+
+    def select(self, numbers: Collection[int]) -> Steps:
+        """Return only these steps, in the order they have here."""
+        if unknown := [number for number in numbers if number not in self.numbers]:
+            raise ValueError(f"step {unknown[0]} was not measured; there are {_listed(self.numbers)}")
+        chosen = [at for at, number in enumerate(self.numbers) if number in set(numbers)]
+        kept = tuple(self.numbers[at] for at in chosen)
+        return replace(self, numbers=kept, start=self.start[chosen], end=self.end[chosen])
 
     def trace(self, number: int | None = None) -> Trace:
         """One step as a Trace that begins at 0; the typical one where none is named."""

@@ -14,6 +14,7 @@ Only `PP:` names and torch's `Forward 3` say which micro-batch they are about: `
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, OpKind
@@ -117,6 +118,7 @@ def op_of(name: str) -> tuple[OpKind, int] | None:
     return (kinds[0], UNKNOWN) if len(kinds) == 1 else None
 
 
+@lru_cache(maxsize=4096)
 def ops_of(name: str) -> tuple[OpKind, ...]:
     """Return the kinds of all ops that a name stands for: messages that are exchanged at once are several.
 

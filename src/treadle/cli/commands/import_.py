@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.api import files
-from treadle.cli.commands.simulate import show_time
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import note, out, suggest, working
 from treadle.costs import dump as dump_costs
+from treadle.ir.show import show_time
 from treadle.profiles.assemble import Imported
 from treadle.profiles.importing import files_of, import_profile
 from treadle.simulate import Metrics, fit, measure

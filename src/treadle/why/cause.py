@@ -1,0 +1,224 @@
+"""The cause of a slow run: of several things made ordinary, one at a time, the one that recovers most.
+
+    microbatches   every micro-batch of a worker takes that worker's mean: unequal sequences, data that differs
+    stage          every stage's computation is scaled to the mean over stages: a cut that is not balanced
+    worker         the slowest workers (the top 3 % by score) compute like the others of their stage: a machine
+    replica        the slowest replica computes like the others: a node or a network that all its workers share
+    communication  every message and collective takes the median of its type
+
+A worker is a rank of the pipeline in one replica. Scaling keeps how the durations vary, so that long sequences on the
+last stage count as unequal micro-batches, and not as a slow stage; with one replica a worker is its stage. There is no
+cause where S is below 1.05, and none that explains it where nothing recovers 30 % of the lost time (`several`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.ir.program import Bools, Longs
+from treadle.simulate.grouping import work_of
+from treadle.why.whatif import WhatIf
+
+SLOW = 1.05
+"""S from which on a run is called slow."""
+
+EXPLAINS = 0.3
+"""The least share of the lost time that a cause recovers."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`what` is none, several, or one of the five; `stage` and `dp` say where, `recovers` which share of the loss."""
+
+    what: str
+    stage: int | None
+    dp: int | None
+    recovers: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """The workers, as (dp, stage), the stage and the replica that stand out."""
+
+    workers: tuple[tuple[int, int], ...]
+    stage: int
+    replica: int
+
+
+def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
+    """The share of the lost time that each of the what-ifs recovers."""
+    program = whatif.program
+    found = {"microbatches": whatif.recovered(whatif.taking(_alike(whatif)))}
+    if program.layout.placement.pp > 1:
+        found["stage"] = whatif.recovered(whatif.taking(stages_balanced(whatif)))
+    if program.layout.num_replicas > 1:
+        workers = [_of_worker(whatif, dp, stage) for dp, stage in suspects.workers]
+        peers = [whatif.stage == stage for _, stage in suspects.workers]
+        found["worker"] = whatif.recovered(whatif.taking(_like_others(whatif, workers, peers)))
+        replica = whatif.replica == suspects.replica
+        found["replica"] = whatif.recovered(whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)])))
+    if whatif.communicates.any():
+        found["communication"] = whatif.recovered(whatif.without(whatif.communicates))
+    return found
+
+
+def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> Cause:
+    """Choose the what-if that recovers most, and say what to do about it."""
+    slowdown = whatif.slowdown(whatif.no_gaps)
+    if slowdown < SLOW:
+        sentence = f"nothing stands out: the run is {_percent(slowdown - 1)} slower than without stragglers"
+        return Cause("none", None, None, 0.0, sentence)
+    what = max(recovered, key=lambda name: recovered[name])
+    share = recovered[what]
+    if share < EXPLAINS:
+        parts = ", ".join(f"{name} {_percent(share)}" for name, share in _sorted(recovered))
+        sentence = f"no single cause: of the time lost to stragglers, made ordinary one at a time, {parts} come back"
+        return Cause("several", None, None, share, sentence)
+    if what == "worker":
+        dp, stage = suspects.workers[0]
+        return Cause(what, stage, dp, share, _worker_sentence(whatif, suspects))
+    if what == "replica":
+        return Cause(what, None, suspects.replica, share, _replica_sentence(whatif, suspects.replica))
+    if what == "stage":
+        return Cause(what, suspects.stage, None, share, _stage_sentence(whatif, suspects.stage))
+    sentence = _microbatches_sentence(whatif, share) if what == "microbatches" else _communication_sentence(whatif)
+    return Cause(what, None, None, share, sentence)
+
+
+def stages_balanced(whatif: WhatIf) -> Longs:
+    """Durations in which each stage computes a micro-batch, forward and backward, in the mean time of all stages."""
+    times = stage_times(whatif)
+    factor = np.where(times > 0, times.mean() / np.maximum(times, 1e-9), 1.0)
+    scaled = np.where(whatif.computes, whatif.measured * factor[whatif.stage], whatif.measured)
+    return np.rint(scaled).astype(np.int64)
+
+
+def stage_times(whatif: WhatIf) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Ticks that each stage computes in a step, on average over replicas and steps."""
+    mean = np.where(whatif.computes & ~_second_halves(whatif), whatif.measured.mean(axis=0), 0.0)
+    layout = whatif.program.layout
+    return np.bincount(whatif.stage, mean, minlength=layout.placement.pp) / layout.num_replicas
+
+
+def _second_halves(whatif: WhatIf) -> Bools:
+    """`[op]`: is it the second half of an overlapped pair, whose time is its first half's."""
+    return whatif.program.joined
+
+
+def _alike(whatif: WhatIf) -> Longs:
+    """Durations in which each micro-batch takes the mean of its worker, over micro-batches and steps."""
+    return _scaled_means(whatif, whatif.stage.astype(np.int64) * (whatif.replica.max() + 1) + whatif.replica)
+
+
+def _scaled_means(whatif: WhatIf, who: Longs) -> Longs:
+    program, ops = whatif.program, np.flatnonzero(whatif.computes)
+    chunk, layer = program.chunk[ops].astype(np.int64), program.layer[ops].astype(np.int64)
+    key = ((who[ops] * 256 + work_of(program)[ops]) * (chunk.max() + 1) + chunk) * (layer.max() + 1) + layer
+    _, code = np.unique(key, return_inverse=True)
+    total = np.bincount(code, whatif.measured[:, ops].mean(axis=0))
+    dur = whatif.measured.copy()
+    dur[:, ops] = np.rint(total[code] / np.bincount(code)[code]).astype(np.int64)
+    return dur
+
+
+def _like_others(whatif: WhatIf, groups: list[Bools], peers: list[Bools]) -> Longs:
+    """Durations in which the ops of each group are scaled, type by type, to the mean of its peers in no group."""
+    work, dur = work_of(whatif.program), whatif.measured.copy()
+    none = ~np.logical_or.reduce(groups)
+    for group, alike in zip(groups, peers, strict=True):
+        for kind in np.unique(work[whatif.computes]):
+            of_kind = whatif.computes & (work == kind)
+            own, others = of_kind & group, of_kind & alike & none
+            if own.any() and others.any() and whatif.measured[:, own].any():
+                factor = whatif.measured[:, others].mean() / whatif.measured[:, own].mean()
+                dur[:, own] = np.rint(whatif.measured[:, own] * factor).astype(np.int64)
+    return dur
+
+
+def _of_worker(whatif: WhatIf, dp: int, stage: int) -> Bools:
+    found: Bools = (whatif.replica == dp) & (whatif.stage == stage)
+    return found
+
+
+def _ratio(whatif: WhatIf, own: Bools, others: Bools) -> float:
+    """How long the computation of some takes to that of others."""
+    mine, theirs = whatif.measured[:, whatif.computes & own], whatif.measured[:, whatif.computes & others]
+    return float(mine.mean() / theirs.mean()) if theirs.size and theirs.any() else 1.0
+
+
+def _worker_sentence(whatif: WhatIf, suspects: Suspects) -> str:
+    dp, stage = suspects.workers[0]
+    own = _of_worker(whatif, dp, stage)
+    ratio = _ratio(whatif, own, (whatif.stage == stage) & ~own)
+    more = f" (and {len(suspects.workers) - 1} more)" if len(suspects.workers) > 1 else ""
+    return (
+        f"worker (dp {dp}, {_stage(whatif, stage)}){more} computes {ratio:.2f} times as long as the others of its "
+        "stage: look at that machine (clocks, thermal throttling, other processes), or replace it"
+    )
+
+
+def _replica_sentence(whatif: WhatIf, dp: int) -> str:
+    ratio = _ratio(whatif, whatif.replica == dp, whatif.replica != dp)
+    return (
+        f"replica {dp} computes {ratio:.2f} times as long as the others: look at what its ranks share: "
+        "their node, their data loader, the length of their sequences"
+    )
+
+
+def _stage_sentence(whatif: WhatIf, stage: int) -> str:
+    layout, times = whatif.program.layout, stage_times(whatif)
+    pp = layout.placement.pp
+    others = np.delete(times, stage).mean()
+    longer = times[stage] / others - 1
+    moved = longer * (pp - 1) / pp  # of the layers of another stage: then all take as long
+    last = ", the last," if stage == last_stage(whatif) and layout.placement.vpp == 1 else ""
+    layers = [sum(layout.layers[s] for s in held) for held in layout.placement.stages]
+    if all(layers):
+        each = float(np.mean(np.delete(layers, stage)))
+        num = moved * each
+        what = f"{num:.1f} layers' worth of work" if num >= 0.05 else "a part of a layer"
+    else:
+        what = f"{_percent(moved)} of a stage's layers"
+    gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
+    return (
+        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving "
+        f"{what} off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
+    )
+
+
+def _microbatches_sentence(whatif: WhatIf, share: float) -> str:
+    ops = np.flatnonzero(whatif.computes)
+    mean = _alike(whatif)[:, ops]
+    spread = float(np.std(whatif.measured[:, ops] / np.maximum(mean, 1)))
+    return (
+        f"micro-batches are unequal: on one worker their times vary by {_percent(spread)} (standard deviation), and "
+        f"{_percent(share)} of the lost time comes back where they are alike: put sequences together so that each "
+        "micro-batch costs the same (attention costs the square of a sequence's length)"
+    )
+
+
+def _communication_sentence(whatif: WhatIf) -> str:
+    names = [name for name, ops in whatif.types.items() if (ops & whatif.communicates).any()]
+    slowest = max(names, key=lambda name: whatif.only(whatif.types[name]).mean())
+    return f"communication varies, {slowest} most: look at the network between the ranks that come last there"
+
+
+def last_stage(whatif: WhatIf) -> int:
+    """The pipeline rank that holds the last stage."""
+    placement = whatif.program.layout.placement
+    return placement.holder(placement.num_stages - 1, 0)[0]
+
+
+def _stage(whatif: WhatIf, stage: int) -> str:
+    return f"stage {stage}" if whatif.program.layout.placement.vpp == 1 else f"pipeline rank {stage}"
+
+
+def _sorted(recovered: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(recovered.items(), key=lambda item: -item[1])
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if abs(share) >= 0.1 or share == 0 else f"{share:.1%}"
