@@ -58,6 +58,15 @@ def test_events_are_those_of_a_parser(
     assert told == path.stat().st_size
 
 
+@pytest.mark.parametrize("piece_bytes", [7, 2**22])
+def test_of_some_categories_one_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(chrome_events, "PIECE_BYTES", piece_bytes)
+    path = written(tmp_path / "trace.json")
+    for name, num in (("aten::mm", 1), ("aten::m", 0)):
+        events = ChromeEvents(path, ("ac2g",), lambda _: None, named={"cpu_op": name})
+        assert [event["cat"] for event in events] == ["cpu_op"] * num + ["ac2g"]
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_cut_file_is_read_up_to_the_cut_and_says_so(tmp_path: Path, name: str) -> None:
     whole = written(tmp_path / name).read_bytes()

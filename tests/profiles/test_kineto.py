@@ -194,6 +194,19 @@ def test_a_computation_of_a_host_begins_when_its_message_was_found(tmp_path: Pat
     assert ((rank.end - 10**9) // 1000).tolist() == [50, 101, 90, 130, 140]
 
 
+def test_a_single_stage_receives_and_sends_inside_its_computation(tmp_path: Path) -> None:
+    events = [
+        span("Forward 3", 0, 90),
+        span("gloo:recv", 1, 50),
+        span("c10d::send", 80, 83, cat="cpu_op"),
+        span("gloo:send", 82, 200),
+    ]
+    (rank,) = recording_of(kineto(tmp_path / "trace.json", events)).ranks
+    assert rows(rank) == [(kind, 3, -1, 0, 0) for kind in ("RECV_F", "F", "SEND_F")]
+    assert ((rank.start - 10**9) // 1000).tolist() == [0, 50, 80]
+    assert ((rank.end - 10**9) // 1000).tolist() == [50, 80, 90]
+
+
 def test_steps_are_profiler_steps_or_begin_where_an_op_comes_again(tmp_path: Path) -> None:
     ops = [span(f"PP:0{kind}0", at, at + 5) for at, kind in ((0, "F"), (10, "B"), (20, "F"), (30, "B"))]
     (counted,) = recording_of(kineto(tmp_path / "counted.json", ops)).ranks

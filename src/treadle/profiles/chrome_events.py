@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, TypeAlias
 
 from treadle.profiles.reader import Advance
@@ -32,10 +33,19 @@ _WHITESPACE = b" \t\r\n"
 class ChromeEvents:
     """Iterates once over the events of one file, plain or compressed; what `about` and `trouble` say is known behind.
 
+    Of the categories in `named` only events of that name are read, where the name stands behind the category.
+
     Fractions are left as text, as microseconds of a clock do not fit into a float with their nanoseconds: see `to_ns`.
     """
 
-    def __init__(self, path: Path, categories: Iterable[str], advance: Advance) -> None:
+    def __init__(
+        self,
+        path: Path,
+        categories: Iterable[str],
+        advance: Advance,
+        *,
+        named: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.path = path
         self.about: dict[str, Any] = {}
         """What stands beside the events: schemaVersion, distributedInfo, ..."""
@@ -43,8 +53,11 @@ class ChromeEvents:
         """Why the file could be read in part only."""
         self.num_read = 0
         self._advance = advance
-        names = b"|".join(re.escape(name.encode()) for name in categories)
-        self._wanted = re.compile(rb'"cat"\s*:\s*"(?:' + names + rb')"')
+        wanted = [f'{re.escape(category)}"' for category in categories]
+        wanted += [
+            rf'{re.escape(category)}"\s*,\s*"name"\s*:\s*"{re.escape(name)}"' for category, name in named.items()
+        ]
+        self._wanted = re.compile(rf'"cat"\s*:\s*"(?:{"|".join(wanted)})'.encode())
         self._decode = JSONDecoder(parse_float=str).raw_decode
         self._open = 0
         """Opened and not closed braces and brackets."""

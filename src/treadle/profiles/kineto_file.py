@@ -17,6 +17,8 @@ from treadle.profiles.reader import Advance
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
+SENDS = "c10d::send"
+"""An op of torch that counts as an annotation: `gloo:send` begins only when the message has left."""
 
 _TALKS = re.compile(r"nccl|rccl|nvshmem|deep_ep|\bep::", re.IGNORECASE)
 """Names of kernels that communicate. What they communicate is told by the annotation around their launch, never by
@@ -70,7 +72,7 @@ class KinetoFile:
 
 def read_file(path: Path, advance: Advance) -> KinetoFile:
     """Read a file, plain or compressed. A ValueError names a file that is no Chrome trace."""
-    events = ChromeEvents(path, (*DEVICE, *LAUNCHES, *ANNOTATIONS), advance)
+    events = ChromeEvents(path, (*DEVICE, *LAUNCHES, *ANNOTATIONS), advance, named={"cpu_op": SENDS})
     columns = _Columns()
     for event in events:
         columns.add(event)
@@ -107,7 +109,7 @@ class _Columns:
             return
         annotation = Annotation(event["name"], self._thread(event), start, end)
         identity = (event["name"], args.get("External id", start))
-        if category == "user_annotation":
+        if category != "gpu_user_annotation":
             self.id_of[identity] = len(self.annotations)
             self.annotations.append(annotation)
         else:

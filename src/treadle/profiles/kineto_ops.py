@@ -18,7 +18,7 @@ import numpy as np
 
 from treadle.ir.program import COMMUNICATION, LANE_OF, OpKind
 from treadle.profiles.attribution import NOBODY, attribute, extents, innermost
-from treadle.profiles.kineto_file import KinetoFile
+from treadle.profiles.kineto_file import SENDS, Annotation, KinetoFile
 from treadle.profiles.names import PPOp, is_sharding, op_of, pp_ops
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
 
@@ -27,7 +27,13 @@ LANES = "treadle step "
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _FOUND = re.compile(r"\w+:recv(?:AnySource)?\b.*")
-_RECV = {OpKind.F: OpKind.RECV_F, OpKind.B: OpKind.RECV_B, OpKind.I: OpKind.RECV_B}
+_SENT = re.compile(SENDS)
+_MESSAGES = {
+    OpKind.F: (OpKind.RECV_F, OpKind.SEND_F),
+    OpKind.B: (OpKind.RECV_B, OpKind.SEND_B),
+    OpKind.I: (OpKind.RECV_B, OpKind.SEND_B),
+}
+"""The message that an action reads, and the one that it makes."""
 _BACKWARD = ("_B", "_W")
 _WORTH_TELLING_NS = 10_000_000
 """torch has these ranges without FSDP too, empty."""
@@ -95,34 +101,49 @@ def _computes(ops: Sequence[PPOp]) -> bool:
 def _without_waiting(file: KinetoFile, ranges: list[_Range]) -> list[_Range]:
     """Begin each computation where its message was found, and end the message there.
 
-    torch's runtime posts a receive in a range of its own; its single-stage schedules post it inside the computation's.
+    torch's runtime posts a receive in a range of its own. Its single-stage schedules receive and send inside the range
+    of the computation, which is made into three.
     """
-    found = [a for a in file.annotations if _FOUND.fullmatch(a.name)]
-    times = np.array([a.start for a in found], np.int64)
-    around = innermost(file.annotations, [each.at for each in ranges], times)
-    ends: dict[int, int] = {}
-    for annotation, at in zip(found, around.tolist(), strict=True):
-        if at != NOBODY:
-            ends[at] = max(annotation.end, ends.get(at, 0))
+    ends = {at: max(a.end for a in own) for at, own in _inside(file, ranges, _FOUND).items()}
+    sends = {at: min(a.start for a in own) for at, own in _inside(file, ranges, _SENT).items()}
     came: dict[tuple[OpKind, int, int], int] = {}
     made: list[_Range] = []
     for each in ranges:
-        first = each.ops[0]
-        end = ends.get(each.at)
-        if first.kind.is_recv:
-            if end is not None:
-                came[first.kind, first.stage, first.mb] = end
-                each = each._replace(end=max(end, each.start))
-        elif (wanted := _RECV.get(first.kind)) is not None:
-            posted = came.pop((wanted, first.stage, first.mb), None)
-            if posted is None and end is not None and first.stage == UNKNOWN:
-                message = PPOp(wanted, mb=first.mb)
-                made.append(_Range(each.at, (message,), each.start, min(end, each.end)))
-                posted = end
-            if posted is not None and each.start < posted < each.end:
-                each = each._replace(start=posted)
-        made.append(each)
+        first, end = each.ops[0], ends.get(each.at)
+        if first.kind.is_recv and end is not None:
+            came[first.kind, first.stage, first.mb] = end
+            made.append(each._replace(end=max(end, each.start)))
+        elif first.kind in _MESSAGES and first.stage == UNKNOWN:
+            made += _in_three(each, end, sends.get(each.at))
+        else:
+            wanted = (_MESSAGES[first.kind][0], first.stage, first.mb) if first.kind in _MESSAGES else None
+            found = came.pop(wanted, each.start) if wanted is not None else each.start
+            made.append(each._replace(start=found) if each.start < found < each.end else each)
     return made
+
+
+def _inside(file: KinetoFile, ranges: list[_Range], name: re.Pattern[str]) -> dict[int, list[Annotation]]:
+    """The annotations of that name by the range in which they begin."""
+    wanted = [a for a in file.annotations if name.fullmatch(a.name)]
+    times = np.array([a.start for a in wanted], np.int64)
+    found: dict[int, list[Annotation]] = defaultdict(list)
+    for annotation, at in zip(wanted, innermost(file.annotations, [r.at for r in ranges], times).tolist(), strict=True):
+        if at != NOBODY:
+            found[at].append(annotation)
+    return found
+
+
+def _in_three(each: _Range, found: int | None, sent: int | None) -> Iterator[_Range]:
+    """Receive, computation and send of a range that has all of them."""
+    (op,) = each.ops
+    receive, send = _MESSAGES[op.kind]
+    start = min(found, each.end) if found is not None else each.start
+    end = max(sent, start) if sent is not None else each.end
+    if found is not None:
+        yield each._replace(ops=(PPOp(receive, mb=op.mb),), end=start)
+    yield each._replace(start=start, end=end)
+    if sent is not None:
+        yield each._replace(ops=(PPOp(send, mb=op.mb),), start=end)
 
 
 def _parts(file: KinetoFile) -> dict[int, tuple[PPOp, ...]]:
