@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import treadle
 from tests.profiles.recorded import NS, recorded, traced
+from treadle.api import files
+from treadle.ir.crossings import crossings
+from treadle.ir.program import LaneKind
 from treadle.profiles.assemble import assemble
 from treadle.profiles.recording import Recording
 from treadle.schedules import SCHEDULES
@@ -67,3 +71,42 @@ def test_a_missing_rank_is_refused_by_its_stage() -> None:
     recording = recorded(traced(treadle.generate("1f1b", pp=4, microbatches=8)))
     with pytest.raises(ValueError, match="no file has a forward of stage 2: a rank of the pipeline is missing"):
         assemble(without(recording, 2))
+
+
+@pytest.mark.parametrize("name", ONE_PIPE)
+def test_clocks_that_are_off_by_a_second_are_put_together_and_told(name: str) -> None:
+    trace = traced(treadle.generate(name, pp=4, microbatches=8))
+    recording = recorded(trace, steps=2, offsets={1: 10**9, 2: -3 * 10**9})
+    imported = assemble(replace(recording, ranks=tuple(replace(r, clock=str(r.rank)) for r in recording.ranks)))
+    (remark,) = imported.remarks
+    assert "clocks were moved to agree with the messages: rank 2 by +3.0" in str(remark)
+    again = imported.steps.trace(0)  # and nothing is read before it was made
+    found = crossings(again.program)
+    assert (again.end[found.maker] <= again.start[found.reader]).all()
+
+
+def test_a_range_that_waits_for_its_message_begins_when_that_was_made() -> None:
+    trace = traced(treadle.generate("1f1b", pp=4, microbatches=8))
+    program = trace.program
+    waiting = trace.start.copy()
+    for lane in np.flatnonzero(program.lane_kind == LaneKind.COMPUTE):  # each op begins when the one before has ended
+        first, last = program.lane_ptr[lane : lane + 2]
+        waiting[first + 1 : last] = trace.end[first : last - 1]
+    recording = replace(recorded(replace(trace, start=waiting), messages=False), waits_inside=True)
+    imported = assemble(recording)
+    compute = program.lane_kind[program.lane_of] == LaneKind.COMPUTE
+    again, unit = imported.steps.trace(0), NS // trace.clock.ticks
+    assert np.array_equal(again.start[compute], trace.start[compute] * unit)
+    assert any("they are taken to begin then" in str(remark) for remark in imported.remarks)
+
+
+def test_a_mark_that_ends_before_it_starts_is_told_and_takes_no_time(tmp_path: Path) -> None:
+    recording = recorded(traced(treadle.generate("1f1b", pp=2, microbatches=4)))
+    last = recording.ranks[1]
+    late = replace(last, end=np.where(np.arange(len(last)) == 0, last.start - 500, last.end))
+    imported = assemble(replace(recording, ranks=(recording.ranks[0], late)))
+    assert "a mark ends before it starts, and is taken to take no time" in map(str, imported.remarks)
+    files.save_steps(imported.steps, tmp_path / "trace.json.gz")
+    again = files.load_steps(tmp_path / "trace.json.gz")
+    assert np.array_equal(again.end - again.start, imported.steps.end - imported.steps.start)
+    assert (again.numbers, again.about) == (imported.steps.numbers, imported.steps.about)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
+from tests.support.patience import PATIENT_S
+from tests.support.ranks import Outcome
 from treadle.ir.program import Op
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime.run.handlers import HANDLERS, Call, Handler, OpCalls
@@ -30,6 +32,10 @@ T = TypeVar("T")
 
 CallName = Literal["prepare", "launch", "finish", "drain"]
 AGREEMENT = "the agreement on the loss"
+
+HANGS = ("stop", "sleep")
+DEADLINES_S = (1.5, 4.0, 10.0, 30.0)
+"""Deadlines for hangs. The next is tried where a machine is so busy that nobody got as far as the fault before."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +146,19 @@ def meet_with(kind: str, rank: int, directory: Path) -> None:
             time.sleep(1e6)
         case "raise":
             raise ValueError("bad batch")
+
+
+def with_fault(
+    fault: Path, deadlines_s: Sequence[float], run: Callable[[float], list[Outcome[T]]]
+) -> tuple[float, list[Outcome[T]]]:
+    """Run ranks under the first deadline that lets them get as far as the fault, which leaves the file `fault`."""
+    for deadline_s in deadlines_s:
+        outcomes = run(deadline_s)
+        if fault.exists():
+            return deadline_s, outcomes
+    raise AssertionError(f"nobody got as far as the fault within {deadline_s:g} s:\n" + "\n".join(map(str, outcomes)))
+
+
+def deadlines_for(fault: str, least_s: float = 0.0) -> list[float]:
+    """Return short deadlines for hangs, which only they end, and a long one for faults that nobody may need it for."""
+    return [deadline_s for deadline_s in DEADLINES_S if deadline_s >= least_s] if fault in HANGS else [PATIENT_S]

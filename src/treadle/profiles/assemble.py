@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def assemble(recording: Recording) -> Imported:
         report = verify_schedule(schedule)
         remarks += [Remark(f"the schedule as recorded does not verify: {finding}") for finding in report.findings[:1]]
     program = _program(schedule, recording, size.dp)
-    times = match(program, grid, whole)
+    times = match(program, grid, whole, waits_inside=recording.waits_inside)
     about = f"measured, {recording.form} profile of {program.num_ranks} ranks"
     steps = Steps(program, times.steps, times.start, times.end, about=about)
     return Imported(recording.form, schedule, not differs, steps, (*recording.remarks, *remarks, *times.remarks))
@@ -130,12 +130,3 @@ def _rows_of_steps(rank: RankRecording) -> dict[int, tuple[Cell, ...]]:
         else:
             row.append(action)
     return {step: tuple(row) for step, row in rows.items()}
-
-
-def on_one_clock(recording: Recording, offsets: Sequence[int]) -> Recording:
-    """Return the recording with each rank's times moved by its offset."""
-    ranks = tuple(
-        replace(rank, start=rank.start + by, end=rank.end + by)
-        for rank, by in zip(recording.ranks, offsets, strict=True)
-    )
-    return replace(recording, ranks=ranks)

@@ -71,12 +71,13 @@ def order_of(program: Program, start: Longs, end: Longs, known: Bools, *, waits_
         start: `[step, op]`, each op on the clock of its rank.
         end: likewise.
         known: `[op]`, has the op been measured. Messages are used where both ends have, else their maker and reader.
-        waits_inside: a reader's time includes its wait for the message, as where a receive is only posted.
+        waits_inside: a reader's time includes its wait for the message, as where a receive is only posted. Messages
+            tell nothing then, and a reader has waited by its end.
 
     """
     rank_of = program.lane_rank[program.lane_of]
     found = crossings(program)
-    carried = known[found.send] & known[found.recv]
+    carried = known[found.send] & known[found.recv] & (not waits_inside)
     made = ~carried & known[found.maker] & known[found.reader]
     read_at = end if waits_inside else start
     together = _together(program, known)

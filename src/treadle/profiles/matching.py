@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from treadle.ir.crossings import crossings
 from treadle.ir.placement import Placement
-from treadle.ir.program import Bools, LaneKind, Longs, OpKind, Program
+from treadle.ir.program import Bools, Longs, OpKind, Program
 from treadle.passes.measured import TAIL
+from treadle.profiles.clocks import align, order_of
 from treadle.profiles.labels import occurrences
 from treadle.profiles.recording import UNKNOWN, RankRecording, Remark
 from treadle.profiles.standing import Grid
@@ -30,7 +31,7 @@ class OpTimes(NamedTuple):
     remarks: tuple[Remark, ...]
 
 
-def match(program: Program, grid: Grid, steps: Sequence[int]) -> OpTimes:
+def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: bool = False) -> OpTimes:
     """Give each op the times of its mark; a message without a mark is taken to leave when it was made, in no time.
 
     Raises:
@@ -63,6 +64,18 @@ def match(program: Program, grid: Grid, steps: Sequence[int]) -> OpTimes:
     if not whole.any():
         raise ValueError(f"no step was recorded whole: {remarks[-1]}")
     start, end, measured = start[whole], end[whole], measured[whole]
+    clocks = [rank.clock for row in grid for rank in row]
+    backwards = measured & (end < start)
+    if backwards.any():
+        told = "a mark ends before it starts, and is taken to take no time"
+        remarks.append(Remark(told, times=int(backwards.sum())))
+        end = np.where(backwards, start, end)
+    known: Bools = np.logical_and.reduce(measured)
+    order = order_of(program, start, end, known, waits_inside=waits_inside)
+    aligned = align(order, clocks, len(start))
+    remarks += aligned.remarks
+    offset = aligned.offset[:, program.lane_rank[program.lane_of]]
+    start, end = start + offset, end + offset
     without = ~measured & moved
     if without.any():
         all_of_them = without[:, moved].all()
@@ -125,42 +138,17 @@ class _OpIndex:
 
 def _invent(program: Program, start: Longs, end: Longs, without: Bools) -> None:
     """Messages that were not recorded: a send is done when its maker ends, its receive then too."""
-    lane_kind = program.lane_kind[program.lane_of]
-    other = _other_end(program)
-    for op in np.flatnonzero(without.any(axis=0) & (lane_kind == LaneKind.SEND)):
-        maker = max(program.deps(int(op)), default=-1)
-        here = without[:, op]
-        start[here, op] = end[here, op] = end[here, maker]
-    for op in np.flatnonzero(without.any(axis=0) & (lane_kind == LaneKind.RECV)):
-        here = without[:, op]
-        start[here, op] = end[here, op] = end[here, other[op]]
-
-
-def _other_end(program: Program) -> Longs:
-    """The op of the other lane of its channel that goes with each send and receive, or -1."""
-    other = np.full(program.num_ops, -1, np.int64)
-    ptr, lanes = program.groups
-    for first, last in pairwise(ptr):
-        if last - first == 2:
-            a, b = (np.arange(*program.lane_ptr[lane : lane + 2]) for lane in lanes[first:last])
-            count = min(len(a), len(b))
-            other[a[:count]], other[b[:count]] = b[:count], a[:count]
-    return other
+    found = crossings(program)
+    for ops, at in ((found.send, found.maker), (found.recv, found.send)):
+        lost = without[:, ops]
+        for times in (start, end):
+            times[:, ops] = np.where(lost, end[:, at], times[:, ops])
 
 
 def _begin_with_input(program: Program, start: Longs, end: Longs) -> int:
     """A range that includes the wait for its message begins when that had been made. Returns how many did."""
-    num = 0
-    other = _other_end(program)
-    deps = np.repeat(np.arange(program.num_ops), np.diff(program.dep_ptr))
-    through = np.flatnonzero((program.dep >= 0) & np.isin(program.kind[program.dep], (OpKind.RECV_F, OpKind.RECV_B)))
-    for at in through:
-        reader, receive = int(deps[at]), int(program.dep[at])
-        send = int(other[receive])
-        if send < 0:
-            continue
-        maker = max(program.deps(send), default=-1)
-        late = (end[:, maker] > start[:, reader] + _WAITED_NS) & (end[:, maker] < end[:, reader])
-        start[late, reader] = end[late, maker]
-        num += int(late.sum())
-    return num
+    found = crossings(program)
+    made = end[:, found.maker]
+    late = (made > start[:, found.reader] + _WAITED_NS) & (made < end[:, found.reader])
+    start[:, found.reader] = np.where(late, made, start[:, found.reader])
+    return int(late.sum())

@@ -14,9 +14,10 @@ Only `PP:` names and torch's `Forward 3` say which micro-batch they are about: `
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
-from treadle.ir.program import EMBEDDING, HEAD, STEP_END, UPDATE, OpKind
+from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, OpKind
 from treadle.profiles.recording import UNKNOWN
 
 _PARTS = {
@@ -62,6 +63,8 @@ _WHOLE = {
     "optimizer": (OpKind.OPTIMIZER,),
     "optimizer-inner-step": (OpKind.OPTIMIZER,),
     "params-all-gather": (OpKind.GATHER_PARAMS,),
+    "layernorm-grads-all-reduce": (OpKind.REDUCE_LAYERNORM,),
+    "gc": (OpKind.GC,),
 }
 """Megatron's timers and what NDTimeline calls the same."""
 
@@ -80,7 +83,9 @@ _PP_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _PP_SHARDING = re.compile(f"PP:{_NUMBER}(UNSHARD|RESHARD)")
 _SINGLE = re.compile(f"(Forward|Backward) {_NUMBER}")
 _LABELLED = {
-    kind.name.lower(): kind for kind in OpKind if kind >= OpKind.ATTN_F and kind not in UPDATE and kind not in STEP_END
+    kind.name.lower(): kind
+    for kind in OpKind
+    if kind >= OpKind.ATTN_F and kind not in (*UPDATE, *STEP_END, *MEASURED_ONLY)
 }
 _LABEL = re.compile(rf"({'|'.join(_LABELLED)}) {_NUMBER}?\.{_NUMBER}(?: L{_NUMBER})?")
 
@@ -113,6 +118,7 @@ def op_of(name: str) -> tuple[OpKind, int] | None:
     return (kinds[0], UNKNOWN) if len(kinds) == 1 else None
 
 
+@lru_cache(maxsize=4096)
 def ops_of(name: str) -> tuple[OpKind, ...]:
     """Return the kinds of all ops that a name stands for: messages that are exchanged at once are several.
 

@@ -105,7 +105,8 @@ class Recording:
     """What a reader found in the files of one run.
 
     `pp`, `vpp`, `dp` and `num_mb` are sizes that the files name themselves, or None. `late_receives` says that the
-    trainer posts a receive when the computation before it has ended, as Megatron does. `remarks` are what the reader
+    trainer posts a receive when the computation before it has ended, as Megatron does; `waits_inside` that the mark of
+    a computation includes its wait for the message. `remarks` are what the reader
     could not use, never dropped in silence.
     """
 
@@ -116,4 +117,5 @@ class Recording:
     dp: int | None = None
     num_mb: int | None = None
     late_receives: bool = False
+    waits_inside: bool = False
     remarks: tuple[Remark, ...] = ()

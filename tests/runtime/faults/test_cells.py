@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import treadle
-from tests.support.faults import AGREEMENT, CallName, Faults, meet_with, note
+from tests.support.faults import AGREEMENT, HANGS, CallName, Faults, deadlines_for, meet_with, note, with_fault
 from tests.support.oracle import chunks_of, make_mesh
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Failure, Outcome, run_ranks
@@ -49,9 +49,6 @@ NUM_CASES, NUM_BATCHES = 100, 10
 AT_ONCE = 6
 """Cases of a batch that run side by side: they mostly wait."""
 
-DEADLINES_S = (1.5, 4.0, 10.0)
-"""For hangs. The next is tried where a machine is so busy that nobody got as far as the fault within the one before."""
-
 LONG_S = PATIENT_S
 """The deadline for what is no hang: nobody may need it to come out of a wait."""
 
@@ -59,7 +56,6 @@ END_S = 4.0
 """A rank that hangs is given this long to react before it ends itself."""
 
 KINDS = {"kill": "killed", "stop": "hung", "sleep": "hung", "raise": "raised"}
-HANGS = ("stop", "sleep")
 SHAPES = [(2, 1), (4, 1), (2, 2)]
 
 
@@ -269,12 +265,13 @@ def run_case(case: Case, directory: Path) -> float:
     """Runs a case and holds it to the promise; how long after the fault the last survivor raised."""
     directory.mkdir()
     fault = directory / f"fault{case.rank}"
-    for deadline_s in DEADLINES_S if case.is_hang else (LONG_S,):
+
+    def run(deadline_s: float) -> list[Outcome[None]]:
         outcomes = run_ranks(case.world, take_part, case, deadline_s, directory)
         nothing_left(directory)
-        if fault.exists():
-            break
-    assert fault.exists(), "nobody got as far as the fault:\n" + "\n".join(map(str, outcomes))
+        return outcomes
+
+    deadline_s, outcomes = with_fault(fault, deadlines_for(case.kind), run)
     fault_s = float(fault.read_text())
     allowed_s = SOON_S + (deadline_s if case.is_hang else 0.0)
     took_s = []
@@ -348,11 +345,7 @@ SIZES = [("1f1b", 2, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("dualpipev", 4, 1)]
 MAKING, TRACE = "making the pipeline", "the trace"
 
 
-def deadline_of(kind: str) -> float:
-    return DEADLINES_S[1] if kind in HANGS else LONG_S
-
-
-def in_making(rank: int, kind: str, directory: Path) -> None:
+def in_making(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     """Two pipelines; one rank has its fault after it met the others, who wait for it then or in their first step."""
     note(directory, rank, "pid", str(os.getpid()))
     if rank == VICTIM:
@@ -360,12 +353,12 @@ def in_making(rank: int, kind: str, directory: Path) -> None:
         module, name = (assembly, "Stage") if kind == "raise" else (pipeline_module, "check_copies")
         setattr(module, name, lambda *_: meet_with(kind, rank, directory))
     with timed():
-        run_steps(make_pipe("1f1b", 2, 2, deadline_of(kind)), 2)
+        run_steps(make_pipe("1f1b", 2, 2, deadline_s), 2)
 
 
-def between_steps(rank: int, kind: str, directory: Path) -> None:
+def between_steps(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     note(directory, rank, "pid", str(os.getpid()))
-    pipe = make_pipe("zb-v", 4, 1, deadline_of(kind))
+    pipe = make_pipe("zb-v", 4, 1, deadline_s)
     run_steps(pipe, 1)
     if rank == VICTIM:
         note(directory, rank, "fault", str(time.monotonic()))
@@ -377,9 +370,9 @@ def between_steps(rank: int, kind: str, directory: Path) -> None:
     run_steps(pipe, 2)
 
 
-def in_trace(rank: int, kind: str, directory: Path) -> None:
+def in_trace(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     note(directory, rank, "pid", str(os.getpid()))
-    pipe = make_pipe("1f1b", 4, 1, deadline_of(kind))
+    pipe = make_pipe("1f1b", 4, 1, deadline_s)
     run_steps(pipe, 1)
     if rank == VICTIM:
         pipeline_module.clock_offset = lambda *_: meet_with(kind, rank, directory)  # type: ignore
@@ -387,7 +380,7 @@ def in_trace(rank: int, kind: str, directory: Path) -> None:
         _ = pipe.trace
 
 
-def in_stage(rank: int, kind: str, directory: Path) -> None:
+def in_stage(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     """A stage's own error, of a type that waits raise too, or with words that they use."""
     error = RuntimeError("bad shape") if kind == "RuntimeError" else ConnectionError("Connection reset by peer")
     stages = make_stages(schedule_of("dualpipev", 4))
@@ -399,15 +392,15 @@ def in_stage(rank: int, kind: str, directory: Path) -> None:
 
         stages[VICTIM].register_forward_pre_hook(fail)
     note(directory, rank, "pid", str(os.getpid()))
-    run_steps(make_pipe("dualpipev", 4, 1, LONG_S, stages), 1)
+    run_steps(make_pipe("dualpipev", 4, 1, deadline_s, stages), 1)
 
 
-def staying(rank: int, kind: str, directory: Path) -> None:
+def staying(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     """Survivors end when all of them were told, so nobody comes out of a wait because another's connections closed."""
     note(directory, rank, "pid", str(os.getpid()))
     if rank == VICTIM:
         arm(Case("zb-v", 4, 1, rank, 1, places("zb-v", 4, 1, rank)[10], kind, False), directory)
-    pipe = make_pipe("zb-v", 4, 1, LONG_S)
+    pipe = make_pipe("zb-v", 4, 1, deadline_s)
     try:
         run_steps(pipe, 3)
     except treadle.RankLostError:
@@ -424,7 +417,7 @@ class Scene(NamedTuple):
     `ends`: the exit code of the victim, where the fault does not say.
     """
 
-    fn: Callable[[int, str, Path], None]
+    fn: Callable[[int, str, float, Path], None]
     fault: str
     lost: tuple[str, str | None]
     words: str
@@ -434,10 +427,15 @@ class Scene(NamedTuple):
 def run_scene(scene: Scene, directory: Path) -> float:
     """All survivors say that it was the victim, and soon; how long after the fault the last of them did."""
     directory.mkdir()
-    outcomes = run_ranks(WORLD, scene.fn, scene.fault, directory)
-    nothing_left(directory)
-    fault_s = float((directory / f"fault{VICTIM}").read_text())
-    allowed_s = SOON_S + (deadline_of(scene.fault) if scene.fault in HANGS else 0.0)
+    fault = directory / f"fault{VICTIM}"
+
+    def run(deadline_s: float) -> list[Outcome[None]]:
+        outcomes = run_ranks(WORLD, scene.fn, scene.fault, deadline_s, directory)
+        nothing_left(directory)
+        return outcomes
+
+    deadline_s, outcomes = with_fault(fault, deadlines_for(scene.fault, least_s=4.0), run)
+    fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if scene.fault in HANGS else 0.0)
     took_s = []
     for outcome in outcomes:
         if outcome.rank != VICTIM:

@@ -25,9 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from tests.runtime.faults.test_cells import (
-    DEADLINES_S,
     END_S,
-    HANGS,
     KINDS,
     LONG_S,
     all_hold,
@@ -38,7 +36,7 @@ from tests.runtime.faults.test_cells import (
     side_by_side,
 )
 from tests.support.devices import DEVICE_TYPE
-from tests.support.faults import CallName, Faults, meet_with, note
+from tests.support.faults import HANGS, CallName, Faults, deadlines_for, meet_with, note, with_fault
 from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
 from treadle.ir.program import OpKind
@@ -74,8 +72,8 @@ OWN_ERRORS = {
 }
 """Errors of this rank's own, of types that waits raise too."""
 
-IMPATIENT_S = 3.0
-"""The deadline of a rank that hangs, where the others have a long one."""
+IMPATIENT_S = (3.0, 10.0, 30.0)
+"""The deadlines of a rank that hangs, where the others have a long one; the next as with other hangs."""
 
 STILL_S, MOST_S = 0.4, 2.5
 """A lane meets with its fault once its rank's computation waits for it, or has been at one op for a while."""
@@ -172,12 +170,13 @@ def run_case(case: Case, directory: Path) -> float:
     """Runs a case and holds it to the promise; how long after the fault the last survivor raised."""
     directory.mkdir()
     fault = directory / f"fault{VICTIM}"
-    for deadline_s in DEADLINES_S[1:] if case.is_hang else (LONG_S,):
+
+    def run(deadline_s: float) -> list[Outcome[None]]:
         outcomes = run_ranks(WORLD, take_part, case, deadline_s, directory)
         nothing_left(directory)
-        if fault.exists():
-            break
-    assert fault.exists(), "nobody got as far as the fault:\n" + "\n".join(map(str, outcomes))
+        return outcomes
+
+    deadline_s, outcomes = with_fault(fault, deadlines_for(case.fault, least_s=4.0), run)
     fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if case.is_hang else 0.0)
     took_s = []
     for outcome in outcomes:
@@ -205,22 +204,25 @@ def test_whatever_lane_it_happens_in(fault: str, tmp_path: Path, side_by_side: T
     all_hold(side_by_side, {str(case): partial(run_case, case, tmp_path / case.where) for case in cases})
 
 
-def be_impatient(rank: int, case: Case, directory: Path) -> None:
+def be_impatient(rank: int, case: Case, deadline_s: float, directory: Path) -> None:
     """The victim's own wait for its lane is over long before the others'."""
-    take_part(rank, case, IMPATIENT_S if rank == VICTIM else LONG_S, directory)
+    take_part(rank, case, deadline_s if rank == VICTIM else LONG_S, directory)
 
 
 @pytest.mark.parametrize("where", ["dispatch", "offload", "send"])
 def test_a_rank_whose_own_lane_hangs_tells_so_before_it_leaves(where: str, tmp_path: Path) -> None:
     """Else it would have said goodbye by the time the others ask, and they would name it for that."""
     case = Case(where, "sleep")
-    outcomes = run_ranks(WORLD, be_impatient, case, tmp_path)
+    fault = tmp_path / f"fault{VICTIM}"
+    deadline_s, outcomes = with_fault(
+        fault, IMPATIENT_S, lambda deadline_s: run_ranks(WORLD, be_impatient, case, deadline_s, tmp_path)
+    )
     for outcome in outcomes:
         if outcome.rank == VICTIM:
             look_at_sleeper(outcome, case)
         else:
-            took_s = look_at(outcome, case, tmp_path) - float((tmp_path / f"fault{VICTIM}").read_text())
-            assert took_s <= IMPATIENT_S + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
+            took_s = look_at(outcome, case, tmp_path) - float(fault.read_text())
+            assert took_s <= deadline_s + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
 
 
 def test_own_errors_that_look_like_those_of_a_wait(tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:

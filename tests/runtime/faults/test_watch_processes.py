@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.patience import SOON_S
+from tests.support.faults import HANGS, deadlines_for, with_fault
+from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
@@ -25,7 +26,6 @@ from treadle.runtime.faults.watch import watch as watch_module
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 1.0
 FAULT_STEP = 3
 RECEIVE, COMPUTE, SEND, REDUCE = range(4)
 
@@ -43,7 +43,9 @@ class Scene:
     lines: tuple[tuple[int, ...], ...]
     directory: Path
     apart: bool = False
-    wait_s: float = WAIT_S
+    deadline_s: float = PATIENT_S
+    """Of the watch, and of waits unless `patient`."""
+    patient: bool = False
 
     @property
     def rings(self) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +124,8 @@ class Member:
         own = [group for ranks, group in groups.items() if rank in ranks]
         self.lane, self.dp = own[0], own[1] if len(own) > 1 else None
         self.line = next(line for line in scene.lines if rank in line)
-        self.watch = Watch.join([Gathering(group) for group in own], rank=rank, name=name, deadline_s=WAIT_S)
+        self.watch = Watch.join([Gathering(group) for group in own], rank=rank, name=name, deadline_s=scene.deadline_s)
+        self.wait_s = PATIENT_S if scene.patient else scene.deadline_s
         self.watch.on_alarm(sockets.shut)
 
     def at(self, op: int, waits_for: int = -1) -> None:
@@ -132,7 +135,7 @@ class Member:
 
     def wait(self, launch: Callable[[], Any], what: str) -> None:
         try:
-            launch().wait(timedelta(seconds=self.scene.wait_s))
+            launch().wait(timedelta(seconds=self.wait_s))
         except RuntimeError as error:
             raise self.watch.failed(error, what) from error
 
@@ -177,9 +180,15 @@ def member(rank: int, scene: Scene) -> Told | None:
     return None
 
 
-def all_tell(scene: Scene, kind: str, allowed_s: float) -> list[Outcome[Told | None]]:
-    outcomes = run_ranks(4, member, scene)
-    fault_s = float((scene.directory / "time").read_text())
+def all_tell(scene: Scene, kind: str) -> list[Outcome[Told | None]]:
+    """All others name the lost rank: a hang soon after the deadline, anything else long before it."""
+    fault = scene.directory / "time"
+    deadline_s, outcomes = with_fault(
+        fault,
+        deadlines_for(scene.fault),
+        lambda deadline_s: run_ranks(4, member, replace(scene, deadline_s=deadline_s)),
+    )
+    fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if scene.fault in HANGS else 0.0)
     for told in check([outcome for outcome in outcomes if outcome.rank != scene.lost]):
         assert told is not None
         print(f"{told.at_s - fault_s:.2f} s: {told.text}")  # noqa: T201
@@ -191,34 +200,34 @@ def all_tell(scene: Scene, kind: str, allowed_s: float) -> list[Outcome[Told | N
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 0), (ring, 2), (torus, 0), (torus, 3)])
 def test_a_rank_is_killed(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "kill", tmp_path), "killed", SOON_S)
+    outcomes = all_tell(place(lost, "kill", tmp_path), "killed")
     assert outcomes[lost].exitcode == -signal.SIGKILL
 
 
 def test_a_rank_is_killed_whose_child_holds_its_connections(tmp_path: Path) -> None:
-    all_tell(ring(2, "kill with child", tmp_path), "killed", SOON_S)
+    all_tell(ring(2, "kill with child", tmp_path), "killed")
 
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 2), (torus, 0)])
 def test_a_rank_is_stopped(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "stop", tmp_path), "hung", WAIT_S + SOON_S)
+    outcomes = all_tell(place(lost, "stop", tmp_path), "hung")
     assert outcomes[lost].exitcode == -signal.SIGKILL, "its neighbour ends it"
 
 
 def test_a_rank_is_stopped_before_anyone_waits_too_long(tmp_path: Path) -> None:
-    all_tell(replace(ring(1, "stop", tmp_path), wait_s=15), "hung", 4)
+    all_tell(replace(ring(1, "stop", tmp_path), patient=True), "hung")
 
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 0), (torus, 3)])
 def test_a_rank_hangs_in_its_work(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "sleep", tmp_path), "hung", WAIT_S + SOON_S)
+    outcomes = all_tell(place(lost, "sleep", tmp_path), "hung")
     assert outcomes[lost].exitcode == EXIT_LOST, "it ends itself"
     assert f"rank {lost} did not react" in outcomes[lost].stderr
 
 
 @pytest.mark.parametrize(("place", "lost"), [(ring, 2), (torus, 1)])
 def test_a_rank_raises(place: Callable[[int, str, Path], Scene], lost: int, tmp_path: Path) -> None:
-    outcomes = all_tell(place(lost, "raise", tmp_path), "raised", 3)
+    outcomes = all_tell(place(lost, "raise", tmp_path), "raised")
     error, told = outcomes[lost].error, outcomes[0].value
     assert error is not None
     assert error.type == "ValueError"
@@ -227,18 +236,18 @@ def test_a_rank_raises(place: Callable[[int, str, Path], Scene], lost: int, tmp_
 
 
 def test_a_rank_leaves_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    all_tell(ring(2, "leave", tmp_path), "left", 4)
+    all_tell(ring(2, "leave", tmp_path), "left")
 
 
 def test_a_rank_of_another_host_is_killed(tmp_path: Path) -> None:
-    outcomes = all_tell(ring(2, "kill", tmp_path, apart=True), "killed", SOON_S)
+    outcomes = all_tell(ring(2, "kill", tmp_path, apart=True), "killed")
     told = outcomes[0].value
     assert told is not None
     assert "killed, last seen " in told.text
 
 
 def test_a_rank_of_another_host_is_stopped_and_comes_back(tmp_path: Path) -> None:
-    outcomes = all_tell(ring(2, "stop", tmp_path, apart=True), "hung", WAIT_S + SOON_S)
+    outcomes = all_tell(ring(2, "stop", tmp_path, apart=True), "hung")
     assert outcomes[2].exitcode == EXIT_LOST, "nobody can kill it, but it must not go on"
 
 
@@ -249,7 +258,7 @@ def world() -> dist.ProcessGroup:
 
 def goes_in_turn(rank: int) -> bool:
     """Each rank ends some time after the one before; the odd ones without closing."""
-    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=WAIT_S)
+    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=PATIENT_S)
     time.sleep(0.3 * (rank + 1))
     is_well = watch.alarm is None
     if rank % 2 == 0:
@@ -264,11 +273,14 @@ def test_goodbyes_are_no_losses() -> None:
 
 def goes_on_between_steps(rank: int) -> str:
     """Rank 1 is killed while rank 0 is outside a step for longer than a main thread in a step would be given."""
-    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=WAIT_S)
+    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=PATIENT_S)
     dist.barrier()  # rank 0 has seen rank 1's page
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(3.6)
+    until = time.monotonic() + SOON_S
+    while watch.alarm is None and time.monotonic() < until:
+        time.sleep(0.05)
     return str(watch.noticed())
 
 

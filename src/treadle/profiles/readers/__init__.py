@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from treadle.profiles.reader import Reader
+from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.readers.ndtimeline import NDTimelineReader
+from treadle.profiles.readers.primus import PrimusReader
 
-READERS: tuple[Reader, ...] = (NDTimelineReader(),)
+READERS: tuple[Reader, ...] = (PrimusReader(), NDTimelineReader(), KinetoReader())
 """All readers, the most particular first."""

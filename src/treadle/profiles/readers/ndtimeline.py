@@ -19,32 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from treadle.ir.program import OpKind
+from treadle.profiles.names import ops_of
 from treadle.profiles.reader import Advance, Opening
 from treadle.profiles.recording import UNKNOWN, Mark, RankRecording, Recording, Remark
+from treadle.profiles.standing import COMPUTE
 
-_COMPUTE = {"forward-compute": OpKind.F, "backward-compute": OpKind.B}
-_REST = {
-    "params-all-gather": OpKind.GATHER_PARAMS,
-    "gc": OpKind.GC,
-    "layernorm-grads-all-reduce": OpKind.REDUCE_LAYERNORM,
-    "embedding-grads-all-reduce": OpKind.REDUCE_TIED,
-    "grads-reduce-scatter": OpKind.REDUCE_GRAD,
-    "grads-all-reduce": OpKind.REDUCE_GRAD,
-    "optimizer-clip-main-grad": OpKind.CLIP,
-    "optimizer": OpKind.OPTIMIZER,
-}
-_MESSAGES = {
-    "forward-send": OpKind.SEND_F,
-    "forward-recv": OpKind.RECV_F,
-    "backward-send": OpKind.SEND_B,
-    "backward-recv": OpKind.RECV_B,
-}
-_NAMES: dict[str, tuple[OpKind, ...]] = {
-    **{name: (kind,) for names in (_COMPUTE, _REST, _MESSAGES) for name, kind in names.items()},
-    **{f"{one}-{two}": (_MESSAGES[one], _MESSAGES[two]) for one in _MESSAGES for two in _MESSAGES if one != two},
-}
-"""The ops of each name. A name of two messages is both at once."""
-
+_NAMED = re.compile(rb'"(?:forward|backward)-(?:compute|send|recv)[a-z-]*"')
 _PROCESS = re.compile(r"DP rank \[?(\d+)")
 _THREAD = re.compile(r"PP rank (\d+), TP rank (\d+)")
 
@@ -56,7 +36,7 @@ class NDTimelineReader:
 
     def recognises(self, opening: Opening) -> bool:
         """Look for an event of a micro-batch's computation, or of a message, with NDTimeline's arguments."""
-        named = any(f'"{name}"'.encode() in opening.head for name in _NAMES)
+        named = _NAMED.search(opening.head) is not None
         return opening.head.lstrip()[:1] in (b"[", b"{") and named and b'"mb_id"' in opening.head
 
     def read(self, paths: Sequence[Path], advance: Advance) -> Recording:
@@ -101,8 +81,8 @@ def _read(path: Path) -> tuple[dict[tuple[int, int], list[Mark]], list[Remark]]:
     for event in events:
         if event.get("ph") != "X":
             continue
-        kinds = _NAMES.get(event["name"])
-        if kinds is None:
+        kinds = ops_of(event["name"])
+        if not kinds:
             unknown[event["name"]] += 1
             continue
         dp, place = processes.get(event.get("pid")), threads.get((event.get("pid"), event.get("tid")))
@@ -153,6 +133,6 @@ def _places(events: Iterable[dict[str, Any]]) -> tuple[dict[Any, int], dict[tupl
 def _marks(event: dict[str, Any], kinds: tuple[OpKind, ...]) -> list[Mark]:
     args = event["args"]
     start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-    mb = args.get("mb_id", UNKNOWN) if event["name"] in _COMPUTE else UNKNOWN
+    mb = args.get("mb_id", UNKNOWN) if kinds[0] in COMPUTE else UNKNOWN
     chunk, step = args.get("model_chunk", UNKNOWN), args.get("step", UNKNOWN)
     return [Mark(kind, start, end, mb=mb, chunk=chunk, step=step) for kind in kinds]
