@@ -35,8 +35,8 @@ def usual(program: Program) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]
 def ran(program: Program, dur: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> Steps:
     """The steps that such durations give."""
     traces = [treadle.simulate(program, Durations(np.rint(row * 1e6).astype(np.int64))) for row in dur]
-    columns = (np.stack([getattr(trace, name) for trace in traces]) for name in ("start", "end"))
-    return Steps(program, tuple(range(NUM_STEPS)), *columns, about="made")
+    start, end = (np.stack([getattr(trace, name) for trace in traces]) for name in ("start", "end"))
+    return Steps(program, tuple(range(NUM_STEPS)), start, end, about="made")
 
 
 def test_nothing_slow() -> None:
@@ -123,7 +123,7 @@ def test_traces_of_our_own_at_both_grains(name: str) -> None:
         report = analyse(Steps.of(trace))
         assert report.slowdown == pytest.approx(trace.makespan / report.ideal)
         assert report.gaps == pytest.approx(0, abs=1e-9)
-        assert len(report.by_stage) == 4 and len(report.by_dp) == 1
+        assert (len(report.by_stage), len(report.by_dp)) == (4, 1)
 
 
 def test_one_rank_and_no_time_at_all() -> None:

@@ -69,8 +69,8 @@ def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) 
     """Choose the what-if that recovers most, and say what to do about it."""
     slowdown = whatif.slowdown(whatif.no_gaps)
     if slowdown < SLOW:
-        share = f"by {_percent(slowdown - 1)}" if slowdown > 1 else "by nothing"
-        sentence = f"nothing stands out: stragglers slow the run down {share}"
+        much = _percent(slowdown - 1) if slowdown > 1 else "nothing"
+        sentence = f"nothing stands out: stragglers slow the run down by {much}"
         return Cause("none", None, None, 0.0, sentence)
     what = max(recovered, key=lambda name: recovered[name])
     share = recovered[what]
