@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import treadle
 from tests.profiles.recorded import NS, recorded, traced
+from treadle.api import files
 from treadle.ir.crossings import crossings
 from treadle.ir.program import LaneKind
 from treadle.profiles.assemble import assemble
@@ -96,3 +98,15 @@ def test_a_range_that_waits_for_its_message_begins_when_that_was_made() -> None:
     again, unit = imported.steps.trace(0), NS // trace.clock.ticks
     assert np.array_equal(again.start[compute], trace.start[compute] * unit)
     assert any("they are taken to begin then" in str(remark) for remark in imported.remarks)
+
+
+def test_a_mark_that_ends_before_it_starts_is_told_and_takes_no_time(tmp_path: Path) -> None:
+    recording = recorded(traced(treadle.generate("1f1b", pp=2, microbatches=4)))
+    last = recording.ranks[1]
+    late = replace(last, end=np.where(np.arange(len(last)) == 0, last.start - 500, last.end))
+    imported = assemble(replace(recording, ranks=(recording.ranks[0], late)))
+    assert "a mark ends before it starts, and is taken to take no time" in map(str, imported.remarks)
+    files.save_steps(imported.steps, tmp_path / "trace.json.gz")
+    again = files.load_steps(tmp_path / "trace.json.gz")
+    assert np.array_equal(again.end - again.start, imported.steps.end - imported.steps.start)
+    assert (again.numbers, again.about) == (imported.steps.numbers, imported.steps.about)

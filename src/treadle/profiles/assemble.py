@@ -12,9 +12,7 @@ from treadle.ir import Action, Cell, Pair, Schedule
 from treadle.ir.action import Kind
 from treadle.ir.program import Program
 from treadle.ir.steps import Steps
-from treadle.passes.cells import lower_cells
 from treadle.passes.measured import TAIL, measured_program
-from treadle.passes.mesh import spread
 from treadle.profiles.labels import PipelineSize, fill, is_compute
 from treadle.profiles.matching import match
 from treadle.profiles.naming import name
@@ -69,9 +67,7 @@ def _program(schedule: Schedule, recording: Recording, dp: int) -> Program:
     """The Program with what was recorded around the cells; where receives wait for cells before, they do here."""
     seen = {int(kind) for rank in recording.ranks for kind in np.unique(rank.kind)}
     tail = [kind for kind in TAIL if int(kind) in seen]
-    if recording.late_receives or tail:
-        return measured_program(schedule, dp=dp, tail=tail)
-    return spread(lower_cells(schedule), ep=1, dp=dp)
+    return measured_program(schedule, dp=dp, tail=tail, late_receives=recording.late_receives)
 
 
 def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...], list[int], list[Remark]]:

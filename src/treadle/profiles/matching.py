@@ -65,6 +65,11 @@ def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: b
         raise ValueError(f"no step was recorded whole: {remarks[-1]}")
     start, end, measured = start[whole], end[whole], measured[whole]
     clocks = [rank.clock for row in grid for rank in row]
+    backwards = measured & (end < start)
+    if backwards.any():
+        told = "a mark ends before it starts, and is taken to take no time"
+        remarks.append(Remark(told, times=int(backwards.sum())))
+        end = np.where(backwards, start, end)
     known: Bools = np.logical_and.reduce(measured)
     order = order_of(program, start, end, known, waits_inside=waits_inside)
     aligned = align(order, clocks, len(start))

@@ -17,7 +17,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from treadle.ir.program import EMBEDDING, HEAD, STEP_END, UPDATE, OpKind
+from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, OpKind
 from treadle.profiles.recording import UNKNOWN
 
 _PARTS = {
@@ -83,7 +83,9 @@ _PP_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _PP_SHARDING = re.compile(f"PP:{_NUMBER}(UNSHARD|RESHARD)")
 _SINGLE = re.compile(f"(Forward|Backward) {_NUMBER}")
 _LABELLED = {
-    kind.name.lower(): kind for kind in OpKind if kind >= OpKind.ATTN_F and kind not in UPDATE and kind not in STEP_END
+    kind.name.lower(): kind
+    for kind in OpKind
+    if kind >= OpKind.ATTN_F and kind not in (*UPDATE, *STEP_END, *MEASURED_ONLY)
 }
 _LABEL = re.compile(rf"({'|'.join(_LABELLED)}) {_NUMBER}?\.{_NUMBER}(?: L{_NUMBER})?")
 

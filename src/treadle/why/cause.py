@@ -69,7 +69,8 @@ def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) 
     """Choose the what-if that recovers most, and say what to do about it."""
     slowdown = whatif.slowdown(whatif.no_gaps)
     if slowdown < SLOW:
-        sentence = f"nothing stands out: the run is {_percent(slowdown - 1)} slower than without stragglers"
+        share = f"by {_percent(slowdown - 1)}" if slowdown > 1 else "by nothing"
+        sentence = f"nothing stands out: stragglers slow the run down {share}"
         return Cause("none", None, None, 0.0, sentence)
     what = max(recovered, key=lambda name: recovered[name])
     share = recovered[what]
@@ -98,26 +99,18 @@ def stages_balanced(whatif: WhatIf) -> Longs:
 
 def stage_times(whatif: WhatIf) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Ticks that each stage computes in a step, on average over replicas and steps."""
-    mean = np.where(whatif.computes & ~_second_halves(whatif), whatif.measured.mean(axis=0), 0.0)
+    counted = whatif.computes & ~whatif.program.joined  # the halves of an overlapped pair have one time
+    mean = np.where(counted, whatif.measured.mean(axis=0), 0.0)
     layout = whatif.program.layout
     return np.bincount(whatif.stage, mean, minlength=layout.placement.pp) / layout.num_replicas
 
 
-def _second_halves(whatif: WhatIf) -> Bools:
-    """`[op]`: is it the second half of an overlapped pair, whose time is its first half's."""
-    return whatif.program.joined
-
-
 def _alike(whatif: WhatIf) -> Longs:
-    """Durations in which each micro-batch takes the mean of its worker, over micro-batches and steps."""
-    return _scaled_means(whatif, whatif.stage.astype(np.int64) * (whatif.replica.max() + 1) + whatif.replica)
-
-
-def _scaled_means(whatif: WhatIf, who: Longs) -> Longs:
+    """Durations in which each micro-batch takes the mean of its worker, chunk and layer, over all of them and steps."""
     program, ops = whatif.program, np.flatnonzero(whatif.computes)
-    chunk, layer = program.chunk[ops].astype(np.int64), program.layer[ops].astype(np.int64)
-    key = ((who[ops] * 256 + work_of(program)[ops]) * (chunk.max() + 1) + chunk) * (layer.max() + 1) + layer
-    _, code = np.unique(key, return_inverse=True)
+    labels = (whatif.stage, whatif.replica, work_of(program), program.chunk, program.layer)
+    _, code = np.unique(np.stack([label[ops] for label in labels]), axis=1, return_inverse=True)
+    code = code.reshape(-1)
     total = np.bincount(code, whatif.measured[:, ops].mean(axis=0))
     dur = whatif.measured.copy()
     dur[:, ops] = np.rint(total[code] / np.bincount(code)[code]).astype(np.int64)

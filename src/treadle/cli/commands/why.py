@@ -41,7 +41,7 @@ def why(
     with working("simulating"):
         report = analyse(measured)
     if output is not None:
-        output.write_text(page(report, str(paths[0])), encoding="utf-8")
+        output.write_text(page(report, paths[0].name), encoding="utf-8")
     if as_json:
         print_json("why", report.as_dict())
         return
