@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from treadle import LoweringOptions, generate, load_costs
-from treadle.ir.program import Op, OpKind
+from treadle.ir.program import OpKind
 from treadle.plan.lowering import lower
-from treadle.profiles.names import PPOp, is_sharding, layers_of, op_of, ops_of, pp_ops
+from treadle.profiles.names import PPOp, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
 
 NAMES = {
     "attn(F)": (OpKind.ATTN_F, -1),
@@ -90,18 +90,20 @@ def test_every_label_of_a_program_is_read_back() -> None:
     schedule = generate("dualpipev", pp=2, microbatches=4)
     options = LoweringOptions(layers=2, moe=True, recompute=("mlp",))
     program = lower(schedule, load_costs("deepseek-v3-h800"), options)
-    read = 0
+    read = set()
     for index in range(program.num_ops):
         op = program.op(index)
-        if op.kind <= OpKind.RECV_B:
-            continue
-        assert pp_ops(f"PP:{op.label}") == (_as_named(op),), op
-        read += 1
-    assert read > 50
-
-
-def _as_named(op: Op) -> PPOp:
-    return PPOp(op.kind, op.mb, chunk=op.chunk, layer=op.layer)
+        (named,) = pp_ops(pp_name(op, schedule.placement))
+        assert (named.kind, named.mb, named.layer) == (op.kind, op.mb, op.layer), op
+        if named.stage == -1:
+            assert named.chunk == op.chunk
+        elif op.kind.is_send:
+            made = schedule.placement.stage(op.lane.peer, op.chunk) - (1 if op.kind is OpKind.SEND_F else -1)
+            assert named.stage == made
+        else:
+            assert named.stage == schedule.placement.stage(op.lane.rank, op.chunk)
+        read.add(op.kind)
+    assert {OpKind.SEND_F, OpKind.RECV_B, OpKind.ATTN_F, OpKind.MLP_R} <= read
 
 
 def test_megatron_names_the_layers_of_a_range() -> None:

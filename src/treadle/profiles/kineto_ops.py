@@ -19,11 +19,8 @@ import numpy as np
 from treadle.ir.program import COMMUNICATION, LANE_OF, OpKind
 from treadle.profiles.attribution import NOBODY, attribute, extents, innermost
 from treadle.profiles.kineto_file import SENDS, Annotation, KinetoFile
-from treadle.profiles.names import PPOp, is_sharding, op_of, pp_ops
+from treadle.profiles.names import CONTINUED, LANES, PPOp, is_sharding, op_of, pp_ops
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
-
-LANES = "treadle step "
-"""Begins the keys under which Treadle leaves the ops of lanes that the profiler did not see, beside the events."""
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _FOUND = re.compile(r"\w+:recv(?:AnySource)?\b.*")
@@ -50,7 +47,7 @@ class _Range(NamedTuple):
 
 def marks_of(file: KinetoFile, remarks: list[Remark]) -> list[Mark]:
     """The marks of a rank, whichever way its work is annotated."""
-    exact = {at: ops for at, a in enumerate(file.annotations) if (ops := pp_ops(a.name))}
+    exact = {at: ops for at, a in enumerate(file.annotations) if (ops := pp_ops(a.name.removesuffix(CONTINUED)))}
     shards = [a.end - a.start for a in file.annotations if is_sharding(a.name)]
     if sum(shards) > _WORTH_TELLING_NS:
         took = f"{sum(shards) / 1e6:,.1f} ms in all"
@@ -64,7 +61,7 @@ def marks_of(file: KinetoFile, remarks: list[Remark]) -> list[Mark]:
         remarks.append(Remark(f"a range {name!r} is no op that is known", file.source, times))
     if not exact:
         exact = _parts(file)
-    ranges = _timed(file, exact, remarks)
+    ranges = _in_one(file, _timed(file, exact, remarks))
     if not len(file.device.start):
         ranges = _without_waiting(file, ranges)
     marks = [
@@ -86,12 +83,28 @@ def _timed(file: KinetoFile, exact: dict[int, tuple[PPOp, ...]], remarks: list[R
         spans = extents(file, owner, computes)
         is_op = np.array([at in exact for at in range(len(file.annotations))] + [False])  # the last is NOBODY's
         lost = int(np.count_nonzero(~is_op[owner]))
+        ordered = [at for at in ordered if at in spans or not file.annotations[at].name.endswith(CONTINUED)]
         idle = sum(at not in spans for at in ordered)
         if lost:
             remarks.append(Remark("an event of the device belongs to no op", file.source, lost))
         if idle:
             remarks.append(Remark("an op without work on the device has the times of its host", file.source, idle))
     return [_Range(at, exact[at], *spans.get(at, file.annotations[at][2:])) for at in ordered]
+
+
+def _in_one(file: KinetoFile, ranges: list[_Range]) -> list[_Range]:
+    """Make one range of an op and of what goes on with it later; a send that is waited for at the end has ended."""
+    made: list[_Range] = []
+    last: dict[tuple[PPOp, ...], int] = {}
+    for each in ranges:
+        if file.annotations[each.at].name.endswith(CONTINUED) and each.ops in last:
+            at = last[each.ops]
+            if not each.ops[0].kind.is_send:
+                made[at] = made[at]._replace(end=max(each.end, made[at].end))
+            continue
+        last[each.ops] = len(made)
+        made.append(each)
+    return made
 
 
 def _computes(ops: Sequence[PPOp]) -> bool:

@@ -17,7 +17,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, OpKind
+from treadle.ir.placement import Placement
+from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, Op, OpKind
 from treadle.profiles.recording import UNKNOWN
 
 _PARTS = {
@@ -88,6 +89,13 @@ _LABELLED = {
     if kind >= OpKind.ATTN_F and kind not in (*UPDATE, *STEP_END, *MEASURED_ONLY)
 }
 _LABEL = re.compile(rf"({'|'.join(_LABELLED)}) {_NUMBER}?\.{_NUMBER}(?: L{_NUMBER})?")
+
+
+CONTINUED = " continued"
+"""Ends the names of an op's later calls in Treadle's cells: a receive is posted, and waited for where it is read."""
+
+LANES = "treadle step "
+"""Begins the keys under which Treadle leaves the ops of lanes that the profiler did not see, beside the events."""
 
 
 class PPOp(NamedTuple):
@@ -186,6 +194,22 @@ def pp_ops(name: str) -> tuple[PPOp, ...]:
         return ()
     op = _pp_action(word) or _labelled(word)
     return (op,) if op is not None else ()
+
+
+def pp_name(op: Op, placement: Placement) -> str:
+    """Return the name of an op of a Program, which `pp_ops` reads: torch's own for cells and messages, else its label.
+
+    `op.lane.rank` and `op.lane.peer` are ranks of the pipeline.
+    """
+    rank, kind = op.lane.rank, op.kind
+    if kind.is_send:
+        reader = placement.stage(op.lane.peer, op.chunk)
+        return f"PP:{reader + (1 if kind is OpKind.SEND_B else -1)}{kind.name}{op.mb}"
+    if kind <= OpKind.RECV_B:
+        return f"PP:{placement.stage(rank, op.chunk)}{kind.name}{op.mb}"
+    if kind is OpKind.REDUCE_GRAD:
+        return f"PP:{placement.stage(rank, op.chunk)}{kind.name}"
+    return f"PP:{op.label}"
 
 
 def _pp_action(word: str) -> PPOp | None:
