@@ -13,11 +13,15 @@ from treadle.profiles.readers import READERS
 from treadle.profiles.recording import Recording, Remark
 
 
-def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) -> Imported:
+def import_profile(
+    paths: Sequence[str | Path], *, blocks: tuple[str, ...] | None = None, advance: Advance | None = None
+) -> Imported:
     """Read the profile of a run and match it with a schedule.
 
     Args:
         paths: files, or directories whose files are those of one run.
+        blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
+            profile names them. Fitted costs are then of the model, and not of a stage.
         advance: is told how many bytes more have been read.
 
     Returns:
@@ -28,12 +32,12 @@ def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) 
         OSError: a file cannot be read.
 
     Example:
-        >>> imported = import_profile(["profile"])
-        >>> imported.schedule.name
+        >>> imported = import_profile(["profile"])  # doctest: +SKIP
+        >>> imported.schedule.name  # doctest: +SKIP
         '1f1b'
 
     """
-    return assemble(read_recording(paths, advance))
+    return assemble(read_recording(paths, advance), blocks)
 
 
 def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) -> Recording:
