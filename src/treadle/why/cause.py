@@ -29,7 +29,7 @@ EXPLAINS = 0.3
 
 
 @dataclass(frozen=True)
-class Cause:
+class StragglerCause:
     """`what` is none, several, or one of the five; `stage` and `dp` say where, `recovers` which share of the loss."""
 
     what: str
@@ -65,28 +65,28 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
     return found
 
 
-def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> Cause:
+def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> StragglerCause:
     """Choose the what-if that recovers most, and say what to do about it."""
     slowdown = whatif.slowdown(whatif.no_gaps)
     if slowdown < SLOW:
         much = _percent(slowdown - 1) if slowdown > 1 else "nothing"
         sentence = f"nothing stands out: stragglers slow the run down by {much}"
-        return Cause("none", None, None, 0.0, sentence)
+        return StragglerCause("none", None, None, 0.0, sentence)
     what = max(recovered, key=lambda name: recovered[name])
     share = recovered[what]
     if share < EXPLAINS:
         parts = ", ".join(f"{name} {_percent(share)}" for name, share in _sorted(recovered))
         sentence = f"no single cause: of the time lost to stragglers, made ordinary one at a time, {parts} come back"
-        return Cause("several", None, None, share, sentence)
+        return StragglerCause("several", None, None, share, sentence)
     if what == "worker":
         dp, stage = suspects.workers[0]
-        return Cause(what, stage, dp, share, _worker_sentence(whatif, suspects))
+        return StragglerCause(what, stage, dp, share, _worker_sentence(whatif, suspects))
     if what == "replica":
-        return Cause(what, None, suspects.replica, share, _replica_sentence(whatif, suspects.replica))
+        return StragglerCause(what, None, suspects.replica, share, _replica_sentence(whatif, suspects.replica))
     if what == "stage":
-        return Cause(what, suspects.stage, None, share, _stage_sentence(whatif, suspects.stage))
+        return StragglerCause(what, suspects.stage, None, share, _stage_sentence(whatif, suspects.stage))
     sentence = _microbatches_sentence(whatif, share) if what == "microbatches" else _communication_sentence(whatif)
-    return Cause(what, None, None, share, sentence)
+    return StragglerCause(what, None, None, share, sentence)
 
 
 def stages_balanced(whatif: WhatIf) -> Longs:

@@ -19,7 +19,7 @@ from treadle.ir.program import Bools
 from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock
-from treadle.why.cause import Cause, Suspects, last_stage, name_cause, recoveries
+from treadle.why.cause import StragglerCause, Suspects, last_stage, name_cause, recoveries
 from treadle.why.whatif import WhatIf
 
 SHARE_OF_WORKERS = 3
@@ -63,7 +63,7 @@ class WhyReport:
     gaps: float
     messages: float
     communication: float
-    cause: Cause
+    cause: StragglerCause
 
     @property
     def in_words(self) -> str:
