@@ -19,7 +19,7 @@ from treadle.profiles.importing import import_profile
 from treadle.why import analyse
 from treadle.why.whatif import WhatIf
 
-CAUSES = {"ST": ("stage", 3, None), "AR": ("worker", 0, 0), "SE": ("microbatches", None, None)}
+CAUSES = {"ST": ("stage", 3, None, None), "AR": ("worker", None, 0, 0), "SE": ("microbatches", None, None, None)}
 
 
 @pytest.fixture(scope="module", params=("ST", "AR", "SE"))
@@ -58,7 +58,7 @@ def test_all_published_figures(job: tuple[str, Steps]) -> None:
 def test_cause(job: tuple[str, Steps]) -> None:
     name, steps = job
     cause = analyse(steps).cause
-    assert (cause.what, cause.stage, cause.dp) == CAUSES[name]
+    assert (cause.what, cause.stage, cause.pp, cause.dp) == CAUSES[name]
 
 
 def test_replay_of_whole_steps_leaves_only_gaps(job: tuple[str, Steps]) -> None:
