@@ -76,6 +76,18 @@ def test_a_clock_off_by_a_second_is_moved_and_named() -> None:
     assert "rank 2 by -1.000 s (known to " in str(found.remarks[0])
 
 
+def test_ranges_that_wait_for_their_input_tell_clocks_by_their_ends() -> None:
+    """What a reader waited for its input is not known; that it computed as long as its shortest like is."""
+    program, start, end = run()
+    computes = np.flatnonzero(computed(program))
+    behind = computes[1:][program.lane_of[computes[1:]] == program.lane_of[computes[:-1]]]
+    start[:, behind] = end[:, behind - 1]
+    own = np.where(ranks_of(program) == 2, 10**9, 0)
+    order = order_of(program, start + own, end + own, computed(program), waits_inside=True)
+    found = align(order, ["host"] * 4, len(start))
+    assert abs(found.offset[0, 2] + 10**9) <= found.uncertainty[2] <= 720_720
+
+
 def test_clocks_that_begin_decades_apart_are_put_together() -> None:
     program, start, end = run()
     own = np.where(ranks_of(program) % 2, 1_700_000_000 * 10**9, 0)

@@ -21,6 +21,9 @@ from treadle.profiles.recording import RankRecording, Recording, Remark
 from treadle.profiles.standing import Grid, stand
 from treadle.verify import verify_schedule
 
+_OTHER_UNIT = 100
+"""No rank computes so many times as long as the others."""
+
 
 @dataclass(frozen=True, eq=False)
 class Imported:
@@ -56,6 +59,7 @@ def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imp
     """
     size, grid = fill(recording, stand(recording))
     rows, whole, remarks = _rows(grid, size)
+    remarks += _odd_units(grid)
     schedule = Schedule("imported", size.placement, size.num_mb, rows)
     schedule, differs = name(schedule)
     if differs:
@@ -117,6 +121,20 @@ def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...],
     return tuple(usual), whole, remarks
 
 
+def _odd_units(grid: Grid) -> list[Remark]:
+    """Ranks whose computations are longer or shorter than all others' by so much that they count another unit."""
+    ranks = [rank for row in grid for rank in row]
+    typical = np.array([np.median((rank.end - rank.start)[is_compute(rank)]) for rank in ranks])
+    ratio = typical / max(float(np.median(typical)), 1.0)
+    return [
+        Remark(
+            f"computes {each:,.0f} times as long as the ranks usually do: are its times in another unit?", rank.source
+        )
+        for rank, each in zip(ranks, ratio, strict=True)
+        if each > _OTHER_UNIT
+    ]
+
+
 def _refuse_uneven(rows: Sequence[tuple[Cell, ...]], size: PipelineSize) -> None:
     """Every rank does the forward of each micro-batch and chunk once."""
     wanted = {(mb, chunk) for mb in range(size.num_mb) for chunk in range(size.placement.vpp)}
@@ -125,9 +143,10 @@ def _refuse_uneven(rows: Sequence[tuple[Cell, ...]], size: PipelineSize) -> None
         lost = sorted(wanted - set(forwards))
         if size.placement.num_pipes == 1 and (lost or len(forwards) != len(wanted)):
             what = f"no {Action(Kind.F, *lost[0])}" if lost else f"{len(forwards)} forwards"
+            why = "the profile lost a part of the step" if lost else "two files are of this rank; give those of one run"
             raise ValueError(
                 f"rank {rank} of the pipeline has {what}, and {size.num_mb} micro-batches through "
-                f"{size.placement.vpp} chunks are {len(wanted)}: the profile lost a part of the step"
+                f"{size.placement.vpp} chunks are {len(wanted)}: {why}"
             )
 
 

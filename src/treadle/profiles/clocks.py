@@ -74,14 +74,14 @@ def order_of(program: Program, start: Longs, end: Longs, known: Bools, *, waits_
         end: likewise.
         known: `[op]`, has the op been measured. Messages are used where both ends have, else their maker and reader.
         waits_inside: a reader's time includes its wait for the message, as where a receive is only posted. Messages
-            tell nothing then, and a reader has waited by its end.
+            tell nothing then, and a reader has its input by its end, less the shortest time of its like.
 
     """
     rank_of = program.lane_rank[program.lane_of]
     found = crossings(program)
     carried = known[found.send] & known[found.recv] & (not waits_inside)
     made = ~carried & known[found.maker] & known[found.reader]
-    read_at = end if waits_inside else start
+    read_at = end - _least(program, rank_of, end - start) if waits_inside else start
     together = _together(program, known)
     parts = (
         (found.send[carried], start, found.recv[carried], end),
@@ -90,6 +90,15 @@ def order_of(program: Program, start: Longs, end: Longs, known: Bools, *, waits_
     )
     columns = [_rows(rank_of, *part) for part in parts]
     return Order(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _least(program: Program, rank_of: Ints, took: Longs) -> Longs:
+    """`[op]`: the shortest time that its rank took for an op of its kind and chunk, which waited the least."""
+    label = (rank_of.astype(np.int64) * 256 + program.kind) * (1 + int(program.chunk.max(initial=0))) + program.chunk
+    _, like = np.unique(label, return_inverse=True)
+    least = np.full(int(like.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, like, took.min(axis=0))
+    return least[like]
 
 
 def _rows(rank_of: Ints, first: Longs | Ints, first_at: Longs, then: Longs | Ints, then_at: Longs) -> Order:

@@ -12,6 +12,8 @@ from treadle.profiles.reader import Advance, Opening, Reader
 from treadle.profiles.readers import READERS
 from treadle.profiles.recording import Recording, Remark
 
+_NOT_READ = "not read"
+
 
 def import_profile(
     paths: Sequence[str | Path], *, blocks: tuple[str, ...] | None = None, advance: Advance | None = None
@@ -37,7 +39,12 @@ def import_profile(
         '1f1b'
 
     """
-    return assemble(read_recording(paths, advance), blocks)
+    recording = read_recording(paths, advance)
+    try:
+        return assemble(recording, blocks)
+    except ValueError as error:
+        unread = [str(remark) for remark in recording.remarks if remark.what.startswith(_NOT_READ)]
+        raise ValueError("; ".join([str(error), *unread[:3]])) from error
 
 
 def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) -> Recording:
@@ -51,7 +58,7 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
         except ValueError as error:
             if asked_for:
                 raise
-            remarks.append(Remark(f"not read: {error}"))
+            remarks.append(Remark(f"{_NOT_READ}: {error}"))
             continue
         reader = next((reader for reader in READERS if reader.recognises(opening)), None)
         if reader is not None:
@@ -60,7 +67,7 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
         elif asked_for:
             raise ValueError(f"{path}: no profile that Treadle reads; it reads {_forms()}")
         else:
-            remarks.append(Remark("not read: no profile of a form that Treadle knows", str(path)))
+            remarks.append(Remark(f"{_NOT_READ}: no profile of a form that Treadle knows", str(path)))
     if not by_reader:
         places = ", ".join(map(str, paths))
         raise ValueError(f"{places}: no profile is there; Treadle reads {_forms()}")
