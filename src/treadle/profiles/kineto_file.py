@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,10 +103,11 @@ class _Columns:
             return
         end = start + to_ns(event.get("dur", 0))
         if category in DEVICE:
+            is_kernel = category == "kernel"
             stream = args.get("stream", event.get("tid", 0))
-            talks = category == "kernel" and _TALKS.search(event["name"]) is not None
-            row = (start, end, int(args.get("correlation", NO_LAUNCH)), _number(stream), talks, category != "kernel")
-            self.device.extend(map(int, row))
+            talks = is_kernel and _talks(event["name"])
+            correlation = int(args.get("correlation", NO_LAUNCH))
+            self.device.extend((start, end, correlation, _number(stream), talks, not is_kernel))
             return
         annotation = Annotation(event["name"], self._thread(event), start, end)
         identity = (event["name"], args.get("External id", start))
@@ -146,5 +148,11 @@ def _moved(annotation: Annotation, base: int) -> Annotation:
     return annotation._replace(start=annotation.start + base, end=annotation.end + base)
 
 
+@lru_cache(maxsize=2**14)
+def _talks(kernel: str) -> bool:
+    return _TALKS.search(kernel) is not None
+
+
+@lru_cache(maxsize=2**10)
 def _number(stream: object) -> int:
     return int(stream) if isinstance(stream, (int, str)) and str(stream).isdigit() else NO_LAUNCH

@@ -64,7 +64,7 @@ def _bars(rows: Iterable[tuple[str, float]], form: str, *, origin: float = 0.0, 
 
 def _heat(report: WhyReport) -> str:
     heat = Heat.of(report.workers)
-    head = "".join(f"<th>stage {stage}</th>" for stage in range(report.pp))
+    head = "".join(f"<th>rank {rank}</th>" for rank in range(report.pp))
     rows = []
     for dp, scores in enumerate(report.workers):
         cells = []

@@ -10,16 +10,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.api import files
+from treadle.cli.measured import import_run, tell
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.terminal import out, suggest, working
 from treadle.costs import dump as dump_costs
+from treadle.ir.blocks import parse_layout
 from treadle.ir.show import show_time
 from treadle.profiles.assemble import Imported
-from treadle.profiles.importing import files_of, import_profile
-from treadle.simulate import Metrics, fit, measure
-
-_SHOWN_REMARKS = 12
+from treadle.simulate import Metrics, measure
+from treadle.simulate.stage_fitting import fit_stages
 
 
 def import_(
@@ -35,27 +35,21 @@ def import_(
     schedule_to: Annotated[
         Path | None, typer.Option("--schedule", help="Write the schedule that ran, as text that every command reads.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="The stages' blocks, as Megatron writes them: 'Et*4|(t*5|)*2t*3L'.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs."""
-    total = sum(path.stat().st_size for path, _ in files_of(paths))
-    with working("reading") as advance:
-        done = 0
-
-        def more(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            advance(min(done, total), total)
-
-        imported = import_profile(paths, more)
+    imported = import_run(paths, parse_layout(layout) if layout is not None else None)
     trace = imported.steps.trace(step)
     metrics = measure(trace)
     if output is not None:
         with working(f"writing {output}"):
             files.save_steps(imported.steps, output, step)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(fit(trace)), encoding="utf-8")
+        fit_to.write_text(dump_costs(fit_stages(imported.steps)), encoding="utf-8")
     if schedule_to is not None:
         schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
     if as_json:
@@ -115,7 +109,4 @@ def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
     for number, rank in enumerate(metrics.ranks[:16]):
         table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
     out.print(table)
-    for remark in imported.remarks[:_SHOWN_REMARKS]:
-        note(str(remark))
-    if len(imported.remarks) > _SHOWN_REMARKS:
-        note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; --json has them all")
+    tell(imported)

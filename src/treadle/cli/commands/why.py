@@ -77,13 +77,13 @@ def _print_steps(report: WhyReport) -> None:
 
 
 def _print_heat(report: WhyReport) -> None:
-    """Workers as a map: a row a replica, a column a stage."""
+    """Workers as a map: a row a replica, a column a rank of the pipeline."""
     heat = Heat.of(report.workers)
     rows = sorted(range(report.dp), key=lambda dp: -max(report.workers[dp]))[:SHOWN_REPLICAS]
     table = Table(box=None, padding=(0, 0, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("worker  ", justify="right")
-    for stage in range(report.pp):
-        table.add_column(f" stage {stage} ", justify="center")
+    for rank in range(report.pp):
+        table.add_column(f" rank {rank} ", justify="center")
     for dp in sorted(rows):
         cells = [Text(f" {score:.3f} ", style=_style(heat, score), justify="center") for score in report.workers[dp]]
         table.add_row(f"dp {dp}  ", *cells)

@@ -34,7 +34,7 @@ from treadle.runtime.run.handlers import HANDLERS, Handler, maker_of
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
 from treadle.runtime.run.own_error import LaunchRow
-from treadle.runtime.run.ranges import in_range, is_profiled, sees_this_thread
+from treadle.runtime.run.ranges import in_range, is_profiled, leave, sees_this_thread
 from treadle.runtime.run.rank_program import RankProgram
 
 PACE = {
@@ -127,6 +127,9 @@ class LayerExecutor:
                 channel.drain()
             guard.refuse_void()
             self._known = True
+            if self._unseen:
+                start, end = self.lanes.times()
+                leave([(self._names[at], start[at], end[at]) for at in self._unseen])
         except Exception as error:
             self._blame(guard, under_way, error, at)
 
