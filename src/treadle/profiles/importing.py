@@ -35,9 +35,11 @@ def import_profile(
         OSError: a file cannot be read.
 
     Example:
-        >>> imported = import_profile(["profile"])  # doctest: +SKIP
-        >>> imported.schedule.name  # doctest: +SKIP
-        '1f1b'
+        >>> Path("profile").mkdir()
+        >>> times = '"fwd_start": [0, 1], "fwd_end": [1, 2], "bwd_start": [2, 3], "bwd_end": [3, 4]'
+        >>> _ = Path("profile/pp_rank_0.json").write_text('{"1": {' + times + "}}")
+        >>> treadle.import_profile(["profile"]).schedule.name
+        'gpipe'
 
     """
     recording = read_recording(paths, advance)

@@ -73,7 +73,8 @@ def _print_steps(report: WhyReport) -> None:
         return
     slowest = sorted(report.by_step.items(), key=lambda item: -item[1])
     told = ", ".join(f"{number} ({slowdown:.3f})" for number, slowdown in slowest[:3])
-    out.print(f"slowest of {len(slowest)} steps: {told}; fastest: {slowest[-1][0]} ({slowest[-1][1]:.3f})")
+    fastest = f"{slowest[-1][0]} ({slowest[-1][1]:.3f})"
+    out.print(f"slowest of {len(slowest)} steps: {told}; fastest: {fastest}", soft_wrap=True)
 
 
 def _print_heat(report: WhyReport) -> None:
