@@ -48,7 +48,6 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
     "a trace with an outlier past all numbers": ("compare", ("compare", "first.npz", "odd.npz"), 0),
     "a profile": ("import", ("import", str(ROOT / "tests" / "data" / "primus" / "pp8")), 0),
-    "a profile": ("import", ("import", "timeline.json.gz"), 0),
     "a run and why it is slow": ("why", ("why", "timeline.json.gz"), 0),
     "a step and why it is slow": ("why", ("why", "slow.npz"), 0),
     "cuts": ("balance", ("balance", "--pp", "4", "--costs", "deepseek-v3-model"), 0),
