@@ -140,7 +140,7 @@ def write_export(path: Path, processes: dict[int, list[Work]], *, shift: int = 0
             now += 10
         ranges.append((5, 6, 59, 0, 0, 0, "aten::mm", main, main, None, 0))
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(_SCHEMA)
+        connection.executescript(f"PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY; {_SCHEMA}")
         connection.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", ranges)
         connection.executemany("INSERT INTO StringIds VALUES (?, ?)", [(n, text) for text, n in strings.items()])
         connection.execute("INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES (?, '', '')", (SESSION_NS - shift,))

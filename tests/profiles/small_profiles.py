@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Event(NamedTuple):
 Ranks = list[list[Event]]
 
 
+@cache
 def run() -> Ranks:
     """The events of each rank, in order; a unit of the prediction is 10 ms."""
     trace = traced(treadle.generate("1f1b", pp=NUM_RANKS, microbatches=8))

@@ -114,13 +114,13 @@ def test_one_impossible_message_is_left_out_and_reported() -> None:
     wrong[bad] -= 10**10
     found = align(order._replace(then_time=wrong), [f"rank {rank}" for rank in range(4)], len(start))
     assert np.abs(found.offset).max() <= found.uncertainty.max()
-    assert any("messages of step 0 contradict" in str(remark) for remark in found.remarks)
+    assert any("messages contradict the others" in str(remark) for remark in found.remarks)
 
 
 def test_times_that_contradict_each_other_on_any_clock_are_reported_with_how_much() -> None:
     columns = [np.array(column, np.int64) for column in ([0, 0], [0, 1], [10 * MS, 10 * MS], [1, 0], [0, 0])]
     found = align(Order(*columns), ["a", "b"], 1)  # type: ignore[arg-type]
-    assert any("contradict each other by 10.000 ms" in str(remark) for remark in found.remarks)
+    assert any("contradict each other by up to 10.000 ms" in str(remark) for remark in found.remarks)
 
 
 def test_ranks_that_no_message_links_are_named() -> None:

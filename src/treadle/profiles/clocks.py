@@ -182,25 +182,36 @@ def _align_linked(order: Order, ranks: Ints, num_steps: int) -> tuple[Longs, Lon
             )
         )
         offset[:], uncertainty = 0, np.zeros(len(ranks), np.int64)
+        worst, num_unused = 0, 0
         for step in np.unique(near.step):
-            remark, closed = _of_step(near.of(near.step == step), ranks)
-            remarks += [remark] if remark else []
-            offset[step], widest = _middle(closed)
+            found = _of_step(near.of(near.step == step), ranks)
+            worst, num_unused = max(worst, found.slack), num_unused + found.num_unused
+            offset[step], widest = _middle(found.closed)
             uncertainty = np.where((widest < 0) | (uncertainty < 0), UNBOUNDED, np.maximum(widest, uncertainty))
+        if num_unused:
+            remarks.append(Remark("messages contradict the others about the clocks, and were not used", "", num_unused))
+        if worst:
+            remarks.append(Remark(f"times contradict each other by up to {_shown(worst)} on any clock"))
     return offset + (zero[0] - zero), uncertainty, remarks
 
 
-def _of_step(order: Order, ranks: Ints) -> tuple[Remark | None, Longs]:
+class _OfStep(NamedTuple):
+    """The bounds of a step, closed; how many were not used, and by how much the rest was weakened."""
+
+    closed: Longs
+    num_unused: int = 0
+    slack: int = 0
+
+
+def _of_step(order: Order, ranks: Ints) -> _OfStep:
     """The bounds of one step, without those that contradict most, or weakened until they do not contradict."""
     closed = _closed(_bounds(order, ranks))
     if closed is not None:
-        return None, closed
-    where = f"step {int(order.step[0])}"
+        return _OfStep(closed)
     trimmed = _without_outliers(order)
     closed = _closed(_bounds(trimmed, ranks))
     if closed is not None:
-        num = len(order.step) - len(trimmed.step)
-        return Remark(f"{num} messages of {where} contradict the others about the clocks, and were not used"), closed
+        return _OfStep(closed, num_unused=len(order.step) - len(trimmed.step))
     bounds = _bounds(order, ranks)
     least, most = 0, int(bounds.max() - bounds[bounds > _NONE // 2].min()) + 1
     while most - least > 1:
@@ -208,7 +219,7 @@ def _of_step(order: Order, ranks: Ints) -> tuple[Remark | None, Longs]:
         least, most = (slack, most) if _closed(_weaker(bounds, slack)) is None else (least, slack)
     closed = _closed(_weaker(bounds, most))
     assert closed is not None, "any bounds hold once they are weak enough"
-    return Remark(f"the times of {where} contradict each other by {_shown(most)} on any clock"), closed
+    return _OfStep(closed, slack=most)
 
 
 def _weaker(bounds: Longs, slack: int) -> Longs:
