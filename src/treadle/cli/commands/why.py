@@ -64,7 +64,7 @@ def _print_table(title: str, rows: Iterable[tuple[str, float]], form: str) -> No
     table.add_column(title, min_width=34)
     table.add_column("", justify="right")
     for name, value in rows:
-        table.add_row(escape(name), form.format(value))
+        table.add_row(escape(name), form.format(value).replace("-0.0%", "0.0%"))
     out.print(table)
 
 
