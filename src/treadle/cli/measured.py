@@ -9,7 +9,7 @@ from pathlib import Path
 from treadle.api import files
 from treadle.cli.terminal import note, working
 from treadle.ir.steps import Steps
-from treadle.profiles.assemble import Imported
+from treadle.profiles.imported import Imported
 from treadle.profiles.importing import files_of, import_profile
 from treadle.profiles.reader import Opening
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,35 +14,17 @@ from treadle.ir.blocks import write_layout
 from treadle.ir.program import Program
 from treadle.ir.steps import Steps
 from treadle.passes.measured import TAIL, measured_program
+from treadle.profiles.imported import Imported
 from treadle.profiles.labels import PipelineSize, fill, is_compute
 from treadle.profiles.matching import match
 from treadle.profiles.naming import name
+from treadle.profiles.parts import assemble_parts, has_parts
 from treadle.profiles.recording import RankRecording, Recording, Remark
 from treadle.profiles.standing import Grid, stand
 from treadle.verify import verify_schedule
 
 _OTHER_UNIT = 100
 """No rank computes so many times as long as the others."""
-
-
-@dataclass(frozen=True, eq=False)
-class Imported:
-    """What was made of a run's profile.
-
-    `named` says that the schedule is one that Treadle generates; its name is then that one's. `remarks` are what could
-    not be read or was not as expected.
-    """
-
-    form: str
-    schedule: Schedule
-    named: bool
-    steps: Steps
-    remarks: tuple[Remark, ...]
-
-    @property
-    def program(self) -> Program:
-        """The Program whose ops were measured."""
-        return self.steps.program
 
 
 def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imported:
@@ -57,6 +39,8 @@ def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imp
             of stages.
 
     """
+    if has_parts(recording):
+        return assemble_parts(recording)
     size, grid = fill(recording, stand(recording))
     rows, whole, remarks = _rows(grid, size)
     remarks += _odd_units(grid)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from treadle.profiles.assemble import Imported, assemble
+from treadle.profiles.assemble import assemble
+from treadle.profiles.imported import Imported
 from treadle.profiles.reader import Advance, Opening, Reader
 from treadle.profiles.readers import READERS
 from treadle.profiles.recording import Recording, Remark

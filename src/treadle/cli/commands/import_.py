@@ -14,11 +14,12 @@ from treadle.cli.measured import import_run, tell
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, suggest, working
+from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
 from treadle.ir.blocks import parse_layout
 from treadle.ir.show import show_time
-from treadle.profiles.assemble import Imported
-from treadle.simulate import Metrics, measure
+from treadle.profiles.imported import Imported
+from treadle.simulate import Metrics, fit, measure
 from treadle.simulate.stage_fitting import fit_stages
 
 
@@ -49,7 +50,7 @@ def import_(
         with working(f"writing {output}"):
             files.save_steps(imported.steps, output, step)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(fit_stages(imported.steps)), encoding="utf-8")
+        fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
     if schedule_to is not None:
         schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
     if as_json:
@@ -60,6 +61,16 @@ def import_(
     suggest(
         f"treadle why {written}" if output is not None else f"treadle import {paths[0]} -o {written} --fit fitted.toml"
     )
+
+
+def _many(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
+
+
+def _fitted(imported: Imported, step: int | None) -> Costs:
+    """Costs by stage; at the grain of layers by part."""
+    by_layer = imported.program.layout.by_layer
+    return fit(imported.steps.trace(step)) if by_layer else fit_stages(imported.steps)
 
 
 def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str, Any]:
@@ -88,16 +99,15 @@ def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
     schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
     layout = imported.program.layout
     name = schedule.name if imported.named else "a schedule that is none of those here"
-    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
     chunks = f", {schedule.placement.vpp} chunks a rank" if schedule.placement.vpp > 1 else ""
-    out.print(
-        f"[bold]{escape(name)}[/]: {schedule.pp} ranks{replicas}{chunks}, {schedule.num_microbatches} micro-batches; "
-        f"{escape(imported.form)}",
-        soft_wrap=True,
-    )
+    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
+    size = f"{_many(schedule.pp, 'rank')}{replicas}{chunks}, {_many(schedule.num_microbatches, 'micro-batch')}"
+    if layout.by_layer:
+        name, size = "parts of layers", f"{_many(layout.model_layers, 'layer')} of one rank, {schedule.rows[0][0]}"
+    out.print(f"[bold]{escape(name)}[/]: {size}; {escape(imported.form)}", soft_wrap=True)
     spans = steps.makespans
     out.print(
-        f"{len(steps.numbers)} step{'s' if len(steps.numbers) > 1 else ''}, {show_time(clock, float(spans.min()))} to "
+        f"{_many(len(steps.numbers), 'step')}, {show_time(clock, float(spans.min()))} to "
         f"{show_time(clock, float(spans.max()))}; step {steps.typical if step is None else step}: "
         f"{show_time(clock, metrics.makespan)}, bubble {metrics.bubble:.2%}",
         soft_wrap=True,
