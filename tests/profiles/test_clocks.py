@@ -61,6 +61,14 @@ def test_shifted_clocks_are_recovered_within_their_uncertainty(size: int, shifts
     assert (found.uncertainty <= 2 * 720_720).all()
 
 
+def test_offsets_are_in_the_middle_where_messages_take_as_long_both_ways() -> None:
+    program, start, end = run()
+    own = np.array([0, 7 * MS, -3 * MS, 10**9])[ranks_of(program)]
+    found = align(order_of(program, start + own, end + own, computed(program)), list("abcd"), len(start))
+    assert np.abs(found.offset[0] + [0, 7 * MS, -3 * MS, 10**9]).max() <= 1
+    assert found.uncertainty.tolist() == [0, 72_072, 2 * 72_072, 3 * 72_072]
+
+
 def test_clocks_of_one_name_that_agree_are_left_alone() -> None:
     program, start, end = run()
     found = align(order_of(program, start, end, computed(program)), ["host"] * 4, len(start))
