@@ -15,7 +15,7 @@ from tests.profiles.nsys_files import NS, Work, of_megatron, of_pithtrain, of_to
 from tests.profiles.recorded import traced
 from treadle.ir.program import LaneKind
 from treadle.ir.trace import Trace
-from treadle.profiles.assemble import Imported
+from treadle.profiles.imported import Imported
 from treadle.profiles.importing import import_profile
 from treadle.profiles.readers.nsys import NsysReader
 

@@ -13,7 +13,7 @@ import pytest
 import treadle
 from treadle.ir.crossings import crossings
 from treadle.ir.program import OpKind
-from treadle.profiles.assemble import Imported
+from treadle.profiles.imported import Imported
 from treadle.profiles.importing import import_profile
 from treadle.profiles.reader import Opening
 from treadle.profiles.readers.primus import PrimusReader
