@@ -59,7 +59,7 @@ def profiled(pipe: treadle.Pipeline, both: torch.Tensor, path: Path) -> treadle.
 
 def own_ops(program: Program, rank: int) -> dict[tuple[int, int, int, int], int]:
     """The ops of a rank by kind, chunk, micro-batch and layer."""
-    found = {}
+    found: dict[tuple[int, int, int, int], int] = {}
     for index in np.flatnonzero(program.lane_rank[program.lane_of] == rank):
         op = program.op(int(index))
         found[op.kind, op.chunk, op.mb, op.layer] = op.index
