@@ -7,7 +7,9 @@ treadle import profile
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,36 @@ WIDTH = 256
 STEPS = 3
 
 
+class Wait(torch.autograd.Function):
+    """Sleeps, forward and twice as long backward, where a GPU would compute: processes may be more than cores."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """Sleep, and pass the input on."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Sleep twice as long, and pass the gradient on."""
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
 class Layers(nn.Module):
     """A stage: a few layers of the same kind."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, sleep_ms: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.seconds = depth * sleep_ms / 1000
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layers, one behind the other."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x
+        return Wait.apply(x, self.seconds) if self.seconds else x
 
 
 def main() -> None:
@@ -40,6 +60,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1F1B", help="1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--last", type=int, default=4, help="layers of the last stage; the others have 4")
+    parser.add_argument("--sleep-ms", type=float, default=0, help="what a layer's forward takes besides, asleep")
     parser.add_argument("--output", type=Path, default=Path("profile"))
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -50,7 +71,9 @@ def main() -> None:
     numbers = [rank, 2 * pp - 1 - rank] if args.schedule in ("ZBVZeroBubble", "DualPipeV") else [rank, rank + pp]
     num_stages = 2 * pp if several else pp
     stages = [
-        PipelineStage(Layers(args.last if number == num_stages - 1 else 4), number, num_stages, torch.device("cpu"))
+        PipelineStage(
+            Layers(args.last if number == num_stages - 1 else 4, args.sleep_ms), number, num_stages, torch.device("cpu")
+        )
         for number in (numbers if several else [rank])
     ]
     made = kind(stages if several else stages[0], args.microbatches, loss_fn=nn.functional.mse_loss)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
     from treadle.plan import LoweringOptions
+    from treadle.profiles.importing import import_profile
     from treadle.runtime import (
         Boundary,
         FurtherLoss,
@@ -80,6 +81,7 @@ __all__ = [
     "explain",
     "fit",
     "generate",
+    "import_profile",
     "load",
     "load_any",
     "load_costs",
@@ -103,6 +105,7 @@ _WHERE = {
     "treadle.ir.trace": ("Trace",),
     "treadle.host.errors": ("TreadleError",),
     "treadle.plan": ("LoweringOptions",),
+    "treadle.profiles.importing": ("import_profile",),
     "treadle.runtime": (
         "Boundary",
         "FurtherLoss",
@@ -129,11 +132,13 @@ _PACKAGES = (
     "moe",
     "passes",
     "plan",
+    "profiles",
     "runtime",
     "schedules",
     "update",
     "view",
     "weights",
+    "why",
 )
 
 _FUNCTIONS = ("simulate", "verify")

@@ -25,7 +25,7 @@ def ends_by_relaxing(program: Program, dur: Longs) -> Longs:
         before = end.copy()
         for members in rows:
             waits = [dep for op in members for dep in program.deps(int(op))]
-            waits += [op - 1 for op in members if op not in opens and op - 1 not in members]
+            waits += [int(op) - 1 for op in members if op not in opens and op - 1 not in members]
             start = max((int(end[op]) for op in waits), default=0)
             own = dur[members]
             joined = program.joined[members].any()

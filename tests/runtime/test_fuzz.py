@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -15,25 +17,47 @@ import pytest
 from tests.support import fuzz
 from tests.support.delays import Delays
 from tests.support.fuzz_models import DTYPES, KINDS, combinations
+from tests.support.patience import PATIENT_S
 from tests.support.planted import PLANTS, changed
 from treadle.schedules import SCHEDULES
 
-LOTS = 4
+PARTS = 5
 """Into which the draws are dealt, for workers side by side."""
+
+SEED = 54
+"""Of a lap that has expert parallelism, recomputation and unequal micro-batches too."""
+
+STEPS = 4
+"""Draws of a pipeline: the first learns the shapes, and two batches take turns."""
+
+
+def draws_of(*more: str) -> argparse.Namespace:
+    """One lap: each schedule once, all kinds and all dtypes among them."""
+    size = ["--draws", str(STEPS * len(SCHEDULES)), "--steps", str(STEPS), "--seed", str(SEED)]
+    return fuzz.parser().parse_args([*size, *more])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lot", range(LOTS))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_steps_under_delays_are_those_of_one_process_and_of_serial_lanes(
-    lot: int, capfd: pytest.CaptureFixture[str]
+    part: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = fuzz.fuzz(
-        fuzz.parser().parse_args(
-            ["--draws", "36", "--steps", "6", "--jobs", "1", "--seed", str(lot), "--deadline", "300"]
-        )
-    )
+    args = draws_of("--part", f"{part}/{PARTS}", "--jobs", "1", "--deadline", str(PATIENT_S))
+    said = fuzz.fuzz(args)
     assert said["failures"] == 0, capfd.readouterr().err
-    assert said["draws"] == 36
+    assert said["draws"] == sum(life.num_steps for life in fuzz.lives(args))
+
+
+def test_one_lap_of_draws_has_every_schedule_kind_and_dtype() -> None:
+    configs = [life.config for part in range(PARTS) for life in fuzz.lives(draws_of("--part", f"{part}/{PARTS}"))]
+    assert sorted(c.schedule for c in configs) == sorted(SCHEDULES)
+    assert {c.kind for c in configs} == set(KINDS)
+    assert {c.dtype for c in configs} == set(DTYPES)
+    assert {c.ep for c in configs} == {1, 2}
+    assert {c.recompute for c in configs} == {"", "attn", "mlp", "attn+mlp"}
+    assert {c.aux for c in configs} == {"none", "own", "bf16"}
+    assert {(c.layered, c.unequal) for c in configs} == set(product((True, False), repeat=2))
+    assert {c.dropout for c in configs} == {c.mtp for c in configs} == {c.dense for c in configs} == {True, False}
 
 
 @pytest.mark.slow

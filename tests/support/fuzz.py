@@ -247,11 +247,11 @@ def same_bits(grad: Tensor | None, want: Tensor | None) -> bool:
 def lives(args: Namespace) -> Iterator[Life]:
     """Lives for so many draws, each combination once before any comes again."""
     only = parse_only(args.only)
-    every = combinations(only)
+    every = combinations(only, args.seed)
     if not every:
         raise ValueError(f"--only {args.only} leaves no schedule, kind and dtype")
-    Random(args.seed).shuffle(every)
-    for number in range(-(-args.draws // args.steps)):
+    part, num_parts = map(int, args.part.split("/"))
+    for number in range(part, -(-args.draws // args.steps), num_parts):
         rng = Random(f"{args.seed}/{number}")
         config = draw_config(*every[number % len(every)], only, rng)
         num_steps = min(args.steps, args.draws - number * args.steps)
@@ -333,7 +333,7 @@ def fuzz(args: Namespace) -> dict[str, object]:
 def repeat(args: Namespace) -> dict[str, object]:
     """The life of one draw, up to that draw, `--times` times."""
     seed, number, step = map(int, args.repeat.split("."))
-    args.seed, args.draws, args.stop = seed, (number + 1) * args.steps, True
+    args.seed, args.draws, args.stop, args.part = seed, (number + 1) * args.steps, True, "0/1"
     (life,) = [life for life in lives(args) if life.number == number]
     life = replace(life, num_steps=step + 1)
     _tell(f"{life.config}, {step + 1} steps, {args.times} times")
@@ -347,10 +347,13 @@ def repeat(args: Namespace) -> dict[str, object]:
 
 
 def find(plant: str, only: str, draws: int, seed: int = 0) -> dict[str, object]:
-    """Runs draws with a race planted until one fails, in dtypes whose rounding is small; what the last line says."""
+    """Runs draws with a race planted until one fails, in dtypes whose rounding is small; what the last line says.
+
+    One pipeline at a time: a second beside it would run to its end after the first has failed.
+    """
     only = f"dtype=float32|float64,aux=none,{only}"
     more = ["--plant", plant, "--only", only, "--draws", str(draws), "--seed", str(seed), "--steps", "10", "--stop"]
-    return fuzz(parser().parse_args(more))
+    return fuzz(parser().parse_args([*more, "--jobs", "1"]))
 
 
 def command(args: Namespace, life: Life, step: int) -> str:
@@ -375,6 +378,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--deadline", type=float, default=60.0, help="seconds a rank waits for another")
     made.add_argument("--stop", action="store_true", help="at the first failure")
     made.add_argument("--plant", choices=PLANTS, help="a race that is planted first")
+    made.add_argument("--part", default="0/1", help="1/3: of three parts of the draws, the second")
     made.add_argument("--repeat", help="the seed of a draw that failed")
     made.add_argument("--times", type=int, default=10, help="how often --repeat does")
     return made

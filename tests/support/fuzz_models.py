@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -113,11 +113,23 @@ class Config:
         )
 
 
-def combinations(only: dict[str, list[str]]) -> list[tuple[str, str, str]]:
-    """All (schedule, kind, dtype) that `only` leaves."""
-    names = ("schedule", "kind", "dtype")
-    every = product(SCHEDULES, KINDS, DTYPES)
-    return [c for c in every if all(v in only.get(n, [v]) for n, v in zip(names, c, strict=True))]
+def combinations(only: dict[str, list[str]], seed: int = 0) -> list[tuple[str, str, str]]:
+    """All (schedule, kind, dtype) that `only` leaves, in an order drawn from a seed.
+
+    Each lap over the schedules has every schedule once, with the kinds and the dtypes in turn.
+    """
+    schedules, kinds, dtypes = (
+        [value for value in values if value in only.get(name, values)]
+        for name, values in (("schedule", list(SCHEDULES)), ("kind", list(KINDS)), ("dtype", list(DTYPES)))
+    )
+    rng = Random(seed)
+    for values in (schedules, kinds, dtypes):
+        rng.shuffle(values)
+    return [
+        (schedule, kinds[(at + lap) % len(kinds)], dtypes[(at + lap // len(kinds)) % len(dtypes)])
+        for lap in range(len(kinds) * len(dtypes))
+        for at, schedule in enumerate(schedules)
+    ]
 
 
 def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]], rng: Random) -> Config:

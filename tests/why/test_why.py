@@ -35,8 +35,8 @@ def usual(program: Program) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]
 def ran(program: Program, dur: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> Steps:
     """The steps that such durations give."""
     traces = [treadle.simulate(program, Durations(np.rint(row * 1e6).astype(np.int64))) for row in dur]
-    columns = (np.stack([getattr(trace, name) for trace in traces]) for name in ("start", "end"))
-    return Steps(program, tuple(range(NUM_STEPS)), *columns, about="made")
+    start, end = (np.stack([getattr(trace, name) for trace in traces]) for name in ("start", "end"))
+    return Steps(program, tuple(range(NUM_STEPS)), start, end, about="made")
 
 
 def test_nothing_slow() -> None:
@@ -70,18 +70,19 @@ def slow(what: str) -> WhyReport:
 
 
 @pytest.mark.parametrize(
-    ("what", "stage", "dp"),
+    ("what", "where"),
     [
-        ("worker", 2, 1),
-        ("stage", 1, None),
-        ("replica", None, 3),
-        ("microbatches", None, None),
-        ("communication", None, None),
+        ("worker", (None, 2, 1)),
+        ("stage", (1, None, None)),
+        ("replica", (None, None, 3)),
+        ("microbatches", (None, None, None)),
+        ("communication", (None, None, None)),
     ],
 )
-def test_cause_is_what_was_made_slow(what: str, stage: int | None, dp: int | None) -> None:
+def test_cause_is_what_was_made_slow(what: str, where: tuple[int | None, ...]) -> None:
     report = slow(what)
-    assert (report.cause.what, report.cause.stage, report.cause.dp) == (what, stage, dp), report.recovered
+    cause = report.cause
+    assert (cause.what, (cause.stage, cause.pp, cause.dp)) == (what, where), report.recovered
     assert report.cause.recovers > 0.5
     if what == "communication":
         assert "reduce_grad" in report.cause.sentence
@@ -96,6 +97,17 @@ def test_layers_to_move_are_told_where_they_are_known() -> None:
     assert (cause.what, cause.stage) == ("stage", 3)
     assert "takes 100% longer than the others" in cause.sentence
     assert "moving 3.0 layers' worth of work off it" in cause.sentence
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_a_slow_stage_is_told_from_the_other_of_its_rank(name: str) -> None:
+    costs = treadle.load_costs("unit")
+    blocks = ("tttt", "tttt", "tttt", "tttt", "tttt", "tttttttttttt", "tttt", "tttt")
+    options = treadle.LoweringOptions(blocks=blocks)
+    trace = treadle.simulate(treadle.generate(name, pp=4, microbatches=8), costs, options)
+    report = analyse(Steps.of(trace))
+    assert (report.cause.what, report.cause.stage) == ("stage", 5)
+    assert "'treadle balance --pp 4 --vpp 2' finds the cut" in report.cause.sentence
 
 
 def test_transfer_is_the_own_end_less_the_last_start() -> None:
@@ -123,7 +135,7 @@ def test_traces_of_our_own_at_both_grains(name: str) -> None:
         report = analyse(Steps.of(trace))
         assert report.slowdown == pytest.approx(trace.makespan / report.ideal)
         assert report.gaps == pytest.approx(0, abs=1e-9)
-        assert len(report.by_stage) == 4 and len(report.by_dp) == 1
+        assert (len(report.by_stage), len(report.by_dp)) == (program.layout.placement.num_stages, 1)
 
 
 def test_one_rank_and_no_time_at_all() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from treadle.api import files
 from treadle.cli.terminal import note, working
 from treadle.ir.steps import Steps
+from treadle.profiles.imported import Imported
 from treadle.profiles.importing import files_of, import_profile
 from treadle.profiles.reader import Opening
 
@@ -31,7 +32,14 @@ def load_steps(paths: Sequence[Path]) -> Steps:
             raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
         with working(f"reading {paths[0]}"):
             return Steps.of(files.load_traces(paths[0])) if paths[0].is_dir() else files.load_steps(paths[0])
-    total = sum(path.stat().st_size for path in found)
+    imported = import_run(paths)
+    tell(imported)
+    return imported.steps
+
+
+def import_run(paths: Sequence[Path], blocks: tuple[str, ...] | None = None) -> Imported:
+    """Read a profile, with a progress bar."""
+    total = sum(path.stat().st_size for path, _ in files_of(paths))
     done = 0
     with working("reading") as advance:
 
@@ -40,12 +48,15 @@ def load_steps(paths: Sequence[Path]) -> Steps:
             done += num_bytes
             advance(min(done, total), total)
 
-        imported = import_profile(paths, more)
+        return import_profile(paths, blocks=blocks, advance=more)
+
+
+def tell(imported: Imported) -> None:
+    """Print the remarks on a profile, on stderr."""
     for remark in imported.remarks[:_SHOWN_REMARKS]:
         note(str(remark))
     if len(imported.remarks) > _SHOWN_REMARKS:
         note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; 'treadle import --json' has them all")
-    return imported.steps
 
 
 def choose_steps(steps: Steps, text: str | None) -> Steps:

@@ -2,7 +2,7 @@
 
     all-gather -> first F of its chunk ... last cell -> gc -> layer norms -> tied -> reduce-scatter -> clip -> optimizer
 
-A runtime posts a receive when it has ended the computation before it: a receive waits for the computation of its kind
+Megatron posts a receive when it has ended the computation before it: a receive waits for the computation of its kind
 before its reader, and the first gradient's for the second forward before the first backward. Where messages of a
 channel overtake each other, a receive is posted early enough for those behind it. So the messages of the Program start
 no earlier than those that were measured.
@@ -33,17 +33,21 @@ TAIL = (
 """The ops around the cells of a step, in order; GATHER_PARAMS comes before them."""
 
 
-def measured_program(schedule: Schedule, *, dp: int = 1, tail: Collection[OpKind] = ()) -> Program:
+def measured_program(
+    schedule: Schedule, *, dp: int = 1, tail: Collection[OpKind] = (), late_receives: bool = True
+) -> Program:
     """Lower a schedule to cells on `dp` replicas, with those of the TAIL ops that were measured.
 
     GATHER_PARAMS and REDUCE_GRAD run over the replicas of a rank, one for each chunk; CLIP over all ranks; REDUCE_TIED
     over the first and the last stage of a replica. REDUCE_LAYERNORM runs over the tensor-parallel ranks, which are one
-    rank here.
+    rank here. `late_receives`: a receive is posted when the computation before it has ended; else ahead of time.
     """
     if set(tail) - set(TAIL):
         wrong = ", ".join(sorted(OpKind(kind).name for kind in set(tail) - set(TAIL)))
         raise ValueError(f"ops around the cells are {', '.join(kind.name for kind in TAIL)}, got {wrong}")
-    program = _posted(lower_cells(schedule))
+    program = lower_cells(schedule)
+    if late_receives:
+        program = _posted(program)
     if OpKind.GATHER_PARAMS in tail:
         program = _with_gather(program)
     for kind in TAIL[1:]:

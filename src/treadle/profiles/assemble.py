@@ -4,54 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from treadle.ir import Action, Cell, Pair, Schedule
 from treadle.ir.action import Kind
+from treadle.ir.blocks import write_layout
 from treadle.ir.program import Program
 from treadle.ir.steps import Steps
-from treadle.passes.cells import lower_cells
 from treadle.passes.measured import TAIL, measured_program
-from treadle.passes.mesh import spread
+from treadle.profiles.imported import Imported
 from treadle.profiles.labels import PipelineSize, fill, is_compute
 from treadle.profiles.matching import match
 from treadle.profiles.naming import name
+from treadle.profiles.parts import assemble_parts, has_parts
 from treadle.profiles.recording import RankRecording, Recording, Remark
 from treadle.profiles.standing import Grid, stand
 from treadle.verify import verify_schedule
 
-
-@dataclass(frozen=True, eq=False)
-class Imported:
-    """What was made of a run's profile.
-
-    `named` says that the schedule is one that Treadle generates; its name is then that one's. `remarks` are what could
-    not be read or was not as expected.
-    """
-
-    form: str
-    schedule: Schedule
-    named: bool
-    steps: Steps
-    remarks: tuple[Remark, ...]
-
-    @property
-    def program(self) -> Program:
-        """The Program whose ops were measured."""
-        return self.steps.program
+_OTHER_UNIT = 100
+"""No rank computes so many times as long as the others."""
 
 
-def assemble(recording: Recording) -> Imported:
+def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imported:
     """Match the marks of all ranks with a schedule.
 
+    Args:
+        recording: what a reader found.
+        blocks: of each stage, as the trainer's configuration has them; no profile names them.
+
     Raises:
-        ValueError: ranks are missing or contradict each other, or no step is whole.
+        ValueError: ranks are missing or contradict each other, no step is whole, or there are blocks for another number
+            of stages.
 
     """
+    if has_parts(recording):
+        return assemble_parts(recording)
     size, grid = fill(recording, stand(recording))
     rows, whole, remarks = _rows(grid, size)
+    remarks += _odd_units(grid)
     schedule = Schedule("imported", size.placement, size.num_mb, rows)
     schedule, differs = name(schedule)
     if differs:
@@ -59,6 +51,8 @@ def assemble(recording: Recording) -> Imported:
         report = verify_schedule(schedule)
         remarks += [Remark(f"the schedule as recorded does not verify: {finding}") for finding in report.findings[:1]]
     program = _program(schedule, recording, size.dp)
+    if blocks is not None:
+        program = _with_blocks(program, blocks)
     times = match(program, grid, whole, waits_inside=recording.waits_inside)
     about = f"measured, {recording.form} profile of {program.num_ranks} ranks"
     steps = Steps(program, times.steps, times.start, times.end, about=about)
@@ -69,9 +63,17 @@ def _program(schedule: Schedule, recording: Recording, dp: int) -> Program:
     """The Program with what was recorded around the cells; where receives wait for cells before, they do here."""
     seen = {int(kind) for rank in recording.ranks for kind in np.unique(rank.kind)}
     tail = [kind for kind in TAIL if int(kind) in seen]
-    if recording.late_receives or tail:
-        return measured_program(schedule, dp=dp, tail=tail)
-    return spread(lower_cells(schedule), ep=1, dp=dp)
+    return measured_program(schedule, dp=dp, tail=tail, late_receives=recording.late_receives)
+
+
+def _with_blocks(program: Program, blocks: tuple[str, ...]) -> Program:
+    num_stages = program.layout.placement.num_stages
+    if len(blocks) != num_stages:
+        raise ValueError(
+            f"the layout has {len(blocks)} stages ({write_layout(blocks)}), and {num_stages} ran; "
+            "give as many, divided by |"
+        )
+    return replace(program, layout=replace(program.layout, blocks=blocks, saved_unit="layers"))
 
 
 def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...], list[int], list[Remark]]:
@@ -103,6 +105,20 @@ def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...],
     return tuple(usual), whole, remarks
 
 
+def _odd_units(grid: Grid) -> list[Remark]:
+    """Ranks whose computations are longer or shorter than all others' by so much that they count another unit."""
+    ranks = [rank for row in grid for rank in row]
+    typical = np.array([np.median((rank.end - rank.start)[is_compute(rank)]) for rank in ranks])
+    ratio = typical / max(float(np.median(typical)), 1.0)
+    return [
+        Remark(
+            f"computes {each:,.0f} times as long as the ranks usually do: are its times in another unit?", rank.source
+        )
+        for rank, each in zip(ranks, ratio, strict=True)
+        if each > _OTHER_UNIT
+    ]
+
+
 def _refuse_uneven(rows: Sequence[tuple[Cell, ...]], size: PipelineSize) -> None:
     """Every rank does the forward of each micro-batch and chunk once."""
     wanted = {(mb, chunk) for mb in range(size.num_mb) for chunk in range(size.placement.vpp)}
@@ -111,9 +127,10 @@ def _refuse_uneven(rows: Sequence[tuple[Cell, ...]], size: PipelineSize) -> None
         lost = sorted(wanted - set(forwards))
         if size.placement.num_pipes == 1 and (lost or len(forwards) != len(wanted)):
             what = f"no {Action(Kind.F, *lost[0])}" if lost else f"{len(forwards)} forwards"
+            why = "the profile lost a part of the step" if lost else "two files are of this rank; give those of one run"
             raise ValueError(
                 f"rank {rank} of the pipeline has {what}, and {size.num_mb} micro-batches through "
-                f"{size.placement.vpp} chunks are {len(wanted)}: the profile lost a part of the step"
+                f"{size.placement.vpp} chunks are {len(wanted)}: {why}"
             )
 
 

@@ -7,17 +7,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from treadle.profiles.assemble import Imported, assemble
+from treadle.profiles.assemble import assemble
+from treadle.profiles.imported import Imported
 from treadle.profiles.reader import Advance, Opening, Reader
 from treadle.profiles.readers import READERS
 from treadle.profiles.recording import Recording, Remark
 
+_NOT_READ = "not read"
 
-def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) -> Imported:
+
+def import_profile(
+    paths: Sequence[str | Path], *, blocks: tuple[str, ...] | None = None, advance: Advance | None = None
+) -> Imported:
     """Read the profile of a run and match it with a schedule.
 
     Args:
         paths: files, or directories whose files are those of one run.
+        blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
+            profile names them. Fitted costs are then of the model, and not of a stage.
         advance: is told how many bytes more have been read.
 
     Returns:
@@ -28,12 +35,19 @@ def import_profile(paths: Sequence[str | Path], advance: Advance | None = None) 
         OSError: a file cannot be read.
 
     Example:
-        >>> imported = import_profile(["profile"])
-        >>> imported.schedule.name
-        '1f1b'
+        >>> Path("profile").mkdir()
+        >>> times = '"fwd_start": [0, 1], "fwd_end": [1, 2], "bwd_start": [2, 3], "bwd_end": [3, 4]'
+        >>> _ = Path("profile/pp_rank_0.json").write_text('{"1": {' + times + "}}")
+        >>> treadle.import_profile(["profile"]).schedule.name
+        'gpipe'
 
     """
-    return assemble(read_recording(paths, advance))
+    recording = read_recording(paths, advance)
+    try:
+        return assemble(recording, blocks)
+    except ValueError as error:
+        unread = [str(remark) for remark in recording.remarks if remark.what.startswith(_NOT_READ)]
+        raise ValueError("; ".join([str(error), *unread[:3]])) from error
 
 
 def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) -> Recording:
@@ -47,7 +61,7 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
         except ValueError as error:
             if asked_for:
                 raise
-            remarks.append(Remark(f"not read: {error}"))
+            remarks.append(Remark(f"{_NOT_READ}: {error}"))
             continue
         reader = next((reader for reader in READERS if reader.recognises(opening)), None)
         if reader is not None:
@@ -56,7 +70,7 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
         elif asked_for:
             raise ValueError(f"{path}: no profile that Treadle reads; it reads {_forms()}")
         else:
-            remarks.append(Remark("not read: no profile of a form that Treadle knows", str(path)))
+            remarks.append(Remark(f"{_NOT_READ}: no profile of a form that Treadle knows", str(path)))
     if not by_reader:
         places = ", ".join(map(str, paths))
         raise ValueError(f"{places}: no profile is there; Treadle reads {_forms()}")

@@ -1,6 +1,6 @@
 """What a file leaves out is filled in: the step of each mark, its chunk, and its micro-batch where none is named.
 
-step           where none is named: the k-th time that a label comes is step k
+step           where none is named: the k-th time that a label comes is step k; one that had begun before is 0
 chunk          the place of its stage among those of its rank; 0 where a rank has one
 micro-batch    where none is named: the order of marks is that of a schedule at this size, which says
 """
@@ -48,7 +48,8 @@ def fill(recording: Recording, grid: Grid) -> tuple[PipelineSize, Grid]:
     grid = tuple(tuple(_with_chunks(rank, placement, p) for rank in row) for p, row in enumerate(grid))
     named = all((rank.mb[is_compute(rank)] != UNKNOWN).all() for row in grid for rank in row)
     num_mb = _num_mb(recording, grid, placement, named)
-    grid = tuple(tuple(_with_steps(rank, num_mb, placement.vpp) for rank in row) for row in grid)
+    begun = named and any(_num_begun(rank) for row in grid for rank in row)
+    grid = tuple(tuple(_with_steps(rank, num_mb, placement.vpp, begun=begun) for rank in row) for row in grid)
     size = PipelineSize(placement, num_mb, len(grid[0]))
     return size, grid if named else _with_microbatches(grid, size)
 
@@ -96,16 +97,32 @@ def _num_mb(recording: Recording, grid: Grid, placement: Placement, named: bool)
     return max(counts) // placement.vpp
 
 
-def _with_steps(rank: RankRecording, num_mb: int, vpp: int) -> RankRecording:
-    """The k-th time that a label comes is step k; where micro-batches are not named, so many of a kind make a step."""
+def _with_steps(rank: RankRecording, num_mb: int, vpp: int, *, begun: bool) -> RankRecording:
+    """The k-th time that a label comes is step k; where micro-batches are not named, so many of a kind make a step.
+
+    A step that had `begun` before the recording is step 0; the next is 1 on every rank.
+    """
     unknown = rank.step == UNKNOWN
     if not unknown.any():
         return rank
+    first = _num_begun(rank) if begun else 0
     key = rank.kind.astype(np.int64) * 1000 + rank.chunk + 1
     key = key * 100_000 + rank.layer + 1
     each = np.where(rank.mb == UNKNOWN, num_mb * (vpp if (rank.chunk == UNKNOWN).any() else 1), 1)
-    count = occurrences(key * 10_000_000 + rank.mb + 1) // each
+    count = np.zeros(len(rank), np.int64)
+    count[first:] = occurrences(key[first:] * 10_000_000 + rank.mb[first:] + 1) // each[first:] + begun
     return replace(rank, step=np.where(unknown, count, rank.step).astype(np.int32))
+
+
+def _num_begun(rank: RankRecording) -> int:
+    """How many marks are of a step that began before the recording did: those before the first forward of the first."""
+    computed = is_compute(rank)
+    if (rank.step[computed] != UNKNOWN).all():
+        return 0
+    labels = np.stack([rank.kind, rank.mb, rank.chunk])[:, computed]
+    _, times = np.unique(labels, axis=1, return_counts=True)
+    opens = np.flatnonzero((rank.kind == OpKind.F) & (rank.mb == 0) & (rank.chunk == 0))
+    return int(opens[0]) if len(set(times.tolist())) > 1 and len(opens) else 0
 
 
 def occurrences(key: Longs) -> Longs:

@@ -82,6 +82,8 @@ def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: b
         what = "messages were not recorded; they" if all_of_them else "some messages were not recorded; these"
         remarks.append(Remark(f"{what} are taken to leave when they are made, and to take no time"))
         _invent(program, start, end, without)
+    if waits_inside:
+        _arrive_before_found(program, start, end, measured)
     num_waited = _begin_with_input(program, start, end)
     if num_waited:
         told = "ranges began before their input had been sent: they are taken to begin then"
@@ -143,6 +145,24 @@ def _invent(program: Program, start: Longs, end: Longs, without: Bools) -> None:
         lost = without[:, ops]
         for times in (start, end):
             times[:, ops] = np.where(lost, end[:, at], times[:, ops])
+
+
+def _arrive_before_found(program: Program, start: Longs, end: Longs, measured: Bools) -> None:
+    """A receive that a rank found only when it was free is taken to have come as soon as others do.
+
+    Where the rank waited, the receive ended when the message came; what those took, the others take at most.
+    """
+    found = crossings(program)
+    opens = np.where(program.joined, 0, np.arange(program.num_ops))  # of an overlapped pair its first half
+    reader = np.maximum.accumulate(opens)[found.reader]
+    first = np.isin(reader, program.lane_ptr)
+    free = np.where(first, np.iinfo(np.int64).min, end[:, np.maximum(reader - 1, 0)])
+    sent = np.maximum(start[:, found.send], start[:, found.recv])
+    took, known = end[:, found.recv] - sent, measured[:, found.send] & measured[:, found.recv]
+    waited = (end[:, found.maker] > free) & known
+    usual = int(np.median(took[waited])) if waited.any() else 0
+    late = known & ~waited & (took > usual)
+    end[:, found.recv] = np.where(late, np.maximum(sent + usual, start[:, found.recv]), end[:, found.recv])
 
 
 def _begin_with_input(program: Program, start: Longs, end: Longs) -> int:

@@ -8,6 +8,9 @@ from dataclasses import replace
 from treadle.ir import Action, Cell, Schedule
 from treadle.schedules import known
 
+_MORE_RANKS = 8
+"""Longer pipelines are tried up to twice the ranks, and a few more."""
+
 
 def candidates(pp: int, vpp: int, num_mb: int) -> Iterator[Schedule]:
     """Every schedule that Treadle generates at this size."""
@@ -32,7 +35,17 @@ def name(schedule: Schedule) -> tuple[Schedule, str]:
         if alike > best:
             rank, at = place
             best, nearest = alike, f"nearest is {other.name}: {_told(schedule, other, rank, at)}"
-    return schedule, nearest or "no schedule here has its placement"
+    return schedule, _longer_pipeline(schedule) or nearest or "no schedule here has its placement"
+
+
+def _longer_pipeline(schedule: Schedule) -> str:
+    """Say whether these are the first rows of a longer pipeline, whose last ranks are missing then."""
+    for pp in range(schedule.pp + 1, 2 * schedule.pp + _MORE_RANKS):
+        for other in candidates(pp, schedule.placement.vpp, schedule.num_microbatches):
+            if other.rows[: schedule.pp] == schedule.rows:
+                known = f"they are the first {schedule.pp} of {pp} ranks of {other.name}"
+                return f"{known}: files of the last ranks are missing"
+    return ""
 
 
 def _first_difference(rows: Sequence[Sequence[Cell]], others: Sequence[Sequence[Cell]]) -> tuple[int, int] | None:

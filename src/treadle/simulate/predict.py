@@ -23,7 +23,7 @@ class Durations:
         >>> program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2))
         >>> trace = treadle.simulate(program, Durations(np.full(program.num_ops, 1000)))
         >>> trace.clock.show(trace.makespan)
-        10
+        8
 
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.why.cause import Cause
+from treadle.why.cause import StragglerCause
 from treadle.why.report import WhyReport, analyse
 
-__all__ = ["Cause", "WhyReport", "analyse"]
+__all__ = ["StragglerCause", "WhyReport", "analyse"]

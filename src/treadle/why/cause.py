@@ -7,8 +7,8 @@
     communication  every message and collective takes the median of its type
 
 A worker is a rank of the pipeline in one replica. Scaling keeps how the durations vary, so that long sequences on the
-last stage count as unequal micro-batches, and not as a slow stage; with one replica a worker is its stage. There is no
-cause where S is below 1.05, and none that explains it where nothing recovers 30 % of the lost time (`several`).
+last stage count as unequal micro-batches, and not as a slow stage. There is no cause where S is below 1.05, and none
+that explains it where nothing recovers 30 % of the lost time (`several`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treadle.ir.placement import Placement
 from treadle.ir.program import Bools, Longs
 from treadle.simulate.grouping import work_of
 from treadle.why.whatif import WhatIf
@@ -29,11 +30,12 @@ EXPLAINS = 0.3
 
 
 @dataclass(frozen=True)
-class Cause:
-    """`what` is none, several, or one of the five; `stage` and `dp` say where, `recovers` which share of the loss."""
+class StragglerCause:
+    """`what` is none, several, or one of the five; `stage`, or `pp` and `dp`, say where; `recovers` the share."""
 
     what: str
     stage: int | None
+    pp: int | None
     dp: int | None
     recovers: float
     sentence: str
@@ -41,7 +43,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Suspects:
-    """The workers, as (dp, stage), the stage and the replica that stand out."""
+    """The workers, as (dp, pipeline rank), the stage and the replica that stand out."""
 
     workers: tuple[tuple[int, int], ...]
     stage: int
@@ -55,8 +57,8 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
     if program.layout.placement.pp > 1:
         found["stage"] = whatif.recovered(whatif.taking(stages_balanced(whatif)))
     if program.layout.num_replicas > 1:
-        workers = [_of_worker(whatif, dp, stage) for dp, stage in suspects.workers]
-        peers = [whatif.stage == stage for _, stage in suspects.workers]
+        workers = [_of_worker(whatif, dp, place) for dp, place in suspects.workers]
+        peers = [whatif.place == place for _, place in suspects.workers]
         found["worker"] = whatif.recovered(whatif.taking(_like_others(whatif, workers, peers)))
         replica = whatif.replica == suspects.replica
         found["replica"] = whatif.recovered(whatif.taking(_like_others(whatif, [replica], [np.ones_like(replica)])))
@@ -65,28 +67,28 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
     return found
 
 
-def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> Cause:
+def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> StragglerCause:
     """Choose the what-if that recovers most, and say what to do about it."""
     slowdown = whatif.slowdown(whatif.no_gaps)
     if slowdown < SLOW:
-        share = f"by {_percent(slowdown - 1)}" if slowdown > 1 else "by nothing"
-        sentence = f"nothing stands out: stragglers slow the run down {share}"
-        return Cause("none", None, None, 0.0, sentence)
+        much = _percent(slowdown - 1) if slowdown > 1 else "nothing"
+        sentence = f"nothing stands out: stragglers slow the run down by {much}"
+        return StragglerCause("none", None, None, None, 0.0, sentence)
     what = max(recovered, key=lambda name: recovered[name])
     share = recovered[what]
     if share < EXPLAINS:
         parts = ", ".join(f"{name} {_percent(share)}" for name, share in _sorted(recovered))
         sentence = f"no single cause: of the time lost to stragglers, made ordinary one at a time, {parts} come back"
-        return Cause("several", None, None, share, sentence)
+        return StragglerCause("several", None, None, None, share, sentence)
     if what == "worker":
-        dp, stage = suspects.workers[0]
-        return Cause(what, stage, dp, share, _worker_sentence(whatif, suspects))
+        dp, place = suspects.workers[0]
+        return StragglerCause(what, None, place, dp, share, _worker_sentence(whatif, suspects))
     if what == "replica":
-        return Cause(what, None, suspects.replica, share, _replica_sentence(whatif, suspects.replica))
+        return StragglerCause(what, None, None, suspects.replica, share, _replica_sentence(whatif, suspects.replica))
     if what == "stage":
-        return Cause(what, suspects.stage, None, share, _stage_sentence(whatif, suspects.stage))
+        return StragglerCause(what, suspects.stage, None, None, share, _stage_sentence(whatif, suspects.stage))
     sentence = _microbatches_sentence(whatif, share) if what == "microbatches" else _communication_sentence(whatif)
-    return Cause(what, None, None, share, sentence)
+    return StragglerCause(what, None, None, None, share, sentence)
 
 
 def stages_balanced(whatif: WhatIf) -> Longs:
@@ -102,13 +104,13 @@ def stage_times(whatif: WhatIf) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     counted = whatif.computes & ~whatif.program.joined  # the halves of an overlapped pair have one time
     mean = np.where(counted, whatif.measured.mean(axis=0), 0.0)
     layout = whatif.program.layout
-    return np.bincount(whatif.stage, mean, minlength=layout.placement.pp) / layout.num_replicas
+    return np.bincount(whatif.stage, mean, minlength=layout.placement.num_stages) / layout.num_replicas
 
 
 def _alike(whatif: WhatIf) -> Longs:
     """Durations in which each micro-batch takes the mean of its worker, chunk and layer, over all of them and steps."""
     program, ops = whatif.program, np.flatnonzero(whatif.computes)
-    labels = (whatif.stage, whatif.replica, work_of(program), program.chunk, program.layer)
+    labels = (whatif.place, whatif.replica, work_of(program), program.chunk, program.layer)
     _, code = np.unique(np.stack([label[ops] for label in labels]), axis=1, return_inverse=True)
     code = code.reshape(-1)
     total = np.bincount(code, whatif.measured[:, ops].mean(axis=0))
@@ -131,8 +133,8 @@ def _like_others(whatif: WhatIf, groups: list[Bools], peers: list[Bools]) -> Lon
     return dur
 
 
-def _of_worker(whatif: WhatIf, dp: int, stage: int) -> Bools:
-    found: Bools = (whatif.replica == dp) & (whatif.stage == stage)
+def _of_worker(whatif: WhatIf, dp: int, place: int) -> Bools:
+    found: Bools = (whatif.replica == dp) & (whatif.place == place)
     return found
 
 
@@ -143,13 +145,13 @@ def _ratio(whatif: WhatIf, own: Bools, others: Bools) -> float:
 
 
 def _worker_sentence(whatif: WhatIf, suspects: Suspects) -> str:
-    dp, stage = suspects.workers[0]
-    own = _of_worker(whatif, dp, stage)
-    ratio = _ratio(whatif, own, (whatif.stage == stage) & ~own)
+    dp, place = suspects.workers[0]
+    own = _of_worker(whatif, dp, place)
+    ratio = _ratio(whatif, own, (whatif.place == place) & ~own)
     more = f" (and {len(suspects.workers) - 1} more)" if len(suspects.workers) > 1 else ""
     return (
-        f"worker (dp {dp}, {_stage(whatif, stage)}){more} computes {ratio:.2f} times as long as the others of its "
-        "stage: look at that machine (clocks, thermal throttling, other processes), or replace it"
+        f"worker (dp {dp}, pipeline rank {place}){more} computes {ratio:.2f} times as long as the others of its "
+        "place: look at that machine (clocks, thermal throttling, other processes), or replace it"
     )
 
 
@@ -163,22 +165,19 @@ def _replica_sentence(whatif: WhatIf, dp: int) -> str:
 
 def _stage_sentence(whatif: WhatIf, stage: int) -> str:
     layout, times = whatif.program.layout, stage_times(whatif)
-    pp = layout.placement.pp
-    others = np.delete(times, stage).mean()
-    longer = times[stage] / others - 1
-    moved = longer * (pp - 1) / pp  # of the layers of another stage: then all take as long
-    last = ", the last," if stage == last_stage(whatif) and layout.placement.vpp == 1 else ""
-    layers = [sum(layout.layers[s] for s in held) for held in layout.placement.stages]
-    if all(layers):
-        each = float(np.mean(np.delete(layers, stage)))
-        num = moved * each
+    num_stages = layout.placement.num_stages
+    longer = times[stage] / np.delete(times, stage).mean() - 1
+    moved = longer * (num_stages - 1) / num_stages  # of the layers of another stage: then all take as long
+    last = ", the last," if stage == num_stages - 1 else ""
+    if all(layout.layers):
+        num = moved * float(np.mean(np.delete(layout.layers, stage)))
         what = f"{num:.1f} layers' worth of work" if num >= 0.05 else "a part of a layer"
     else:
         what = f"{_percent(moved)} of a stage's layers"
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
     return (
-        f"{_stage(whatif, stage)}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving "
-        f"{what} off it makes the step {_percent(gain)} shorter: 'treadle balance --pp {pp}' finds the cut"
+        f"stage {stage}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} off it "
+        f"makes the step {_percent(gain)} shorter: 'treadle balance{_sizes(layout.placement)}' finds the cut"
     )
 
 
@@ -199,14 +198,8 @@ def _communication_sentence(whatif: WhatIf) -> str:
     return f"communication varies, {slowest} most: look at the network between the ranks that come last there"
 
 
-def last_stage(whatif: WhatIf) -> int:
-    """The pipeline rank that holds the last stage."""
-    placement = whatif.program.layout.placement
-    return placement.holder(placement.num_stages - 1, 0)[0]
-
-
-def _stage(whatif: WhatIf, stage: int) -> str:
-    return f"stage {stage}" if whatif.program.layout.placement.vpp == 1 else f"pipeline rank {stage}"
+def _sizes(placement: Placement) -> str:
+    return f" --pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.vpp > 1 else "")
 
 
 def _sorted(recovered: dict[str, float]) -> list[tuple[str, float]]:

@@ -58,13 +58,14 @@ def _bars(rows: Iterable[tuple[str, float]], form: str, *, origin: float = 0.0, 
     for name, value in rows:
         width = min(100.0, max(0.0, (value - origin) / (largest - origin) * 100))
         bar = f'<i style="width:{width:.1f}%"></i>' if width else ""
-        made.append(f"<tr><td>{escape(name)}</td><td>{escape(form.format(value))}</td><td>{bar}</td></tr>")
+        shown = form.format(value).replace("-0.0%", "0.0%")
+        made.append(f"<tr><td>{escape(name)}</td><td>{escape(shown)}</td><td>{bar}</td></tr>")
     return f'<table class="bars">{"".join(made)}</table>'
 
 
 def _heat(report: WhyReport) -> str:
     heat = Heat.of(report.workers)
-    head = "".join(f"<th>stage {stage}</th>" for stage in range(report.pp))
+    head = "".join(f"<th>rank {rank}</th>" for rank in range(report.pp))
     rows = []
     for dp, scores in enumerate(report.workers):
         cells = []

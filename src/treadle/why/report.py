@@ -2,7 +2,7 @@
 
     S        the steps without gaps, to the ideal step
     by_...   a step with only these ops as they were measured and all others ordinary, to the ideal step
-    score    of a worker: the lower of the slowdowns of its replica and its stage
+    score    of a worker: the lower of the slowdowns of its replica and its rank of the pipeline
     M_S, M_W the share of the lost time that comes back when the last stage, or the slowest 3 % of workers, is ordinary
 
 as in "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025).
@@ -19,7 +19,7 @@ from treadle.ir.program import Bools
 from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock
-from treadle.why.cause import Cause, Suspects, last_stage, name_cause, recoveries
+from treadle.why.cause import StragglerCause, Suspects, name_cause, recoveries
 from treadle.why.whatif import WhatIf
 
 SHARE_OF_WORKERS = 3
@@ -36,7 +36,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class WhyReport:
-    """Times are means over the steps, in ticks of the clock; `workers[dp][stage]` are scores.
+    """Times are means over the steps, in ticks of the clock; `workers[dp][pp]` are scores.
 
     `gaps` is the share of the measured time between ops and what they wait for; `messages` and `communication` are the
     shares of the time without gaps that go when messages, or all communication, take no time.
@@ -63,17 +63,19 @@ class WhyReport:
     gaps: float
     messages: float
     communication: float
-    cause: Cause
+    cause: StragglerCause
 
     @property
     def in_words(self) -> str:
         """The times and sizes in a sentence."""
+        stages = len(self.by_stage)
+        chunks = f"{stages} stages" + (f" on {self.pp} ranks" if stages > self.pp else "")
         steps, replicas = len(self.by_step), f" x {self.dp} replicas" if self.dp > 1 else ""
         return (
             f"a step takes {show_time(self.clock, self.measured)}, {show_time(self.clock, self.no_gaps)} without gaps "
             f"between ops ({self.gaps:.1%}), {show_time(self.clock, self.ideal)} if all ops were ordinary; waiting for "
             f"messages {self.messages:.1%}, exposed communication {self.communication:.1%}; "
-            f"{self.pp} stages{replicas}, {self.num_mb} micro-batches, {steps} step{'s' if steps > 1 else ''}"
+            f"{chunks}{replicas}, {self.num_mb} micro-batches, {steps} step{'s' if steps > 1 else ''}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class WhyReport:
             "by_dp": list(self.by_dp),
             "by_step": [{"step": number, "S": slowdown} for number, slowdown in self.by_step.items()],
             "workers": [list(row) for row in self.workers],
-            "slowest": [{"dp": dp, "stage": stage} for dp, stage in self.slowest],
+            "slowest": [{"dp": dp, "pp": place} for dp, place in self.slowest],
             "M_S": self.last_stage.removed,
             "M_W": self.slowest_workers.removed,
             "added": {"M_S": self.last_stage.added, "M_W": self.slowest_workers.added},
@@ -112,13 +114,15 @@ def analyse(steps: Steps) -> WhyReport:
     whatif = WhatIf.of(steps)
     layout = steps.program.layout
     pp, dp = layout.placement.pp, layout.num_replicas
-    by_stage = tuple(whatif.slowdown(whatif.only(whatif.stage == stage)) for stage in range(pp))
+    num_stages = layout.placement.num_stages
+    by_stage = tuple(whatif.slowdown(whatif.only(whatif.stage == stage)) for stage in range(num_stages))
+    by_place = tuple(whatif.slowdown(whatif.only(whatif.place == place)) for place in range(pp))
     by_dp = tuple(whatif.slowdown(whatif.only(whatif.replica == replica)) for replica in range(dp))
-    scores = np.minimum(np.array(by_dp)[:, None], np.array(by_stage)[None, :])
+    scores = np.minimum(np.array(by_dp)[:, None], np.array(by_place)[None, :])
     suspects = Suspects(_slowest(scores), int(np.argmax(by_stage)), int(np.argmax(by_dp)))
     chosen = np.zeros(steps.program.num_ops, bool)
-    for replica, stage in suspects.workers:
-        chosen |= (whatif.replica == replica) & (whatif.stage == stage)
+    for replica, place in suspects.workers:
+        chosen |= (whatif.replica == replica) & (whatif.place == place)
     recovered = recoveries(whatif, suspects)
     took, measured = whatif.no_gaps, steps.makespans
     return WhyReport(
@@ -137,7 +141,7 @@ def analyse(steps: Steps) -> WhyReport:
         by_step={number: whatif.slowdown(took[[at]]) for at, number in enumerate(steps.numbers)},
         workers=tuple(tuple(map(float, row)) for row in scores),
         slowest=suspects.workers,
-        last_stage=_recovered(whatif, whatif.stage == last_stage(whatif)),
+        last_stage=_recovered(whatif, whatif.stage == num_stages - 1),
         slowest_workers=_recovered(whatif, chosen),
         recovered=recovered,
         gaps=_lost(measured.mean(), took.mean()),
@@ -148,7 +152,7 @@ def analyse(steps: Steps) -> WhyReport:
 
 
 def _slowest(scores: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[tuple[int, int], ...]:
-    """The workers of the highest scores, as (dp, stage); of equal ones the lowest rank, which counts stage by stage."""
+    """The workers of the highest scores, as (dp, pp); of equal ones the lowest rank, which counts pp by pp."""
     num = -(-scores.size * SHARE_OF_WORKERS // 100)
     ranked = np.argsort(-scores.T.reshape(-1), kind="stable")[:num]
     dp = scores.shape[0]

@@ -125,7 +125,16 @@ class WhatIf:
 
     @cached_property
     def stage(self) -> Ints:
-        """`[op]` -> its rank in the pipeline. The chunks of a rank count together."""
+        """`[op]` -> the stage that it computes, or whose message it moves."""
+        program = self.program
+        chunk = program.chunk.astype(np.int64)
+        sends = np.flatnonzero(np.isin(program.kind, (OpKind.SEND_F, OpKind.SEND_B)))  # named by who reads them
+        chunk[sends] = program.chunk[program.dep[program.dep_ptr[sends]]]
+        return np.array(program.layout.placement.stages, np.int32)[self.place, chunk]
+
+    @cached_property
+    def place(self) -> Ints:
+        """`[op]` -> its rank in the pipeline, which holds one stage or several."""
         return (self._rank // self.program.layout.num_replicas).astype(np.int32)
 
     @cached_property

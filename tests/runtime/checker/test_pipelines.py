@@ -33,8 +33,12 @@ pytestmark = pytest.mark.slow
 COUNTED = "treadle/moe/exchanges/all_to_all.py"
 
 
-@pytest.mark.parametrize("kind", ["layers", "recomputed", "offload", "dp", "cells"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+KINDS = ["layers", "recomputed", "offload", "dp", "cells"]
+EACH = [(schedule, KINDS[(at + more) % len(KINDS)]) for at, schedule in enumerate(SCHEDULES) for more in (0, 2)]
+"""Two kinds of each schedule, the next in turn: an order comes from a kind's ops, and schedules put them elsewhere."""
+
+
+@pytest.mark.parametrize(("schedule", "kind"), EACH)
 def test_everything_is_ordered(schedule: str, kind: str) -> None:
     """layers: MoE over two ranks, its loss, embedding and head. DualPipe's copies are reduced in all of them."""
     changes: dict[str, Any] = {"num_layers": 1}

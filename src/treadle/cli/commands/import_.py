@@ -10,16 +10,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.api import files
+from treadle.cli.measured import import_run, tell
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.terminal import out, suggest, working
+from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
+from treadle.ir.blocks import parse_layout
 from treadle.ir.show import show_time
-from treadle.profiles.assemble import Imported
-from treadle.profiles.importing import files_of, import_profile
+from treadle.profiles.imported import Imported
 from treadle.simulate import Metrics, fit, measure
-
-_SHOWN_REMARKS = 12
+from treadle.simulate.stage_fitting import fit_stages
 
 
 def import_(
@@ -35,27 +36,21 @@ def import_(
     schedule_to: Annotated[
         Path | None, typer.Option("--schedule", help="Write the schedule that ran, as text that every command reads.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="The stages' blocks, as Megatron writes them: 'Et*4|(t*5|)*2t*3L'.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs."""
-    total = sum(path.stat().st_size for path, _ in files_of(paths))
-    with working("reading") as advance:
-        done = 0
-
-        def more(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            advance(min(done, total), total)
-
-        imported = import_profile(paths, more)
+    imported = import_run(paths, parse_layout(layout) if layout is not None else None)
     trace = imported.steps.trace(step)
     metrics = measure(trace)
     if output is not None:
         with working(f"writing {output}"):
             files.save_steps(imported.steps, output, step)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(fit(trace)), encoding="utf-8")
+        fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
     if schedule_to is not None:
         schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
     if as_json:
@@ -66,6 +61,16 @@ def import_(
     suggest(
         f"treadle why {written}" if output is not None else f"treadle import {paths[0]} -o {written} --fit fitted.toml"
     )
+
+
+def _many(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
+
+
+def _fitted(imported: Imported, step: int | None) -> Costs:
+    """Costs by stage; at the grain of layers by part."""
+    by_layer = imported.program.layout.by_layer
+    return fit(imported.steps.trace(step)) if by_layer else fit_stages(imported.steps)
 
 
 def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str, Any]:
@@ -94,16 +99,15 @@ def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
     schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
     layout = imported.program.layout
     name = schedule.name if imported.named else "a schedule that is none of those here"
-    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
     chunks = f", {schedule.placement.vpp} chunks a rank" if schedule.placement.vpp > 1 else ""
-    out.print(
-        f"[bold]{escape(name)}[/]: {schedule.pp} ranks{replicas}{chunks}, {schedule.num_microbatches} micro-batches; "
-        f"{escape(imported.form)}",
-        soft_wrap=True,
-    )
+    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
+    size = f"{_many(schedule.pp, 'rank')}{replicas}{chunks}, {_many(schedule.num_microbatches, 'micro-batch')}"
+    if layout.by_layer:
+        name, size = "parts of layers", f"{_many(layout.model_layers, 'layer')} of one rank, {schedule.rows[0][0]}"
+    out.print(f"[bold]{escape(name)}[/]: {size}; {escape(imported.form)}", soft_wrap=True)
     spans = steps.makespans
     out.print(
-        f"{len(steps.numbers)} step{'s' if len(steps.numbers) > 1 else ''}, {show_time(clock, float(spans.min()))} to "
+        f"{_many(len(steps.numbers), 'step')}, {show_time(clock, float(spans.min()))} to "
         f"{show_time(clock, float(spans.max()))}; step {steps.typical if step is None else step}: "
         f"{show_time(clock, metrics.makespan)}, bubble {metrics.bubble:.2%}",
         soft_wrap=True,
@@ -115,7 +119,4 @@ def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
     for number, rank in enumerate(metrics.ranks[:16]):
         table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
     out.print(table)
-    for remark in imported.remarks[:_SHOWN_REMARKS]:
-        note(str(remark))
-    if len(imported.remarks) > _SHOWN_REMARKS:
-        note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; --json has them all")
+    tell(imported)

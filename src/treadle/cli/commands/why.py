@@ -64,7 +64,7 @@ def _print_table(title: str, rows: Iterable[tuple[str, float]], form: str) -> No
     table.add_column(title, min_width=34)
     table.add_column("", justify="right")
     for name, value in rows:
-        table.add_row(escape(name), form.format(value))
+        table.add_row(escape(name), form.format(value).replace("-0.0%", "0.0%"))
     out.print(table)
 
 
@@ -73,17 +73,18 @@ def _print_steps(report: WhyReport) -> None:
         return
     slowest = sorted(report.by_step.items(), key=lambda item: -item[1])
     told = ", ".join(f"{number} ({slowdown:.3f})" for number, slowdown in slowest[:3])
-    out.print(f"slowest of {len(slowest)} steps: {told}; fastest: {slowest[-1][0]} ({slowest[-1][1]:.3f})")
+    fastest = f"{slowest[-1][0]} ({slowest[-1][1]:.3f})"
+    out.print(f"slowest of {len(slowest)} steps: {told}; fastest: {fastest}", soft_wrap=True)
 
 
 def _print_heat(report: WhyReport) -> None:
-    """Workers as a map: a row a replica, a column a stage."""
+    """Workers as a map: a row a replica, a column a rank of the pipeline."""
     heat = Heat.of(report.workers)
     rows = sorted(range(report.dp), key=lambda dp: -max(report.workers[dp]))[:SHOWN_REPLICAS]
     table = Table(box=None, padding=(0, 0, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("worker  ", justify="right")
-    for stage in range(report.pp):
-        table.add_column(f" stage {stage} ", justify="center")
+    for rank in range(report.pp):
+        table.add_column(f" rank {rank} ", justify="center")
     for dp in sorted(rows):
         cells = [Text(f" {score:.3f} ", style=_style(heat, score), justify="center") for score in report.workers[dp]]
         table.add_row(f"dp {dp}  ", *cells)

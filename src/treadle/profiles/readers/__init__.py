@@ -5,7 +5,8 @@ from __future__ import annotations
 from treadle.profiles.reader import Reader
 from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.readers.ndtimeline import NDTimelineReader
+from treadle.profiles.readers.nsys import NsysReader
 from treadle.profiles.readers.primus import PrimusReader
 
-READERS: tuple[Reader, ...] = (PrimusReader(), NDTimelineReader(), KinetoReader())
+READERS: tuple[Reader, ...] = (NsysReader(), PrimusReader(), NDTimelineReader(), KinetoReader())
 """All readers, the most particular first."""

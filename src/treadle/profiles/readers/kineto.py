@@ -45,8 +45,10 @@ class KinetoReader:
         ranks: list[RankRecording] = []
         sizes: list[tuple[int, int]] = []
         holders: dict[int, str] = {}
+        on_host = False
         for path in paths:
             file = read_file(path, advance)
+            on_host |= not len(file.device.start)
             if file.trouble is not None:
                 remarks.append(Remark(f"{file.trouble}; what stands before that is used", file.source))
             place = _place(file, path, len(paths), remarks)
@@ -73,6 +75,7 @@ class KinetoReader:
             known,
             pp=pp if pp != UNKNOWN else None,
             dp=dp if dp != UNKNOWN else None,
+            waits_inside=on_host,
             remarks=tuple(remarks),
         )
 

@@ -120,7 +120,8 @@ class _Step:
         if "total" in content and end.max(initial=0) > _LATE * total + _NS_PER_MS:
             raise ValueError(
                 f"{where}: ends {end.max() / _NS_PER_MS:g} ms after it began, and its total is "
-                f"{total / _NS_PER_MS:g} ms; times are milliseconds, so its units are mixed, or files of two runs are"
+                f"{total / _NS_PER_MS:g} ms; times are milliseconds since the step began: its units are mixed, or its "
+                "files are of two runs"
             )
         order = np.lexsort((kind, end, start))
         kind, start, end = kind[order], start[order], end[order]
