@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
+from treadle.costs import costs_text, read
 from treadle.ir.program import OpKind
 from treadle.profiles.attribution import NOBODY, attribute, busy_ns, table
 from treadle.profiles.kineto_file import read_file
@@ -84,6 +85,17 @@ def test_deepseeks_sums_are_the_published_ones() -> None:
         assert (len(row.kernel_ns) == 2) == (name == "mlp_w")
         compared.add(name)
     assert compared == set(KERNELS_US)
+
+
+def test_the_preset_has_the_times_of_deepseeks_profile() -> None:
+    preset = read(costs_text("deepseek-v3-h800"))[0]
+    busy = {row.name: (row.busy_ns - row.copy_ns) / 4e3 for row in table(read_file(DEEPSEEK, quiet))}
+    for name, us in busy.items():
+        op = op_of(name)
+        assert op is not None
+        assert preset["layer"][op[0].name.lower()] == pytest.approx(us, abs=0.51), name
+    for action, parts in (("f", "(F)"), ("i", "(B)"), ("w", "(W)")):
+        assert preset["cells"][action] == pytest.approx(sum(us for name, us in busy.items() if parts in name), abs=2)
 
 
 def test_deepseeks_compute_is_busy_as_published() -> None:

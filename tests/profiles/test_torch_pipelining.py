@@ -158,8 +158,10 @@ def test_schedules_that_torch_ran_are_imported_as_they_ran(tmp_path: Path) -> No
         off, late = [], []
         for rank, (planned, brackets) in zip(recording.ranks, of_ranks, strict=True):
             single = way.placement.vpp == 1
-            place = rank.rank if single else None
-            found = [((k, place if place is not None else s, mb), start, end) for (k, s, mb), start, end in cells(rank)]
+            found = [
+                ((kind, rank.rank if single else stage, mb), start, end)
+                for (kind, stage, mb), start, end in cells(rank)
+            ]
             assert [label for label, *_ in found] == planned, (way.name, rank.rank)
             if way.name == "dualpipev":  # a pair's two actions have one range
                 paired = np.flatnonzero(rank.joined)
