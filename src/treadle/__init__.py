@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
     from treadle.plan import LoweringOptions
+    from treadle.profiles.importing import import_profile
     from treadle.runtime import (
         Boundary,
         FurtherLoss,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     )
     from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.schedules import generate
-    from treadle.simulate import compare, critical_path, fit, measure
+    from treadle.simulate import Durations, compare, critical_path, fit, measure
     from treadle.verify import Finding, VerifyReport, explain, verify_program
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Boundary",
     "Cell",
     "Costs",
+    "Durations",
     "F",
     "Finding",
     "FurtherLoss",
@@ -79,6 +81,7 @@ __all__ = [
     "explain",
     "fit",
     "generate",
+    "import_profile",
     "load",
     "load_any",
     "load_costs",
@@ -102,6 +105,7 @@ _WHERE = {
     "treadle.ir.trace": ("Trace",),
     "treadle.host.errors": ("TreadleError",),
     "treadle.plan": ("LoweringOptions",),
+    "treadle.profiles.importing": ("import_profile",),
     "treadle.runtime": (
         "Boundary",
         "FurtherLoss",
@@ -116,7 +120,7 @@ _WHERE = {
     "treadle.drawing": ("draw",),
     "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
     "treadle.schedules": ("generate",),
-    "treadle.simulate": ("compare", "critical_path", "fit", "measure"),
+    "treadle.simulate": ("Durations", "compare", "critical_path", "fit", "measure"),
     "treadle.verify": ("Finding", "VerifyReport", "explain", "verify_program"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
@@ -128,11 +132,13 @@ _PACKAGES = (
     "moe",
     "passes",
     "plan",
+    "profiles",
     "runtime",
     "schedules",
     "update",
     "view",
     "weights",
+    "why",
 )
 
 _FUNCTIONS = ("simulate", "verify")

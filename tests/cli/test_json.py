@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.json_output import read_json
+from tests.support.paths import ROOT
+from tests.support.straggler import write_timeline
 from treadle.cli.app import COMMANDS, app, make_command
 from treadle.cli.output import VERSIONS, print_json, schema_text
 from treadle.export import json_form
@@ -45,6 +47,9 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sizes that differ": ("compare", ("compare", "1f1b", "first.npz", "--pp", "4", "-m", "8"), 0),
     "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
     "a trace with an outlier past all numbers": ("compare", ("compare", "first.npz", "odd.npz"), 0),
+    "a profile": ("import", ("import", str(ROOT / "tests" / "data" / "primus" / "pp8")), 0),
+    "a run and why it is slow": ("why", ("why", "timeline.json.gz"), 0),
+    "a step and why it is slow": ("why", ("why", "slow.npz"), 0),
     "cuts": ("balance", ("balance", "--pp", "4", "--costs", "deepseek-v3-model"), 0),
     "cuts with steps": (
         "balance",
@@ -86,6 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = np.where(np.arange(program.num_ops) == last, 99 * first.end, first.start)
     odd = treadle.Trace(program, first.start, end, first.clock, "all ops but one take no time")
     treadle.save_trace(odd, place / "odd.npz")
+    write_timeline("ST", place / "timeline.json.gz")
     return place
 
 

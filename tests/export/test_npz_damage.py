@@ -143,7 +143,7 @@ BAD_NPZ: list[tuple[dict[str, Any], str]] = [
     ({"dep": put(3, NUM_OPS)}, "column 'dep' has values from -1 to 79, got 80 at 3"),
     ({"dep": put(3, -2)}, "column 'dep' has values from -1 to 79, got -2 at 3"),
     ({"kind": put(7, len(OpKind))}, f"column 'kind' has values from 0 to {len(OpKind) - 1}, got {len(OpKind)} at 7"),
-    ({"lane_kind": put(0, 13)}, "column 'lane_kind' has values from 0 to 12, got 13 at 0"),
+    ({"lane_kind": put(0, 14)}, "column 'lane_kind' has values from 0 to 13, got 14 at 0"),
     ({"lane_rank": put(0, 2)}, "column 'lane_rank' has values from 0 to 1, got 2 at 0"),
     ({"lane_rank": put(0, -1)}, "column 'lane_rank' has values from 0 to 1, got -1 at 0"),
     ({"lane_peer": put(0, 2)}, "column 'lane_peer' has values from -1 to 1, got 2 at 0"),

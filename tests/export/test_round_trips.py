@@ -28,7 +28,7 @@ from treadle.export.columns import DTYPES
 from treadle.export.fields import Fields
 from treadle.export.header import layout_object, read_layout
 from treadle.ir import B, F, Placement, Schedule
-from treadle.ir.program import COLUMNS, Layout, OpKind, Program
+from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES
@@ -59,6 +59,16 @@ def test_round_trips_of_every_lane_and_field(tmp_path: Path) -> None:
     chrome.dump(trace, tmp_path / "trace.json.gz")
     assert_same_trace(npz.load_trace(tmp_path / "trace.npz"), trace)
     assert_same_trace(chrome.load(tmp_path / "trace.json.gz"), trace)
+
+
+@pytest.mark.parametrize("kind", LaneKind)
+def test_round_trip_of_a_lane_of_each_kind(kind: LaneKind, tmp_path: Path) -> None:
+    trace = by_layers()
+    lanes = trace.program.lane_kind.copy()
+    lanes[lanes == LaneKind.HOST] = kind
+    trace = replace(trace, program=replace(trace.program, lane_kind=lanes))
+    chrome.dump(trace, tmp_path / "trace.json")
+    assert_same_trace(chrome.load(tmp_path / "trace.json"), trace)
 
 
 @pytest.mark.parametrize("clock", [Clock("us", 1000), Clock("ms", 10**6), Clock("unit", 720_720), Clock("step", 7)])

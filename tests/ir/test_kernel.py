@@ -19,7 +19,7 @@ from tests.support.program_mutations import mutate_program
 from tests.verify.test_program_mutations import random_durations, random_program
 from treadle.costs import durations
 from treadle.ir import kernel
-from treadle.ir.execute import execute
+from treadle.ir.execute import execute, makespans
 from treadle.ir.kernel import Compiled
 from treadle.ir.program import Program
 from treadle.schedules import SCHEDULES
@@ -85,6 +85,8 @@ def test_both_ways_give_the_same(seen: set[str]) -> None:
         ticks = random_durations(program, Random(number))
         verify_program(program, ticks, ring=number % 3 or None)
         execute(program, ticks)
+        execute(program, ticks, own_ends=True)
+        makespans(program, np.stack([ticks, ticks - 2]))
     for number, name in enumerate(SCHEDULES):
         schedule = treadle.generate(name, pp=4, microbatches=8)
         costs = treadle.load_costs("deepseek-v3-h800")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import treadle
 from treadle.costs import UNIT_COSTS, load_costs
+from treadle.ir.program import OpKind
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
-from treadle.view.terminal import terminal_rows
+from treadle.view.terminal import LETTERS, terminal_rows
 
 
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
@@ -65,3 +68,19 @@ def test_colour_says_the_same_as_letters() -> None:
 
 def test_many_ranks_are_cut_with_a_note() -> None:
     assert "more rows" in rows(trace("1f1b", 80, 4), 80)[-1]
+
+
+def test_every_kind_of_op_has_a_letter() -> None:
+    assert set(LETTERS) == set(OpKind)
+
+
+def test_stages_of_all_blocks_are_drawn() -> None:
+    """An MTP block, parts that are computed again, a tie and the end of a step, a row for each lane."""
+    costs = load_costs("deepseek-v3-model")
+    options = LoweringOptions(blocks=("Edt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 1),), dp=2)
+    step = replace(costs, model={}, step={"clip": 1000, "optimizer": 1000, "gather_params": 1000})
+    drawn = simulate(lower(treadle.generate("1f1b", pp=2, microbatches=2), step, options), step)
+    letters = set(map(OpKind, drawn.program.kind.tolist()))
+    assert {OpKind.MTP_F, OpKind.ATTN_R, OpKind.REDUCE_TIED, OpKind.CLIP, OpKind.OPTIMIZER} <= letters
+    assert any("T0" in row for row in rows(drawn, 4000))
+    assert rows(drawn, 200, lanes=True)

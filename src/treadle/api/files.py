@@ -10,6 +10,7 @@ from treadle.ir import Schedule
 
 if TYPE_CHECKING:  # schedules are read and written without numpy; what programs and traces need is imported below
     from treadle.ir.program import Program
+    from treadle.ir.steps import Steps
     from treadle.ir.trace import Trace
 
 
@@ -155,6 +156,25 @@ def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) ->
         chrome.dump(trace, Path(path), ranks=ranks)
     else:
         raise ValueError(f"a trace's name ends in .json, .json.gz or .npz, got {name!r}")
+
+
+def save_steps(steps: Steps, path: str | Path, number: int | None = None) -> None:
+    """Write measured steps to a file for Perfetto, which shows one of them: step `number`, or the typical one."""
+    from treadle.export import chrome
+
+    if not str(path).endswith((".json", ".json.gz")):
+        raise ValueError(f"the name of a run's trace ends in .json or .json.gz, got {str(path)!r}")
+    chrome.dump(steps.trace(number), Path(path), steps=steps)
+
+
+def load_steps(path: str | Path) -> Steps:
+    """Read all steps of the run that a trace is of; a trace of one step is that step."""
+    from treadle.export import chrome, npz
+    from treadle.ir.steps import Steps
+
+    if str(path).endswith(".npz"):
+        return Steps.of(npz.load_trace(path))
+    return chrome.load_steps(path)
 
 
 def _read_text(path: Path) -> str:

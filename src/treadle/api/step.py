@@ -11,6 +11,7 @@ from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions
+from treadle.simulate.predict import Durations
 from treadle.simulate.predict import simulate as simulate_program
 from treadle.verify import ReceiveOrder, VerifyReport, verify_program, verify_schedule
 from treadle.weights.rates import simulate_update
@@ -101,7 +102,7 @@ def verify(
 
 def simulate(
     target: Schedule | Program,
-    costs: CostsOrName = "unit",
+    costs: CostsOrName | Durations = "unit",
     options: LoweringOptions | None = None,
     *,
     slowness: float = 0.0,
@@ -111,7 +112,7 @@ def simulate(
 
     Args:
         target: a Program that finishes, or a Schedule, which is lowered with `options` first.
-        costs: how long ops take; or their name.
+        costs: how long ops take; or their name; or, of a Program, Durations: one for each op.
         options: of a Schedule: how it is lowered; by default to whole cells.
         slowness: each rank is slower by a random share of up to this much; 0.05 is 5 %.
         seed: of that share.
@@ -130,6 +131,8 @@ def simulate(
 
     """
     if isinstance(target, Schedule):
+        if isinstance(costs, Durations):
+            raise ValueError("Durations are one for each op of a Program; lower the schedule first: treadle.lower(...)")
         target = lower(target, costs, options)
     elif options is not None:
         raise ValueError("options say how a Schedule is lowered, and this Program is; leave them out")
@@ -137,7 +140,8 @@ def simulate(
         raise TypeError(f"simulate takes a Schedule or a Program, got {named(target)}; {_way_out(target)}")
     if target.layout.is_update:
         return simulate_update(target)
-    return simulate_program(target, _costs(costs), slowness=slowness, seed=seed)
+    how_long = costs if isinstance(costs, Durations) else _costs(costs)
+    return simulate_program(target, how_long, slowness=slowness, seed=seed)
 
 
 def _costs(given: Any) -> Costs:

@@ -6,6 +6,7 @@ Every command reads its target, calls the library, and prints.
 from __future__ import annotations
 
 from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -48,6 +49,16 @@ COMMANDS = {
         "Examples: treadle compare 1f1b interleaved dualpipev --pp 4 -m 16   |   "
         "treadle compare 1f1b interleaved:vpp=2 interleaved:vpp=4 --pp 4 -m 16 --model-layers 64   |   "
         "treadle compare predicted.json measured/ --fit fitted.toml",
+    ),
+    "import": CommandHelp(
+        "Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs.",
+        "Examples: treadle import profile/ -o trace.json.gz --fit fitted.toml   |   "
+        "treadle import rank*_trace.json.gz --json   |   treadle import profile/ --schedule ran.txt",
+    ),
+    "why": CommandHelp(
+        "Says why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.",
+        "Examples: treadle why trace.json.gz   |   treadle why profile/ -o why.html   |   "
+        "treadle why timeline.json.gz --steps 16-39,403- --json",
     ),
     "balance": CommandHelp(
         "Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.",
@@ -93,8 +104,12 @@ COMMANDS = {
 
 
 def make_command(name: str) -> Any:
-    """Import a command: the function `name` of `treadle.cli.commands.name`, or the Typer app of that name."""
-    made: Any = getattr(import_module(f"treadle.cli.commands.{name}"), name)
+    """Import a command: the function `name` of `treadle.cli.commands.name`, or the Typer app of that name.
+
+    A name that is a word of Python's own has `_` behind it there.
+    """
+    place = f"{name}_" if iskeyword(name) else name
+    made: Any = getattr(import_module(f"treadle.cli.commands.{place}"), place)
     if not isinstance(made, typer.Typer):
         function, made = made, make_typer(name)
         made.command(epilog=COMMANDS[name].examples)(function)

@@ -21,6 +21,8 @@ VERSIONS = {
     "simulate": 1,
     "simulate-update": 1,
     "compare": 1,
+    "import": 1,
+    "why": 1,
     "balance": 1,
     "costs-check": 1,
     "dryrun": 1,

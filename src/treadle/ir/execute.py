@@ -44,11 +44,14 @@ class Ticks(NamedTuple):
     factor: npt.NDArray[np.float64]
 
 
-def execute(program: Program, dur: Longs | Ticks, *, after: Ints | None = None) -> Times:
+def execute(
+    program: Program, dur: Longs | Ticks, *, after: Ints | None = None, own_ends: bool = False, begin: int = 0
+) -> Times:
     """Compute when each op starts and ends. Times are in the unit of `dur`.
 
-    `dur[i]` is how long op i takes; ops that go together take the longest of their times. `after[i]` is one more op
-    that op i waits for, or -1.
+    `dur[i]` is how long op i takes; ops that go together take the longest of their times, or with `own_ends` (and an
+    array of durations) each its own from their common start on. `after[i]` is one more op that op i waits for, or -1.
+    The first ops start at `begin`.
     """
     lanes = _Lanes(program.lane_ptr, program.lane_group)
     joined = program.joined if program.joined.any() else None
@@ -58,9 +61,25 @@ def execute(program: Program, dur: Longs | Ticks, *, after: Ints | None = None) 
         factor = dur.factor[program.lane_rank] if (dur.factor != 1.0).any() else None
     else:
         each = dur
-    at, groups, waits = _Progress.at_start(program), GroupTable.of(program), Waits.of(program)
-    num_left = _sweep(at, lanes, groups, waits, after, joined, each, table, factor)
+    at, groups, waits = _Progress.at_start(program, begin), GroupTable.of(program), Waits.of(program)
+    num_left = _sweep(at, lanes, groups, waits, after, joined, each, each if own_ends else None, table, factor)
     return Times(at.start, at.end, num_left)
+
+
+def makespans(program: Program, dur: Longs) -> Longs:
+    """Execute a program once for each row of durations, and return how long each execution takes, or -1.
+
+    Ops that go together end each after its own duration. A duration may be negative: a clock that is a little off
+    makes a message end before it starts. -1 stands for an execution that does not finish.
+    """
+    if not program.num_ops:
+        return np.zeros(len(dur), np.int64)
+    lanes, joined = _Lanes(program.lane_ptr, program.lane_group), program.joined if program.joined.any() else None
+    begin = -int(np.minimum(dur, 0).sum(axis=1).min(initial=0))  # an end below 0 would say that the op has not run
+    at, groups, waits = _Progress.at_start(program, begin), GroupTable.of(program), Waits.of(program)
+    found = np.empty(len(dur), np.int64)
+    _sweep_each(at, lanes, groups, waits, joined, np.ascontiguousarray(dur, np.int64), begin, found)
+    return found
 
 
 def leaders(program: Program) -> Ints:
@@ -123,14 +142,14 @@ class _Progress(NamedTuple):
     todo: Ints
 
     @classmethod
-    def at_start(cls, program: Program) -> _Progress:
-        """Make the state in which nothing has run and all lanes are to do, the first one first."""
+    def at_start(cls, program: Program, begin: int = 0) -> _Progress:
+        """Make the state in which nothing has run and all lanes are to do, the first one first, from `begin` on."""
         num_ops, num_lanes, num_groups = program.num_ops, program.num_lanes, len(program.groups[0])
         return cls(
             start=np.empty(num_ops, np.int64),  # ops that never start get theirs at the end
             end=np.full(num_ops, -1, np.int64),
             head=program.lane_ptr[:-1].copy(),
-            free=np.zeros(num_lanes, np.int64),
+            free=np.full(num_lanes, begin, np.int64),
             ready=np.zeros(num_lanes, np.int64),
             arrived=np.zeros(num_groups, np.int32),
             longest=np.zeros(num_groups, np.int64),
@@ -153,6 +172,7 @@ def _sweep(
     more: Ints | None,
     joined: Bools | None,
     each: Longs | None,
+    own: Longs | None,
     table: _TickTable | None,
     factor: npt.NDArray[np.float64] | None,
 ) -> int:
@@ -174,12 +194,40 @@ def _sweep(
                 break
             takes = _duration(each, joined, table, factor, op, after, lane)
             if group >= 0:
-                count = _meet(at, groups, lane, group, op, time, takes, count)
+                count = _meet(at, groups, own, lane, group, op, time, takes, count)
                 break
             count = _run(at, op, after, time, time + takes, count)
             at.free[lane] = time + takes
             op = after
     return _mark_left(lanes, at.start, at.end)
+
+
+@kernel
+def _sweep_each(
+    at: _Progress,
+    lanes: _Lanes,
+    groups: GroupTable,
+    waits: Waits,
+    joined: Bools | None,
+    rows: Longs,
+    begin: int,
+    found: Longs,
+) -> None:
+    """Sweep once for each row of durations, in the same state."""
+    num_lanes = len(lanes.group)
+    for row in range(len(rows)):
+        at.end[:] = -1
+        at.head[:] = lanes.ptr[:-1]
+        at.free[:] = begin
+        at.arrived[:] = 0
+        at.longest[:] = 0
+        at.first_waiter[:] = -1
+        at.next_waiter[:] = -1
+        for lane in range(num_lanes):
+            at.todo[lane] = num_lanes - 1 - lane
+        each = rows[row]
+        left = _sweep(at, lanes, groups, waits, None, joined, each, each, None, None)
+        found[row] = -1 if left else at.end.max() - begin
 
 
 @inlined
@@ -270,7 +318,17 @@ def _run(at: _Progress, op: int, after: int, start: int, end: int, count: int) -
 
 
 @inlined
-def _meet(at: _Progress, groups: GroupTable, lane: int, group: int, op: int, time: int, takes: int, count: int) -> int:
+def _meet(
+    at: _Progress,
+    groups: GroupTable,
+    own: Longs | None,
+    lane: int,
+    group: int,
+    op: int,
+    time: int,
+    takes: int,
+    count: int,
+) -> int:
     """The lane arrives at its group with `op`; the last to arrive runs the ops of all members."""
     at.head[lane] = op
     at.ready[lane] = time
@@ -286,6 +344,8 @@ def _meet(at: _Progress, groups: GroupTable, lane: int, group: int, op: int, tim
     for k in range(first, last):
         member = groups.lane[k]
         mine = at.head[member]
+        if own is not None:
+            end = time + own[mine]
         at.start[mine], at.end[mine] = time, end
         at.free[member], at.head[member] = end, mine + 1
         count = _wake(at, mine, count)

@@ -36,7 +36,8 @@ class OpKind(IntEnum):
     model. EMBED, MTP and HEAD are the blocks of a stage besides its layers: the embedding, a block that predicts one
     more token, with a loss of its own, and the head with the loss. ATTN_R and MLP_R compute a part's forward again.
     REDUCE_TIED sums the gradients of a parameter that several stages share. CLIP, OPTIMIZER and GATHER_PARAMS end a
-    step.
+    step. GC and REDUCE_LAYERNORM are what profiles of other trainers have besides: garbage collection, and the
+    all-reduce of layer norms' gradients over tensor-parallel ranks.
     """
 
     F = 0
@@ -79,6 +80,8 @@ class OpKind(IntEnum):
     CLIP = 37
     OPTIMIZER = 38
     GATHER_PARAMS = 39
+    GC = 40
+    REDUCE_LAYERNORM = 41
 
     @property
     def is_send(self) -> bool:
@@ -110,6 +113,7 @@ class LaneKind(IntEnum):
     RELOAD = 10
     TIED = 11
     WORLD = 12
+    TP = 13
 
 
 LANE_OF: dict[OpKind, LaneKind] = {
@@ -119,7 +123,7 @@ LANE_OF: dict[OpKind, LaneKind] = {
     **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R, OpKind.OPTIMIZER), LaneKind.COMPUTE),
+    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R, OpKind.OPTIMIZER, OpKind.GC), LaneKind.COMPUTE),
     **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
     **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
     **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
@@ -130,6 +134,7 @@ LANE_OF: dict[OpKind, LaneKind] = {
     OpKind.REDUCE_GRAD: LaneKind.DP,
     OpKind.REDUCE_TIED: LaneKind.TIED,
     OpKind.CLIP: LaneKind.WORLD,
+    OpKind.REDUCE_LAYERNORM: LaneKind.TP,
     OpKind.GATHER_PARAMS: LaneKind.DP,
     OpKind.H2D: LaneKind.H2D,
     OpKind.BROADCAST: LaneKind.BROADCAST,
@@ -152,6 +157,9 @@ RECOMPUTE = {OpKind.ATTN_R: OpKind.ATTN_F, OpKind.MLP_R: OpKind.MLP_F}
 
 STEP_END = (OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS)
 """Ops behind all gradients of a step, one of each a rank: micro-batch -1, chunk and layer 0."""
+
+MEASURED_ONLY = (OpKind.GC, OpKind.REDUCE_LAYERNORM)
+"""Ops that only measured steps have: no pass makes them, and costs have no time for them."""
 
 STEP_ENDS = (
     (),
@@ -180,6 +188,7 @@ COMMUNICATION = (
     LaneKind.BROADCAST,
     LaneKind.TIED,
     LaneKind.WORLD,
+    LaneKind.TP,
 )
 """The lanes that have a communicator, and so a place in their rank's launch order."""
 
@@ -229,7 +238,7 @@ class Op:
             return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
         if self.kind in UPDATE:
             return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
-        if self.kind in STEP_END:
+        if self.kind in STEP_END or self.kind in MEASURED_ONLY:
             return self.kind.name.lower()
         if self.kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
             return f"{self.kind.name.lower()} .{self.chunk}"

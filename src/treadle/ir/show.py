@@ -1,9 +1,12 @@
-"""Sizes as a person reads them."""
+"""Sizes and times as a person reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.ir.trace import Clock
 
 
 def show_bytes(size: float) -> str:
@@ -24,3 +27,12 @@ def show_held(size: float, unit: str) -> str:
 def peak_object(peaks: Sequence[float], unit: str) -> dict[str, Any]:
     """What each rank holds at most, as JSON has it."""
     return {"unit": unit, "most": max(peaks, default=0), "ranks": list(peaks)}
+
+
+def show_time(clock: Clock, ticks: float) -> str:
+    """A time, with its unit where it is a real one: `2.172 s`, `14`."""
+    if clock.unit == "unit":
+        return f"{clock.show(ticks):.6g}"
+    seconds = ticks / clock.ticks * {"us": 1e-6, "ms": 1e-3}[clock.unit]
+    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
+    return f"{seconds / scale:.4g} {unit}"

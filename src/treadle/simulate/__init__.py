@@ -8,7 +8,7 @@ from treadle.simulate.fitting import fit
 from treadle.simulate.metrics import Cover, Metrics, RankMetrics, measure
 from treadle.simulate.path import PathSummary, critical_path, summarize_path
 from treadle.simulate.phases import steady_idle
-from treadle.simulate.predict import simulate
+from treadle.simulate.predict import Durations, simulate
 from treadle.simulate.waiting import without_waiting
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Cover",
     "Delta",
     "Difference",
+    "Durations",
     "Metrics",
     "OpGroup",
     "Outlier",

@@ -27,7 +27,7 @@ _ROLE = np.array([ROLES.index(ROLE_OF[kind]) for kind in OpKind])
 
 LANE_ROWS: tuple[tuple[str, tuple[LaneKind, ...]], ...] = (
     ("Computation", (LaneKind.COMPUTE,)),
-    ("Communication", (LaneKind.EP, LaneKind.SEND, LaneKind.DP, LaneKind.TIED, LaneKind.WORLD)),
+    ("Communication", (LaneKind.EP, LaneKind.SEND, LaneKind.DP, LaneKind.TP, LaneKind.TIED, LaneKind.WORLD)),
     ("Offload", (LaneKind.OUT, LaneKind.IN)),
     ("Host", (LaneKind.HOST,)),
 )
@@ -240,7 +240,8 @@ def _units(trace: Trace, op: Longs) -> tuple[Floats, Floats]:
 def _numbers(trace: Trace, op: Longs) -> tuple[Texts, ...]:
     """The micro-batch; with more than two chunks, which colours do not tell apart, the chunk after a dot."""
     program = trace.program
-    number = program.mb[op].astype(str).astype(object)
+    ends = program.mb[op] < 0  # what a rank does once a step
+    number = np.where(ends, "", program.mb[op].astype(str).astype(object))
     if program.layout.placement.vpp <= 2:
         return (number,)
-    return (number + "." + program.chunk[op].astype(str).astype(object),)
+    return (np.where(ends, "", number + "." + program.chunk[op].astype(str).astype(object)),)

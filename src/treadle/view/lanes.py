@@ -52,6 +52,7 @@ _ROWS = (
 
 _ENDING = (
     ("dp", LaneKind.DP),
+    ("tp", LaneKind.TP),
     ("tied", LaneKind.TIED),
     ("world", LaneKind.WORLD),
     ("compute", LaneKind.COMPUTE),

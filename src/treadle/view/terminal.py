@@ -44,6 +44,11 @@ LETTERS: dict[OpKind, str] = {
     OpKind.HEAD_F: "H",
     OpKind.HEAD_B: "h",
     OpKind.HEAD_W: "w",
+    OpKind.MTP_F: "T",
+    OpKind.MTP_B: "t",
+    OpKind.MTP_W: "w",
+    OpKind.ATTN_R: "r",
+    OpKind.MLP_R: "r",
     OpKind.COUNTS: "#",
     OpKind.HOST: "?",
     OpKind.DISPATCH_F: "D",
@@ -53,6 +58,12 @@ LETTERS: dict[OpKind, str] = {
     OpKind.OFFLOAD: "O",
     OpKind.ONLOAD: "L",
     OpKind.REDUCE_GRAD: "R",
+    OpKind.REDUCE_TIED: "R",
+    OpKind.REDUCE_LAYERNORM: "R",
+    OpKind.CLIP: "N",
+    OpKind.OPTIMIZER: "U",
+    OpKind.GATHER_PARAMS: "G",
+    OpKind.GC: "X",
     OpKind.H2D: "H",
     OpKind.BROADCAST: "D",
     OpKind.RELOAD: "R",
@@ -161,7 +172,8 @@ def _box(program: Program, op: int, width: int, looks: Palette, colour: bool) ->
 
 def _waiting_box(program: Program, op: int, width: int, hang: Hang, colour: bool) -> tuple[str, Style]:
     circle = bool(hang.in_circle[op])
-    label = f"{'!' if circle else '?'}{LETTERS[OpKind(int(program.kind[op]))]}{int(program.mb[op])}"
+    label = f"{'!' if circle else '?'}{LETTERS[OpKind(int(program.kind[op]))]}"
+    label += str(int(program.mb[op])) if program.mb[op] >= 0 else ""
     style = Style(color="#c81e1e", bold=True) if circle else Style(dim=True)
     return label[:width].ljust(width, "."), style if colour else Style()
 

@@ -14,9 +14,10 @@ from torch import nn
 import treadle
 from treadle.costs import UNIT_COSTS, durations
 from treadle.dist.device import Host
-from treadle.ir.program import STEP_END, Longs, Op, OpKind, Program
+from treadle.ir.program import MEASURED_ONLY, STEP_END, Longs, Op, OpKind, Program
 from treadle.plan import LoweringOptions
 from treadle.plan.running import expected, host_order, lower_running, lower_weaving
+from treadle.profiles.names import CONTINUED, pp_ops
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.run.cells import CellExecutor
@@ -80,7 +81,7 @@ MAKE = {"cells": cells, "layers": layers}
 def test_every_kind_of_op_of_a_pipeline_has_a_handler() -> None:
     of_updates = {OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD}
     of_the_caller = set(STEP_END)  # the optimizer's
-    assert set(HANDLERS) == set(OpKind) - of_updates - of_the_caller
+    assert set(HANDLERS) == set(OpKind) - of_updates - of_the_caller - set(MEASURED_ONLY)
 
 
 @pytest.mark.parametrize("grain", MAKE)
@@ -146,20 +147,33 @@ def test_an_error_of_an_op_has_a_note_with_rank_step_op_and_row(grain: str, fail
     assert len(caught.value.__notes__) == 1
 
 
+NAMES = {
+    "cells": {"PP:1RECV_F0", "PP:1RECV_F0 continued", "PP:1F0", "PP:1B3", "PP:1SEND_B2", "PP:1REDUCE_GRAD"},
+    "layers": {"PP:1RECV_F0", "PP:attn_f 3.0 L1", "PP:dispatch_b 0.0 L0", "PP:head_f 2.0", "PP:1SEND_B2"},
+}
+"""Of rank 1, some of each kind."""
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
 @pytest.mark.parametrize("grain", MAKE)
-def test_a_profile_of_a_step_shows_the_ops_by_their_labels(grain: str) -> None:
+def test_a_profile_of_a_step_shows_the_ops_by_torchs_names(grain: str, all_threads: bool) -> None:
     executor, planned = MAKE[grain](recording([]))
     executor.run(Guard())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
         executor.forget_shapes()
         executor.run(Guard())
     shown = {event.key for event in profile.key_averages()}
-    assert set(planned) <= shown
+    assert NAMES[grain] <= shown
+    named = [name for name in shown if name.startswith("PP:") and not name.endswith(CONTINUED)]
+    assert len(named) == len(planned)
+    assert all(pp_ops(name) for name in named)
 
 
 @pytest.mark.parametrize("grain", MAKE)
 def test_a_step_without_a_profiler_makes_no_ranges(grain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, _ = MAKE[grain](recording([]))
     never = mock.Mock(side_effect=AssertionError("a range where nobody profiles"))
-    monkeypatch.setattr("treadle.runtime.run.ops.record_function", never)
+    monkeypatch.setattr("treadle.runtime.run.ranges.record_function", never)
     executor.run(Guard())

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.commands.simulate import rank_ranges, show_time
+from treadle.cli.commands.simulate import rank_ranges
 from treadle.cli.model import layout_blocks
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
@@ -19,7 +19,7 @@ from treadle.costs import Costs, load_costs
 from treadle.ir import Schedule
 from treadle.ir.blocks import LAYERS, check_blocks, write_layout
 from treadle.ir.placement import Placement
-from treadle.ir.show import show_held
+from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.plan import LoweringOptions, lower
 from treadle.plan.balance import balance_blocks

@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.commands.simulate import show_time
 from treadle.cli.compared import hold_model, load_all
 from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
@@ -17,7 +16,7 @@ from treadle.cli.output import print_json
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import out, suggest, working
 from treadle.costs import dump as dump_costs
-from treadle.ir.show import show_held
+from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Comparison, Difference, OpGroup, fit
 from treadle.simulate import compare as compare_traces

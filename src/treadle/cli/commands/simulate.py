@@ -17,7 +17,7 @@ from treadle.cli.output import print_json
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, suggest, working
 from treadle.cli.update_target import Update
-from treadle.ir.show import show_bytes, show_held
+from treadle.ir.show import show_bytes, show_held, show_time
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.weights.summary import UpdateMetrics, measure_update
@@ -63,15 +63,6 @@ def simulate(
 
 def _as_dict(metrics: Metrics | UpdateMetrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
     return {**metrics.as_dict(), "about": trace.about, "critical_path": path.as_dict()}
-
-
-def show_time(clock: Clock, ticks: float) -> str:
-    """A time as a person reads it, with its unit where it is a real one."""
-    if clock.unit == "unit":
-        return f"{clock.show(ticks):.6g}"
-    seconds = ticks / clock.ticks * {"us": 1e-6, "ms": 1e-3}[clock.unit]
-    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
-    return f"{seconds / scale:.4g} {unit}"
 
 
 def _print_update(metrics: UpdateMetrics, trace: Trace) -> None:

@@ -13,13 +13,13 @@
 
 A process is a rank, a thread a lane, a complete event an op, an arrow a message. What a viewer draws is derived; what
 `load` reads is "treadle" and the args, and they are all of the Trace. A file may hold some ranks only: `merge` puts
-such parts together.
+such parts together. Of a run of several steps the file shows one, and "treadle" has the times of all under "steps".
 
 Perfetto's ways, as found: process 0 is the kernel's (so rank 0 is 1), threads are told apart by tid alone (so no tid is
 given twice, nor is it a pid), and an arrow's ends must come behind their events and its start before its end.
 """
 
-from treadle.export.chrome.assemble import load, merge
+from treadle.export.chrome.assemble import load, load_steps, merge
 from treadle.export.chrome.write import MOST_OPS, dump
 
-__all__ = ["MOST_OPS", "dump", "load", "merge"]
+__all__ = ["MOST_OPS", "dump", "load", "load_steps", "merge"]

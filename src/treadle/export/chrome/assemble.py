@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from treadle.export.chrome.read import TracePart, read_part
+from treadle.export.chrome.steps import read_steps
 from treadle.export.columns import DTYPES, TIME_COLUMNS, Column, fingerprint, make_program, make_trace, reordered
 from treadle.export.header import Timing
 from treadle.ir.program import Longs, Program
+from treadle.ir.steps import Steps
 from treadle.ir.trace import Trace
 
 _OP_COLUMNS = ("kind", "mb", "chunk", "layer", "cell", "launch", "size_bytes", "joined")
@@ -26,6 +28,15 @@ def load(path: str | Path) -> Trace:
             f"{path}: holds {_named(part.ranks)} of {part.layout.num_ranks} only; merge it with the files of the others"
         )
     return _assemble([part])
+
+
+def load_steps(path: str | Path) -> Steps:
+    """All steps of the run that a file shows one of; that one alone where the file has no others."""
+    part = read_part(path)
+    if not part.is_whole:
+        raise ValueError(f"{path}: holds {_named(part.ranks)} of {part.layout.num_ranks} only; a run is read whole")
+    trace = _assemble([part])
+    return Steps.of(trace) if part.steps is None else read_steps(part.steps, trace)
 
 
 def merge(paths: Iterable[str | Path]) -> Trace:

@@ -35,7 +35,8 @@ class TracePart:
     """The part of a Trace that a file holds.
 
     `ops` and `lanes` have a column for each field; `ops["index"]` and `lanes["lane"]` say which of the Program's each
-    entry is. `dep` has the `ops["num_deps"]` dependencies of each op, one behind the other.
+    entry is. `dep` has the `ops["num_deps"]` dependencies of each op, one behind the other. `steps` are the other
+    steps of the run, as they came.
     """
 
     source: str
@@ -49,6 +50,7 @@ class TracePart:
     ops: dict[str, Column]
     lanes: dict[str, Column]
     dep: Column
+    steps: Fields | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -81,7 +83,7 @@ def _part(value: object, source: str) -> TracePart:
     content.expect(_TOP_KEYS)
     treadle = Fields.of(content.content["treadle"], source, "treadle")
     check_version(treadle)
-    treadle.expect(_TREADLE_KEYS, ("ranks",))
+    treadle.expect(_TREADLE_KEYS, ("ranks", "steps"))
     layout = read_layout(treadle.inner("layout"))
     ranks = _ranks(treadle, layout)
     lanes = _lanes(treadle, ranks)
@@ -100,6 +102,7 @@ def _part(value: object, source: str) -> TracePart:
         ops=ops.columns(scale),
         lanes=lanes,
         dep=ops.dep(),
+        steps=treadle.inner("steps") if "steps" in treadle.content else None,
     )
 
 

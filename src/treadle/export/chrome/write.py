@@ -15,10 +15,12 @@ import numpy as np
 
 from treadle.export.chrome.events import Events
 from treadle.export.chrome.scale import TickScale
+from treadle.export.chrome.steps import steps_object
 from treadle.export.columns import check_program, check_times, fingerprint
 from treadle.export.fields import Object
 from treadle.export.header import VERSION, layout_object, timing_object
 from treadle.ir.program import LaneKind, Longs, Program
+from treadle.ir.steps import Steps
 from treadle.ir.trace import Trace
 
 MOST_OPS = 1_000_000
@@ -28,15 +30,19 @@ _PIECE = 50_000
 _MESSAGES = (LaneKind.SEND, LaneKind.RECV)
 _UPDATE = (LaneKind.H2D, LaneKind.BROADCAST, LaneKind.RELOAD)
 _COPIES = (LaneKind.OUT, LaneKind.IN)
-_FROM_THE_TOP = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, *_COPIES, LaneKind.DP, LaneKind.HOST, *_UPDATE)
+_FIRST = (LaneKind.COMPUTE, LaneKind.EP, *_MESSAGES, *_COPIES, LaneKind.DP, LaneKind.HOST, *_UPDATE)
+_FROM_THE_TOP = (*_FIRST, *(kind for kind in LaneKind if kind not in _FIRST))
 
 
-def dump(trace: Trace, file: str | Path | IO[str], *, ranks: range | None = None) -> None:
-    """Writes a Trace, or what `ranks` of it did, to a stream or a file, compressed if its name ends in .gz."""
+def dump(trace: Trace, file: str | Path | IO[str], *, ranks: range | None = None, steps: Steps | None = None) -> None:
+    """Writes a Trace, or what `ranks` of it did, to a stream or a file, compressed if its name ends in .gz.
+
+    `steps` are those of the run that the trace is one of; a viewer shows the trace, `load_steps` reads them all.
+    """
     source = str(file) if isinstance(file, str | Path) else "the trace"
     check_program(trace.program, source)
     check_times(trace, source)
-    writer = _Writer(trace, _chosen(trace.program, ranks))
+    writer = _Writer(trace, _chosen(trace.program, ranks), steps)
     writer.check_size()
     with _opened(file) as stream:
         stream.write(writer.head())
@@ -71,6 +77,7 @@ class _Writer:
 
     trace: Trace
     ranks: range
+    steps: Steps | None
 
     @cached_property
     def tids(self) -> dict[int, int]:
@@ -115,6 +122,8 @@ class _Writer:
         treadle |= {"origin": self.scale.origin, "ticks_per_us": ticks_per_us}
         if len(self.ranks) < program.layout.num_ranks:
             treadle["ranks"] = [self.ranks.start, self.ranks.stop - 1]
+        if self.steps is not None:
+            treadle["steps"] = steps_object(self.steps)
         lanes = ",\n".join(_compact(self._lane(lane)) for lane in self.tids)
         other: Object = {"about": self.trace.about, "time": f"1 {clock.unit} is {clock.ticks // ticks_per_us} us here"}
         return (

@@ -13,8 +13,9 @@ from treadle.ir.program import Longs, OpKind, Program
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.wait_target import ALL
 from treadle.runtime.run.handlers import HANDLERS, Handler
-from treadle.runtime.run.ops import Instruction, instructions, labelled, post_early, walk, where
+from treadle.runtime.run.ops import Instruction, instructions, post_early, walk, where
 from treadle.runtime.run.own_error import LaunchRow
+from treadle.runtime.run.ranges import labelled
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import Recorder
 

@@ -25,6 +25,7 @@ from treadle.dist.device import GpuLateError, LateError
 from treadle.dist.errors import CommunicatorError
 from treadle.dist.groups import Group
 from treadle.ir.program import Ints, LaneKind, Longs, Op, OpKind
+from treadle.profiles.names import pp_name
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
@@ -32,8 +33,8 @@ from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
 from treadle.runtime.run.handlers import HANDLERS, Handler, maker_of
 from treadle.runtime.run.lanes import Lanes
 from treadle.runtime.run.lanes.paced import Pace
-from treadle.runtime.run.ops import in_range, is_profiled
 from treadle.runtime.run.own_error import LaunchRow
+from treadle.runtime.run.ranges import in_range, is_profiled, leave, sees_this_thread
 from treadle.runtime.run.rank_program import RankProgram
 
 PACE = {
@@ -84,11 +85,14 @@ class LayerExecutor:
             wait_target=[ALL if op.lane.kind in _TALKS else NOBODY for op in self.own],
             of_lane=[[at for at, of in enumerate(self._lane) if of == lane] for lane in range(len(lanes))],
         )
+        self._names = [pp_name(op, program.layout.placement) for op in self.own]
         self._runs = [self._shown(at, handlers[op.kind](part, op).all) for at, op in enumerate(self.own)]
         self._own = [at for at, lane in enumerate(self._lane) if lane == 0]
         self._others = [at for at, lane in enumerate(self._lane) if lane != 0]
         self._known = False
         self._profiled = False
+        self._unseen: list[int] | None = None
+        """The ops of a profiled step that other threads ran, if the profiler does not see those."""
         self._under_way: RankProgress | None = None
         self._last_sends = [
             (place[op.index], part.outgoing[op.lane.peer])
@@ -101,6 +105,7 @@ class LayerExecutor:
     def run(self, guard: Guard) -> None:
         """Run a step."""
         self._profiled = is_profiled()  # asked once: a range costs even where nobody profiles
+        self._unseen = [] if sees_this_thread() else None
         differ = self._part.differ
         after = self._after if self._known and not differ else self._after_forward
         ahead = self.lanes.ahead and (self._known or differ)
@@ -122,6 +127,9 @@ class LayerExecutor:
                 channel.drain()
             guard.refuse_void()
             self._known = True
+            if self._unseen:
+                start, end = self.lanes.times()
+                leave([(self._names[at], start[at], end[at]) for at in self._unseen])
         except Exception as error:
             self._blame(guard, under_way, error, at)
 
@@ -150,14 +158,19 @@ class LayerExecutor:
 
     def _shown(self, at: int, run: Callable[[], None]) -> Callable[[], None]:
         """Return `run` with the step told when the op begins and ends, and in a profiler range if one runs."""
-        ranged = in_range(str(self.own[at]), run)
+        ranged = in_range(self._names[at], run)
 
         def shown() -> None:
             under_way = self._under_way
             assert under_way is not None
             under_way.begin(at)
             try:
-                ranged() if self._profiled else run()
+                if self._profiled:
+                    ranged()
+                    if self._unseen is not None and not sees_this_thread():
+                        self._unseen.append(at)
+                else:
+                    run()
             except BaseException:
                 under_way.fail()
                 raise

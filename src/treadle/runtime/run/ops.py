@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch._C._autograd import _profiler_enabled
-from torch.profiler import record_function
-
 from treadle.ir.program import OpKind, Program
 from treadle.plan.running import expected, host_order
 from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
@@ -91,31 +88,6 @@ def walk(listed: Sequence[Instruction], slots: memoryview, now: Callable[[], Any
         slots[1] = peer
         run()
         note(now())
-
-
-def is_profiled() -> bool:
-    """Return whether a torch profiler runs in this thread."""
-    return bool(_profiler_enabled())
-
-
-def labelled(listed: Sequence[Instruction], program: Program) -> Sequence[Instruction]:
-    """Return the same list with a profiler range `str(op)` around each call; itself if no profiler runs.
-
-    A range costs microseconds even where nobody profiles, so the question is asked once a step.
-    """
-    if not is_profiled():
-        return listed
-    return [i._replace(run=in_range(str(program.op(i.op)), i.run)) for i in listed]
-
-
-def in_range(label: str, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run` inside a profiler range."""
-
-    def ranged() -> None:
-        with record_function(label):
-            run()
-
-    return ranged
 
 
 def where(listed: Sequence[Instruction], ends: list[Any]) -> Instruction:

@@ -1,0 +1,122 @@
+"""`treadle import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from treadle.api import files
+from treadle.cli.measured import import_run, tell
+from treadle.cli.options import Json
+from treadle.cli.output import print_json
+from treadle.cli.terminal import out, suggest, working
+from treadle.costs import Costs
+from treadle.costs import dump as dump_costs
+from treadle.ir.blocks import parse_layout
+from treadle.ir.show import show_time
+from treadle.profiles.imported import Imported
+from treadle.simulate import Metrics, fit, measure
+from treadle.simulate.stage_fitting import fit_stages
+
+
+def import_(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|DIR...", help="Files of a profile, or directories of them: one run.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the measured steps: .json or .json.gz, for Perfetto.")
+    ] = None,
+    fit_to: Annotated[
+        Path | None, typer.Option("--fit", help="Write costs fitted to them, as TOML for --costs.")
+    ] = None,
+    schedule_to: Annotated[
+        Path | None, typer.Option("--schedule", help="Write the schedule that ran, as text that every command reads.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="The stages' blocks, as Megatron writes them: 'Et*4|(t*5|)*2t*3L'.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs."""
+    imported = import_run(paths, parse_layout(layout) if layout is not None else None)
+    trace = imported.steps.trace(step)
+    metrics = measure(trace)
+    if output is not None:
+        with working(f"writing {output}"):
+            files.save_steps(imported.steps, output, step)
+    if fit_to is not None:
+        fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
+    if schedule_to is not None:
+        schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
+    if as_json:
+        print_json("import", _as_dict(imported, metrics, step))
+        return
+    _print(imported, metrics, step)
+    written = str(output) if output is not None else "trace.json.gz"
+    suggest(
+        f"treadle why {written}" if output is not None else f"treadle import {paths[0]} -o {written} --fit fitted.toml"
+    )
+
+
+def _many(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
+
+
+def _fitted(imported: Imported, step: int | None) -> Costs:
+    """Costs by stage; at the grain of layers by part."""
+    by_layer = imported.program.layout.by_layer
+    return fit(imported.steps.trace(step)) if by_layer else fit_stages(imported.steps)
+
+
+def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str, Any]:
+    schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
+    return {
+        "form": imported.form,
+        "unit": clock.unit,
+        "schedule": schedule.name if imported.named else None,
+        "pp": schedule.pp,
+        "vpp": schedule.placement.vpp,
+        "dp": imported.program.layout.dp,
+        "microbatches": schedule.num_microbatches,
+        "placement": [list(stages) for stages in schedule.placement.stages],
+        "step": steps.typical if step is None else step,
+        "makespan": clock.show(metrics.makespan),
+        "bubble": metrics.bubble,
+        "steps": [
+            {"step": number, "makespan": clock.show(int(span))}
+            for number, span in zip(steps.numbers, steps.makespans, strict=True)
+        ],
+        "remarks": [{"what": r.what, "source": r.source, "times": r.times} for r in imported.remarks],
+    }
+
+
+def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
+    schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
+    layout = imported.program.layout
+    name = schedule.name if imported.named else "a schedule that is none of those here"
+    chunks = f", {schedule.placement.vpp} chunks a rank" if schedule.placement.vpp > 1 else ""
+    replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
+    size = f"{_many(schedule.pp, 'rank')}{replicas}{chunks}, {_many(schedule.num_microbatches, 'micro-batch')}"
+    if layout.by_layer:
+        name, size = "parts of layers", f"{_many(layout.model_layers, 'layer')} of one rank, {schedule.rows[0][0]}"
+    out.print(f"[bold]{escape(name)}[/]: {size}; {escape(imported.form)}", soft_wrap=True)
+    spans = steps.makespans
+    out.print(
+        f"{_many(len(steps.numbers), 'step')}, {show_time(clock, float(spans.min()))} to "
+        f"{show_time(clock, float(spans.max()))}; step {steps.typical if step is None else step}: "
+        f"{show_time(clock, metrics.makespan)}, bubble {metrics.bubble:.2%}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("rank")
+    for column in ("busy", "idle"):
+        table.add_column(column, justify="right")
+    for number, rank in enumerate(metrics.ranks[:16]):
+        table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
+    out.print(table)
+    tell(imported)

@@ -1,0 +1,102 @@
+"""`treadle why`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from treadle.cli.measured import choose_steps, load_steps
+from treadle.cli.options import Json
+from treadle.cli.output import print_json
+from treadle.cli.terminal import out, suggest, working
+from treadle.why import WhyReport, analyse
+from treadle.why.heat import Heat
+from treadle.why.page import page
+
+SHOWN_REPLICAS = 16
+
+
+def why(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE|DIR...", help="A trace of Treadle, or the files of a profile: one run."),
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Only these steps: 16,20-39,403-.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Says why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.
+
+    S is how much longer the steps take than with the same ops all ordinary: each of the duration of its type.
+    """
+    if output is not None and output.suffix != ".html":
+        raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
+    measured = choose_steps(load_steps(paths), steps)
+    with working("simulating"):
+        report = analyse(measured)
+    if output is not None:
+        output.write_text(page(report, paths[0].name), encoding="utf-8")
+    if as_json:
+        print_json("why", report.as_dict())
+        return
+    _print(report)
+    suggest(f"treadle why {paths[0]} -o why.html" if output is None else f"treadle draw {paths[0]} -o page.html")
+
+
+def _print(report: WhyReport) -> None:
+    out.print(f"[bold]{escape(_capital(report.cause.sentence))}.[/]", soft_wrap=True)
+    out.print(f"S = {report.slowdown:.3f}: {escape(report.in_words)}", soft_wrap=True)
+    _print_table("what comes back of the lost time", report.recovered.items(), "{:.1%}")
+    kinds = sorted(report.by_kind.items(), key=lambda item: -item[1])
+    _print_table("slowdown by one kind of op alone", kinds, "{:.4f}")
+    _print_steps(report)
+    _print_heat(report)
+
+
+def _print_table(title: str, rows: Iterable[tuple[str, float]], form: str) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, min_width=34)
+    table.add_column("", justify="right")
+    for name, value in rows:
+        table.add_row(escape(name), form.format(value).replace("-0.0%", "0.0%"))
+    out.print(table)
+
+
+def _print_steps(report: WhyReport) -> None:
+    if len(report.by_step) < 2:
+        return
+    slowest = sorted(report.by_step.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{number} ({slowdown:.3f})" for number, slowdown in slowest[:3])
+    fastest = f"{slowest[-1][0]} ({slowest[-1][1]:.3f})"
+    out.print(f"slowest of {len(slowest)} steps: {told}; fastest: {fastest}", soft_wrap=True)
+
+
+def _print_heat(report: WhyReport) -> None:
+    """Workers as a map: a row a replica, a column a rank of the pipeline."""
+    heat = Heat.of(report.workers)
+    rows = sorted(range(report.dp), key=lambda dp: -max(report.workers[dp]))[:SHOWN_REPLICAS]
+    table = Table(box=None, padding=(0, 0, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("worker  ", justify="right")
+    for rank in range(report.pp):
+        table.add_column(f" rank {rank} ", justify="center")
+    for dp in sorted(rows):
+        cells = [Text(f" {score:.3f} ", style=_style(heat, score), justify="center") for score in report.workers[dp]]
+        table.add_row(f"dp {dp}  ", *cells)
+    out.print(table)
+    if report.dp > len(rows):
+        out.print(f"... and {report.dp - len(rows)} replicas that are faster (--json and -o have all)", style="dim")
+
+
+def _style(heat: Heat, score: float) -> str:
+    fill, ink = heat.colours(score)
+    return f"{ink} on {fill}"
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

@@ -1,0 +1,85 @@
+"""Measured steps of a run, from whatever holds them: traces of Treadle, or a profile of another trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.api import files
+from treadle.cli.terminal import note, working
+from treadle.ir.steps import Steps
+from treadle.profiles.imported import Imported
+from treadle.profiles.importing import files_of, import_profile
+from treadle.profiles.reader import Opening
+
+_SHOWN_REMARKS = 6
+_TRACE = b'"layout":{"placement"'
+"""What the head of a trace of Treadle has, and no other Chrome trace."""
+
+
+def load_steps(paths: Sequence[Path]) -> Steps:
+    """Read the measured steps of one run, and tell what could not be used.
+
+    Raises:
+        ValueError: the files hold no run, or several.
+        OSError: a file cannot be read.
+
+    """
+    found = [path for path, _ in files_of(paths)]
+    if any(_is_trace(path) for path in found):
+        if len(paths) > 1:
+            raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
+        with working(f"reading {paths[0]}"):
+            return Steps.of(files.load_traces(paths[0])) if paths[0].is_dir() else files.load_steps(paths[0])
+    imported = import_run(paths)
+    tell(imported)
+    return imported.steps
+
+
+def import_run(paths: Sequence[Path], blocks: tuple[str, ...] | None = None) -> Imported:
+    """Read a profile, with a progress bar."""
+    total = sum(path.stat().st_size for path, _ in files_of(paths))
+    done = 0
+    with working("reading") as advance:
+
+        def more(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            advance(min(done, total), total)
+
+        return import_profile(paths, blocks=blocks, advance=more)
+
+
+def tell(imported: Imported) -> None:
+    """Print the remarks on a profile, on stderr."""
+    for remark in imported.remarks[:_SHOWN_REMARKS]:
+        note(str(remark))
+    if len(imported.remarks) > _SHOWN_REMARKS:
+        note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; 'treadle import --json' has them all")
+
+
+def choose_steps(steps: Steps, text: str | None) -> Steps:
+    """Return the steps that a user names: `16,20-39,403-`."""
+    if text is None:
+        return steps
+    chosen: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(-(\d*))?", part.strip())
+        if ends is None:
+            raise ValueError(f"--steps are numbers and ranges, such as 16,20-39,403-, got {part!r}")
+        first = int(ends[1])
+        last = first if ends[2] is None else int(ends[3]) if ends[3] else max(steps.numbers)
+        chosen |= {number for number in steps.numbers if first <= number <= last}
+    if not chosen:
+        raise ValueError(f"--steps {text} names none of the measured ones, {steps.numbers[0]} to {steps.numbers[-1]}")
+    return steps.select(chosen)
+
+
+def _is_trace(path: Path) -> bool:
+    if path.name.endswith(".npz"):
+        return True
+    try:
+        return _TRACE in Opening.of(path).head
+    except ValueError:  # empty or damaged: whoever reads it says so
+        return False

@@ -1,0 +1,121 @@
+"""A Recording: what the ranks of a run wrote down about their work, before it is matched with a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treadle.ir.program import Bools, Bytes, Ints, Longs, OpKind, Shorts
+
+UNKNOWN = -1
+"""Stands for a step, micro-batch, stage, chunk or rank that a file does not name."""
+
+
+_COLUMNS = {
+    "kind": np.uint8,
+    "mb": np.int32,
+    "stage": np.int16,
+    "chunk": np.int16,
+    "layer": np.int16,
+    "step": np.int32,
+    "joined": np.bool_,
+    "start": np.int64,
+    "end": np.int64,
+}
+
+
+class Mark(NamedTuple):
+    """One piece of work as a reader found it. Times are nanoseconds of the rank's own clock."""
+
+    kind: OpKind
+    start: int
+    end: int
+    mb: int = UNKNOWN
+    stage: int = UNKNOWN
+    chunk: int = UNKNOWN
+    layer: int = 0
+    step: int = UNKNOWN
+    joined: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RankRecording:
+    """The marks of one rank in columns, in the order in which they started.
+
+    `stage` counts over the whole pipeline, `chunk` over the rank: a file names one of them, or none. `joined` marks the
+    second half of an overlapped pair. `clock` names the clock of the times: ranks of one clock need no alignment.
+    """
+
+    source: str
+    rank: int
+    pp: int
+    dp: int
+    clock: str
+    kind: Bytes
+    mb: Ints
+    stage: Shorts
+    chunk: Shorts
+    layer: Shorts
+    step: Ints
+    joined: Bools
+    start: Longs
+    end: Longs
+
+    @classmethod
+    def of(
+        cls,
+        marks: Iterable[Mark],
+        *,
+        source: str,
+        clock: str,
+        rank: int = UNKNOWN,
+        pp: int = UNKNOWN,
+        dp: int = UNKNOWN,
+    ) -> RankRecording:
+        """Make the columns of a rank's marks, sorted by start."""
+        ordered = sorted(marks, key=lambda mark: (mark.start, mark.end))
+
+        columns: dict[str, Any] = {
+            name: np.array([getattr(mark, name) for mark in ordered], dtype) for name, dtype in _COLUMNS.items()
+        }
+        return cls(source=source, clock=clock, rank=rank, pp=pp, dp=dp, **columns)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+class Remark(NamedTuple):
+    """Something that was not as expected, or could not be read: a sentence, how often, and where."""
+
+    what: str
+    source: str = ""
+    times: int = 1
+
+    def __str__(self) -> str:
+        where = f"{self.source}: " if self.source else ""
+        often = f" ({self.times:,} times)" if self.times > 1 else ""
+        return f"{where}{self.what}{often}"
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a reader found in the files of one run.
+
+    `pp`, `vpp`, `dp` and `num_mb` are sizes that the files name themselves, or None. `late_receives` says that the
+    trainer posts a receive when the computation before it has ended, as Megatron does; `waits_inside` that the mark of
+    a computation includes its wait for the message. `remarks` are what the reader
+    could not use, never dropped in silence.
+    """
+
+    form: str
+    ranks: tuple[RankRecording, ...]
+    pp: int | None = None
+    vpp: int | None = None
+    dp: int | None = None
+    num_mb: int | None = None
+    late_receives: bool = False
+    waits_inside: bool = False
+    remarks: tuple[Remark, ...] = ()

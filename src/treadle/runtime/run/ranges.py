@@ -1,0 +1,61 @@
+"""The ranges of ops that a profiler shows, under torch's own names: `PP:0F3`, `PP:1SEND_F3`, `PP:attn_f 3.1 L0`.
+
+A range costs microseconds even where nobody profiles, so a step asks once whether anybody does. torch.profiler sees the
+thread that started it, and all others only if asked to (`profile_all_threads`); what ran on lanes that it does not see
+is left in its file beside the events. `torch.autograd.profiler.emit_nvtx` makes NVTX ranges of them all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._autograd import _add_metadata_json, _profiler_enabled
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from treadle.ir.program import Program
+from treadle.profiles.names import CONTINUED, LANES, pp_name
+from treadle.runtime.run.ops import Instruction
+
+
+def is_profiled() -> bool:
+    """Return whether a torch profiler runs: one of this thread, or one of all threads."""
+    return sees_this_thread() or profiler._is_profiler_enabled
+
+
+def sees_this_thread() -> bool:
+    """Return whether a profiler runs that was started in this thread and sees no other."""
+    return bool(_profiler_enabled())
+
+
+def labelled(listed: Sequence[Instruction], program: Program) -> Sequence[Instruction]:
+    """Return the same list with a range around each call; itself if no profiler runs."""
+    if not is_profiled():
+        return listed
+    placement, begun, made = program.layout.placement, set(), []
+    for instruction in listed:
+        op = program.op(instruction.op)
+        name = pp_name(op, placement) + (CONTINUED if op.index in begun else "")
+        begun.add(op.index)
+        made.append(instruction._replace(run=in_range(name, instruction.run)))
+    return made
+
+
+def in_range(name: str, run: Callable[[], None]) -> Callable[[], None]:
+    """Return `run` inside a profiler range."""
+
+    def ranged() -> None:
+        with record_function(name):
+            run()
+
+    return ranged
+
+
+def leave(ops: Sequence[tuple[str, int, int]]) -> None:
+    """Put ops that the profiler has not seen into its file: names, starts and ends of `perf_counter_ns`."""
+    now = time.time_ns()
+    to_unix = now - time.perf_counter_ns()
+    told = [(name, start + to_unix, end + to_unix) for name, start, end in ops]
+    _add_metadata_json(f"{LANES}{now}", json.dumps(told))
