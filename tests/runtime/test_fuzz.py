@@ -1,4 +1,4 @@
-"""Steps under injected delays: a few hundred draws, and races planted that they have to find.
+"""Steps under injected delays: one lap of draws, and races planted that they have to find.
 
 `python -m tests.support.fuzz` and `python -m tests.support.planted` run as many as one likes.
 """
