@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import treadle
-from tests.support.faults import AGREEMENT, HANGS, CallName, Faults, deadlines_for, meet_with, note, with_fault
+from tests.support.faults import AGREEMENT, HANGS, CallName, Faults, deadlines_for, hold_to, meet_with, note
 from tests.support.oracle import chunks_of, make_mesh
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Failure, Outcome, run_ranks
@@ -271,9 +271,11 @@ def run_case(case: Case, directory: Path) -> float:
         nothing_left(directory)
         return outcomes
 
-    deadline_s, outcomes = with_fault(fault, deadlines_for(case.kind), run)
-    fault_s = float(fault.read_text())
-    allowed_s = SOON_S + (deadline_s if case.is_hang else 0.0)
+    return hold_to(fault, deadlines_for(case.kind), run, partial(judge, case, fault))
+
+
+def judge(case: Case, fault: Path, outcomes: list[Outcome[None]], deadline_s: float) -> float:
+    fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if case.is_hang else 0.0)
     took_s = []
     for outcome in outcomes:
         if outcome.rank != case.rank:
@@ -434,7 +436,10 @@ def run_scene(scene: Scene, directory: Path) -> float:
         nothing_left(directory)
         return outcomes
 
-    deadline_s, outcomes = with_fault(fault, deadlines_for(scene.fault, least_s=4.0), run)
+    return hold_to(fault, deadlines_for(scene.fault, least_s=4.0), run, partial(judge_scene, scene, fault))
+
+
+def judge_scene(scene: Scene, fault: Path, outcomes: list[Outcome[None]], deadline_s: float) -> float:
     fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if scene.fault in HANGS else 0.0)
     took_s = []
     for outcome in outcomes:

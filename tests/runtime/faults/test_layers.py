@@ -36,7 +36,7 @@ from tests.runtime.faults.test_cells import (
     side_by_side,
 )
 from tests.support.devices import DEVICE_TYPE
-from tests.support.faults import HANGS, CallName, Faults, deadlines_for, meet_with, note, with_fault
+from tests.support.faults import HANGS, CallName, Faults, deadlines_for, hold_to, meet_with, note
 from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
 from treadle.ir.program import OpKind
@@ -176,7 +176,11 @@ def run_case(case: Case, directory: Path) -> float:
         nothing_left(directory)
         return outcomes
 
-    deadline_s, outcomes = with_fault(fault, deadlines_for(case.fault, least_s=4.0), run)
+    return hold_to(fault, deadlines_for(case.fault, least_s=4.0), run, partial(judge, case, fault))
+
+
+def judge(case: Case, fault: Path, outcomes: list[Outcome[None]], deadline_s: float) -> float:
+    directory = fault.parent
     fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if case.is_hang else 0.0)
     took_s = []
     for outcome in outcomes:
@@ -214,15 +218,18 @@ def test_a_rank_whose_own_lane_hangs_tells_so_before_it_leaves(where: str, tmp_p
     """Else it would have said goodbye by the time the others ask, and they would name it for that."""
     case = Case(where, "sleep")
     fault = tmp_path / f"fault{VICTIM}"
-    deadline_s, outcomes = with_fault(
-        fault, IMPATIENT_S, lambda deadline_s: run_ranks(WORLD, be_impatient, case, deadline_s, tmp_path)
+
+    def judge_all(outcomes: list[Outcome[None]], deadline_s: float) -> None:
+        for outcome in outcomes:
+            if outcome.rank == VICTIM:
+                look_at_sleeper(outcome, case)
+            else:
+                took_s = look_at(outcome, case, tmp_path) - float(fault.read_text())
+                assert took_s <= deadline_s + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
+
+    hold_to(
+        fault, IMPATIENT_S, lambda deadline_s: run_ranks(WORLD, be_impatient, case, deadline_s, tmp_path), judge_all
     )
-    for outcome in outcomes:
-        if outcome.rank == VICTIM:
-            look_at_sleeper(outcome, case)
-        else:
-            took_s = look_at(outcome, case, tmp_path) - float(fault.read_text())
-            assert took_s <= deadline_s + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
 
 
 def test_own_errors_that_look_like_those_of_a_wait(tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.faults import HANGS, deadlines_for, with_fault
+from tests.support.faults import HANGS, deadlines_for, hold_to
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
@@ -183,11 +184,17 @@ def member(rank: int, scene: Scene) -> Told | None:
 def all_tell(scene: Scene, kind: str) -> list[Outcome[Told | None]]:
     """All others name the lost rank: a hang soon after the deadline, anything else long before it."""
     fault = scene.directory / "time"
-    deadline_s, outcomes = with_fault(
+    return hold_to(
         fault,
         deadlines_for(scene.fault),
         lambda deadline_s: run_ranks(4, member, replace(scene, deadline_s=deadline_s)),
+        partial(judge, scene, kind, fault),
     )
+
+
+def judge(
+    scene: Scene, kind: str, fault: Path, outcomes: list[Outcome[Told | None]], deadline_s: float
+) -> list[Outcome[Told | None]]:
     fault_s, allowed_s = float(fault.read_text()), SOON_S + (deadline_s if scene.fault in HANGS else 0.0)
     for told in check([outcome for outcome in outcomes if outcome.rank != scene.lost]):
         assert told is not None
