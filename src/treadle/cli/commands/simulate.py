@@ -91,8 +91,8 @@ def _print(metrics: Metrics, trace: Trace) -> None:
         f"{metrics.num_ops} ops on {len(metrics.ranks)} ranks; {escape(trace.about)}",
         soft_wrap=True,
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     copies = any(row.copies.total for row in metrics.ranks)
+    table = Table(box=None, padding=(0, 2 - copies, 0, 0), header_style="dim")  # 80 columns hold both
     columns = ("rank", "busy", "idle", "bubble", "comm hidden", "exposed")
     for column in (*columns, *(("copies hidden", "exposed") if copies else ()), "peak"):
         table.add_column(column, justify="right")
