@@ -82,12 +82,12 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     path, reader = tmp_path / "run.json.gz", NDTimelineReader()
     packed = gzip.compress(json.dumps(timeline("ST")).encode())
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(ValueError, match=r"run.json.gz: cannot be decompressed: .*; the file is damaged or cut off"):
+    with pytest.raises(ValueError, match=r"run.json.gz: cannot be decompressed: .*; the file is cut off or damaged"):
         reader.read([path], lambda _: None)
     path.write_text(json.dumps(names())[:-3])
-    with pytest.raises(ValueError, match=r"run.json.gz: is not JSON: .*; the file is damaged or cut off"):
+    with pytest.raises(ValueError, match=r"run.json.gz: is no Chrome trace: .*; the file is cut off or damaged"):
         reader.read([path], lambda _: None)
     with pytest.raises(ValueError, match="a Chrome trace is a list of events, or an object with them as traceEvents"):
-        read(path, {"events": []})
+        read(path, {"traceEvents": [7]})
     with pytest.raises(ValueError, match="no event of a rank whose place is named"):
         read(path, [event("forward-compute", 0, 1, 0)])

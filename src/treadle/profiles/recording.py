@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +42,32 @@ class Mark(NamedTuple):
     joined: bool = False
 
 
+class MarkColumns:
+    """Marks as they come, 40 bytes each."""
+
+    def __init__(self) -> None:
+        types = {name: np.dtype(dtype).char.replace("?", "B") for name, dtype in _COLUMNS.items()}
+        self._columns: dict[str, array[int]] = {name: array(char) for name, char in types.items()}
+        self._append = [self._columns[name].append for name in Mark._fields]
+
+    @classmethod
+    def of(cls, marks: Iterable[Mark]) -> MarkColumns:
+        """All of these."""
+        made = cls()
+        for mark in marks:
+            made.append(mark)
+        return made
+
+    def append(self, mark: Mark) -> None:
+        """Add a mark behind the others."""
+        for append, value in zip(self._append, mark, strict=True):
+            append(value)
+
+    def column(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+        """One field of all marks."""
+        return np.frombuffer(self._columns[name], _COLUMNS[name]).copy()
+
+
 @dataclass(frozen=True, eq=False)
 class RankRecording:
     """The marks of one rank in columns, in the order in which they started.
@@ -76,11 +103,23 @@ class RankRecording:
         dp: int = UNKNOWN,
     ) -> RankRecording:
         """Make the columns of a rank's marks, sorted by start."""
-        ordered = sorted(marks, key=lambda mark: (mark.start, mark.end))
+        return cls.joined_of([MarkColumns.of(marks)], source=source, clock=clock, rank=rank, pp=pp, dp=dp)
 
-        columns: dict[str, Any] = {
-            name: np.array([getattr(mark, name) for mark in ordered], dtype) for name, dtype in _COLUMNS.items()
-        }
+    @classmethod
+    def joined_of(
+        cls,
+        parts: Sequence[MarkColumns],
+        *,
+        source: str,
+        clock: str,
+        rank: int = UNKNOWN,
+        pp: int = UNKNOWN,
+        dp: int = UNKNOWN,
+    ) -> RankRecording:
+        """Put columns together, sorted by start; of marks that start and end together the first comes first."""
+        whole = {name: np.concatenate([part.column(name) for part in parts]) for name in _COLUMNS}
+        order = np.lexsort((whole["end"], whole["start"]))
+        columns: dict[str, Any] = {name: column[order] for name, column in whole.items()}
         return cls(source=source, clock=clock, rank=rank, pp=pp, dp=dp, **columns)
 
     def __len__(self) -> int:

@@ -9,19 +9,19 @@ and receives have neither micro-batch nor chunk (-1): they are counted. All rank
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from treadle.ir.program import OpKind
+import numpy as np
+
+from treadle.ir.program import Ints, OpKind, Shorts
+from treadle.profiles.entries import events
 from treadle.profiles.names import ops_of
 from treadle.profiles.reader import Advance, Opening
-from treadle.profiles.recording import UNKNOWN, Mark, RankRecording, Recording, Remark
+from treadle.profiles.recording import UNKNOWN, Mark, MarkColumns, RankRecording, Recording, Remark
 from treadle.profiles.standing import COMPUTE
 
 _NAMED = re.compile(rb'"(?:forward|backward)-(?:compute|send|recv)[a-z-]*"')
@@ -41,93 +41,83 @@ class NDTimelineReader:
 
     def read(self, paths: Sequence[Path], advance: Advance) -> Recording:
         """Read the files of one run; ranks may be in one file or in several."""
-        marks: dict[tuple[int, int], list[Mark]] = defaultdict(list)
-        sources: dict[tuple[int, int], str] = {}
+        found: dict[_Place, list[MarkColumns]] = defaultdict(list)
+        sources: dict[_Place, str] = {}
         remarks: list[Remark] = []
         for path in paths:
-            found, more = _read(path)
+            for place, own in _read(path, remarks).items():
+                found[place] += own
+                sources.setdefault(place, str(path))
             advance(path.stat().st_size)
-            remarks += more
-            for where, own in found.items():
-                marks[where] += own
-                sources.setdefault(where, str(path))
-        if not marks:
+        if not found:
             raise ValueError(f"{paths[0]}: no event of a rank whose place is named ('PP rank 0, TP rank 0, compute')")
-        dp = 1 + max(d for _, d in marks)
+        dp = 1 + max(d for _, d in found)
         ranks = tuple(
-            RankRecording.of(own, source=sources[pp, d], clock="NDTimeline", rank=pp * dp + d, pp=pp, dp=d)
-            for (pp, d), own in sorted(marks.items())
+            RankRecording.joined_of(own, source=sources[pp, d], clock="NDTimeline", rank=pp * dp + d, pp=pp, dp=d)
+            for (pp, d), own in sorted(found.items())
         )
-        computed = [mark for own in marks.values() for mark in own if mark.kind in (OpKind.F, OpKind.B)]
         return Recording(
             self.form,
             ranks,
-            pp=1 + max(pp for pp, _ in marks),
-            vpp=1 + max((mark.chunk for mark in computed), default=0),
+            pp=1 + max(pp for pp, _ in found),
+            vpp=1 + max(_highest(rank, rank.chunk) for rank in ranks),
             dp=dp,
-            num_mb=1 + max((mark.mb for mark in computed), default=0),
+            num_mb=1 + max(_highest(rank, rank.mb) for rank in ranks),
             late_receives=True,
             remarks=tuple(remarks),
         )
 
 
-def _read(path: Path) -> tuple[dict[tuple[int, int], list[Mark]], list[Remark]]:
-    """The marks of each (pp, dp) in a file, and what could not be used."""
-    events = _events(path)
-    processes, threads = _places(events)
-    marks: dict[tuple[int, int], list[Mark]] = defaultdict(list)
+def _highest(rank: RankRecording, column: Ints | Shorts) -> int:
+    """The highest number that a computation names, 0 where none does."""
+    return int(column[np.isin(rank.kind, COMPUTE)].max(initial=0))
+
+
+_Place: TypeAlias = tuple[int, int]
+"""Rank of the pipeline, and replica."""
+
+
+def _read(path: Path, remarks: list[Remark]) -> dict[_Place, list[MarkColumns]]:
+    """The marks of each place in a file; adds what could not be used to the remarks."""
+    threads: dict[tuple[Any, Any], MarkColumns] = defaultdict(MarkColumns)
+    counts: Counter[tuple[Any, Any]] = Counter()
     unknown: Counter[str] = Counter()
-    nowhere = elsewhere = 0
-    for event in events:
+    processes: dict[Any, int] = {}
+    places: dict[tuple[Any, Any], tuple[int, int]] = {}
+    source = str(path)
+    for event in events(path):
+        if not isinstance(event, dict):
+            raise ValueError(f"{source}: a Chrome trace is a list of events, or an object with them as traceEvents")
+        where = event.get("pid"), event.get("tid")
+        if event.get("ph") == "M":
+            name = str(event.get("args", {}).get("name", ""))
+            if event.get("name") == "process_name" and (found := _PROCESS.search(name)):
+                processes[event.get("pid")] = int(found[1])
+            if event.get("name") == "thread_name" and (found := _THREAD.search(name)):
+                places[where] = int(found[1]), int(found[2])
         if event.get("ph") != "X":
             continue
         kinds = ops_of(event["name"])
         if not kinds:
             unknown[event["name"]] += 1
             continue
-        dp, place = processes.get(event.get("pid")), threads.get((event.get("pid"), event.get("tid")))
-        if dp is None or place is None:
-            nowhere += 1
-        elif place[1] != 0:
-            elsewhere += 1
-        else:
-            marks[place[0], dp] += _marks(event, kinds)
-    source = str(path)
-    remarks = [Remark(f"events named {name!r} are not known, and left out", source, n) for name, n in unknown.items()]
+        counts[where] += 1
+        for mark in _marks(event, kinds):
+            threads[where].append(mark)
+    remarks += [Remark(f"events named {name!r} are not known, and left out", source, n) for name, n in unknown.items()]
+    nowhere = [where for where in threads if where[0] not in processes or where not in places]
     if nowhere:
-        remarks.append(Remark("an event is of a thread or process without a name, and left out", source, nowhere))
+        num = sum(counts[where] for where in nowhere)
+        remarks.append(Remark("an event is of a thread or process without a name, and left out", source, num))
+    elsewhere = [where for where in threads if where not in nowhere and places[where][1] != 0]
     if elsewhere:
-        remarks.append(Remark("events of tensor-parallel ranks but the first are left out", source, elsewhere))
-    return marks, remarks
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    try:
-        raw = path.read_bytes()
-        content = json.loads(gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: cannot be decompressed: {error}; the file is damaged or cut off") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not JSON: {error}; the file is damaged or cut off") from error
-    events = content.get("traceEvents") if isinstance(content, dict) else content
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{path}: a Chrome trace is a list of events, or an object with them as traceEvents")
-    return events
-
-
-def _places(events: Iterable[dict[str, Any]]) -> tuple[dict[Any, int], dict[tuple[Any, Any], tuple[int, int]]]:
-    """The data-parallel rank of each process; the pipeline and tensor-parallel rank of each thread."""
-    processes: dict[Any, int] = {}
-    threads: dict[tuple[Any, Any], tuple[int, int]] = {}
-    for event in events:
-        if event.get("ph") != "M":
-            continue
-        name = str(event.get("args", {}).get("name", ""))
-        if event.get("name") == "process_name" and (found := _PROCESS.search(name)):
-            processes[event.get("pid")] = int(found[1])
-        if event.get("name") == "thread_name" and (found := _THREAD.search(name)):
-            threads[event.get("pid"), event.get("tid")] = int(found[1]), int(found[2])
-    return processes, threads
+        num = sum(counts[where] for where in elsewhere)
+        remarks.append(Remark("events of tensor-parallel ranks but the first are left out", source, num))
+    marks: dict[_Place, list[MarkColumns]] = defaultdict(list)
+    for where, own in threads.items():
+        if where not in nowhere and where not in elsewhere:
+            marks[places[where][0], processes[where[0]]].append(own)
+    return marks
 
 
 def _marks(event: dict[str, Any], kinds: tuple[OpKind, ...]) -> list[Mark]:
