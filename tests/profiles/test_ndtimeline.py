@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import treadle
 from tests.support.straggler import timeline
 from treadle.ir.program import OpKind
 from treadle.profiles.reader import Opening
@@ -91,3 +92,12 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
         read(path, {"traceEvents": [7]})
     with pytest.raises(ValueError, match="no event of a rank whose place is named"):
         read(path, [event("forward-compute", 0, 1, 0)])
+
+
+def test_a_run_with_ops_around_its_cells_is_not_verified(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(timeline("ST")))
+    imported = treadle.import_profile([path])
+    with pytest.raises(ValueError, match="a measured run with gc and reduce_layernorm around its cells"):
+        treadle.verify(imported.steps.trace())
+    assert treadle.verify(imported.schedule).clean

@@ -8,7 +8,7 @@ import treadle.plan.lowering as lowering
 from treadle.costs import Costs, durations, load_costs
 from treadle.host.errors import named
 from treadle.ir import Schedule
-from treadle.ir.program import Program
+from treadle.ir.program import OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions
 from treadle.simulate.predict import Durations
@@ -19,6 +19,10 @@ from treadle.weights.verify import verify_update
 
 CostsOrName: TypeAlias = Costs | str
 """Costs, or what `load_costs` takes: `unit`, a preset, or the path of a TOML file."""
+
+
+_MEASURED_ONLY = {int(OpKind.GC), int(OpKind.REDUCE_LAYERNORM)}
+"""Kinds that no lowering makes."""
 
 
 def lower(schedule: Schedule, costs: CostsOrName = "unit", options: LoweringOptions | None = None) -> Program:
@@ -97,6 +101,12 @@ def verify(
             raise ValueError(f"{name} is for schedules: a Program has its messages and lanes already; leave it out")
     if target.layout.is_update:
         return verify_update(target)
+    around = sorted({OpKind(kind).name.lower() for kind in set(target.kind.tolist()) & _MEASURED_ONLY})
+    if around:
+        raise ValueError(
+            f"this is a measured run with {' and '.join(around)} around its cells, of which no rule says anything; "
+            "verify the schedule that ran: treadle import ... --schedule ran.txt writes it"
+        )
     return verify_program(target, durations(target, _costs(costs)), ring=ring, memory_limit=memory_limit)
 
 
