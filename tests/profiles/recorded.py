@@ -58,4 +58,4 @@ def recorded(
                 )
         source = f"rank{rank}.json"
         ranks.append(RankRecording.of(marks, source=source, clock="one", rank=rank))
-    return Recording("made", tuple(ranks))
+    return Recording("made", tuple(ranks), dp=dp if dp > 1 else None)

@@ -110,3 +110,13 @@ def test_a_mark_that_ends_before_it_starts_is_told_and_takes_no_time(tmp_path: P
     again = files.load_steps(tmp_path / "trace.json.gz")
     assert np.array_equal(again.end - again.start, imported.steps.end - imported.steps.start)
     assert (again.numbers, again.about) == (imported.steps.numbers, imported.steps.about)
+
+
+def test_dualpipes_two_directions_are_not_taken_for_replicas() -> None:
+    recording = recorded(traced(treadle.generate("dualpipe", pp=4, microbatches=8)))
+    with pytest.raises(ValueError, match="both have stages 0 and 3: replicas of a V placement, or the two directions"):
+        assemble(recording)
+    replicas = recorded(traced(treadle.generate("dualpipev", pp=2, microbatches=4), dp=2))
+    assert assemble(replicas).schedule.name == "dualpipev"
+    with pytest.raises(ValueError, match="for replicas give --dp 2"):
+        assemble(replace(replicas, dp=None))

@@ -17,12 +17,17 @@ _NOT_READ = "not read"
 
 
 def import_profile(
-    paths: Sequence[str | Path], *, blocks: tuple[str, ...] | None = None, advance: Advance | None = None
+    paths: Sequence[str | Path],
+    *,
+    dp: int | None = None,
+    blocks: tuple[str, ...] | None = None,
+    advance: Advance | None = None,
 ) -> Imported:
     """Read the profile of a run and match it with a schedule.
 
     Args:
         paths: files, or directories whose files are those of one run.
+        dp: replicas of the pipeline, where the files do not say.
         blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
             profile names them. Fitted costs are then of the model, and not of a stage.
         advance: is told how many bytes more have been read.
@@ -43,6 +48,8 @@ def import_profile(
 
     """
     recording = read_recording(paths, advance)
+    if dp is not None:
+        recording = replace(recording, dp=dp)
     try:
         return assemble(recording, blocks)
     except ValueError as error:

@@ -61,6 +61,8 @@ def _places(ranks: Sequence[RankRecording], recording: Recording) -> list[int]:
                 f"no file has a forward of stage {gap}: a rank of the pipeline is missing; the files have stages "
                 f"{_listed(sorted(set().union(*held)))}"
             )
+        if recording.dp is None:
+            _refuse_two_directions(ranks, held)
         return [min(stages) for stages in held]
     if recording.pp is not None and all(rank.rank != UNKNOWN for rank in ranks):
         world = max(len(ranks), 1 + max(rank.rank for rank in ranks))
@@ -77,6 +79,18 @@ def _stages(rank: RankRecording) -> set[int]:
     compute = np.isin(rank.kind, COMPUTE)
     named = rank.stage[compute]
     return set() if (named == UNKNOWN).any() else set(np.unique(named).tolist())
+
+
+def _refuse_two_directions(ranks: Sequence[RankRecording], held: Sequence[set[int]]) -> None:
+    """Two ranks with the first and the last stage each are replicas of a V, or the two ends of DualPipe."""
+    last = max(max(stages) for stages in held)
+    ends = [rank for rank, stages in zip(ranks, held, strict=True) if stages == {0, last}]
+    if len(ends) > 1 and last > 1:
+        raise ValueError(
+            f"{ends[0].source} and {ends[1].source} both have stages 0 and {last}: replicas of a V placement, or the "
+            f"two directions of DualPipe, whose names do not tell them apart; for replicas give --dp {len(ends)}, for "
+            "DualPipe Treadle's own trace"
+        )
 
 
 def _refuse_doubles(ranks: Sequence[RankRecording]) -> None:
