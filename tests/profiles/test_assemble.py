@@ -54,6 +54,14 @@ def test_microbatches_that_are_not_named_are_those_of_the_schedule(name: str, vp
     ]
 
 
+def test_where_nothing_is_named_the_number_of_microbatches_is_asked_for() -> None:
+    schedule = treadle.generate("1f1b", pp=2, microbatches=6)
+    recording = replace(recorded(traced(schedule), steps=2, names=(), messages=False), pp=2)
+    with pytest.raises(ValueError, match="give --microbatches, how many a step has"):
+        assemble(recording)
+    assert assemble(replace(recording, num_mb=6)).schedule == schedule
+
+
 def test_a_schedule_of_ones_own_is_told_from_the_nearest() -> None:
     own = treadle.loads("0: F0.0 F1.0 F2.0 B0.0 B1.0 B2.0\n1: F0.0 F1.0 B0.0 B1.0 F2.0 B2.0\n")
     imported = assemble(recorded(traced(own)))

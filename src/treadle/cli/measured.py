@@ -37,7 +37,13 @@ def load_steps(paths: Sequence[Path]) -> Steps:
     return imported.steps
 
 
-def import_run(paths: Sequence[Path], *, dp: int | None = None, blocks: tuple[str, ...] | None = None) -> Imported:
+def import_run(
+    paths: Sequence[Path],
+    *,
+    dp: int | None = None,
+    microbatches: int | None = None,
+    blocks: tuple[str, ...] | None = None,
+) -> Imported:
     """Read a profile, with a progress bar."""
     total = sum(path.stat().st_size for path, _ in files_of(paths))
     done = 0
@@ -48,7 +54,7 @@ def import_run(paths: Sequence[Path], *, dp: int | None = None, blocks: tuple[st
             done += num_bytes
             advance(min(done, total), total)
 
-        return import_profile(paths, dp=dp, blocks=blocks, advance=more)
+        return import_profile(paths, dp=dp, microbatches=microbatches, blocks=blocks, advance=more)
 
 
 def tell(imported: Imported) -> None:

@@ -102,10 +102,7 @@ def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...],
         remarks.append(Remark(f"step {step} is left out: {rank.source}{others} {why}"))
     if not whole:
         told = "; ".join(str(remark) for remark in remarks[:3])
-        twice = (
-            "; ranks with the same stages are taken for replicas, which DualPipe's are not: give Treadle's own trace"
-        )
-        raise ValueError(f"no step is whole on all ranks: {told}{twice if size.dp > 1 else ''}")
+        raise ValueError(f"no step is whole on all ranks: {told}")
     return tuple(usual), whole, remarks
 
 

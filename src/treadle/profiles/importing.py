@@ -20,6 +20,7 @@ def import_profile(
     paths: Sequence[str | Path],
     *,
     dp: int | None = None,
+    microbatches: int | None = None,
     blocks: tuple[str, ...] | None = None,
     advance: Advance | None = None,
 ) -> Imported:
@@ -28,6 +29,7 @@ def import_profile(
     Args:
         paths: files, or directories whose files are those of one run.
         dp: replicas of the pipeline, where the files do not say.
+        microbatches: of a step, where the files name neither steps nor micro-batches.
         blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
             profile names them. Fitted costs are then of the model, and not of a stage.
         advance: is told how many bytes more have been read.
@@ -48,8 +50,11 @@ def import_profile(
 
     """
     recording = read_recording(paths, advance)
-    if dp is not None:
-        recording = replace(recording, dp=dp)
+    recording = replace(
+        recording,
+        dp=dp if dp is not None else recording.dp,
+        num_mb=microbatches if microbatches is not None else recording.num_mb,
+    )
     try:
         return assemble(recording, blocks)
     except ValueError as error:

@@ -42,11 +42,15 @@ def import_(
     dp: Annotated[
         int | None, typer.Option("--dp", help="Replicas of the pipeline, where the files do not say.")
     ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", help="Micro-batches of a step, where files do not say.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Reads a profile of any trainer's run: which schedule it ran, when each op ran, what an op costs."""
-    imported = import_run(paths, dp=dp, blocks=parse_layout(layout) if layout is not None else None)
+    blocks = parse_layout(layout) if layout is not None else None
+    imported = import_run(paths, dp=dp, microbatches=microbatches, blocks=blocks)
     trace = imported.steps.trace(step)
     metrics = measure(trace)
     if output is not None:
