@@ -49,6 +49,9 @@ def import_profile(
         'gpipe'
 
     """
+    for option, value in (("dp", dp), ("microbatches", microbatches)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} is a whole number from 1, got {value}; leave it out where the files say")
     recording = read_recording(paths, advance)
     recording = replace(
         recording,
