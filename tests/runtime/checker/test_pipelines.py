@@ -158,6 +158,7 @@ UNNEEDED = {
     "onload: wait_event for mlp_f": "it bounds how much is back at once",
     "receive B: wait_event for attn_f": "the ring of receives: it bounds how many are posted",
     "receive B: wait_event for combine_b": "the ring of receives: it bounds how many are posted",
+    "receive B: wait_event for combine_f": "in a first step: the host asks the forward for the shape, no stream does",
     "receive F: wait_event for attn_f": "the ring of receives: it bounds how many are posted",
     "receive F: wait_event for combine_b": "the ring of receives: it bounds how many are posted",
     "send B: record_stream at treadle/dist/channel.py": "the communicator records its own stream, which is behind",
