@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tests.support.cases import refusal
 from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import Box, make_pipe
-from treadle.train.checkpoint import Checkpointer, State, TensorPart, complete_steps
+from treadle.train.checkpoint import Checkpointer, State, TensorPart, complete_steps, files
 
 POINTS = 12
 """More moments than a save has: before each write is brought to the disk, each rename, and after all of them."""
@@ -128,6 +129,9 @@ def save_some(rank: int, directory: Path) -> list[str]:
     said.append(refusal(lambda: checkpoints.save(4, box, {"rng": b"00"})))
     said.append(refusal(lambda: checkpoints.save(4, box, {"ids": {1: 2}})))
     said.append(refusal(lambda: checkpoints.save(-1, box)))
+    checkpoints.save(3, box)
+    checkpoints.close()
+    assert files.read_manifest(directory / "step-00000003") == {"files": ANY, "extra": {}}
     pipe.close()
     return said
 

@@ -140,6 +140,11 @@ class Checkpointer:
         extra: dict[str, Any] = manifest["extra"]
         return extra
 
+    def close(self) -> None:
+        """Wait for the last save and give back the group; every rank calls it before the world is destroyed."""
+        self.wait()
+        dist.destroy_process_group(self._group)
+
     def _incomplete(self) -> str:
         steps = ", ".join(map(str, files.complete_steps(self.directory))) or "none"
         return f"it is not there, or a file of it is missing or cut off; complete are the steps {steps}"
