@@ -262,8 +262,8 @@ def keep(*values: object) -> object:
     [
         (Wrong(compute("attn", keep, reads="x", writes="x")), "they are, in this order: attn, counts, host, dispatch"),
         (
-            Wrong(compute("attn", keep, reads="x", writes="x"), compute("mlp", keep, reads="y", writes="x")),
-            "segment mlp reads 'y', which nothing before it writes",
+            Wrong(compute("attn", keep, reads="y", writes="x"), compute("mlp", keep, reads="x", writes="x y")),
+            "segment attn reads 'y', which nothing before it writes",
         ),
         (
             Wrong(compute("attn", keep, reads="x", writes="x"), compute("mlp", keep, reads="x", writes="y")),

@@ -27,7 +27,9 @@ def rank_stages(draw: st.DrawFn) -> RankStages:
     flags = st.lists(st.booleans(), min_size=vpp, max_size=vpp)
     layers = st.lists(st.integers(0, 1 << 20), min_size=vpp, max_size=vpp)
     blocks = st.lists(st.text("EdtmL"), min_size=vpp, max_size=vpp)
-    return RankStages(draw(flags), draw(layers), draw(flags), draw(blocks), draw(st.lists(st.text())))
+    return RankStages(
+        draw(flags), draw(layers), draw(flags), draw(blocks), draw(st.lists(st.text())), draw(st.lists(st.text()))
+    )
 
 
 @given(rank_stages())
@@ -41,9 +43,10 @@ def test_terms_come_back_whole(terms: StartTerms) -> None:
 
 
 def test_replicas_agree_whether_or_not_they_can_split() -> None:
-    one, other = RankStages([True], [3], [True], ["ttt"], []), RankStages([False], [3], [True], ["ttt"], [])
+    one, other = RankStages([True], [3], [True], ["ttt"], [], []), RankStages([False], [3], [True], ["ttt"], [], [])
     assert one.agrees_with(other)
-    assert not one.agrees_with(RankStages([True], [4], [True], ["tttt"], []))
+    assert not one.agrees_with(RankStages([True], [4], [True], ["tttt"], [], []))
+    assert not one.agrees_with(RankStages([True], [3], [True], ["ttt"], [], ["positions"]))
 
 
 def test_digests_fit_into_a_tensor_and_tell_texts_apart() -> None:

@@ -126,8 +126,9 @@ def run_whole(
     *,
     num_tokens: float | None = None,
 ) -> list[float]:
-    """The losses of all micro-batches of all replicas; gradients are added to `.grad`."""
+    """The losses of all micro-batches of all replicas, auxiliary ones averaged; gradients are added to `.grad`."""
     scale = 1.0 / (num_tokens if num_tokens is not None else len(microbatches))
+    tokens = 1.0 / (scale * len(microbatches))
     losses = []
     for inputs, target in microbatches:
         x, aux = inputs, list[Tensor]()
@@ -137,7 +138,7 @@ def run_whole(
                 assert x.aux_loss is not None
                 aux.append(x.aux_loss)
                 x = x.output
-        loss = loss_fn(x, target) + sum(aux)
+        loss = loss_fn(x, target) + sum(aux) * tokens
         if loss.requires_grad:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))

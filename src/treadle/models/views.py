@@ -40,5 +40,5 @@ class NamedView:
     def run(self) -> tuple[int, int]:
         """The elements (first, past the last) of the flattened parameter that the view is."""
         part = self.of(self.tensor)
-        first = part.storage_offset() - self.tensor.storage_offset()
+        first = int(part.storage_offset() - self.tensor.storage_offset())
         return first, first + part.numel()

@@ -26,7 +26,7 @@ from treadle.plan.lowering import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
 from treadle.runtime.handshake import Handshake, RankStages
 from treadle.runtime.model import weight_grad as split
-from treadle.runtime.model.blocks import blocks_of, children_of, is_layered, parts_of, segments_of
+from treadle.runtime.model.blocks import blocks_of, children_of, is_layered, parts_of, segments_of, side_names
 from treadle.runtime.model.chunk import CheckedLoss, Chunk, LossFn
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.layered import LayeredStage
@@ -177,6 +177,7 @@ def stages_of(modules: Modules, schedule: Schedule, pp_rank: int, splits: Mappin
             for c in chunks
         ],
         segments=next((names for names in named if "dispatch" in names), []),
+        side=sorted({name for layer in layers for name in side_names(layer)}),
     )
 
 

@@ -30,6 +30,7 @@ class Handshake:
     """The result. For each (rank along pp, chunk): whether its backward can be split, its number of layers, its blocks.
 
     `layered`: the stages run at the grain of layers. `segments`: of the layers that exchange tokens, () without any.
+    `side`: the names of the side values that some stage could read.
     """
 
     splits: Mapping[tuple[int, int], bool]
@@ -37,6 +38,7 @@ class Handshake:
     blocks: Mapping[tuple[int, int], str]
     layered: bool
     segments: tuple[str, ...]
+    side: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class RankStages:
     """The facts about a rank's stages that other ranks need, each a list with an entry for each chunk.
 
     `blocks` are letters (`runtime.model.blocks`), `layered`: has it layers that name their segments, or MTP blocks.
-    `segments`: those of its layers that exchange tokens, [] without any.
+    `segments`: those of its layers that exchange tokens, [] without any. `side`: the side values they could read.
     """
 
     can_split: list[bool]
@@ -52,6 +54,7 @@ class RankStages:
     layered: list[bool]
     blocks: list[str]
     segments: list[str]
+    side: list[str]
 
     def encode(self) -> dict[str, Any]:
         """Returns the fields as JSON has them."""
@@ -135,6 +138,7 @@ def meet(
         {(rank, chunk): rows[rank].blocks[chunk] for rank, chunk in places},
         layered=layered,
         segments=tuple(next((row.segments for row in rows if row.segments), ())),
+        side=frozenset(name for row in rows for name in row.side),
     )
 
 

@@ -53,14 +53,24 @@ from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.model.layered import LayeredStage
-from treadle.runtime.model.losses import MAIN
+from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import generator_of, step_seed
+from treadle.runtime.model.side import Side, refuse_unread
 from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
 from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
-from treadle.runtime.report import StepReport, agree, agree_by_name, microbatches, refuse_graph, targets_of
+from treadle.runtime.report import (
+    Counts,
+    StepReport,
+    agree,
+    agree_by_name,
+    microbatches,
+    refuse_graph,
+    sides_of,
+    targets_of,
+)
 from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.layers import LayerExecutor
@@ -133,6 +143,7 @@ class Pipeline:
             self.groups = Groups.make(name, self.position, self._deadline)
             met = self._meet(schedule)
             self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
+            self._side_names = met.side
             self._plan(schedule, met)
             self._connect()
         with self._guard.making(all_refuse=True):
@@ -160,7 +171,7 @@ class Pipeline:
         """Check this rank's modules against the schedule, and exchange what ranks have."""
         self.splits: dict[int, WeightGradSplit] = {}
         problem: ValueError | None = None
-        stages = RankStages([], [], [], [], [])
+        stages = RankStages([], [], [], [], [], [])
         try:
             check_shapes(self.options.shapes)
             check_modules(self._modules, schedule, self.position)
@@ -278,6 +289,7 @@ class Pipeline:
         inputs: Any = None,
         targets: Any = None,
         *,
+        side: Side | None = None,
         num_tokens: float | None = None,
         reduce: bool = True,
     ) -> Tensor:
@@ -285,10 +297,12 @@ class Pipeline:
 
         `inputs` are needed where the first stage is, `targets` where the last is or MTP blocks are: a tensor that is
         cut into micro-batches, or a list of them. What they are on other ranks does not matter. `loss_fn` gets None
-        where there are no targets. The gradient is that of
-        sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`, of their mean. A second
-        step adds to `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report`
-        says more.
+        where there are no targets. `side` are values that stages read beside what passes through the pipeline, by name
+        (positions, document ids), cut as inputs are; every rank whose stages read one gives it.
+
+        The gradient is that of sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`,
+        of their mean. Auxiliary losses are always averaged over micro-batches and replicas. A second step adds to
+        `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report` says more.
         """
         self._refuse_closed()
         self.gradients.refuse_mixture(reduce=reduce)
@@ -298,7 +312,7 @@ class Pipeline:
         self._last = chosen
         with self._guard.step(self._step, own_first=True):
             self._check_training()
-            self._feed(self.stages, inputs, targets)
+            self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
             self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
@@ -310,7 +324,14 @@ class Pipeline:
             saved = self._store.report() if self._store is not None else None
             return self._finish(self.stages, scale, self.gradients.num_bad(), saved)
 
-    def evaluate(self, inputs: Any = None, targets: Any = None, *, num_tokens: float | None = None) -> Tensor:
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        side: Side | None = None,
+        num_tokens: float | None = None,
+    ) -> Tensor:
         """Runs all micro-batches forward; returns the loss of the global batch, the same on every rank.
 
         Takes what `step` takes, in micro-batches of any size, one for all of them where the option `shapes` is same.
@@ -326,7 +347,7 @@ class Pipeline:
         for stage in stages.values():
             stage.forget_shape()
         with self._guard.step(self._step, own_first=True), torch.no_grad():
-            self._feed(stages, inputs, targets)
+            self._feed(stages, inputs, targets, side or {})
             self._guard.raise_known()
             self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
@@ -346,9 +367,9 @@ class Pipeline:
     def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
-        factor = upload([scale], torch.float64, self.device)[0]
+        factors = upload([scale, self._scale(None)], torch.float64, self.device)
         for stage in stages.values():
-            stage.begin_step(factor)
+            stage.begin_step(factors[0], factors[1])
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -367,13 +388,20 @@ class Pipeline:
             raise ValueError("step() trains, but gradients are off (torch.no_grad()); use evaluate() for losses alone")
         self._parameters.check()
 
-    def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any) -> None:
-        """Gives the first and the last stages their micro-batches."""
+    def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any, side: Side) -> None:
+        """Gives the first and the last stages their micro-batches, and all stages the side values."""
         placement, num = self.schedule.placement, self.schedule.num_microbatches
+        refuse_unread(side, self._side_names)
+        beside = sides_of(side, num)
         per_pipe = self.schedule.microbatches_per_pipe
         last = placement.num_stages - 1
         for chunk, stage in stages.items():
             first_mb = placement.pipes[chunk] * per_pipe
+            stage.check_side(side)
+            if stage.trains:
+                refuse_graph(side, "side values")
+            for mb, values in enumerate(beside[first_mb : first_mb + per_pipe]):
+                stage.at(mb).side = values
             if stage.number == 0:
                 if stage.trains:
                     refuse_graph(inputs, "inputs")
@@ -424,16 +452,22 @@ class Pipeline:
     def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         home = self.device if self.device.type != "meta" else HOST_MEMORY  # a dry run's meta tensors carry no numbers
-        losses = torch.zeros(self.schedule.num_microbatches, dtype=torch.float64, device=home)
+        num, tokens = self.schedule.num_microbatches, self._scale(None) / scale  # of a micro-batch, on average
+        losses = torch.zeros(num + 1, dtype=torch.float64, device=home)  # and behind them the auxiliary ones in all
+        num_aux = 0
         for chunk, stage in stages.items():
             for microbatch in stage.microbatches() if self.device.type != "meta" else ():
-                for part in microbatch.losses:
+                for own in microbatch.losses:
+                    part = own.loss.double() * tokens if own.aux else own.loss
                     losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
+                    if own.aux:
+                        losses[num] += part
+                        num_aux += 1
         told = Download(losses).tensor(self._device.await_event)
         named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
         num_named = sum(name != MAIN for name, _ in named)
         with self._guard.together("the agreement on the loss"):
-            agreed = agree(self.groups, told, scale, num_bad, num_named)
+            agreed = agree(self.groups, told, scale, Counts(num_bad, num_named, num_aux))
         if not agreed.alike:
             raise ValueError(
                 "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
@@ -441,6 +475,8 @@ class Pipeline:
         finite = agreed.num_bad == 0 and bool(agreed.loss.isfinite())
         loss, losses = agreed.loss.to(home), agreed.losses.to(home)
         by_name = self._by_name(named, scale, home) if agreed.num_named else {}
+        if agreed.num_aux:
+            by_name = {MAIN: loss - agreed.aux_loss.to(home), **by_name, AUX_LOSS: agreed.aux_loss.to(home)}
         self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
         return loss
 

@@ -39,6 +39,12 @@ def targets_of(given: Any, num: int) -> list[Any]:
     return [None] * num if given is None else microbatches(given, num, "targets")
 
 
+def sides_of(side: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
+    """Returns the side values of each micro-batch."""
+    cut = {name: microbatches(values, num, f"side values {name!r}") for name, values in side.items()}
+    return [{name: values[mb] for name, values in cut.items()} for mb in range(num)]
+
+
 def refuse_graph(given: Any, what: str) -> None:
     """Refuses inputs or targets that require a gradient: none would come back for them."""
     for tensor in tensors_within(given):
@@ -58,7 +64,8 @@ class StepReport:
     `finite`: whether the loss and every gradient are finite, on all ranks. `reduced`: whether `.grad` is that of a
     single process; if not, it is this rank's share, which a later step with `reduce=True` adds up. `saved`: the bytes
     that this rank's layers saved for backward, where they are counted. `by_name`: where stages have further losses (MTP
-    blocks, `FurtherLoss`), each of them before its weight, and `main`, that of `loss_fn`, scaled as `loss` is.
+    blocks, `FurtherLoss`), each of them before its weight, and `main`, that of `loss_fn`, scaled as `loss` is; where
+    they have auxiliary ones, `aux_loss`, their mean over micro-batches and replicas, which `loss` has in it.
 
     Example:
         >>> StepReport(torch.tensor(0.5), torch.tensor([0.25, 0.75]), finite=True, reduced=True).finite
@@ -75,35 +82,46 @@ class StepReport:
 
 
 class AgreedLosses(NamedTuple):
-    """The loss of the global batch, the losses of this pipeline, and over all ranks numbers of bad gradients and of
-    losses with names; `alike`: all ranks scale alike.
+    """The loss of the global batch and its auxiliary part, the losses of this pipeline, and over all ranks numbers of
+    bad gradients, of losses with names and of auxiliary ones; `alike`: all ranks scale alike.
     """
 
     loss: Tensor
+    aux_loss: Tensor
     losses: Tensor
     num_bad: int
     num_named: int
+    num_aux: int
     alike: bool
 
 
-def agree(groups: Groups, losses: Tensor, scale: float, num_bad: int, num_named: int) -> AgreedLosses:
+class Counts(NamedTuple):
+    """What a rank counted in a step: gradients that are not finite, losses with names, auxiliary losses."""
+
+    bad: int
+    named: int
+    aux: int
+
+
+def agree(groups: Groups, losses: Tensor, scale: float, counts: Counts) -> AgreedLosses:
     """Returns what all ranks have in common behind a step.
 
-    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU.
+    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU,
+    one a micro-batch and then the sum of the auxiliary ones among them.
     """
     remainder = float(hash(scale) % _PRIME)
-    said = losses.new_tensor([num_bad, num_named, 1.0, remainder, remainder**2])
+    said = losses.new_tensor([*counts, 1.0, remainder, remainder**2])
     both = torch.cat([losses, said])
     groups.pp_group.all_reduce(both)
-    losses = both[: len(losses)]
-    total = torch.cat([losses.sum().reshape(1) * scale, both[len(losses) :]])
+    losses, aux = both[: len(losses) - 1], both[len(losses) - 1]
+    total = torch.cat([torch.stack([losses.sum(), aux]) * scale, both[len(losses) + 1 :]])
     if groups.replica_group is not None:
         groups.replica_group.all_reduce(total)
     if groups.copies_group is not None:
-        total[0] /= 2  # each pipeline is there with two of its ranks
-    loss, bad, named, num, plain, square = total
+        total[:2] /= 2  # each pipeline is there with two of its ranks
+    loss, aux, bad, named, num_aux, num, plain, square = total
     alike = bool(num * square == plain * plain)
-    return AgreedLosses(loss, losses, int(bad) if alike else 0, int(named), alike)
+    return AgreedLosses(loss, aux, losses, int(bad) if alike else 0, int(named), int(num_aux), alike)
 
 
 def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Steps:
         assert store is not None
         torch.manual_seed(11)
         batch = torch.randn(MB, TOKENS, WIDTH, dtype=torch.float64)
-        stage.begin_step(torch.tensor(0.5, dtype=torch.float64))
+        stage.begin_step(*2 * [torch.tensor(0.5, dtype=torch.float64)])
         store.begin([batch])
         names = list(stage.plans[0].segments)
         forward = {"attn": OpKind.ATTN_F, "mlp": OpKind.MLP_F, "dispatch": OpKind.DISPATCH_F}
@@ -187,7 +187,7 @@ def test_an_input_that_was_changed_in_place_is_refused(stored: bool) -> None:
     if not stored:
         steps.stage.store = None
     stage = steps.stage
-    stage.begin_step(torch.ones((), dtype=torch.float64))
+    stage.begin_step(*2 * [torch.ones((), dtype=torch.float64)])
     stage.at(0).put_inputs((torch.randn(TOKENS, WIDTH, dtype=torch.float64) * 1,))
     stage.run(OpKind.ATTN_F, 0, 0, add)
     with pytest.raises(RuntimeError, match=r"changed in place after it was saved \(shape \(6, 8\)"):
@@ -202,7 +202,7 @@ def test_a_segment_that_takes_gradients_itself_is_refused_by_name() -> None:
             return slope
 
     stage = Steps(Curved().double(), ("attn",), seeded=True).stage
-    stage.begin_step(torch.ones((), dtype=torch.float64))
+    stage.begin_step(*2 * [torch.ones((), dtype=torch.float64)])
     stage.at(0).put_inputs((torch.randn(TOKENS, WIDTH, dtype=torch.float64),))
     with pytest.raises(ValueError, match=r"segment attn takes gradients within its forward.*leave attn out"):
         stage.run(OpKind.ATTN_F, 0, 0, add)
@@ -214,7 +214,7 @@ def test_under_autocast_the_second_forward_has_the_precision_of_the_first() -> N
         steps = Steps(Normed(), again, seeded=True)
         stage, x = steps.stage, torch.randn(TOKENS, WIDTH)
         with torch.autocast("cpu", torch.bfloat16):
-            stage.begin_step(torch.ones((), dtype=torch.float64))
+            stage.begin_step(*2 * [torch.ones((), dtype=torch.float64)])
         stage.at(0).put_inputs((x,))
         stage.at(0).put_target(x)
         kinds = [OpKind.ATTN_F, OpKind.MLP_F, OpKind.HEAD_F, OpKind.HEAD_B, *(AGAIN[name] for name in again)]

@@ -352,7 +352,7 @@ def test_the_letters_of_a_stage() -> None:
     ],
 )
 def test_blocks_that_are_no_model_are_refused(rows: list[str], said: str) -> None:
-    ranks = [RankStages([True], [1], [bool(set(row) & {*"dtm"})], [row], []) for row in rows]
+    ranks = [RankStages([True], [1], [bool(set(row) & {*"dtm"})], [row], [], []) for row in rows]
     schedule = treadle.generate("1f1b", pp=3, microbatches=3)
     with pytest.raises(ValueError, match=said):
         _refuse_mixed(ranks, [0, 1, 2], schedule)
@@ -360,7 +360,7 @@ def test_blocks_that_are_no_model_are_refused(rows: list[str], said: str) -> Non
 
 def test_copies_of_a_stage_have_the_same_blocks() -> None:
     schedule = treadle.generate("dualpipe", pp=2, microbatches=4)
-    ranks = [RankStages([True] * 2, [1, 1], [True] * 2, blocks, []) for blocks in (["t", "tL"], ["tL", "tt"])]
+    ranks = [RankStages([True] * 2, [1, 1], [True] * 2, blocks, [], []) for blocks in (["t", "tL"], ["tL", "tt"])]
     with pytest.raises(ValueError, match="copies of stage 0 have the blocks 't' and, on rank 1, 'tt'"):
         _refuse_mixed(ranks, [0, 1], schedule)
 
@@ -368,7 +368,7 @@ def test_copies_of_a_stage_have_the_same_blocks() -> None:
 @pytest.mark.parametrize("given", [("attn", "attn"), ("dispatch",), "attn"])
 def test_what_cannot_be_computed_again_is_refused(given: Any) -> None:
     schedule = treadle.generate("1f1b", pp=2, microbatches=2)
-    met = Handshake({}, {}, {}, layered=True, segments=())
+    met = Handshake({}, {}, {}, layered=True, segments=(), side=frozenset())
     with pytest.raises(ValueError, match="recompute is a tuple of some of attn and mlp"):
         shape_of(met, schedule, RunOptions(recompute=given))
     with pytest.raises(ValueError, match=r"recompute=\('attn',\) works layer by layer"):

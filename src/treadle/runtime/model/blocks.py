@@ -15,6 +15,7 @@ from torch import nn
 
 from treadle.runtime.model.mtp import MTPBlock
 from treadle.runtime.model.segments import Plan, is_segmented
+from treadle.runtime.model.side import Keywords
 
 
 class Blocks(NamedTuple):
@@ -81,3 +82,10 @@ def segments_of(layer: Any, where: str) -> tuple[str, ...]:
 def has_exchange(layer: Any) -> bool:
     """Returns whether a layer exchanges tokens."""
     return any(segment.name == "dispatch" for segment in layer.segments())
+
+
+def side_names(module: nn.Module) -> set[str]:
+    """Returns the names of the side values that a layer, an MTP block or a plain module could read."""
+    if is_segmented(module):
+        return set(Plan.of(module, type(module).__name__).side)
+    return Keywords(module).names(2 if isinstance(module, MTPBlock) else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from treadle.dist.boundary import Boundary, Flags, boundary_of, differ_in_shape, fits
-from treadle.runtime.model.losses import StageOutput
+from treadle.runtime.model.losses import OwnLoss, StageOutput
 from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
+from treadle.runtime.model.side import Side
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor | StageOutput]
 
@@ -46,12 +47,15 @@ class Chunk:
         self.input_flags: Flags | None = None
         """For which inputs this stage sends gradients, once it has told the stage before."""
         self._microbatches: dict[int, Microbatch] = {}
-        self._scales: dict[torch.dtype, Tensor] = {}
+        self._scales: dict[tuple[torch.dtype, bool], Tensor] = {}
 
-    def begin_step(self, scale: Tensor) -> None:
-        """Forgets what a step that failed may have left; gradients of losses start at `scale`."""
+    def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
+        """Forgets what a step that failed may have left; gradients of losses start at `scale` and `aux_scale`."""
         self._microbatches = {}
-        self._scales = {scale.dtype: scale}
+        self._scales = {(scale.dtype, False): scale, (scale.dtype, True): aux_scale}
+
+    def check_side(self, side: Side) -> None:
+        """Raises ValueError if a side value that this stage cannot do without is not there."""
 
     def forget_shape(self) -> None:
         """The next micro-batches may have another shape; its reader is told again."""
@@ -84,14 +88,14 @@ class Chunk:
         assert boundary is not None, f"a forward of stage {self.number} has run"
         return boundary
 
-    def scale_as(self, dtype: torch.dtype) -> Tensor:
-        """The scale in the precision of a loss. Each is rounded from float64: losses of a step may differ in type.
+    def scale_of(self, own: OwnLoss) -> Tensor:
+        """A loss's scale in its precision. Each is rounded from float64: losses of a step may differ in type.
 
         Lanes' threads may ask at once; the first to put its tensor in is the one that all of them get.
         """
-        scales = self._scales
-        made = scales.get(dtype)
-        return made if made is not None else scales.setdefault(dtype, scales[torch.float64].to(dtype))
+        scales, key = self._scales, (own.loss.dtype, own.aux)
+        made = scales.get(key)
+        return made if made is not None else scales.setdefault(key, scales[torch.float64, own.aux].to(own.loss.dtype))
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def tensors_within(thing: Any) -> Iterator[Tensor]:
             yield from tensors_within(part)
 
 
-def check_losses(losses: Tensors) -> None:
+def check_losses(losses: Iterable[Any]) -> None:
     """Refuses what is not one number for a micro-batch."""
     for loss in losses:
         if not isinstance(loss, Tensor) or loss.dim() != 0:

@@ -8,7 +8,7 @@ thread, so the state it touches (deferred weight gradients, gradients, the rando
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -20,13 +20,14 @@ from treadle.ir import dependency
 from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, OpKind
 from treadle.runtime.model.blocks import parts_of
 from treadle.runtime.model.chunk import Chunk, check_losses
-from treadle.runtime.model.losses import MAIN, FurtherLoss, split_off
+from treadle.runtime.model.losses import AUX_LOSS, MAIN, FurtherLoss, OwnLoss, split_off
 from treadle.runtime.model.mtp import MTPBlock, mtp_name
 from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
 from treadle.runtime.model.saved.store import InPlace
-from treadle.runtime.model.seeding import RandomState, Seeds
+from treadle.runtime.model.seeding import RandomState, Seeds, run_layers
 from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, leaves_of
+from treadle.runtime.model.side import Keywords, Side, refuse_missing
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 SEGMENT_OF = {
@@ -56,8 +57,6 @@ WITHOUT_BACKWARD = ("counts", "host")
 COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
 EMBEDDING_LAYER = -1
 """Where what the embedding saves is kept; what head and MTP blocks save is behind the last layer. None is offloaded."""
-AUX_LOSS = "aux_loss"
-"""A value of this name, which nobody reads, is a loss of the layer's own."""
 
 
 class _Passage:
@@ -66,10 +65,10 @@ class _Passage:
     `kept` are the segments that are to be computed again, until they are.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, side: Side) -> None:
         self.first = Value(x, x.requires_grad)
         self.last: Value | None = None
-        self.values: dict[str, Value] = {"x": self.first}
+        self.values = {**{name: Value(thing, False) for name, thing in side.items()}, "x": self.first}
         self.kept: dict[tuple[int, str], Kept] = {}
         self.cuts: dict[tuple[int, str], Cut] = {}
         self.halves: dict[tuple[int, str], list[WeightGrad]] = {}
@@ -94,8 +93,10 @@ class LayeredStage(Chunk):
         before, layers, self.mtp, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
         self._buffers = [LayerBuffers(layer) for layer in layers]
-        self._embedding = Segment("embed", nn.Sequential(*before), ("x",), ("x",)) if before else None
-        self._head = nn.Sequential(*behind)
+        self._embedding = [(module, Keywords(module)) for module in before]
+        self._head = [(module, Keywords(module)) for module in behind]
+        self._mtp_keywords = [Keywords(block) for block in self.mtp]
+        self._side = _side_of(self.plans)
         self._passing: dict[int, _Passage] = {}
         self._examined: set[tuple[int, str]] = set()
         self._autocast: tuple[str, torch.dtype] | None = None
@@ -110,7 +111,7 @@ class LayeredStage(Chunk):
     def chain(self) -> list[tuple[str, int]]:
         """The (segment, layer) of the stage's forward in order. Its backward goes from the last to the first."""
         return [
-            *([("embed", 0)] if self._embedding is not None else []),
+            *([("embed", 0)] if self._embedding else []),
             *((name, layer) for layer, plan in enumerate(self.plans) for name in plan.segments),
             *(("mtp", at) for at in range(len(self.mtp))),
             *([("head", 0)] if self.loss_fn is not None else []),
@@ -124,9 +125,14 @@ class LayeredStage(Chunk):
         """Returns whether an op is the last of the chunk's backward, weight halves apart."""
         return kind in BACKWARD and (SEGMENT_OF[kind], layer) == self.chain[0]
 
-    def begin_step(self, scale: Tensor) -> None:
+    def check_side(self, side: Side) -> None:
+        """Raises ValueError if a segment reads what neither a segment writes nor the step was given."""
+        written = [name for plan in self.plans for segment in plan.segments.values() for name in segment.writes]
+        refuse_missing(side, self._side, written)
+
+    def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
         """Also drops unfinished micro-batches, and notes whether autocast is on, which only this thread knows."""
-        super().begin_step(scale)
+        super().begin_step(scale, aux_scale)
         self._passing.clear()
         self._device, kind = scale.device, scale.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -179,12 +185,10 @@ class LayeredStage(Chunk):
         self._seed(name, mb, layer)
         if mb not in self._passing:
             (x,) = self.at(mb).take_inputs()
-            self._passing[mb] = _Passage(x)
+            self._passing[mb] = _Passage(x, self.at(mb).side)
         passage = self._passing[mb]
         if name == "embed":
-            assert self._embedding is not None, "the ranks have agreed on who has an embedding"
-            with self._saving(mb, EMBEDDING_LAYER, name):
-                passage.cuts[layer, name] = Cut.forward(self._embedding, passage.values)
+            self._forward_embedding(mb, passage)
         elif name == "mtp":
             self._forward_mtp(mb, layer, passage)
         elif name == "head":
@@ -193,6 +197,14 @@ class LayeredStage(Chunk):
             self._forward_layer(name, mb, layer, passage)
         if self.loss_fn is None and (name, layer) == self.chain[-1]:
             self._exit(mb, passage)
+
+    def _forward_embedding(self, mb: int, passage: _Passage) -> None:
+        """Runs the plain modules before the layers."""
+        assert self._embedding, "the ranks have agreed on who has an embedding"
+        side, embedding = self.at(mb).side, self._embedding
+        segment = Segment("embed", lambda x: run_layers(embedding, (x,), side), ("x",), ("x",))
+        with self._saving(mb, EMBEDDING_LAYER, "embed"):
+            passage.cuts[0, "embed"] = Cut.forward(segment, passage.values)
 
     def _forward_layer(self, name: str, mb: int, layer: int, passage: _Passage) -> None:
         plan = self.plans[layer]
@@ -211,7 +223,7 @@ class LayeredStage(Chunk):
                 self._examined.add((layer, name))
                 self._refuse_parameters(name, layer, cut)
         if AUX_LOSS in segment.writes:
-            self._own_loss(mb, passage.values[AUX_LOSS])
+            self._own_loss(mb, passage.values[AUX_LOSS], aux=True)
         drop(passage.values, plan.dead[name])
 
     def _keeping(self, mb: int, layer: int, name: str) -> Pack:
@@ -250,7 +262,8 @@ class LayeredStage(Chunk):
     def _forward_mtp(self, mb: int, at: int, passage: _Passage) -> None:
         """Runs an MTP block on what the layers hand on, or on the hidden state of the block before it."""
         block, microbatch = self.mtp[at], self.at(mb)
-        run = _with_loss(block, microbatch.target, mtp_name(at), microbatch.note)
+        side = self._mtp_keywords[at].of(microbatch.side, 2)
+        run = _with_loss(block, microbatch.target, side, mtp_name(at), microbatch.note)
         values = passage.values
         segment = Segment("mtp", run, ("hidden" if at else "x",), ("hidden", "loss"))
         with self._saving(mb, self.num_layers + 1 + at, "mtp"):
@@ -262,19 +275,25 @@ class LayeredStage(Chunk):
     def _forward_head(self, mb: int, passage: _Passage) -> None:
         """Runs the head and the loss on the output of the last layer."""
         microbatch, loss_fn, head = self.at(mb), self.loss_fn, self._head
+        side = microbatch.side
         target = microbatch.take_target()
         assert loss_fn is not None
 
-        def run(x: Tensor) -> Tensor:
-            main, others = split_off(loss_fn(head(x), target), microbatch.note)
-            check_losses((main, *others))
+        def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            made = run_layers(head, (x,), side) if head else x
+            main, others = split_off(loss_fn(made, target), microbatch.note)
+            check_losses((main, *(own.loss for own in others)))
             microbatch.note(MAIN, main.detach())
-            return sum(others, start=main)
+            aux = [own.loss for own in others if own.aux]
+            return sum((own.loss for own in others if not own.aux), start=main), aux[0] if aux else None
 
         with self._saving(mb, self.num_layers, "head"):
-            passage.cuts[0, "head"] = Cut.forward(Segment("head", run, ("x",), ("loss",)), passage.values)
+            passage.cuts[0, "head"] = Cut.forward(Segment("head", run, ("x",), ("loss", AUX_LOSS)), passage.values)
         drop(passage.values, ("x",))
         self._own_loss(mb, passage.values.pop("loss"))
+        aux = passage.values.pop(AUX_LOSS)
+        if aux.thing is not None:
+            self._own_loss(mb, aux, aux=True)
 
     def _check(self, mb: int, out: Value) -> None:
         """Checks that a layer hands on one tensor, in a shape that may cross to the next stage."""
@@ -283,13 +302,13 @@ class LayeredStage(Chunk):
             raise ValueError(f"stage {self.number} ends with an x that is {got}; layers hand on one tensor")
         self.keep_shape(mb, (out.thing.detach().requires_grad_(out.needs_grad),))
 
-    def _own_loss(self, mb: int, value: Value) -> None:
-        """Starts the gradient of a layer's own loss, and adds the loss to the micro-batch's."""
-        loss: Tensor = value.thing
-        check_losses((loss,))
+    def _own_loss(self, mb: int, value: Value, *, aux: bool = False) -> None:
+        """Starts the gradient of a loss, and adds the loss to the micro-batch's."""
+        check_losses((value.thing,))
+        own = OwnLoss(value.thing, aux)
         if value.needs_grad:
-            value.grad = self.scale_as(loss.dtype)
-        self.at(mb).add_loss(loss)
+            value.grad = self.scale_of(own)
+        self.at(mb).add_loss(own)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -328,13 +347,30 @@ class LayeredStage(Chunk):
             del self._passing[mb]
 
 
+def _side_of(plans: Sequence[Plan]) -> dict[str, str]:
+    """Returns the side values that a stage's layers read, and who reads each first."""
+    side: dict[str, str] = {}
+    for plan in plans:
+        for name, reader in plan.side.items():
+            side.setdefault(name, reader)
+    for plan in plans:
+        for segment in plan.segments.values():
+            for name in segment.writes:
+                if name in side:
+                    raise ValueError(
+                        f"{side[name]} reads the side value {name!r}, and another layer's {segment.name} writes a "
+                        "value of that name; give one of them another name"
+                    )
+    return side
+
+
 def _with_loss(
-    block: MTPBlock, target: Any, name: str, note: Callable[[str, Tensor], None]
+    block: MTPBlock, target: Any, side: Side, name: str, note: Callable[[str, Tensor], None]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns an MTP block as a segment: its hidden state and its weighted loss."""
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = block(x, target)
+        made = block(x, target, **side)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, Tensor) for part in made):
             got = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
             raise ValueError(f"{type(block).__name__} returned {got}; an MTP block returns two tensors, (hidden, loss)")

@@ -10,6 +10,16 @@ from torch import Tensor
 MAIN = "main"
 """What the loss of `loss_fn` is called among those that are told by name."""
 
+AUX_LOSS = "aux_loss"
+"""What auxiliary losses are called. A value of a layer of this name, which nobody reads, is one."""
+
+
+class OwnLoss(NamedTuple):
+    """A loss that a stage adds to its micro-batch's. `aux`: a mean over tokens, which is scaled apart."""
+
+    loss: Tensor
+    aux: bool = False
+
 
 class FurtherLoss(NamedTuple):
     """A loss that counts `weight` times beside the main one, and that `StepReport.by_name` has, unweighted.
@@ -33,7 +43,8 @@ class FurtherLoss(NamedTuple):
 class StageOutput(NamedTuple):
     """What a stage may return instead of its output, or `loss_fn` instead of its loss: with losses besides.
 
-    `aux_loss` and the `further` ones are scaled like the main one.
+    The `further` ones are scaled like the main one. `aux_loss` is a mean over the tokens of a micro-batch, and is
+    averaged over micro-batches and replicas, whatever number of tokens the main one is divided by.
 
     Example:
         >>> import torch
@@ -51,15 +62,15 @@ class StageOutput(NamedTuple):
     further: tuple[FurtherLoss, ...] = ()
 
 
-def split_off(made: Any, note: Callable[[str, Tensor], None]) -> tuple[Any, tuple[Tensor, ...]]:
+def split_off(made: Any, note: Callable[[str, Tensor], None]) -> tuple[Any, tuple[OwnLoss, ...]]:
     """Returns (output, weighted losses besides) of what a stage or `loss_fn` returned; `note` gets those with names."""
     if not isinstance(made, StageOutput):
         return made, ()
-    losses = [] if made.aux_loss is None else [made.aux_loss]
+    losses = [] if made.aux_loss is None else [OwnLoss(made.aux_loss, aux=True)]
     for loss in made.further:
         _check(loss)
         note(loss.name, loss.loss.detach())
-        losses.append(loss.weighted())
+        losses.append(OwnLoss(loss.weighted()))
     return made.output, tuple(losses)
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from treadle.dist.boundary import Boundary
 from treadle.dist.channel import refuse_reused, versions
+from treadle.runtime.model.losses import OwnLoss
+from treadle.runtime.model.side import Side
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -18,6 +20,7 @@ class Microbatch:
 
         inputs         put by RECV_F, the feed of the first stage, or F of the stage before    taken by F
         target         put by the feed of the last stage, and of one with MTP blocks          taken by F
+        side           put by the feed of every stage, read by F and what is computed again    stays
         outputs        put by F                                      taken by SEND_F, or F of the stage after
         losses         added by F
         output_grads   put by RECV_B, or B of the stage after                                  taken by B or I
@@ -41,12 +44,15 @@ class Microbatch:
         "losses",
         "mb",
         "named",
+        "side",
         "stage",
     )
 
     def __init__(self, stage: int, mb: int) -> None:
         self.stage, self.mb = stage, mb
-        self.losses: list[Tensor] = []
+        self.losses: list[OwnLoss] = []
+        self.side: Side = {}
+        """The side values of this micro-batch by name."""
         self.arrived: Boundary | None = None
         """The shapes of the inputs, where a message brought them."""
         self.boundary: Boundary | None = None
@@ -91,9 +97,9 @@ class Microbatch:
         """The target, which stays for the loss function."""
         return self._target
 
-    def given(self) -> tuple[Any, Any]:
-        """Return the user's own tensors, before a step runs: inputs and target."""
-        return self._inputs, self._target
+    def given(self) -> tuple[Any, Any, Side]:
+        """Return the user's own tensors, before a step runs: inputs, target and side values."""
+        return self._inputs, self._target, self.side
 
     def put_outputs(self, outputs: Tensors, boundary: Boundary | None) -> None:
         """Put what a forward made, and its shapes. From here on it must not be written to."""
@@ -132,9 +138,9 @@ class Microbatch:
         assert grads is not None, f"{self} has gradients of its inputs behind its backward"
         return grads
 
-    def add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, own: OwnLoss) -> None:
         """Keep one of the losses. They may differ in type; the step adds them up in float64."""
-        self.losses.append(loss.detach())
+        self.losses.append(OwnLoss(own.loss.detach(), own.aux))
 
     def note(self, name: str, loss: Tensor) -> None:
         """Keep a loss that is told by name, as it was before its weight."""

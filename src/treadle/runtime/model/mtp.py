@@ -11,9 +11,10 @@ class MTPBlock(nn.Module):
     """The base of blocks that stand behind a model's layers, before its head, and add a loss of their own.
 
     A subclass has `forward(x, target)`, where x is what the layers hand on, or the hidden state of the block before
-    this one, and target is that of the micro-batch; it returns (hidden, loss). The head gets x as if the block were not
-    there. The loss counts `loss_weight` times, scaled like the main one, and `StepReport.by_name` has it unweighted as
-    `mtp_0`, `mtp_1`, .... All such blocks of a model stand on one stage, whose ranks need targets.
+    this one, and target is that of the micro-batch; it returns (hidden, loss). Further parameters of `forward` are side
+    values by their names. The head gets x as if the block were not there. The loss counts `loss_weight` times, scaled
+    like the main one, and `StepReport.by_name` has it unweighted as `mtp_0`, `mtp_1`, .... All such blocks of a model
+    stand on one stage, whose ranks need targets.
 
     Example:
         >>> import torch

@@ -6,12 +6,14 @@ the global batch. So dropout drops the same elements in one process and in any p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from treadle.runtime.model.side import Keywords, Side
 
 _MASK = (1 << 63) - 1
 _CHANCES = ("p", "dropout", "dropout_p")  # of nn.Dropout and its like, of attention, of recurrent modules
@@ -36,6 +38,24 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     if type(module) is not nn.Sequential or len(module) == 0 or module._forward_pre_hooks or module._forward_hooks:
         return [module]
     return list(module)
+
+
+def run_layers(
+    layers: Sequence[tuple[nn.Module, Keywords]],
+    inputs: tuple[Any, ...],
+    side: Side,
+    before: Callable[[int], None] = lambda number: None,
+) -> Any:
+    """Runs a stage's layers one behind the other, each with the side values that it takes; `before` gets its number.
+
+    By place, not by hooks: one module may stand at several places.
+    """
+    made: Any = inputs
+    for number, (layer, keywords) in enumerate(layers):
+        before(number)
+        given = made if number == 0 else (made,)
+        made = layer(*given, **keywords.of(side, len(given)))
+    return made
 
 
 def may_draw(layer: nn.Module) -> bool:
@@ -84,28 +104,21 @@ class Seeds:
         self._generator, self._first, self._num_layers = generator_of(device), first, num_layers
         self._base = 0
         self._mb = 0
-        self._layers = [(number, layer, may_draw(layer)) for number, layer in enumerate(layers_of(module))]
+        self._layers = [(layer, Keywords(layer)) for layer in layers_of(module)]
+        self._draws = [may_draw(layer) for layer, _ in self._layers]
 
     def begin_step(self, base: int) -> None:
         """Starts a step with its own number."""
         self._base = base
 
-    def forward(self, mb: int, inputs: tuple[Any, ...]) -> Any:
-        """Runs the stage on a micro-batch of the global batch, each layer from its seed.
-
-        By place, not by hooks: one module may stand at several places.
-        """
+    def forward(self, mb: int, inputs: tuple[Any, ...], side: Side) -> Any:
+        """Runs the stage on a micro-batch of the global batch, each layer from its seed."""
         self._mb = mb
-        if len(self._layers) == 1:
-            if self._layers[0][2]:
-                self._start(0)
-            return self.module(*inputs)
-        (x,) = inputs
-        for number, layer, draws in self._layers:
-            if draws:
-                self._start(number)
-            x = layer(x)
-        return x
+        return run_layers(self._layers, inputs, side, self._start_drawing)
+
+    def _start_drawing(self, number: int) -> None:
+        if self._draws[number]:
+            self._start(number)
 
     def begin_segment(self, mb: int, layer: int, part: int) -> None:
         """Seeds a segment of a layer. The first segment starts from the seed of the whole layer."""

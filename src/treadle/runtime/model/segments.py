@@ -12,6 +12,9 @@ What segments hand each other is named, residuals too; nothing crosses by a modu
 with or without gradient, or anything else. `x` goes from layer to layer. The gradient of a value is the sum of what
 its readers say, so a segment's backward runs as soon as all of them have.
 
+A name that no segment of the layer writes is a side value, which `Pipeline.step` is given for each micro-batch:
+`reads="x positions"` with `pipe.step(inputs, targets, side={"positions": positions})`. It has no gradient.
+
 What computes may talk to a group of the layer's own while it does, as tensor parallelism wants to: with parameters that
 are plain tensors, the parts of this rank, and a Pipeline on the mesh without tp. All ranks of such a group come to
 their segments in one order. Of their losses only those in one's own pipeline are told by name.
@@ -130,12 +133,12 @@ class Segmented(Protocol):
         ...
 
 
-def reference_forward(layer: Segmented, x: Any) -> dict[str, Any]:
+def reference_forward(layer: Segmented, x: Any, **side: Any) -> dict[str, Any]:
     """Run a layer's segments one after the other with plain autograd; return the values by name, `x` the output.
 
     The contract of `Segmented` as code: without cuts, lanes or a pipeline. Exchanges need all ranks of their group.
     """
-    values = {"x": x}
+    values = {**side, "x": x}
     for segment in layer.segments():
         made = segment.run(*[values[name] for name in segment.reads])
         values.update(zip(segment.writes, made if isinstance(made, tuple) else (made,), strict=True))
@@ -294,11 +297,12 @@ def drop(values: dict[str, Value], names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layer's segments by name, and which values nobody reads after each of them."""
+    """A layer's segments by name, which values nobody reads after each of them, and who reads which side value."""
 
     segments: dict[str, Segment]
     dead: dict[str, tuple[str, ...]]
     module: nn.Module
+    side: dict[str, str]
 
     @classmethod
     def of(cls, layer: Segmented, where: str) -> Plan:
@@ -311,22 +315,25 @@ class Plan:
             )
         if ("dispatch" in names) != ("combine" in names) or ("counts" in names) != ("host" in names):
             raise ValueError(f"{where}: dispatch goes with combine, and counts with host; got {', '.join(names)}")
-        written = {"x"}
+        written, side = {"x"}, dict[str, str]()
+        everything = {name for segment in listed for name in segment.writes}
         for segment in listed:
-            unknown = [name for name in segment.reads if name not in written]
-            if unknown:
-                raise ValueError(
-                    f"{where}: segment {segment.name} reads {unknown[0]!r}, which nothing before it writes"
-                )
+            for name in segment.reads:
+                if name not in written and name in everything:
+                    raise ValueError(f"{where}: segment {segment.name} reads {name!r}, which nothing before it writes")
+                if name not in written:
+                    side.setdefault(name, f"{where}: segment {segment.name}")
             written |= set(segment.writes)
         if "x" not in listed[-1].writes:
             raise ValueError(f"{where}: the last segment writes x, what the next layer reads; got {listed[-1].writes}")
         dead = {
-            segment.name: tuple(n for n in {*segment.reads, *segment.writes} if _is_dead(n, listed[at + 1 :]))
+            segment.name: tuple(
+                n for n in {*segment.reads, *segment.writes} if n not in side and _is_dead(n, listed[at + 1 :])
+            )
             for at, segment in enumerate(listed)
         }
         assert isinstance(layer, nn.Module)
-        return cls({segment.name: segment for segment in listed}, dead, layer)
+        return cls({segment.name: segment for segment in listed}, dead, layer, side)
 
 
 def _is_dead(name: str, later: list[Segment]) -> bool:

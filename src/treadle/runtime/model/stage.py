@@ -17,9 +17,10 @@ from torch.autograd.graph import GradientEdge
 from treadle.dist.boundary import fits
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.edge import edge_of
-from treadle.runtime.model.losses import MAIN, split_off
+from treadle.runtime.model.losses import MAIN, OwnLoss, split_off
 from treadle.runtime.model.microbatch import Grads, Tensors
-from treadle.runtime.model.seeding import Seeds
+from treadle.runtime.model.seeding import Seeds, layers_of, run_layers
+from treadle.runtime.model.side import Keywords
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 
@@ -28,7 +29,7 @@ class _Kept(NamedTuple):
 
     inputs: Tensors
     roots: tuple[GradientEdge, ...]
-    loss: tuple[Tensor, ...]
+    losses: tuple[OwnLoss, ...]
 
 
 class Stage(Chunk):
@@ -42,10 +43,11 @@ class Stage(Chunk):
         self._kept: dict[int, _Kept] = {}
         self._halves_of: dict[int, list[WeightGrad]] = {}
         self._autocast: str | None = None
+        self._layers = [(layer, Keywords(layer)) for layer in layers_of(module)]
 
-    def begin_step(self, scale: Tensor) -> None:
+    def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
         """Also notes whether autocast is on."""
-        super().begin_step(scale)
+        super().begin_step(scale, aux_scale)
         self._kept.clear()
         self._halves_of.clear()
         kind = scale.device.type
@@ -59,14 +61,14 @@ class Stage(Chunk):
         result, own = split_off(self._run(mb, inputs), microbatch.note)
         if self.loss_fn is not None:
             main, more = split_off(self.loss_fn(result, microbatch.take_target()), microbatch.note)
-            self._keep_loss(mb, inputs, (main, *more, *own))
+            self._keep_loss(mb, inputs, (OwnLoss(main), *more, *own))
             microbatch.note(MAIN, main.detach())
             return
         outputs = result if isinstance(result, tuple) else (result,)
         if self.boundary is None or not fits(outputs, self.boundary):
             self._check(mb, outputs)
         roots = tuple([edge_of(o) for o in outputs if o.requires_grad])
-        check_losses(own)
+        check_losses(loss for loss, _ in own)
         for loss in own:
             microbatch.add_loss(loss)
         if self.trains:
@@ -75,7 +77,10 @@ class Stage(Chunk):
 
     def _run(self, mb: int, inputs: Tensors) -> Any:
         try:
-            return self.module(*inputs) if self.seeds is None else self.seeds.forward(self.mb_offset + mb, inputs)
+            side = self.at(mb).side
+            if self.seeds is not None:
+                return self.seeds.forward(self.mb_offset + mb, inputs, side)
+            return run_layers(self._layers, inputs, side) if side else self.module(*inputs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
                 raise ValueError(
@@ -85,8 +90,8 @@ class Stage(Chunk):
                 ) from error
             raise
 
-    def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[Tensor, ...]) -> None:
-        check_losses(losses)
+    def _keep_loss(self, mb: int, inputs: Tensors, losses: tuple[OwnLoss, ...]) -> None:
+        check_losses(loss for loss, _ in losses)
         if self.trains:
             self._kept[mb] = _Kept(inputs, (), losses)
         for loss in losses:
@@ -111,8 +116,8 @@ class Stage(Chunk):
         starts: list[Any] = [root for root, grad in zip(roots, came, strict=True) if grad is not None]
         grads = [grad for grad in came if grad is not None]
         if losses:
-            starts += [loss for loss in losses if loss.requires_grad]
-            grads += [self.scale_as(loss.dtype) for loss in losses if loss.requires_grad]
+            starts += [own.loss for own in losses if own.loss.requires_grad]
+            grads += [self.scale_of(own) for own in losses if own.loss.requires_grad]
         if starts and self._autocast is not None:
             with torch.autocast(self._autocast, enabled=False):  # a backward runs in the precision of its forward
                 torch.autograd.backward(starts, grads)
