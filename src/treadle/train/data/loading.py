@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,13 +64,15 @@ def training_loader(
         num_replicas: how many share a global batch.
 
     """
-    return StatefulDataLoader(
-        ReplicaBatches(packed, replica, num_replicas),
-        batch_size=None,
-        sampler=GlobalBatches(len(packed), batch_size, seed),
-        collate_fn=_same,
-        generator=torch.Generator(),  # its own: torch's is the training's
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls what torch 2.13 deprecates
+        return StatefulDataLoader(
+            ReplicaBatches(packed, replica, num_replicas),
+            batch_size=None,
+            sampler=GlobalBatches(len(packed), batch_size, seed),
+            collate_fn=_same,
+            generator=torch.Generator(),  # its own: torch's is the training's
+        )
 
 
 def evaluation_batches(
