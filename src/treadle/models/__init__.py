@@ -1,1 +1,36 @@
-"""Models in the shape people use, in segments, and Hugging Face's checkpoints of them both ways."""
+"""Models in the shape people use, in segments, and Hugging Face's checkpoints of them both ways.
+
+config = ModelConfig.from_hf("checkpoints/qwen3-moe")
+stages = build_stages(config, ("Ett", "ttL"), {0: pp_rank})
+load_pretrained(stages, "checkpoints/qwen3-moe")
+pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn)
+"""
+
+from treadle.host.extras import brought_by
+
+with brought_by("train", needed_by="treadle.models"):
+    from treadle.models.build import build_stages
+    from treadle.models.config import ModelConfig
+    from treadle.models.ends import IGNORED, loss_fn
+    from treadle.models.forward import run_stage
+    from treadle.models.loading import load_pretrained
+    from treadle.models.masks import document_mask, positions_in
+    from treadle.models.names import tied_parameters, views, views_of_stages
+    from treadle.models.saving import save_pretrained
+    from treadle.models.views import NamedView
+
+__all__ = [
+    "IGNORED",
+    "ModelConfig",
+    "NamedView",
+    "build_stages",
+    "document_mask",
+    "load_pretrained",
+    "loss_fn",
+    "positions_in",
+    "run_stage",
+    "save_pretrained",
+    "tied_parameters",
+    "views",
+    "views_of_stages",
+]

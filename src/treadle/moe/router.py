@@ -31,6 +31,12 @@ class Routing:
     send: list[int] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> Routing:
+        """Returns the routing of tokens whose experts are chosen, before any rank knows of another's."""
+        flat = chosen.reshape(-1)
+        return cls(chosen, torch.argsort(flat, stable=True), _counted(flat, num_experts))
+
     @property
     def receive(self) -> list[int]:
         """Returns the number of rows from each rank."""
@@ -54,11 +60,10 @@ class Router(nn.Module):
         probabilities = self.score(tokens).softmax(-1)
         gates, chosen = probabilities.topk(self.top_k, dim=-1)
         gates = gates / gates.sum(-1, keepdim=True)
-        order = torch.argsort(chosen.reshape(-1), stable=True)
-        counts = _counted(chosen.reshape(-1), self.num_experts)
-        share = counts.to(probabilities.dtype) / max(1, chosen.numel())
+        routing = Routing.of(chosen, self.num_experts)
+        share = routing.counts.to(probabilities.dtype) / max(1, chosen.numel())
         loss = self.balance * self.num_experts * (share * probabilities.mean(0)).sum()
-        return gates, Routing(chosen, order, counts), loss
+        return gates, routing, loss
 
 
 def _counted(numbers: Tensor, num: int) -> Tensor:
