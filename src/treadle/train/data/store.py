@@ -101,7 +101,7 @@ def _key(files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: 
 def _write(directory: Path, files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     documents = chain.from_iterable(read_documents(path, field) for path in files)
-    with _Part(directory, "training", dtype) as training, _Part(directory, "held_out", dtype) as held:
+    with _PartWriter(directory, "training", dtype) as training, _PartWriter(directory, "held_out", dtype) as held:
         for some in _batched(documents, _AT_ONCE):
             for document, tokens in zip(some, tokenizer.encode(some), strict=True):
                 (held if _is_held_out(document, held_out) else training).add(tokens, tokenizer.end)
@@ -118,7 +118,7 @@ def _is_held_out(document: bytes, share: float) -> bool:
     return number < share * 2.0**64
 
 
-class _Part:
+class _PartWriter:
     """Writes the documents of one part of a store."""
 
     def __init__(self, directory: Path, name: str, dtype: str) -> None:
@@ -126,7 +126,7 @@ class _Part:
         self._starts: list[int] = []
         self._size = 0
 
-    def __enter__(self) -> _Part:
+    def __enter__(self) -> _PartWriter:
         self._file: IO[bytes] = self._path.open("wb")
         return self
 
