@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -355,6 +356,15 @@ class Pipeline:
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return loss
 
+    def resume_at(self, step: int) -> None:
+        """Number the next step, counted from 0, as a run that is resumed does: its randomness is that of this number.
+
+        Example: `pipe.resume_at(100)` behind a checkpoint of 100 steps.
+        """
+        if step < 0:
+            raise ValueError(f"steps are counted from 0, got {step}")
+        self._step = step
+
     def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program
@@ -510,6 +520,16 @@ class Pipeline:
         share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
         with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
             return norm_over(self.groups, share, norm_type).to(self.device)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Watches over what all ranks do together between steps: one that is lost meanwhile is named on all others.
+
+        `what` is one of `Guard.AFTER`, such as "the exchange of parameters" of an optimizer.
+        """
+        self._refuse_closed()
+        with self._guard.step(self._step), self._guard.together(what):
+            yield
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

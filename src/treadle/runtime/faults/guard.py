@@ -32,6 +32,8 @@ class Guard:
         "making the pipeline",
         "the agreement on shapes",
         "the norm of the gradients",
+        "the exchange of parameters",
+        "the agreement on the next step",
     )
 
     def __init__(self) -> None:
