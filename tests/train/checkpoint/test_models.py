@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,18 @@ from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, 
 from treadle.train.checkpoint import Checkpointer, State
 from treadle.train.optim import OptimizerConfig, ShardedOptimizer
 
-LAYOUTS = [Layout(pp=2, ep=2), Layout("dualpipe", pp=2, ep=2), Layout("dualpipev", pp=2, dp=2), Layout(ep=2, dp=2)]
+LAYOUTS = [Layout(pp=2, ep=2), Layout("dualpipe", pp=2, ep=2), Layout(ep=2, dp=2)]
 
 
 def model() -> ModelConfig:
-    changes = {"tie_word_embeddings": True, "scoring": "sigmoid", "num_nextn_predict_layers": 1, "n_shared_experts": 1}
-    return ModelConfig(**{**vars(QWEN3_MOE), **changes})
+    return replace(
+        QWEN3_MOE,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        scoring="sigmoid",
+        num_nextn_predict_layers=1,
+        n_shared_experts=1,
+    )
 
 
 def save_or_load(rank: int, layout: Layout, number: int, directory: Path) -> State:
@@ -71,7 +78,7 @@ def test_models_are_loaded_on_other_layouts_to_the_last_bit(tmp_path: Path) -> N
     wanted = whole_state(of_rank[0] for of_rank in ranks)
     assert "lm_head.weight" not in wanted
     assert any(name.endswith("e_score_correction_bias") for name in wanted)
-    assert any(name.startswith("optim.momentum_buffer.model.layers.4.") for name in wanted), "the MTP block"
+    assert any(name.startswith("optim.momentum_buffer.model.layers.2.") for name in wanted), "the MTP block"
     for number, layout in [*enumerate(LAYOUTS), (None, Layout())]:
         got = whole_state([alone] if number is None else [of_rank[number] for of_rank in ranks])
         assert got.keys() == wanted.keys(), layout

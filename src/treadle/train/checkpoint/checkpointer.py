@@ -20,7 +20,7 @@ from treadle.runtime import Pipeline
 from treadle.train.checkpoint import files
 from treadle.train.checkpoint.needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.parts import State
-from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner
+from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, wrapped
 from treadle.train.checkpoint.writing import PublishingWriter
 
 
@@ -87,7 +87,7 @@ class Checkpointer:
             raise ValueError(f"a checkpoint's step is from 0 on, got {named(step)}")
         writer = PublishingWriter(files.directory_of(self.directory, step), _as_json(extra or {}), self._keep)
         saving = async_save(
-            _state_of(state),
+            wrapped(_state_of(state)),
             storage_writer=writer,
             planner=PartSavePlanner(),
             process_group=self._group,
@@ -139,7 +139,9 @@ class Checkpointer:
         reason = unmet(have, parts) if have else self._incomplete()
         self._refuse(path, reason, have, parts)
         assert manifest is not None, "else all ranks refuse"
-        load(dict(parts), storage_reader=FileSystemReader(path), planner=PartLoadPlanner(), process_group=self._group)
+        load(
+            wrapped(parts), storage_reader=FileSystemReader(path), planner=PartLoadPlanner(), process_group=self._group
+        )
         state.load_state_dict(parts)
         extra: dict[str, Any] = manifest["extra"]
         return extra
