@@ -14,15 +14,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "moe_tiny.toml"
+TRAINER = ("-m", "treadle.train")
 
 
 @contextmanager
 def started_run(
-    flags: Sequence[str], num_ranks: int, log: Path, *, restarts: int = 0
+    flags: Sequence[str], num_ranks: int, log: Path, *, restarts: int = 0, program: Sequence[str] = TRAINER
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run under torchrun, its output in `log`; nothing of it outlives the context."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", "-m", "treadle.train", *flags]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", *program, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     with log.open("wb") as file:
         process = subprocess.Popen(

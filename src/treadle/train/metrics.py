@@ -83,6 +83,16 @@ def peak_bytes(device: torch.device) -> int:
     return peak
 
 
+def _open_rows(path: Path) -> IO[str]:
+    """Open a file of rows to add to it; a row that a kill cut off stays a line of its own."""
+    file = path.open("a+", encoding="utf-8")
+    file.seek(0)
+    text = file.read()
+    if text and not text.endswith("\n"):
+        file.write("\n")
+    return file
+
+
 class RunLog:
     """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing."""
 
@@ -93,7 +103,7 @@ class RunLog:
         if not self._speaks:
             return
         output.mkdir(parents=True, exist_ok=True)
-        self._file = (output / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = _open_rows(output / "metrics.jsonl")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -169,6 +169,8 @@ class Trainer:
     def run(self) -> RunResult:
         """Run all steps that are left, or until SIGTERM; every rank returns the same."""
         training, stopped = self.config.training, False
+        if self.step >= training.steps:
+            self.log.say(f"all {training.steps} steps are done; a larger training.steps goes on")
         with StopSignal() as stop:
             while self.step < training.steps and not stopped:
                 facts = self.train_step()
