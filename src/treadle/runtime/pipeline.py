@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -510,6 +511,16 @@ class Pipeline:
         share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
         with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
             return norm_over(self.groups, share, norm_type).to(self.device)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Watches over what all ranks do together between steps: one that is lost meanwhile is named on all others.
+
+        `what` is one of `Guard.AFTER`, such as "the exchange of parameters" of an optimizer.
+        """
+        self._refuse_closed()
+        with self._guard.step(self._step), self._guard.together(what):
+            yield
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

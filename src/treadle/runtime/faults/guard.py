@@ -32,6 +32,7 @@ class Guard:
         "making the pipeline",
         "the agreement on shapes",
         "the norm of the gradients",
+        "the exchange of parameters",
     )
 
     def __init__(self) -> None:

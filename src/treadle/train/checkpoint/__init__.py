@@ -1,0 +1,1 @@
+"""Checkpoints by torch.distributed.checkpoint."""

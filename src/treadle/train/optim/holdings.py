@@ -1,0 +1,198 @@
+"""Which tensors of the model a rank trains, under which names, and which other ranks have the same.
+
+Ranks that hold a tensor divide its optimizer state. They are the replicas of a stage (its copies at both ends of
+dualpipe's pipes, too), for experts the ranks with the same experts, for a tied parameter all ranks that have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from treadle.dist.gathering import gather_json
+from treadle.dist.groups import Group
+from treadle.models.views import NamedView
+from treadle.runtime import Pipeline
+from treadle.runtime.handshake import raise_for_all
+
+_Views: TypeAlias = dict[Tensor, list[NamedView]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tensors of one type that the same ranks train, sorted by name. Without a group they are this rank's alone."""
+
+    kind: str
+    group: Group | None
+    dtype: torch.dtype
+    views: tuple[NamedView, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that divide them."""
+        return len(self.group.ranks) if self.group is not None else 1
+
+    @property
+    def number(self) -> int:
+        """The number of this rank among them."""
+        return self.group.group_rank if self.group is not None else 0
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """A rank's tensors. Families are in one order on all ranks, so that waiting for each in turn cannot deadlock."""
+
+    views: tuple[NamedView, ...]
+    """All tensors, also those that do not train. A tied parameter is there once, by its name in the lowest stage."""
+
+    families: tuple[Family, ...]
+    copies: tuple[tuple[nn.Parameter, nn.Parameter], ...]
+    """(a tied parameter, another object of it on this rank)."""
+
+    @classmethod
+    def of(cls, pipe: Pipeline, views: Sequence[NamedView]) -> Holdings:
+        """Find a rank's tensors. All ranks of the pipeline call it.
+
+        Raises:
+            ValueError: on all ranks, if one has a parameter without a name, or replicas name theirs differently.
+
+        """
+        named, reason = _by_tensor(views), _foreign(pipe, views)
+        raise_for_all(pipe.groups, reason)
+        copies = _name_ties(pipe, named)
+        found = tuple(view for of_tensor in named.values() for view in of_tensor)
+        raise_for_all(pipe.groups, _twice(found) or _uncovered(pipe, named, {copy for _, copy in copies}))
+        families = tuple(_families(pipe, named, {copy for _, copy in copies}))
+        raise_for_all(pipe.groups, _difference(pipe, families))
+        return cls(found, families, tuple(copies))
+
+
+def _by_tensor(views: Iterable[NamedView]) -> _Views:
+    """Return the views of each tensor in the order of its elements. Of several names for the same, the first counts."""
+    named: _Views = {}
+    for view in views:
+        of_tensor = named.setdefault(view.tensor, [])
+        if all(view.run != other.run for other in of_tensor):
+            of_tensor.append(view)
+    return {tensor: sorted(of_tensor, key=lambda view: view.run) for tensor, of_tensor in named.items()}
+
+
+def _own(pipe: Pipeline) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield (stage, name, parameter) of this rank's modules."""
+    for chunk in pipe.stages.values():
+        for name, param in chunk.module.named_parameters():
+            yield chunk.number, name, param
+
+
+def _foreign(pipe: Pipeline, views: Iterable[NamedView]) -> str | None:
+    own = {tensor for chunk in pipe.stages.values() for tensor in (*chunk.module.parameters(), *chunk.module.buffers())}
+    for view in views:
+        if view.tensor not in own:
+            return (
+                f"the view {view.name} is of a tensor that no stage of this rank has; make views of the modules that "
+                "the Pipeline was made with"
+            )
+    return None
+
+
+def _name_ties(pipe: Pipeline, named: _Views) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give each tied parameter its name in the lowest stage that names it; return (one object of it, another)."""
+    ties, stages = pipe.gradients.ties, {param: stage for stage, _, param in reversed(list(_own(pipe)))}
+    if not ties:
+        return []
+    mine = {
+        tie.name: min([stages[param], [view.name for view in named[param]]] for param in tie.params if param in named)
+        for tie in ties
+        if any(param in named for param in tie.params)
+    }
+    known: dict[str, list[tuple[int, list[str]]]] = {}
+    for told in gather_json(pipe.groups.pp_group, mine):
+        for name, (stage, names) in told.items():
+            known.setdefault(name, []).append((stage, names))
+    copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for tie in ties:
+        if tie.name in known and tie.params:
+            first, *others = tie.params
+            _rename(named, first, others, min(known[tie.name])[1])
+            copies += [(first, other) for other in others]
+    return copies
+
+
+def _rename(named: _Views, first: nn.Parameter, others: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Leave one object of a tied parameter in `named`, under these names."""
+    found = next((named[param] for param in (first, *others) if len(named.get(param, ())) == len(names)), None)
+    if found is None:
+        found = [NamedView(names[0], first)]
+    for other in others:
+        named.pop(other, None)
+    named[first] = [replace(view, name=name, tensor=first) for view, name in zip(found, names, strict=True)]
+
+
+def _twice(views: Iterable[NamedView]) -> str | None:
+    seen: set[str] = set()
+    for view in views:
+        if view.name in seen:
+            return f"two tensors of this rank have the name {view.name}; a name is one tensor of the model"
+        seen.add(view.name)
+    return None
+
+
+def _uncovered(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> str | None:
+    """Return why a parameter that trains cannot be saved: its views leave elements out, or it is not contiguous."""
+    for stage, name, param in _own(pipe):
+        if not param.requires_grad or param in copies:
+            continue
+        if not param.is_contiguous():
+            return f"parameter {name} of stage {stage} is not contiguous; make it so, by param.data.contiguous()"
+        ends = [(0, 0), *(view.run for view in named.get(param, ())), (param.numel(), param.numel())]
+        if any(before[1] != after[0] for before, after in pairwise(ends)):
+            return (
+                f"parameter {name} of stage {stage} trains, and its views ("
+                f"{', '.join(view.name for view in named.get(param, ())) or 'none'}) do not have each of its "
+                f"{param.numel()} elements once; give views of all of it, or freeze it"
+            )
+    return None
+
+
+def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[Family]:
+    """Yield families: by replicas, by the ranks with the same experts, and tie by tie."""
+    gradients = pipe.gradients
+    of_tie = {param: number for number, tie in enumerate(gradients.ties) for param in tie.params}
+    groups: dict[int, Group | None] = {-2: gradients.group, -1: gradients.expert_dp_group, **gradients.tied_groups}
+    found: dict[tuple[int, str], list[NamedView]] = {}
+    for param in dict.fromkeys(param for _, _, param in _own(pipe)):
+        if param.requires_grad and param not in copies:
+            kind = of_tie.get(param, -1 if param in gradients.owned else -2)
+            found.setdefault((kind, str(param.dtype)), []).extend(named[param])
+    for (kind, _), views in sorted(found.items()):
+        by_name = sorted(views, key=lambda view: view.name)
+        yield Family(f"{kind} {by_name[0].tensor.dtype}", groups.get(kind), by_name[0].tensor.dtype, tuple(by_name))
+
+
+def _difference(pipe: Pipeline, families: Sequence[Family]) -> str | None:
+    """Return a reason if a rank that holds the same tensors has other names or sizes for them."""
+    group, rank = pipe.groups.replica_group, pipe.position.rank
+    if group is None:
+        return None
+    mine = {family.kind: _digest(family.views) for family in families if family.group is not None}
+    told: Mapping[int, Mapping[str, str]] = dict(zip(group.ranks, gather_json(group, mine), strict=True))
+    for family in families:
+        for other in family.group.ranks if family.group is not None else ():
+            if other in told and told[other].get(family.kind) != mine[family.kind]:
+                return (
+                    f"ranks {min(rank, other)} and {max(rank, other)} hold the same {len(family.views)} tensors "
+                    f"({family.views[0].name}, ...), but their views name or cut them differently; give the same views"
+                )
+    return None
+
+
+def _digest(views: Iterable[NamedView]) -> str:
+    text = json.dumps([(view.name, tuple(view.of(view.tensor).shape)) for view in views])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,218 @@
+"""An optimizer whose state is divided among the ranks that hold the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from treadle.models.views import NamedView
+from treadle.runtime import Pipeline
+from treadle.train.checkpoint.parts import State, TensorPart
+from treadle.train.optim.config import OptimizerConfig
+from treadle.train.optim.division import divide_elements, divide_whole
+from treadle.train.optim.holdings import Family, Holdings
+from treadle.train.optim.pieces import ParameterBucket, Piece
+
+PREFIX = "optim."
+"""Names of the optimizer's state in a checkpoint: optim.exp_avg.model.norm.weight is of model.norm.weight."""
+
+_STEP = "step"
+
+
+class ShardedOptimizer:
+    """AdamW, or Muon for matrices, over a pipeline's parameters, whose gradients `pipe.step` has reduced.
+
+    Ranks that hold the same parameters each update a part of them, and have moments and float32 masters for that part
+    only; then each gets the other parts. The result is that of `torch.optim.AdamW` and `torch.optim.Muon` in one
+    process, which do the arithmetic here, too. Parameters of two bytes have float32 masters. A parameter without a
+    gradient is left as it is, as torch does.
+
+    Args:
+        pipe: The pipeline, made with all parameters in place: masters begin as copies of them.
+        views: All parameters and buffers of this rank's stages under their names in the whole model.
+        config: Which optimizer, with what.
+
+    Raises:
+        ValueError: On all ranks, if one's views do not fit its parameters or the other ranks' views.
+
+    Example:
+        for step in range(steps):
+            pipe.step(inputs, targets)
+            norm = optimizer.clip(1.0)
+            optimizer.step(schedule(step))
+            optimizer.zero_grad()
+
+    """
+
+    def __init__(self, pipe: Pipeline, views: Sequence[NamedView], config: OptimizerConfig | None = None) -> None:
+        self.config = config if config is not None else OptimizerConfig()
+        self._pipe = pipe
+        self._holdings = Holdings.of(pipe, views)
+        self._params = _trained(pipe)
+        self._buckets: list[ParameterBucket] = []
+        self._by_adamw: list[Piece] = []
+        self._by_muon: list[Piece] = []
+        for family in self._holdings.families:
+            self._divide(family)
+        self._adamw, self._muon = self._make_adamw(), self._make_muon()
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _divide(self, family: Family) -> None:
+        """Divide a family's tensors into pieces, by elements for AdamW, by whole matrices for Muon."""
+        bucket = max(1, int(self.config.bucket_mb * 2**20) // family.views[0].tensor.itemsize)
+        whole = [self.config.by_muon(view.name, view.of(view.tensor).dim()) for view in family.views]
+        for is_matrix, divide, pieces in (
+            (False, divide_elements, self._by_adamw),
+            (True, divide_whole, self._by_muon),
+        ):
+            views = [view for view, by_muon in zip(family.views, whole, strict=True) if by_muon is is_matrix]
+            for shares in divide([view.of(view.tensor).numel() for view in views], family.num_ranks, bucket):
+                own = shares[family.number]
+                pieces += [Piece.of(views[run.tensor], run, is_matrix=is_matrix) for run in own]
+                if family.group is not None:
+                    self._buckets.append(ParameterBucket(family.group, shares, views))
+
+    def _make_adamw(self) -> torch.optim.AdamW:
+        config = self.config
+        by_decay: dict[float, list[Tensor]] = {config.decay_of(2): [], config.decay_of(1): []}
+        for piece in self._by_adamw:
+            by_decay[config.decay_of(piece.view.of(piece.view.tensor).dim())].append(piece.master)
+        groups = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
+        for piece in self._by_adamw:
+            optimizer.state[piece.master] = {
+                _STEP: torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": torch.zeros_like(piece.master),
+                "exp_avg_sq": torch.zeros_like(piece.master),
+            }
+        return optimizer
+
+    def _make_muon(self) -> torch.optim.Muon:
+        config = self.config
+        optimizer = torch.optim.Muon(
+            [{"params": [piece.master for piece in self._by_muon]}],
+            lr=0.0,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            ns_steps=config.ns_steps,
+            adjust_lr_fn=config.muon_lr,
+        )
+        for piece in self._by_muon:
+            optimizer.state[piece.master] = {"momentum_buffer": torch.zeros_like(piece.master)}
+        return optimizer
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Every rank calls it. A parameter that several ranks or stages hold counts once.
+
+        Returns:
+            The norm before, the same on every rank: that of `torch.nn.utils.clip_grad_norm_` in one process.
+
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is more than 0, math.inf to clip nothing, got {max_norm}")
+        norm = self._pipe.grad_norm()
+        clip_grads_with_norm_(self._params, max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all parameters by their gradients. Every rank calls it, after a `pipe.step` that reduced."""
+        if not self._pipe.gradients.reduced:
+            raise ValueError(
+                "step() updates by the whole gradient, and the last pipe.step left each rank its share (reduce=False); "
+                "update after a step that reduces"
+            )
+        for optimizer in (self._adamw, self._muon):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        for piece in self._pieces():
+            piece.take_gradient()
+        self._adamw.step()
+        self._muon.step()  # type: ignore[no-untyped-call]
+        for piece in self._pieces():
+            piece.round()
+        with self._pipe.together("the exchange of parameters"):
+            for bucket in self._buckets:
+                bucket.gather()
+        self._copy_ties()
+
+    def zero_grad(self) -> None:
+        """Set the gradients of this rank's parameters to None."""
+        for param in self._params:
+            param.grad = None
+
+    def _pieces(self) -> Iterator[Piece]:
+        yield from self._by_adamw
+        yield from self._by_muon
+
+    def _copy_ties(self) -> None:
+        """Keep the objects of a tied parameter on this rank equal."""
+        for param, copy in self._holdings.copies:
+            copy.detach().copy_(param.detach())
+
+    # -- its state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """The memory of this rank's moments and masters."""
+        moments = (tensor for _, kind, tensor in self._state() if kind != _STEP)
+        return sum(tensor.numel() * tensor.itemsize for tensor in moments)
+
+    def _state(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """Yield (piece, name, tensor) of masters and of what torch's optimizers remember."""
+        for optimizer, pieces in ((self._adamw, self._by_adamw), (self._muon, self._by_muon)):
+            for piece in pieces:
+                if piece.has_master:
+                    yield piece, "master", piece.master
+                for name, tensor in optimizer.state[piece.master].items():
+                    yield piece, name, tensor
+
+    def state_dict(self) -> State:
+        """Return parameters, buffers and the optimizer's state, the live tensors, by names that no layout changes.
+
+        A parameter is whole, under its own name. `optim.exp_avg.NAME` and its like are runs of elements of the
+        flattened tensor NAME; `optim.step.NAME` is the number of updates that it has had.
+        """
+        state = {view.name: TensorPart.whole(view.of(view.tensor)) for view in self._holdings.views}
+        for piece, kind, tensor in self._state():
+            name, size = f"{PREFIX}{kind}.{piece.view.name}", piece.view.of(piece.view.tensor).numel()
+            whole = kind == _STEP
+            state[name] = TensorPart.whole(tensor) if whole else TensorPart.run(tensor.view(-1), piece.run.first, size)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the values of a state dict of this layout; a Checkpointer has read another layout's into it.
+
+        Raises:
+            ValueError: It has other names than `state_dict()`.
+
+        """
+        mine = self.state_dict()
+        if mine.keys() != state_dict.keys():
+            odd = sorted(mine.keys() ^ state_dict.keys())
+            raise ValueError(
+                f"the state dict is not one of this rank's: {len(odd)} names are in one only, such as {odd[0]}; give "
+                "what state_dict() returns, filled by Checkpointer.load"
+            )
+        for name, part in mine.items():
+            given: TensorPart = state_dict[name]
+            if given.tensor.data_ptr() != part.tensor.data_ptr():
+                part.tensor.copy_(given.tensor)
+        self._copy_ties()
+
+
+def _trained(pipe: Pipeline) -> list[nn.Parameter]:
+    """Return the parameters of a rank that train, each once."""
+    found = (param for chunk in pipe.stages.values() for param in chunk.module.parameters())
+    return list(dict.fromkeys(param for param in found if param.requires_grad))
