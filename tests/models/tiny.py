@@ -61,3 +61,20 @@ def tokens(num: int, length: int = 12, seed: int = 0) -> Tensor:
     """Sequences of tokens, one more than `length` long."""
     generator = torch.Generator().manual_seed(1 + seed)
     return torch.randint(0, VOCAB, (num, length + 1), generator=generator)
+
+
+def hf_gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients of a model of transformers under the names of its files, where experts are apart."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if name.endswith("experts.gate_up_proj"):
+            for expert, (gate, up) in enumerate(g.chunk(2) for g in grad):
+                prefix = name.replace("gate_up_proj", str(expert))
+                found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(grad):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+        else:
+            found[name] = grad
+    return found

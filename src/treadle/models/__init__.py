@@ -9,6 +9,7 @@ pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn)
 from treadle.host.extras import brought_by
 
 with brought_by("train", needed_by="treadle.models"):
+    from treadle.models.balancing import update_bias
     from treadle.models.build import build_stages
     from treadle.models.config import ModelConfig
     from treadle.models.ends import IGNORED, loss_fn
@@ -31,6 +32,7 @@ __all__ = [
     "run_stage",
     "save_pretrained",
     "tied_parameters",
+    "update_bias",
     "views",
     "views_of_stages",
 ]
