@@ -80,6 +80,7 @@ def programs() -> Iterator[Program]:
                 yield mutate_program(program, random)
 
 
+@pytest.mark.slow
 def test_both_ways_give_the_same(seen: set[str]) -> None:
     for number, program in enumerate(programs()):
         ticks = random_durations(program, Random(number))

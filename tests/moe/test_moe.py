@@ -142,6 +142,7 @@ def alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
     return float((got - want).abs().max()) <= tolerance * max(float(want.abs().max()), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("ep", [2, 4])

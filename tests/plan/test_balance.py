@@ -40,6 +40,7 @@ MODEL = st.tuples(st.text("td", max_size=7), st.sampled_from(("L", "mL", "mmL"))
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data(), MODEL, st.booleans())
 def test_no_cut_is_better(data: st.DataObject, blocks: str, layer_in_each: bool) -> None:

@@ -20,6 +20,7 @@ WORLD, PP, MB = 256, 8, 32
 SMALL = Toy(width=64, layers=2, tokens=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved-overlap"])
 def test_each_place_of_a_world_of_256_does_what_was_verified(name: str) -> None:
     schedule = treadle.generate(name, pp=PP, microbatches=MB)

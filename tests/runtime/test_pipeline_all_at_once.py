@@ -46,6 +46,7 @@ def everything(schedule: str) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SIZES)
 def test_gradients_are_those_of_one_process(schedule: str) -> None:
     config = everything(schedule)

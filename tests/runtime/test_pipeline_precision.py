@@ -105,6 +105,7 @@ def low_reference(dp: int, num_steps: int) -> tuple[Grads, float]:
     return wanted, bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("dp", "reduces"), [(1, (True,)), (2, (True,)), (2, (False, True))])
 def test_gradients_of_bfloat16_are_summed_in_float32(name: str, dp: int, reduces: tuple[bool, ...]) -> None:

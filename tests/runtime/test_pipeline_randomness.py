@@ -137,6 +137,7 @@ def test_dropout_does_not_depend_on_the_schedule(pp: int, dp: int) -> None:
             hold([ran[place][step] for ran in ranks], wanted[step], note=(case, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2])
 def test_activation_checkpointing_with_dropout(dp: int) -> None:
     listed = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 2)]

@@ -9,6 +9,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.schedules import SCHEDULES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_has_the_gradients_of_a_single_process(name: str) -> None:
     for pp, dp in ((2, 1), (4, 1), (2, 2)):

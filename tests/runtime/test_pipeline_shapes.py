@@ -132,6 +132,7 @@ CASES = [
 """Where messages are large, a send waits for the receives of those before."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_lengths_of_their_own_come_to_the_gradients_of_one_process(case: Case) -> None:
     ranks = check(run_ranks(case.pp * case.dp, run_steps, case))

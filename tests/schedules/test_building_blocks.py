@@ -39,6 +39,7 @@ def peak(name: str, pp: int, num_mb: int) -> int:
     return max(treadle.verify(treadle.generate(name, pp=pp, microbatches=num_mb)).peak_activations)
 
 
+@pytest.mark.slow
 def test_peaks_are_the_published_ones() -> None:
     """In micro-batches: (P+2)//2 and (P+4)//3, two chunks each; 1F1B holds P."""
     for pp, num_mb in SIZES:
@@ -46,6 +47,7 @@ def test_peaks_are_the_published_ones() -> None:
         assert peak("v-min", pp, num_mb) == 2 * ((pp + 4) // 3), (pp, num_mb)
 
 
+@pytest.mark.slow
 def test_bubbles_are_at_most_the_published_ones() -> None:
     """1F1B waits 6(P-1) passes of a chunk; published are about half of that and two thirds, and so it is for any M."""
     for pp, num_mb in SIZES:

@@ -6,6 +6,7 @@ The head shares the embedding's table. Each layer has a parameter that does not 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -196,3 +197,22 @@ def step_whole(model: nn.Sequential, step: int, replicas: int) -> None:
 def values(views: Sequence[NamedView]) -> dict[str, Tensor]:
     """Copies of all tensors by name."""
     return {view.name: view.of(view.tensor).detach().clone() for view in views}
+
+
+def drawn(name: str, shape: Sequence[int], step: int) -> Tensor | None:
+    """The gradient of a tensor, none for some in even steps."""
+    if name.endswith("rare") and step % 2 == 0:
+        return None
+    name = "model.embed_tokens.weight" if name == "lm_head.weight" else name
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{step} {name}".encode()))
+    return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def put_gradients(views: Sequence[NamedView], step: int) -> None:
+    """Give all that trains a gradient by its name: the same on every layout, to the last bit."""
+    for view in views:
+        grad = drawn(view.name, view.of(view.tensor).shape, step)
+        if view.tensor.requires_grad and grad is not None:
+            if view.tensor.grad is None:
+                view.tensor.grad = torch.zeros_like(view.tensor)
+            view.of(view.tensor.grad).copy_(grad)

@@ -140,6 +140,7 @@ def fsdp_ranks(
     return shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(64, 50, 3), (4096, 16386, 8)], ids=["uneven", "a gibibyte"])
 def test_from_an_fsdp_source(sizes: tuple[int, int, int]) -> None:
     tensors = net_tensors(*sizes)

@@ -179,6 +179,7 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
     return report.clean, codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_mutations(name: str) -> None:
     random = Random(name)

@@ -313,6 +313,7 @@ def test_memory_of_a_strip_begins_with_what_is_held(cells: Trace) -> None:
             assert size == curve.size[before]
 
 
+@pytest.mark.slow
 def test_a_figure_has_the_width_and_the_letters_it_was_asked_for(cells: Trace, tmp_path: Path) -> None:
     for name, inches in WIDTHS.items():
         saved = draw(cells, tmp_path / f"{name}.svg", style=FigureStyle(width=name))
@@ -382,6 +383,7 @@ def test_some_ranks_alone(cells: Trace, tmp_path: Path) -> None:
     draw(cells, tmp_path / "a.svg", FigureContent(ranks=range(1, 3), memory=True))
 
 
+@pytest.mark.slow
 def test_all_that_is_written_is_on_the_sheet(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
     """No text, box or line leaves the sheet, and no two texts outside of boxes cover each other."""
     narrow, slide = FigureStyle(width="column"), FigureStyle(width="slide")

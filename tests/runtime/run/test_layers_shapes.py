@@ -90,6 +90,7 @@ def one_process(case: Case, step: int) -> tuple[float, list[dict[str, Tensor | N
     return total, [dict(named_grads(stage)) for stage in model]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "saved", "num_steps"), [(2, "offload", 2), pytest.param(4, "leave", 1, marks=pytest.mark.slow)]
 )

@@ -26,7 +26,7 @@ _Views: TypeAlias = dict[Tensor, list[NamedView]]
 
 
 @dataclass(frozen=True)
-class Family:
+class TensorFamily:
     """Tensors of one type that the same ranks train, sorted by name. Without a group they are this rank's alone."""
 
     kind: str
@@ -52,7 +52,7 @@ class Holdings:
     views: tuple[NamedView, ...]
     """All tensors, also those that do not train. A tied parameter is there once, by its name in the lowest stage."""
 
-    families: tuple[Family, ...]
+    families: tuple[TensorFamily, ...]
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...]
     """(a tied parameter, another object of it on this rank)."""
 
@@ -161,7 +161,7 @@ def _uncovered(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> str 
     return None
 
 
-def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[Family]:
+def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[TensorFamily]:
     """Yield families: by replicas, by the ranks with the same experts, and tie by tie."""
     gradients = pipe.gradients
     of_tie = {param: number for number, tie in enumerate(gradients.ties) for param in tie.params}
@@ -173,10 +173,12 @@ def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Itera
             found.setdefault((kind, str(param.dtype)), []).extend(named[param])
     for (kind, _), views in sorted(found.items()):
         by_name = sorted(views, key=lambda view: view.name)
-        yield Family(f"{kind} {by_name[0].tensor.dtype}", groups.get(kind), by_name[0].tensor.dtype, tuple(by_name))
+        yield TensorFamily(
+            f"{kind} {by_name[0].tensor.dtype}", groups.get(kind), by_name[0].tensor.dtype, tuple(by_name)
+        )
 
 
-def _difference(pipe: Pipeline, families: Sequence[Family]) -> str | None:
+def _difference(pipe: Pipeline, families: Sequence[TensorFamily]) -> str | None:
     """Return a reason if a rank that holds the same tensors has other names or sizes for them."""
     group, rank = pipe.groups.replica_group, pipe.position.rank
     if group is None:

@@ -17,7 +17,7 @@ MASTERED = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPiece:
     """A run of a tensor's elements that this rank updates."""
 
     view: NamedView
@@ -32,7 +32,7 @@ class Piece:
     """What the optimizer updates: the float32 copy of a two-byte `param`, else the same memory."""
 
     @classmethod
-    def of(cls, view: NamedView, run: Run, *, is_matrix: bool = False) -> Piece:
+    def of(cls, view: NamedView, run: Run, *, is_matrix: bool = False) -> OwnedPiece:
         """Make a piece. As a matrix it is all of the view, in the view's shape."""
         first, param = view.run[0] + run.first, slice_of(view, run)
         master = param.float() if param.dtype in MASTERED else param

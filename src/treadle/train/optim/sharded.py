@@ -14,8 +14,8 @@ from treadle.runtime import Pipeline
 from treadle.train.checkpoint.parts import State, TensorPart
 from treadle.train.optim.config import OptimizerConfig
 from treadle.train.optim.division import divide_elements, divide_whole
-from treadle.train.optim.holdings import Family, Holdings
-from treadle.train.optim.pieces import ParameterBucket, Piece
+from treadle.train.optim.holdings import Holdings, TensorFamily
+from treadle.train.optim.pieces import OwnedPiece, ParameterBucket
 
 PREFIX = "optim."
 """Names of the optimizer's state in a checkpoint: optim.exp_avg.model.norm.weight is of model.norm.weight."""
@@ -54,15 +54,15 @@ class ShardedOptimizer:
         self._holdings = Holdings.of(pipe, views)
         self._params = _trained(pipe)
         self._buckets: list[ParameterBucket] = []
-        self._by_adamw: list[Piece] = []
-        self._by_muon: list[Piece] = []
+        self._by_adamw: list[OwnedPiece] = []
+        self._by_muon: list[OwnedPiece] = []
         for family in self._holdings.families:
             self._divide(family)
         self._adamw, self._muon = self._make_adamw(), self._make_muon()
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _divide(self, family: Family) -> None:
+    def _divide(self, family: TensorFamily) -> None:
         """Divide a family's tensors into pieces, by elements for AdamW, by whole matrices for Muon."""
         bucket = max(1, int(self.config.bucket_mb * 2**20) // family.views[0].tensor.itemsize)
         whole = [self.config.by_muon(view.name, view.of(view.tensor).dim()) for view in family.views]
@@ -73,7 +73,7 @@ class ShardedOptimizer:
             views = [view for view, by_muon in zip(family.views, whole, strict=True) if by_muon is is_matrix]
             for shares in divide([view.of(view.tensor).numel() for view in views], family.num_ranks, bucket):
                 own = shares[family.number]
-                pieces += [Piece.of(views[run.tensor], run, is_matrix=is_matrix) for run in own]
+                pieces += [OwnedPiece.of(views[run.tensor], run, is_matrix=is_matrix) for run in own]
                 if family.group is not None:
                     self._buckets.append(ParameterBucket(family.group, shares, views))
 
@@ -151,7 +151,7 @@ class ShardedOptimizer:
         for param in self._params:
             param.grad = None
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[OwnedPiece]:
         yield from self._by_adamw
         yield from self._by_muon
 
@@ -168,7 +168,7 @@ class ShardedOptimizer:
         moments = (tensor for _, kind, tensor in self._state() if kind != _STEP)
         return sum(tensor.numel() * tensor.itemsize for tensor in moments)
 
-    def _state(self) -> Iterator[tuple[Piece, str, Tensor]]:
+    def _state(self) -> Iterator[tuple[OwnedPiece, str, Tensor]]:
         """Yield (piece, name, tensor) of masters and of what torch's optimizers remember."""
         for optimizer, pieces in ((self._adamw, self._by_adamw), (self._muon, self._by_muon)):
             for piece in pieces:

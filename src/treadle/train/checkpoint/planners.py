@@ -1,0 +1,108 @@
+"""Plans of torch.distributed.checkpoint for a `State`: which part of which tensor is written and read.
+
+Only documented classes of torch are used: planners may be subclassed, and write and read items are plain records.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from treadle.train.checkpoint.parts import TensorPart
+
+
+class PartSavePlanner(DefaultSavePlanner):
+    """Writes each part once: of ranks that have the same part, the one with the fewest bytes writes it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to write all parts of this rank."""
+        self.plan = SavePlan([_write_item(name, part) for name, part in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor that is written."""
+        return _tensor(self.state_dict, index)
+
+
+class PartLoadPlanner(DefaultLoadPlanner):
+    """Reads into each part of this rank, out of whatever parts the checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        """Take the parts to fill."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read each part."""
+        assert self.metadata is not None, "it is set up"
+        items = []
+        for name, part in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), "names were checked"
+            items += create_read_items_for_chunk_list(name, saved, [_chunk(part)])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor that is filled."""
+        return _tensor(self.state_dict, index)
+
+
+class PartCopies(AsyncStager):
+    """Copies all parts before an asynchronous save returns, so that training goes on at once."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return copies in host memory."""
+        return {name: part.copied() for name, part in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: copies are made when `stage` returns."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept."""
+
+
+def _tensor(state: dict[str, Any], index: MetadataIndex) -> Tensor:
+    part: TensorPart = state[index.fqn]
+    return part.tensor.detach()
+
+
+def _chunk(part: TensorPart) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(part.offset), sizes=part.tensor.shape)
+
+
+def _write_item(name: str, part: TensorPart) -> WriteItem:
+    whole = part.tensor.shape == part.shape
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(part.offset)),
+        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(part),
+            properties=TensorProperties.create_from_tensor(part.tensor),
+            size=torch.Size(part.shape),
+        ),
+    )

@@ -1,0 +1,58 @@
+"""What a checkpoint has against what a run needs, and a directory's checkpoints, without ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from treadle.train.checkpoint import TensorPart, complete_steps, files
+from treadle.train.checkpoint.needs import unmet, unneeded
+
+
+def test_what_is_missing_is_named_with_the_nearest_there_is() -> None:
+    need = {name: TensorPart.whole(torch.zeros(2)) for name in ("a.weight", "b.weight", "c.weight", "d.weight", "e")}
+    have = {"a.wait": "[2] float32"}
+    assert unmet(have, need) == ("it has no a.weight, b.weight, c.weight and 2 more; the nearest it has is a.wait")
+    assert unneeded(have, need) == "it has a.wait, which no rank of this run has"
+
+
+def test_another_shape_or_type_is_named() -> None:
+    need = {"a": TensorPart.run(torch.zeros(2), first=1, size=5)}
+    assert unmet({"a": "[5] float32"}, need) is None
+    assert unmet({"a": "[6] float32"}, need) == "it has a as [6] float32, needed as [5] float32"
+    assert unmet({"a": "[5] bfloat16"}, need) == "it has a as [5] bfloat16, needed as [5] float32"
+
+
+def write(directory: Path, step: int, content: bytes) -> None:
+    partial = directory / f"step-{step:08d}.partial"
+    partial.mkdir(parents=True)
+    (partial / ".metadata").write_bytes(content)
+    files.publish(partial, {"step": step})
+
+
+def test_a_published_checkpoint_replaces_one_of_its_step_and_old_ones_go(tmp_path: Path) -> None:
+    for step in (3, 1, 20, 123456789):
+        write(tmp_path, step, b"old")
+    write(tmp_path, 20, b"newer")
+    (tmp_path / "step-00000021.partial").mkdir()
+    (tmp_path / "step-final").mkdir()
+    assert complete_steps(tmp_path) == [1, 3, 20, 123456789]
+    assert (tmp_path / "step-00000020" / ".metadata").read_bytes() == b"newer"
+    files.keep_newest(tmp_path, 2)
+    assert complete_steps(tmp_path) == [20, 123456789]
+    files.remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-123456789", "step-final"]
+
+
+def test_a_manifest_of_nothing_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    manifests: list[object] = [{}, {"files": {}, "extra": {}}, {"files": {".metadata": 0}}, [1], "1"]
+    for manifest in manifests:
+        (path / files.MANIFEST).write_text(json.dumps(manifest))
+        (path / files.METADATA).touch()
+        assert complete_steps(tmp_path) == [], manifest
+    (path / files.MANIFEST).write_text(json.dumps({"files": {".metadata": 0}, "extra": {}}))
+    assert complete_steps(tmp_path) == [1]
