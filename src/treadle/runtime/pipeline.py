@@ -356,6 +356,15 @@ class Pipeline:
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return loss
 
+    def resume_at(self, step: int) -> None:
+        """Number the next step, counted from 0, as a run that is resumed does: its randomness is that of this number.
+
+        Example: `pipe.resume_at(100)` behind a checkpoint of 100 steps.
+        """
+        if step < 0:
+            raise ValueError(f"steps are counted from 0, got {step}")
+        self._step = step
+
     def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
         self._guard.program = chosen.program

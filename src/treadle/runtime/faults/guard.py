@@ -33,6 +33,7 @@ class Guard:
         "the agreement on shapes",
         "the norm of the gradients",
         "the exchange of parameters",
+        "the agreement on the next step",
     )
 
     def __init__(self) -> None:

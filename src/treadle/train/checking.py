@@ -1,0 +1,57 @@
+"""What a configuration must fulfil, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from treadle.train.config import TrainConfig
+from treadle.train.optim.schedule import WarmupStableDecay
+
+_FROM_ONE = {
+    "parallel": ("pp", "ep", "dp", "vpp"),
+    "training": ("steps", "global_batch_size", "micro_batch_size", "seq_len"),
+    "checkpoint": ("keep",),
+    "logging": ("every",),
+}
+_FROM_ZERO = {
+    "training": ("seed", "clip_norm", "eval_every", "eval_batches"),
+    "checkpoint": ("every",),
+    "logging": ("measure_every", "trace_every"),
+}
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse a configuration that no run can have.
+
+    Raises:
+        ValueError: the message names the field, what came and what is allowed.
+
+    """
+    for least, groups in ((1, _FROM_ONE), (0, _FROM_ZERO)):
+        for group, names in groups.items():
+            for name in names:
+                value = getattr(getattr(config, group), name)
+                if value is not None and value < least:
+                    raise ValueError(f"{group}.{name} is {least} or more, got {value}")
+    if not 0 <= config.data.held_out < 1:
+        raise ValueError(f"data.held_out is a share from 0 to below 1, got {config.data.held_out}")
+    if config.training.eval_every and not config.data.held_out:
+        raise ValueError("training.eval_every needs text: data.held_out is more than 0, got 0")
+    if not config.parallel.deadline_s > 0:
+        raise ValueError(f"parallel.deadline_s is more than 0, got {config.parallel.deadline_s}")
+    if config.model.num_experts and config.model.num_experts % config.parallel.ep:
+        raise ValueError(f"parallel.ep divides the {config.model.num_experts} experts, got {config.parallel.ep}")
+    if not config.model.num_experts and config.parallel.ep > 1:
+        raise ValueError(f"parallel.ep is 1 for a model without experts, got {config.parallel.ep}; use parallel.dp")
+    learning_rate(config)
+
+
+def learning_rate(config: TrainConfig) -> WarmupStableDecay:
+    """Return the learning rate of each step."""
+    training = config.training
+    return WarmupStableDecay(
+        training.lr,
+        training.steps,
+        training.warmup_steps,
+        training.decay_steps,
+        training.final_lr,
+        training.decay_shape,
+    )

@@ -1,0 +1,83 @@
+"""The command line: `--config FILE`, and a flag for each field that replaces the file's value."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+
+from treadle.train.checking import check_config
+from treadle.train.config import TrainConfig
+from treadle.train.reading import flag_names, read_config, unknown
+
+PROGRAM = "python -m treadle.train"
+_OTHER_FLAGS = ("--config", "--help", "-h")
+
+
+def parse_command(arguments: Sequence[str]) -> TrainConfig:
+    """Return the configuration that a command line asks for.
+
+    Args:
+        arguments: as `["--config", "configs/moe_tiny.toml", "--parallel.pp", "2"]`; flags replace the file's values.
+
+    Raises:
+        ValueError: the file or a flag is wrong; one line says what, and the nearest name.
+        SystemExit: help was asked for and is printed.
+
+    Example:
+        >>> parse_command(["--parallel.pp", "2", "--training.steps=30"]).training.steps
+        30
+
+    """
+    path, rest = _take_config(list(arguments))
+    base = read_config(path) if path is not None else TrainConfig()
+    _check_flags(rest)
+    config = _parse(rest, base)
+    check_config(config)
+    return config
+
+
+def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:
+    path, rest = None, []
+    left = iter(arguments)
+    for argument in left:
+        if argument == "--config":
+            path = next(left, None)
+            if path is None:
+                raise ValueError("--config needs a file: --config configs/moe_tiny.toml")
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return path, rest
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    known = [f"--{name}" for name in flag_names()]
+    switches = [re.sub(r"--(.*\.)?", r"--\1no-", name) for name in known]
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("-", "_")
+        allowed = {flag.replace("-", "_") for flag in (*known, *switches, *_OTHER_FLAGS)}
+        if argument.startswith("--") and name not in allowed:
+            raise ValueError(unknown(argument.partition("=")[0], [*known, *_OTHER_FLAGS], "an option"))
+
+
+def _parse(arguments: Sequence[str], base: TrainConfig) -> TrainConfig:
+    import tyro
+
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            return tyro.cli(TrainConfig, default=base, args=list(arguments), prog=PROGRAM, use_underscores=True)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(_first_part(told.getvalue())) from None
+
+
+def _first_part(box: str) -> str:
+    """Return what tyro says in its box, without the box and what follows its first rule."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    rule = next((at for at, line in enumerate(lines) if set(line) <= {"─"}), len(lines))
+    return " ".join(lines[:rule]) or box.strip()

@@ -1,0 +1,140 @@
+"""The token store: documents tokenised once, in files that all ranks of a host map into memory.
+
+    <cache>/<key>/training.bin          tokens, each document followed by the token that ends it
+                  training.starts.npy   where documents start
+                  held_out.bin, held_out.starts.npy
+                  store.json
+
+The key is a digest of the files' contents and of all that tokens depend on, so a store is never stale. The first rank
+that holds the lock makes it under another name and renames it; the others wait for the lock and find it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.train.data.documents import find_files, read_documents
+from treadle.train.data.packing import PackedTokens
+from treadle.train.data.tokenizing import TextTokenizer
+
+FORM = "1"
+"""Part of the key: a change of the files' form makes a new store."""
+
+_AT_ONCE = 256
+"""Documents that a tokenizer gets at once."""
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A store that is there. `directory` has its files."""
+
+    directory: Path
+    vocab_size: int
+    dtype: str
+
+    def training(self, seq_len: int) -> PackedTokens:
+        """Return the documents to train on, in samples of `seq_len` tokens."""
+        return self._packed("training", seq_len)
+
+    def held_out(self, seq_len: int) -> PackedTokens:
+        """Return the documents that are held out, in samples of `seq_len` tokens."""
+        return self._packed("held_out", seq_len)
+
+    def _packed(self, part: str, seq_len: int) -> PackedTokens:
+        path = self.directory / f"{part}.bin"
+        empty = path.stat().st_size == 0  # which memmap refuses
+        tokens = np.zeros(0, self.dtype) if empty else np.memmap(path, self.dtype, "r")
+        return PackedTokens(tokens, np.load(self.directory / f"{part}.starts.npy"), seq_len)
+
+
+def open_tokens(
+    paths: Sequence[str], tokenizer: TextTokenizer, cache: Path, *, field: str = "text", held_out: float = 0.0
+) -> TokenStore:
+    """Return the store of some files' tokens; make it where it is not there. Any number of processes may ask at once.
+
+    Args:
+        paths: files and patterns, or "stdlib".
+        tokenizer: turns documents into tokens.
+        cache: the directory that has stores.
+        field: the text's field in .jsonl files.
+        held_out: the share of documents to hold out, chosen by a digest of each, whatever other documents there are.
+
+    Raises:
+        ValueError: a path names no file, or a .jsonl line has no text under `field`.
+
+    """
+    files = find_files(paths)
+    key = _key(files, tokenizer, field, held_out)
+    directory = cache / key
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it where a process is killed
+        if not directory.exists():
+            part = cache / f"{key}.part"
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            part.mkdir()
+            _write(part, files, tokenizer, field, held_out)
+            part.rename(directory)
+    about = json.loads((directory / "store.json").read_text())
+    return TokenStore(directory, about["vocab_size"], about["dtype"])
+
+
+def _key(files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float) -> str:
+    digest = hashlib.sha256(f"{FORM} {tokenizer.identity} {field!r} {held_out!r}".encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(f"{path.suffix} ".encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:24]
+
+
+def _write(directory: Path, files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float) -> None:
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    documents = chain.from_iterable(read_documents(path, field) for path in files)
+    with _PartWriter(directory, "training", dtype) as training, _PartWriter(directory, "held_out", dtype) as held:
+        for some in _batched(documents, _AT_ONCE):
+            for document, tokens in zip(some, tokenizer.encode(some), strict=True):
+                (held if _is_held_out(document, held_out) else training).add(tokens, tokenizer.end)
+    (directory / "store.json").write_text(json.dumps({"vocab_size": tokenizer.vocab_size, "dtype": dtype}))
+
+
+def _batched(documents: Iterator[bytes], size: int) -> Iterator[tuple[bytes, ...]]:
+    while some := tuple(document for _, document in zip(range(size), documents, strict=False)):
+        yield some
+
+
+def _is_held_out(document: bytes, share: float) -> bool:
+    number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big")
+    return number < share * 2.0**64
+
+
+class _PartWriter:
+    """Writes the documents of one part of a store."""
+
+    def __init__(self, directory: Path, name: str, dtype: str) -> None:
+        self._path, self._starts_path, self._dtype = directory / f"{name}.bin", directory / f"{name}.starts.npy", dtype
+        self._starts: list[int] = []
+        self._size = 0
+
+    def __enter__(self) -> _PartWriter:
+        self._file: IO[bytes] = self._path.open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        np.save(self._starts_path, np.array(self._starts, np.int64))
+
+    def add(self, tokens: NDArray[Any], end: int) -> None:
+        self._file.write(np.append(tokens, end).astype(self._dtype).tobytes())
+        self._starts.append(self._size)
+        self._size += len(tokens) + 1

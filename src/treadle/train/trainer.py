@@ -1,0 +1,305 @@
+"""The trainer: makes everything that a configuration names, and runs its steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from treadle.api.files import save_trace
+from treadle.models.balancing import update_bias
+from treadle.models.build import build_stages
+from treadle.models.ends import loss_fn
+from treadle.models.loading import load_pretrained
+from treadle.models.names import tied_parameters, views_of_stages
+from treadle.models.saving import save_pretrained
+from treadle.runtime import Pipeline
+from treadle.runtime.model.losses import AUX_LOSS, MAIN
+from treadle.runtime.model.seeding import step_seed
+from treadle.train.checking import check_config, learning_rate
+from treadle.train.checkpoint import Checkpointer
+from treadle.train.config import TrainConfig
+from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
+from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.launch import join_world
+from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes
+from treadle.train.nonfinite import NonFiniteError, describe, examine
+from treadle.train.optim import ShardedOptimizer
+from treadle.train.parallel import ParallelPlan
+from treadle.train.probe import ForwardProbe
+from treadle.train.stopping import StopSignal
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: after `step` steps, with the loss of the last; `stopped` if SIGTERM asked it to."""
+
+    step: int
+    loss: float
+    stopped: bool = False
+
+
+class Trainer:
+    """A rank's part of a run. Every rank makes one with the same configuration and calls `run`.
+
+    Args:
+        config: The run. Where its checkpoint directory has a complete checkpoint, the run goes on from there, on
+            whatever parallel layout it was saved.
+
+    Raises:
+        ValueError: The configuration does not fit the number of ranks, the text or the checkpoint.
+
+    Example:
+        trainer = Trainer(TrainConfig(output="runs/first"))
+        result = trainer.run()
+        trainer.close()
+
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        check_config(config)
+        self.config, self.output = config, Path(config.output)
+        self.world = join_world(config)
+        self.plan = ParallelPlan.of(config, self.world.size)
+        self._make_data()
+        self._make_pipeline()
+        self._lr = learning_rate(config)
+        self.optimizer = ShardedOptimizer(self.pipe, self.views, config.optimizer)
+        self._make_checkpoints()
+        self.log = RunLog(
+            self.output, self.world.rank, steps=config.training.steps, tensorboard=config.logging.tensorboard
+        )
+        self.step = 0
+        """Steps done."""
+        self._loss = math.nan
+        self._batches: Iterator[Batch] | None = None
+        self._resume()
+
+    # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _make_data(self) -> None:
+        data, training = self.config.data, self.config.training
+        tokenizer = make_tokenizer(data.tokenizer, data.end_of_document)
+        if tokenizer.vocab_size > self.config.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer {data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
+                f"{self.config.model.vocab_size}; set that to {tokenizer.vocab_size} or more"
+            )
+        cache = Path(data.cache) if data.cache else self.output / "data"
+        store = open_tokens(data.paths, tokenizer, cache, field=data.field, held_out=data.held_out)
+        self._training, self._held_out = store.training(training.seq_len), store.held_out(training.seq_len)
+        if training.eval_every and not len(self._held_out):
+            raise ValueError(
+                f"data.held_out = {data.held_out} holds out less than a sample of text; raise it, or set "
+                "training.eval_every to 0"
+            )
+
+    def _make_pipeline(self) -> None:
+        config, plan, device = self.config, self.plan, self.world.device
+        mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.ep), mesh_dim_names=("pp", "dp", "ep"))
+        numbers = plan.stages_of(mesh.get_local_rank("pp"))
+        self.stages = build_stages(
+            config.model,
+            plan.rows,
+            numbers,
+            ep=plan.ep,
+            ep_rank=mesh.get_local_rank("ep"),
+            device=device,
+            dtype=getattr(torch, config.training.dtype),
+            seed=config.training.seed,
+        )
+        if config.checkpoint.weights:
+            load_pretrained(self.stages, config.checkpoint.weights)
+        self.views = views_of_stages(self.stages)
+        self._probe = ForwardProbe(self.stages, numbers, self.world.rank)
+        self.pipe = Pipeline(
+            self.stages,
+            plan.schedule,
+            mesh=mesh,
+            loss_fn=loss_fn,
+            tied=tied_parameters(config.model, plan.rows),
+            seed=config.training.seed,
+            deadline_s=config.parallel.deadline_s,
+            recompute=config.parallel.recompute,
+            saved=config.parallel.saved,
+            lanes=config.parallel.lanes,
+        )
+        self._replica = {"replica": self.pipe.position.dp_rank, "num_replicas": plan.num_replicas}
+        self.loader = training_loader(
+            self._training, batch_size=config.training.global_batch_size, seed=config.training.seed, **self._replica
+        )
+
+    def _make_checkpoints(self) -> None:
+        config = self.config.checkpoint
+        directory = Path(config.directory) if config.directory else self.output / "checkpoints"
+        self.checkpoints = Checkpointer(directory, pipe=self.pipe, keep=config.keep, every=config.every)
+
+    def _resume(self) -> None:
+        """Go on from the latest complete checkpoint."""
+        found = self.checkpoints.latest() if self.config.checkpoint.resume else None
+        self.log.say(self._describe(found))
+        if found is None:
+            return
+        extra = self.checkpoints.load(found, self.optimizer)
+        _check_same_model(self.config.model.to_hf(), extra["model"])
+        self.loader.load_state_dict(extra["data"])
+        self.step, self._loss = found, extra["loss"]
+        self.pipe.resume_at(found)
+
+    def _describe(self, found: int | None) -> str:
+        plan, training = self.plan, self.config.training
+        tokens = training.global_batch_size * training.seq_len
+        start = f"resumed at step {found}" if found is not None else "from the start"
+        restart = f" (restart {self.world.restart})" if self.world.restart else ""
+        return (
+            f"{'|'.join(plan.rows)}  pp {plan.pp} x dp {plan.dp} x ep {plan.ep}  {self.config.parallel.schedule}  "
+            f"{plan.num_microbatches} micro-batches, {tokens:,} tokens a step  {start}{restart}"
+        )
+
+    # -- running it --------------------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        """Run all steps that are left, or until SIGTERM; every rank returns the same."""
+        training, stopped = self.config.training, False
+        with StopSignal() as stop:
+            while self.step < training.steps and not stopped:
+                facts = self.train_step()
+                stopped, peak = self._agree(stop.came)
+                self._tell(facts, peak)
+                if training.eval_every and (self.step % training.eval_every == 0 or self.step == training.steps):
+                    self.evaluate()
+                if self.checkpoints.due(self.step) or stopped or self.step == training.steps:
+                    self.save()
+            self.checkpoints.wait()
+            if self.config.checkpoint.export and self.step == training.steps:
+                save_pretrained(self.stages, self.config.model, self.output / "model")
+        if stopped and self.step < training.steps:
+            self.log.say(f"stopped by SIGTERM, saved at step {self.step}; the same command goes on from there")
+        return RunResult(self.step, self._loss, stopped)
+
+    def train_step(self) -> StepFacts:
+        """Run the next step: forward, backward, clipping, update."""
+        start, lr = perf_counter(), self._lr(self.step)
+        torch.manual_seed(step_seed(self.config.training.seed, self.step))
+        batch = self._next_batch()
+        self.pipe.step(batch.inputs, batch.targets, side=batch.side, num_tokens=batch.num_tokens)
+        report = self.pipe.report
+        assert report is not None
+        if not report.finite:
+            self._stop_not_finite(batch, float(report.loss))
+        norm = float(self.optimizer.clip(self.config.training.clip_norm or math.inf))
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        self._balance_experts()
+        took_s = perf_counter() - start
+        self.step += 1
+        bubble, hidden = self._measure()
+        self._loss = float(report.by_name.get(MAIN, report.loss))
+        aux = float(report.by_name[AUX_LOSS]) if AUX_LOSS in report.by_name else None
+        tokens = self.config.training.global_batch_size * self.config.training.seq_len
+        return StepFacts(self.step, self._loss, aux, tokens / took_s, bubble, hidden, 0, norm, lr)
+
+    def evaluate(self) -> float:
+        """Return the mean loss of a token of held-out text, the same on every rank; the model is left as it is."""
+        training, total, num_tokens = self.config.training, 0.0, 0
+        batches = evaluation_batches(
+            self._held_out, batch_size=training.global_batch_size, most=training.eval_batches, **self._replica
+        )
+        for batch in batches:
+            total += self._forward(batch) * batch.num_tokens
+            num_tokens += batch.num_tokens
+        self.log.evaluation(self.step, total / num_tokens, num_tokens)
+        return total / num_tokens
+
+    def save(self) -> None:
+        """Save a checkpoint of now, in the background."""
+        extra = {"data": self.loader.state_dict(), "model": self.config.model.to_hf(), "loss": self._loss}
+        self.checkpoints.save(self.step, self.optimizer, extra)
+
+    def close(self) -> None:
+        """Give back files, communicators and the process group."""
+        self.log.close()
+        self.checkpoints.close()
+        self.pipe.close()
+        self.world.leave()
+
+    # -- parts of it -------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> Batch:
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        return self._on_device(next(self._batches))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        device = self.world.device
+        side = {name: value.to(device) for name, value in batch.side.items()}
+        return Batch(batch.inputs.to(device), batch.targets.to(device), side, batch.num_tokens)
+
+    def _forward(self, batch: Batch) -> float:
+        """Return the mean loss of a token of a batch, without auxiliary losses."""
+        batch = self._on_device(batch)
+        loss = self.pipe.evaluate(batch.inputs, batch.targets, side=batch.side, num_tokens=batch.num_tokens)
+        assert self.pipe.report is not None
+        return float(self.pipe.report.by_name.get(MAIN, loss))
+
+    def _stop_not_finite(self, batch: Batch, loss: float) -> None:
+        found = examine(self.world.rank, self.views, self._probe, lambda: self._forward(batch))
+        raise NonFiniteError(describe(self.step + 1, loss, found))
+
+    def _balance_experts(self) -> None:
+        """Move the biases of sigmoid routers against the load of the step."""
+        rate = self.config.model.bias_update_rate
+        if rate:
+            with self.pipe.together("the exchange of parameters"):
+                update_bias(self.stages, rate, self.pipe.groups.reduce_group)
+
+    def _measure(self) -> tuple[float | None, float | None]:
+        """Return bubble and hidden communication of the step, on rank 0 where it is due; write the trace where due."""
+        logging = self.config.logging
+        measures, traces = _due(self.step, logging.measure_every), _due(self.step, logging.trace_every)
+        if not measures and not traces:
+            return None, None
+        trace = self.pipe.trace  # every rank has to ask
+        if self.world.rank != 0:
+            return None, None
+        if traces:
+            directory = self.output / "traces"
+            directory.mkdir(exist_ok=True)
+            save_trace(trace, directory / f"step{self.step}.json.gz")
+        return overlap_of(trace) if measures else (None, None)
+
+    def _agree(self, stop: bool) -> tuple[bool, int]:
+        """Return whether any rank is to stop, and the most memory of any rank."""
+        both = torch.tensor([int(stop), peak_bytes(self.world.device)])
+        with self.pipe.together("the agreement on the next step"):
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+        return bool(both[0]), int(both[1])
+
+    def _tell(self, facts: StepFacts, peak: int) -> None:
+        told = replace(facts, peak_bytes=peak)
+        printed = _due(self.step, self.config.logging.every) or self.step == self.config.training.steps
+        self.log.step(told, printed=printed)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_same_model(wanted: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model."""
+    wanted = json.loads(json.dumps(wanted))
+    odd = [name for name in sorted({*wanted, *saved}) if wanted.get(name) != saved.get(name)]
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"the checkpoint is of a model with {name} {saved.get(name)!r}, got {wanted.get(name)!r}; choose another "
+            "--output, or --checkpoint.no-resume"
+        )

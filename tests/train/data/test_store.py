@@ -1,0 +1,117 @@
+"""Documents become tokens once, in files keyed by content."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from treadle.train.data import open_tokens
+from treadle.train.data.documents import find_files, read_documents
+from treadle.train.data.tokenizing import ByteTokenizer, Tokens, make_tokenizer
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+SOURCES = [str(STDLIB / name) for name in ("bisect.py", "heapq.py", "queue.py", "this.py", "abc.py", "stat.py")]
+
+
+def test_bytes_of_sources_are_the_tokens_and_documents_end(tmp_path: Path) -> None:
+    packed = open_tokens(SOURCES, ByteTokenizer(), tmp_path).training(64)
+    texts = [Path(path).read_bytes() for path in sorted(SOURCES)]
+    ends = [*packed.starts[1:].tolist(), len(packed.tokens)]
+    got = [packed.tokens[start:end] for start, end in zip(packed.starts.tolist(), ends, strict=True)]
+    assert [bytes(part[:-1].astype(np.uint8)) for part in got] == texts
+    assert {int(part[-1]) for part in got} == {256}
+
+
+def test_held_out_documents_are_apart_whatever_else_there_is(tmp_path: Path) -> None:
+    def held(paths: list[str]) -> set[bytes]:
+        store = open_tokens(paths, ByteTokenizer(), tmp_path, held_out=0.4)
+        parts = [store.held_out(8), store.training(8)]
+        sets = [{bytes(doc.astype(np.uint8)) for doc in np.split(p.tokens, p.starts[1:])} for p in parts]
+        assert not sets[0] & sets[1]
+        assert len(sets[0]) + len(sets[1]) == len(paths)
+        return sets[0]
+
+    both = held(SOURCES)
+    assert 0 < len(both) < len(SOURCES)
+    assert held(SOURCES[:4]) <= both
+
+
+def test_a_changed_file_makes_a_new_store_and_the_same_text_none(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    stores = [open_tokens([str(text)], ByteTokenizer(), tmp_path / "cache") for _ in range(2)]
+    text.write_text("two")
+    stores.append(open_tokens([str(text)], ByteTokenizer(), tmp_path / "cache"))
+    assert stores[0] == stores[1] != stores[2]
+    assert bytes(stores[2].training(1).tokens[:3].astype(np.uint8)) == b"two"
+
+
+def test_a_store_cut_off_in_mid_write_is_made_again(tmp_path: Path) -> None:
+    whole = open_tokens(SOURCES, ByteTokenizer(), tmp_path / "a")
+    part = tmp_path / "b" / f"{whole.directory.name}.part"
+    part.mkdir(parents=True)
+    (part / "training.bin").write_bytes(b"cut off")
+    again = open_tokens(SOURCES, ByteTokenizer(), tmp_path / "b")
+    assert np.array_equal(again.training(8).tokens, whole.training(8).tokens)
+
+
+class CountingTokenizer(ByteTokenizer):
+    calls = 0
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        CountingTokenizer.calls += 1
+        return super().encode(documents)
+
+
+def _open(cache: Path) -> tuple[str, int, int]:
+    before = CountingTokenizer.calls
+    store = open_tokens(SOURCES, CountingTokenizer(), cache)
+    return store.directory.name, CountingTokenizer.calls - before, len(store.training(8).tokens)
+
+
+def test_of_several_processes_one_makes_the_store_and_all_read_it(tmp_path: Path) -> None:
+    with mp.get_context("fork").Pool(4) as pool:
+        got = pool.map(_open, [tmp_path] * 8, chunksize=1)
+    assert len({(name, size) for name, _, size in got}) == 1
+    assert sum(made for _, made, _ in got) == 1
+
+
+def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"body": text}) for text in ("é", "b")) + "\n\n")
+    assert list(read_documents(path, "body")) == ["é".encode(), b"b"]
+    with pytest.raises(ValueError, match=r"a.jsonl:1: no text under 'text', the line has body; name the field in data"):
+        list(read_documents(path, "text"))
+
+
+def test_a_path_without_files_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'nowhere/\*.txt' names no file"):
+        find_files(["nowhere/*.txt"])
+
+
+def test_stdlib_is_found_without_its_tests() -> None:
+    files = find_files(["stdlib"])
+    assert STDLIB / "argparse.py" in files
+    assert not [file for file in files if {"test", "tests", "site-packages"} & set(file.relative_to(STDLIB).parts)]
+
+
+def test_a_tokenizer_file_encodes_and_names_its_end(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    words.save(str(path))
+    with pytest.raises(ValueError, match=r"no token any of <\|endoftext\|>.* data.end_of_document .*special tokens: n"):
+        make_tokenizer(str(tmp_path))
+    words.add_special_tokens(["</s>"])
+    words.save(str(path))
+    tokenizer = make_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.end) == (4, 3)
+    assert [tokens.tolist() for tokens in tokenizer.encode([b"a b z", b"b"])] == [[0, 1, 2], [1]]
+    assert make_tokenizer(str(path), "b").end == 1

@@ -1,0 +1,105 @@
+"""The trainer on real ranks: layouts train alike and resume each other's checkpoints; what is not finite is named."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import check, run_ranks
+from tests.train.tiny import losses_of, tiny
+from treadle.train.nonfinite import NonFiniteError
+from treadle.train.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2 x ep2": {"pp": 2, "ep": 2, "schedule": "interleaved-overlap", "recompute": ("attn",), "saved": "offload"},
+    "ep2 x dp2": {"ep": 2},
+    "pp4": {"pp": 4},
+}
+
+
+def _train(output: Path, layout: dict[str, Any], steps: int, **groups: dict[str, Any]) -> float:
+    """Run up to a step; return the held-out loss then."""
+    config = tiny(output, parallel=layout, training={"steps": steps, "eval_every": 3}, **groups)
+    trainer = Trainer(config)
+    trainer.run()
+    loss = trainer.evaluate()
+    trainer.close()
+    return loss
+
+
+def _layouts(rank: int, directory: Path) -> dict[str, float]:
+    """Three steps on PP2 x EP2; the next three there, on EP2 x DP2 and on PP4, each from the same checkpoint."""
+    held_out = {}
+    first = directory / "first"
+    _train(first, LAYOUTS["pp2 x ep2"], 3)
+    for name, layout in LAYOUTS.items():
+        if rank == 0:
+            shutil.copytree(first / "checkpoints", directory / name / "checkpoints")
+        dist.barrier()
+        held_out[name] = _train(directory / name, layout, 6, data={"cache": str(first / "data")})
+    return held_out
+
+
+def test_a_run_resumes_on_other_layouts_with_the_same_losses(tmp_path: Path) -> None:
+    held_out = check(run_ranks(4, _layouts, tmp_path))
+    assert all(each == held_out[0] for each in held_out)
+    losses = {name: losses_of(tmp_path / name) for name in LAYOUTS}
+    same = losses["pp2 x ep2"]
+    assert sorted(same) == [4, 5, 6]
+    assert losses_of(tmp_path / "first")[3] > same[6]
+    for name in LAYOUTS:
+        assert [losses[name][step] for step in same] == pytest.approx([same[step] for step in same], abs=1e-5), name
+        assert held_out[0][name] == pytest.approx(held_out[0]["pp2 x ep2"], abs=1e-5), name
+
+
+def _not_finite(rank: int, directory: Path) -> list[str]:
+    told = []
+    layout = {"pp": 2, "ep": 2, "schedule": "interleaved-overlap"}
+    for case in ("parameter", "output", "gradient"):
+        trainer = Trainer(tiny(directory / case, parallel=layout, training={"steps": 4}))
+        trainer.train_step()
+        _spoil(trainer, case, rank)
+        try:
+            trainer.run()
+            told.append("nothing")
+        except NonFiniteError as error:
+            told.append(str(error))
+        trainer.close()
+    return told
+
+
+def _spoil(trainer: Trainer, case: str, rank: int) -> None:
+    """Spoil the second step of rank 1, which has expert 2 and 3 of layers 0 and 2."""
+    if rank != 1:
+        return
+    views = {view.name: view for view in trainer.views}
+    if case == "parameter":
+        view = views["model.layers.2.mlp.experts.3.up_proj.weight"]
+        view.of(view.tensor.detach())[0, 0] = math.nan
+    elif case == "output":
+        norm = next(m for name, m in trainer.stages[1].named_modules() if name.endswith("post_attention_layernorm"))
+        norm.register_forward_hook(lambda _m, _i, made: made * math.inf)
+    else:
+        view = views["model.layers.2.mlp.experts.3.up_proj.weight"]
+        view.tensor.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: grad.index_fill(0, torch.tensor(1), math.inf)
+        )
+
+
+def test_what_is_not_finite_stops_with_rank_layer_and_parameter(tmp_path: Path) -> None:
+    first, *others = check(run_ranks(4, _not_finite, tmp_path))
+    assert all(each == first for each in others)
+    parameter, output, gradient = first
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    assert parameter == f"step 2: the loss is nan; first: rank 1, layer 2: parameter {name} is not finite"
+    assert output.startswith("step 2: the loss is nan; first: rank 1, stage 2, layer 2: attn made leaving not finite")
+    assert "step 2: a gradient has NaN or infinity, the loss is 5." in gradient
+    assert "rank 1, layer 2: the gradient of model.layers.2.mlp.experts.3." in gradient
