@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias
 
@@ -152,6 +153,7 @@ class StageFootprint:
     """The part of what is saved that deferred weight gradients hold behind the backward."""
 
 
+@lru_cache(maxsize=64)
 def stage_footprint(
     config: ModelConfig,
     row: str,

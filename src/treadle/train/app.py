@@ -54,7 +54,7 @@ def _dry_run(config: TrainConfig, rank: int) -> int:
     from treadle.train.dryrun import describe
 
     if rank == 0:
-        say(describe(config))
+        say(str(describe(config)))
     return 0
 
 
