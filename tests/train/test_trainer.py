@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import check, run_ranks
-from tests.train.tiny import losses_of, tiny
+from tests.train.tiny import tiny
+from train_runs import losses_of
 from treadle.train.nonfinite import NonFiniteError
 from treadle.train.trainer import Trainer
 

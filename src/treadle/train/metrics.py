@@ -51,13 +51,13 @@ class StepFacts:
         aux = "" if self.aux_loss is None else f"  aux {self.aux_loss:.4f}"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:7.4f}{aux}  {self.tokens_per_s:>7,.0f} tok/s"
-            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  peak {self.peak_bytes / 2**30:.2f} GiB"
-            f"  norm {self.grad_norm:.3f}  lr {self.lr:.2e}"
+            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  peak {self.peak_bytes / 2**30:5.2f} GiB"
+            f"  norm {self.grad_norm:7.3f}  lr {self.lr:.2e}"
         )
 
 
 def _share(value: float | None) -> str:
-    return "    -" if value is None else f"{value:5.1%}".rjust(5)
+    return "     -" if value is None else f"{value:6.1%}"
 
 
 def say(line: str) -> None:

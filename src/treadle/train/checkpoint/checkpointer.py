@@ -35,12 +35,16 @@ class Checkpointer:
         timeout_s: How long ranks wait for each other's writes.
 
     Example:
-        checkpoints = Checkpointer("out/checkpoints", pipe=pipe, keep=2, every=100)
+        `optimizer` is a `ShardedOptimizer` of the pipeline `pipe`.
+
+        checkpoints = Checkpointer("run/checkpoints", pipe=pipe, keep=2, every=100)
         latest = checkpoints.latest()
-        extra = checkpoints.load(latest, optimizer) if latest is not None else {"step": 0}
-        ...
-        if checkpoints.due(step):
-            checkpoints.save(step, optimizer, {"step": step, "data": loader.state_dict()})
+        extra = checkpoints.load(latest, optimizer) if latest is not None else {"seen": 0}
+        for step in range(latest or 0, steps):
+            ...
+            if checkpoints.due(step + 1):
+                checkpoints.save(step + 1, optimizer, {"seen": seen})
+        checkpoints.close()
 
     """
 
