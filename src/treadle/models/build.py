@@ -57,9 +57,10 @@ def build_stages(
         made = {chunk: _stage(config, rows, stage, ep, ep_rank) for chunk, stage in stages.items()}
     for module in made.values():
         _materialise(module, torch.device(device), dtype)
+    share_parameters(list(made.values()), config)  # before values are drawn: of several copies one has a name
+    for module in made.values():
         if torch.device(device).type != "meta":
             draw_initial_values(module, seed, config.initializer_range)
-    share_parameters(list(made.values()), config)
     return made
 
 

@@ -55,7 +55,7 @@ def _dry_run(config: TrainConfig, rank: int) -> int:
     from treadle.train.dryrun import describe
 
     if rank == 0:
-        say(describe(config))
+        say(str(describe(config)))
     return 0
 
 
