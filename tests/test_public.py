@@ -13,7 +13,7 @@ import pytest
 
 import treadle
 
-NOT_CALLABLE = {"Boundary", "Cell", "moe", "update"}
+NOT_CALLABLE = {"Boundary", "Cell", "models", "moe", "update"}
 """Two type aliases and two packages."""
 
 
@@ -52,7 +52,7 @@ def test_packages_resolve_and_planning_imports_no_torch() -> None:
         "import sys, treadle; assert 'torch' not in sys.modules; dir(treadle); assert 'torch' not in sys.modules; "
         "import treadle.verify.codes; from treadle.verify.codes import CODES; import treadle.simulate.metrics; "
         "assert callable(treadle.verify) and callable(treadle.simulate); assert 'torch' not in sys.modules; "
-        "assert treadle.moe.MoELayer; assert treadle.update.UpdateOptions"
+        "assert treadle.moe.MoELayer; assert treadle.update.UpdateOptions; assert treadle.models.ModelConfig"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
-    from treadle import moe, update
+    from treadle import models, moe, update
     from treadle.api.files import dumps, load, load_any, loads, save_trace
     from treadle.api.step import lower, simulate, verify
     from treadle.costs import Costs, load_costs
@@ -88,6 +88,7 @@ __all__ = [
     "loads",
     "lower",
     "measure",
+    "models",
     "moe",
     "save_trace",
     "simulate",
@@ -129,6 +130,7 @@ _PACKAGES = (
     "costs",
     "export",
     "ir",
+    "models",
     "moe",
     "passes",
     "plan",
@@ -140,6 +142,9 @@ _PACKAGES = (
     "weights",
     "why",
 )
+
+_EXTRAS = {"update": "update", "models": "train"}
+"""The extras that packages need beside torch."""
 
 _FUNCTIONS = ("simulate", "verify")
 """Functions that hide the packages of their names as attributes of `treadle`. Imports still find the packages:
@@ -161,7 +166,7 @@ def __getattr__(name: str) -> Any:
     """Import a name, or raise an ImportError that says which extra to install."""
     if name not in _MODULE_OF and name not in _PACKAGES:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
-    with brought_by("update" if name == "update" else "run", needed_by=f"treadle.{name}"):
+    with brought_by(_EXTRAS.get(name, "run"), needed_by=f"treadle.{name}"):
         module = import_module(_MODULE_OF.get(name, f"treadle.{name}"))
     value = module if name in _PACKAGES else getattr(module, name)
     globals()[name] = value
