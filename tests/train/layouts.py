@@ -145,15 +145,22 @@ def place(rank: int, layout: Layout, dtype: torch.dtype = torch.float64) -> Plac
         own = (own_part(block, layout.ep, replica % layout.ep) for block in list(blocks)[first:last])
         stages[chunk] = nn.Sequential(*own)
         views += views_of(list(stages[chunk]), first)
-    if num == 1:
-        table, scores = stages[0][0], stages[0][-1]
-        assert isinstance(table, Table)
-        assert isinstance(scores, Scores)
-        scores.linear.weight = table.table.weight
-        views = list(views_of(list(stages[0]), 0))
-    tied = {"table": {0: "0.table.weight", -1: f"{LAYERS // num}.linear.weight"}} if num > 1 else None
+    tied = {"table": {0: "0.table.weight", -1: f"{LAYERS // num}.linear.weight"}}
+    if placement.num_pipes == 1 and any({0, num - 1} <= set(numbers) for numbers in placement.stages):
+        tied = {}  # one rank has both, as one object
+        for view in share_table(stages) if pp_rank == 0 else ():
+            views = [view if each.name == view.name else each for each in views]
     pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, deadline_s=PATIENT_S)
     return Placed(pipe, stages, views, replica)
+
+
+def share_table(stages: dict[int, nn.Sequential]) -> Iterator[NamedView]:
+    """Make the head's weight the embedding's; its view."""
+    blocks = [block for stage in stages.values() for block in stage]
+    (table,) = (block for block in blocks if isinstance(block, Table))
+    (scores,) = (block for block in blocks if isinstance(block, Scores))
+    scores.linear.weight = table.table.weight
+    yield NamedView("lm_head.weight", scores.linear.weight)
 
 
 def own_part(block: nn.Module, ep: int, ep_rank: int) -> nn.Module:

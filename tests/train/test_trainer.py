@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import check, run_ranks
-from tests.train.tiny import losses_of, tiny
+from tests.train.tiny import tiny
+from train_runs import losses_of
 from treadle.train.nonfinite import NonFiniteError
 from treadle.train.trainer import Trainer
 
@@ -60,6 +61,43 @@ def test_a_run_resumes_on_other_layouts_with_the_same_losses(tmp_path: Path) -> 
     for name in LAYOUTS:
         assert [losses[name][step] for step in same] == pytest.approx([same[step] for step in same], abs=1e-5), name
         assert held_out[0][name] == pytest.approx(held_out[0]["pp2 x ep2"], abs=1e-5), name
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "muon, sigmoid router, shared expert, MTP, tied": {
+        "model": {
+            "scoring": "sigmoid",
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "bias_update_rate": 0.01,
+            "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": True,
+        },
+        "optimizer": {"name": "muon"},
+    },
+    "bfloat16": {"training": {"dtype": "bfloat16"}},
+}
+
+
+def _variants(rank: int, directory: Path) -> dict[str, list[list[float]]]:
+    """Loss and gradient norm of three steps, on two layouts."""
+    found: dict[str, list[list[float]]] = {}
+    for name, groups in VARIANTS.items():
+        for layout in ({"pp": 2, "ep": 2, "schedule": "dualpipev"}, {"ep": 4}):
+            saved = {"every": 0, "resume": False}
+            trainer = Trainer(tiny(directory / name, parallel=layout, checkpoint=saved, **groups))
+            facts = [trainer.train_step() for _ in range(3)]
+            found.setdefault(name, []).append([each.loss for each in facts] + [each.grad_norm for each in facts])
+            trainer.close()
+    return found
+
+
+def test_models_and_optimizers_train_alike_on_two_layouts(tmp_path: Path) -> None:
+    found = check(run_ranks(4, _variants, tmp_path))[0]
+    for (name, (one, other)), within in zip(found.items(), (1e-3, 5e-3), strict=True):  # torch's Muon uses bfloat16
+        assert [one[0], one[3]] == pytest.approx([other[0], other[3]], rel=1e-5 if name != "bfloat16" else within), name
+        assert one == pytest.approx(other, rel=within), name
+        assert one[2] < one[0] - 0.05, name
 
 
 def _not_finite(rank: int, directory: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +58,3 @@ def flags_of(config: TrainConfig) -> list[str]:
             elif value is not None and value != "":
                 flags += [flag, str(value)]
     return flags
-
-
-def losses_of(output: Path) -> dict[int, float]:
-    """Return the loss of each step by a run's metrics.jsonl; a step that a restart repeated counts as it was last."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}

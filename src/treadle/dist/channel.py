@@ -35,6 +35,17 @@ _SMALL_BYTES = 1 << 18
 """As long as fewer bytes are on their way the number does not matter: keeping them is cheaper than waiting."""
 
 
+def most_in_flight(size_bytes: int) -> int:
+    """Return how many messages of one tensor of this size a channel keeps alive at most, behind their send.
+
+    Example:
+        >>> most_in_flight(1 << 20), most_in_flight(1 << 12)
+        (4, 64)
+
+    """
+    return max(_LEAVING, _SMALL_BYTES // max(1, size_bytes))
+
+
 HEADER_TAG = 1
 """The tag of headers; other messages of the pipeline's group have 0."""
 

@@ -12,6 +12,8 @@ with brought_by("train", needed_by="treadle.models"):
     from treadle.models.balancing import update_bias
     from treadle.models.build import build_stages
     from treadle.models.config import ModelConfig
+    from treadle.models.cut import cut_causal_lm, cut_ties
+    from treadle.models.cut_stage import LMStage
     from treadle.models.ends import IGNORED, loss_fn
     from treadle.models.forward import run_stage
     from treadle.models.loading import load_pretrained
@@ -22,9 +24,12 @@ with brought_by("train", needed_by="treadle.models"):
 
 __all__ = [
     "IGNORED",
+    "LMStage",
     "ModelConfig",
     "NamedView",
     "build_stages",
+    "cut_causal_lm",
+    "cut_ties",
     "document_mask",
     "load_pretrained",
     "loss_fn",

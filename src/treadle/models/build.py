@@ -14,7 +14,6 @@ from treadle.models.initial import draw_initial_values
 from treadle.models.layers import DenseLayer, ExpertLayer
 from treadle.models.mtp import TokenPredictor
 from treadle.models.names import share_parameters
-from treadle.models.routers import SigmoidRouter
 
 
 def build_stages(
@@ -58,9 +57,10 @@ def build_stages(
         made = {chunk: _stage(config, rows, stage, ep, ep_rank) for chunk, stage in stages.items()}
     for module in made.values():
         _materialise(module, torch.device(device), dtype)
+    share_parameters(list(made.values()), config)  # before values are drawn: of several copies one has a name
+    for module in made.values():
         if torch.device(device).type != "meta":
             draw_initial_values(module, seed, config.initializer_range)
-    share_parameters(list(made.values()), config)
     return made
 
 
@@ -99,10 +99,12 @@ def _stage(config: ModelConfig, rows: Sequence[str], stage: int, ep: int, ep_ran
 
 
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give parameters and buffers memory. A router's counts and bias stay float32: a small step would be lost."""
-    module.to(dtype)
-    module.to_empty(device=device)
-    for router in module.modules():
-        if isinstance(router, SigmoidRouter):
-            router.e_score_correction_bias = router.e_score_correction_bias.float()
-            router.tokens_per_expert = router.tokens_per_expert.float()
+    """Give parameters and buffers memory. A router's counts and bias stay float32: a small step would be lost.
+
+    `Module.to_empty` would import torch's compiler, which takes seconds.
+    """
+    for part in module.modules():
+        for name, param in part.named_parameters(recurse=False):
+            part.register_parameter(name, nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device)))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -11,12 +12,19 @@ IGNORED = -100
 """The target of a token whose successor is not to be predicted."""
 
 
+def make_embedding(config: ModelConfig) -> nn.Embedding:
+    """Return a table without values. `nn.Embedding` draws some, for which torch's meta device imports its compiler."""
+    table = torch.empty(config.vocab_size, config.hidden_size)
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
+    return embedding
+
+
 class TokenEmbedding(nn.Module):
     """Tokens to vectors."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [batch, tokens, hidden] for tokens [batch, tokens]."""
@@ -49,7 +57,6 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
         target: [batch, tokens], the token that follows each.
 
     Example:
-        >>> import torch
         >>> float(loss_fn(torch.zeros(1, 2, 4), torch.tensor([[3, IGNORED]])))  # log 4, of one token
         1.3862943649291992
 

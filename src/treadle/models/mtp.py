@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treadle.models.config import ModelConfig
-from treadle.models.ends import IGNORED, loss_fn
+from treadle.models.ends import IGNORED, loss_fn, make_embedding
 from treadle.models.layers import DenseLayer
 from treadle.models.masks import positions_in
 from treadle.runtime.model.mtp import MTPBlock
@@ -38,7 +38,7 @@ class TokenPredictor(MTPBlock):
         super().__init__(loss_weight=config.mtp_loss_weight)
         self.depth, self.number = depth, config.num_hidden_layers + depth - 1
         self.tied = config.tie_word_embeddings
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config)
         self.enorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)

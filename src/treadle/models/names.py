@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from treadle.models.config import ModelConfig
+from treadle.models.cut_stage import LMStage
 from treadle.models.ends import LMHead, TokenEmbedding
 from treadle.models.layers import DecoderLayer
 from treadle.models.mtp import TokenPredictor
@@ -27,10 +28,10 @@ def views(module: nn.Module) -> list[NamedView]:
     """Return every parameter and persistent buffer of a stage under its Hugging Face name, each name once.
 
     Args:
-        module: a stage of `build_stages`.
+        module: a stage of `build_stages` or `cut_causal_lm`.
 
     Raises:
-        ValueError: a block that `build_stages` does not make.
+        ValueError: a block that neither makes.
 
     """
     found: dict[str, NamedView] = {}
@@ -127,9 +128,12 @@ def _full_name(block: nn.Module, name: str) -> str:
         return shared.get(name, f"model.layers.{block.number}.{name.removeprefix('layer.')}")
     if isinstance(block, DecoderLayer):
         return f"model.layers.{block.number}.{name.replace('.gate.score.', '.gate.')}"
+    if isinstance(block, LMStage):
+        own = name.removeprefix("model.")
+        return block.shared.get(own, own)
     raise ValueError(
         f"{type(block).__name__} is no block of build_stages, so it has no name in a Hugging Face checkpoint; pass a "
-        "stage that build_stages made"
+        "stage that build_stages or cut_causal_lm made"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from treadle.host.errors import TreadleError
 from treadle.train.command import parse_command
 from treadle.train.config import TrainConfig
-from treadle.train.launch import rank_of_launch
+from treadle.train.launch import leave_world, rank_of_launch
 from treadle.train.metrics import say
 from treadle.train.nonfinite import NonFiniteError
 
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         trainer = Trainer(config)
     except ValueError as error:
+        leave_world()
         return _refuse(error, rank, REFUSED)
     return _run(trainer, rank)
 
@@ -54,7 +55,7 @@ def _dry_run(config: TrainConfig, rank: int) -> int:
     from treadle.train.dryrun import describe
 
     if rank == 0:
-        say(describe(config))
+        say(str(describe(config)))
     return 0
 
 

@@ -189,6 +189,10 @@ class TrainConfig:
     dry_run: bool = False
     """Print what the run would do, and do nothing."""
 
+    costs: str = ""
+    """A file of costs that a dry run predicts a step with. Empty: OUTPUT/costs.toml, which a run writes with its traces
+    (`logging.trace_every`)."""
+
     def num_microbatches(self, num_replicas: int) -> int:
         """Return the micro-batches of each replica.
 

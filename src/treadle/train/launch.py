@@ -35,7 +35,13 @@ class World:
     def leave(self) -> None:
         """Give the process group back, if it was made here."""
         if self.own_group:
-            dist.destroy_process_group()
+            leave_world()
+
+
+def leave_world() -> None:
+    """Give the default process group back, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def join_world(config: TrainConfig) -> World:

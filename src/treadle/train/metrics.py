@@ -51,13 +51,13 @@ class StepFacts:
         aux = "" if self.aux_loss is None else f"  aux {self.aux_loss:.4f}"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:7.4f}{aux}  {self.tokens_per_s:>7,.0f} tok/s"
-            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  peak {self.peak_bytes / 2**30:.2f} GiB"
-            f"  norm {self.grad_norm:.3f}  lr {self.lr:.2e}"
+            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  peak {self.peak_bytes / 2**30:5.2f} GiB"
+            f"  norm {self.grad_norm:7.3f}  lr {self.lr:.2e}"
         )
 
 
 def _share(value: float | None) -> str:
-    return "    -" if value is None else f"{value:5.1%}".rjust(5)
+    return "     -" if value is None else f"{value:6.1%}"
 
 
 def say(line: str) -> None:
@@ -83,6 +83,16 @@ def peak_bytes(device: torch.device) -> int:
     return peak
 
 
+def _open_rows(path: Path) -> IO[str]:
+    """Open a file of rows to add to it; a row that a kill cut off stays a line of its own."""
+    file = path.open("a+", encoding="utf-8")
+    file.seek(0)
+    text = file.read()
+    if text and not text.endswith("\n"):
+        file.write("\n")
+    return file
+
+
 class RunLog:
     """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing."""
 
@@ -93,7 +103,7 @@ class RunLog:
         if not self._speaks:
             return
         output.mkdir(parents=True, exist_ok=True)
-        self._file = (output / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = _open_rows(output / "metrics.jsonl")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

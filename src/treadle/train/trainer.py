@@ -29,6 +29,7 @@ from treadle.train.checkpoint import Checkpointer
 from treadle.train.config import TrainConfig
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.fitted_costs import write_costs
 from treadle.train.launch import join_world
 from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes
 from treadle.train.nonfinite import NonFiniteError, describe, examine
@@ -175,6 +176,8 @@ class Trainer:
 
         """
         training, stopped = self.config.training, False
+        if self.step >= training.steps:
+            self.log.say(f"all {training.steps} steps are done; a larger training.steps goes on")
         with StopSignal() as stop:
             while self.step < training.steps and not stopped:
                 facts = self.train_step()
@@ -282,6 +285,7 @@ class Trainer:
             directory = self.output / "traces"
             directory.mkdir(exist_ok=True)
             save_trace(trace, directory / f"step{self.step}.json.gz")
+            write_costs(trace, self.output)
         return overlap_of(trace) if measures else (None, None)
 
     def _agree(self, stop: bool) -> tuple[bool, int]:

@@ -21,7 +21,7 @@ from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import Box, make_pipe
 from treadle.train.checkpoint import Checkpointer, State, TensorPart, complete_steps, files
 
-POINTS = 12
+POINTS = 10
 """More moments than a save has: before each write is brought to the disk, each rename, and after all of them."""
 
 

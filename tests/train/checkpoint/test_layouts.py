@@ -36,7 +36,7 @@ KINDS = [
     Kind(OptimizerConfig(bucket_mb=0.001), torch.float64),
     Kind(OptimizerConfig(name="muon", bucket_mb=0.001), torch.bfloat16),
 ]
-CHAIN = [Layout(pp=2, ep=2), Layout(ep=2, dp=2), Layout(pp=4), Layout("dualpipe", pp=2, dp=2)]
+CHAIN = [Layout(pp=2, ep=2), Layout(ep=2, dp=2), Layout(pp=4)]
 
 
 def update(placed: Placed, optimizer: ShardedOptimizer, step: int) -> None:

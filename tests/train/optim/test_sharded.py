@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout(pp=1, ep=2, dp=2),
     Layout("dualpipe", pp=2, ep=2),
     Layout("dualpipe", pp=2, dp=2),
+    Layout("dualpipev", pp=2, ep=2),
 ]
 
 Result = dict[str, Any]

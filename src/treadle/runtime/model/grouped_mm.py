@@ -46,6 +46,8 @@ def grouped_mm(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
     """Returns `rows[group g] @ matrices[g]` for all groups, in the order of the rows."""
     if groups.num_rows == 0:
         return rows.new_zeros(0, matrices.shape[-1])
+    if rows.is_meta:
+        return rows.new_empty(groups.num_rows, matrices.shape[-1])  # the memory of one kernel, not of a loop's parts
     rows = rows.contiguous()
     if _takes(groups, rows, matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends(rows.device))
@@ -56,6 +58,8 @@ def grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
     """Returns `left[group g].T @ right[group g]` for each group: zeros where a group has no rows."""
     if groups.num_rows == 0:
         return left.new_zeros(len(groups.sizes), left.shape[1], right.shape[1])
+    if left.is_meta:
+        return left.new_empty(len(groups.sizes), left.shape[1], right.shape[1])
     left, right = left.contiguous(), right.contiguous()
     if _takes(groups, left, right):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=groups.ends(left.device))

@@ -20,7 +20,7 @@ from treadle.runtime import Pipeline
 from treadle.train.checkpoint import files
 from treadle.train.checkpoint.needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.parts import State
-from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner
+from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, wrapped
 from treadle.train.checkpoint.writing import PublishingWriter
 
 
@@ -35,12 +35,16 @@ class Checkpointer:
         timeout_s: How long ranks wait for each other's writes.
 
     Example:
-        checkpoints = Checkpointer("out/checkpoints", pipe=pipe, keep=2, every=100)
+        `optimizer` is a `ShardedOptimizer` of the pipeline `pipe`.
+
+        checkpoints = Checkpointer("run/checkpoints", pipe=pipe, keep=2, every=100)
         latest = checkpoints.latest()
-        extra = checkpoints.load(latest, optimizer) if latest is not None else {"step": 0}
-        ...
-        if checkpoints.due(step):
-            checkpoints.save(step, optimizer, {"step": step, "data": loader.state_dict()})
+        extra = checkpoints.load(latest, optimizer) if latest is not None else {"seen": 0}
+        for step in range(latest or 0, steps):
+            ...
+            if checkpoints.due(step + 1):
+                checkpoints.save(step + 1, optimizer, {"seen": seen})
+        checkpoints.close()
 
     """
 
@@ -83,7 +87,7 @@ class Checkpointer:
             raise ValueError(f"a checkpoint's step is from 0 on, got {named(step)}")
         writer = PublishingWriter(files.directory_of(self.directory, step), _as_json(extra or {}), self._keep)
         saving = async_save(
-            _state_of(state),
+            wrapped(_state_of(state)),
             storage_writer=writer,
             planner=PartSavePlanner(),
             process_group=self._group,
@@ -135,7 +139,9 @@ class Checkpointer:
         reason = unmet(have, parts) if have else self._incomplete()
         self._refuse(path, reason, have, parts)
         assert manifest is not None, "else all ranks refuse"
-        load(dict(parts), storage_reader=FileSystemReader(path), planner=PartLoadPlanner(), process_group=self._group)
+        load(
+            wrapped(parts), storage_reader=FileSystemReader(path), planner=PartLoadPlanner(), process_group=self._group
+        )
         state.load_state_dict(parts)
         extra: dict[str, Any] = manifest["extra"]
         return extra

@@ -1,6 +1,7 @@
 """Plans of torch.distributed.checkpoint for a `State`: which part of which tensor is written and read.
 
 Only documented classes of torch are used: planners may be subclassed, and write and read items are plain records.
+torch gets the parts as one value (`wrapped`): it would log each of them, which takes longer than to copy them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from treadle.train.checkpoint.parts import TensorPart
+from treadle.train.checkpoint.parts import State, TensorPart
+
+_PARTS = "parts"
+
+
+def wrapped(parts: State) -> dict[str, Any]:
+    """Return what torch's functions take for these parts."""
+    return {_PARTS: parts}
 
 
 class PartSavePlanner(DefaultSavePlanner):
@@ -34,6 +42,12 @@ class PartSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the parts to write."""
+        self.state_dict, self.is_coordinator = state_dict[_PARTS], is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Plan to write all parts of this rank."""
@@ -53,7 +67,7 @@ class PartLoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         """Take the parts to fill."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.state_dict, self.metadata, self.is_coordinator = state_dict[_PARTS], metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         """Plan to read each part."""
@@ -77,7 +91,7 @@ class PartCopies(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return copies in host memory."""
-        return {name: part.copied() for name, part in state_dict.items()}
+        return wrapped({name: part.copied() for name, part in state_dict[_PARTS].items()})
 
     def synchronize_staging(self) -> None:
         """Do nothing: copies are made when `stage` returns."""

@@ -1,0 +1,133 @@
+"""The memory of each rank of a pipeline over a simulated step: what its ops take and give back, in order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.ir.blocks import LAYERS
+from treadle.ir.program import EMBEDDING, HEAD, MTP, Longs, OpKind, Program
+from treadle.ir.trace import Trace
+from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
+
+_NOTHING = OpBytes(0, 0)
+_ACTIVATIONS, _TEMPORARIES, _GRADIENTS = range(3)
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """The moment of a step in which a rank has the most memory, in bytes, and the op that it runs then."""
+
+    activations: int
+    """What lives from op to op: saved for backward, passed from segment to segment, or on its way between stages."""
+
+    temporaries: int
+    """What ops have only while they run."""
+
+    gradients: int
+    op: str
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.temporaries + self.gradients
+
+
+def step_peaks(
+    trace: Trace, stages: Sequence[StageFootprint], reduced: Mapping[tuple[int, int], int]
+) -> tuple[StepPeak, ...]:
+    """Return each rank's moment of most memory.
+
+    Args:
+        trace: a simulated step of one pipeline.
+        stages: the footprint of each stage.
+        reduced: for each (rank, chunk) the bytes that its reduction of gradients copies.
+
+    """
+    program = trace.program
+    sizes = _sizes(program, stages)
+    index = _index(program, sizes.shape[0], sizes.shape[1])
+    first = _first_of_each(program, trace.start, index)
+    flat = sizes.reshape(-1, 2, 4)[index, first.astype(np.int64)]
+    peak, after, gradients, freed = flat.T
+    _add_reductions(program, reduced, peak)
+    lasting = np.maximum(after - gradients, 0)
+    starts = np.stack([lasting, peak - lasting - gradients, gradients])
+    ends = np.stack([after - gradients - lasting - freed, -(peak - lasting - gradients), np.zeros_like(after)])
+    ranks = program.lane_rank[program.lane_of]
+    return tuple(_peak_of(trace, np.flatnonzero(ranks == rank), starts, ends) for rank in range(program.num_ranks))
+
+
+def _peak_of(trace: Trace, ops: Longs, starts: Longs, ends: Longs) -> StepPeak:
+    """Return the peak of one rank; at equal times freeing comes first."""
+    time = np.concatenate([trace.start[ops], trace.end[ops]])
+    is_start = np.repeat([True, False], len(ops))
+    order = np.lexsort((is_start, time))
+    held = np.cumsum(np.concatenate([starts[:, ops], ends[:, ops]], axis=1)[:, order], axis=1)
+    at = int(np.argmax(held.sum(axis=0)))
+    op = trace.program.op(int(np.concatenate([ops, ops])[order[at]]))
+    activations, temporaries, gradients = (int(size) for size in held[:, at])
+    return StepPeak(activations, temporaries, gradients, str(op))
+
+
+def _sizes(program: Program, stages: Sequence[StageFootprint]) -> Longs:
+    """`[stage, layer, kind, is first micro-batch]`: (peak, after, gradients, freed at the end besides)."""
+    depth = max(1, program.layout.max_layers, *(stage.row.count("m") for stage in stages))
+    table = np.zeros((len(stages), depth, len(OpKind), 2, 4), np.int64)
+    for number, stage in enumerate(stages):
+        layers = [letter for letter in stage.row if letter in LAYERS]
+        for letter in dict.fromkeys(stage.row):
+            block = stage.blocks[letter]
+            places = [at for at, other in enumerate(layers) if other == letter]
+            if letter not in LAYERS:
+                places = list(range(stage.row.count(letter)))
+            for at in places:
+                _put_block(table[number, at], block)
+        for kind in (OpKind.RECV_F, OpKind.RECV_B):
+            table[number, :, kind] = (stage.boundary, stage.boundary, 0, 0)
+        for kind in (OpKind.SEND_F, OpKind.SEND_B):
+            table[number, :, kind] = (0, 0, 0, stage.boundary)
+    return table
+
+
+def _put_block(table: Longs, block: BlockFootprint) -> None:
+    """Fill in `[kind, is first micro-batch]` of a block."""
+    for kind in block.ops:
+        for first, op in enumerate((block.ops.get(kind, _NOTHING), block.first.get(kind, _NOTHING))):
+            table[kind, first] = (op.peak, op.after, op.gradients, 0)
+    if block.letter in LAYERS:
+        moved = block.saved_until_backward
+        table[OpKind.OFFLOAD] = (0, 0, 0, moved)
+        table[OpKind.ONLOAD] = (moved, moved, 0, 0)
+
+
+def _index(program: Program, num_stages: int, depth: int) -> Longs:
+    """Return the place of each op in the table of sizes."""
+    layout = program.layout
+    rank = program.lane_rank[program.lane_of] // layout.num_replicas
+    known = (program.chunk >= 0) & (program.chunk < layout.placement.vpp)
+    stage = np.array(layout.placement.stages, np.int64)[rank, np.where(known, program.chunk, 0)]
+    inside = np.isin(program.kind, (*EMBEDDING, *HEAD)) | (program.layer < 0) | (program.layer >= depth)
+    layer = np.where(inside & ~np.isin(program.kind, MTP), 0, program.layer)
+    index: Longs = (stage * depth + layer) * len(OpKind) + program.kind
+    return index
+
+
+def _first_of_each(program: Program, start: Longs, index: Longs) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """`[op]`: is it the first in time of its rank, stage, layer and kind."""
+    rank = program.lane_rank[program.lane_of].astype(np.int64)
+    key = rank * (int(index.max(initial=0)) + 1) + index
+    order = np.lexsort((start, key))
+    firsts = np.ones(len(order), bool)
+    firsts[1:] = key[order][1:] != key[order][:-1]
+    first = np.zeros(len(order), bool)
+    first[order[firsts]] = True
+    return first
+
+
+def _add_reductions(program: Program, reduced: Mapping[tuple[int, int], int], peak: Longs) -> None:
+    for op in np.flatnonzero(program.kind == OpKind.REDUCE_GRAD):
+        rank = int(program.lane_rank[program.lane_of[op]])
+        peak[op] = reduced.get((rank, int(program.chunk[op])), 0)
