@@ -2,13 +2,18 @@
 
 Four processes train a mixture of experts with the trainer, PP2 x EP2, interleaved-overlap, and trace every step.
 
-    time     costs are fitted on one step (`treadle.fit`), the Program simulated with them, and the prediction held
-             against every other step. `ratio` is measured / predicted: of the first step behind the warm-up the median
-             and the range over the others; `all` the same over all pairs of steps.
+    time     Costs are made from one step and held against the median of all others, each step in turn: `ratio` is the
+             median of measured / predicted, `error` that of its distance from 1, `range` from the least to the most.
+             How much steps differ by themselves is in `measured_quartiles`, as a part of their median.
+               costs    the costs.toml that the trainer writes: medians of durations, times one factor (`fit_step`)
+               fit      `treadle.fit` alone: the medians
+               drawn    no factor: each op's duration is drawn from those of its kind in that step, with the time that
+                        its lane took to come to it, and the step simulated 9 times
+               replay   the same step's own durations: what the Program itself explains
     memory   `--dry-run`'s total of each rank against the most bytes of tensors that the rank had at once in a step and
              its update, counted in all threads (`tensor_bytes.py`); parameters and optimizer state included.
 
-The last line is JSON.
+`--ep 1` runs two ranks. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +51,7 @@ def config_of(size: str, output: str, **parallel: Any) -> Any:
     return TrainConfig(
         model=ModelConfig(num_hidden_layers=4, num_experts=8, router_aux_loss_coef=0.01, **SIZES[size]),
         data=DataConfig(paths=(text,), cache=str(Path(output).parent / "data")),
-        parallel=ParallelConfig(
-            **{"pp": 2, "ep": 2, "schedule": "interleaved-overlap", "deadline_s": 300.0, **parallel}
-        ),
+        parallel=ParallelConfig(**{"pp": 2, "deadline_s": 300.0, **parallel}),
         training=TrainingConfig(global_batch_size=16, micro_batch_size=1, seq_len=128, steps=10_000),
         logging=LoggingConfig(tensorboard=False, measure_every=0),
         output=output,
@@ -61,73 +65,118 @@ def run_rank(size: str, output: str, steps: int, parallel: dict[str, Any]) -> No
     """Train, and write what was measured."""
     import torch
 
-    import treadle
     from treadle.train.trainer import Trainer
 
     torch.set_num_threads(1)
     tensor_bytes.check()
     before = tensor_bytes.live()
     trainer = Trainer(config_of(size, output, **parallel))
-    peaks, makespans, predicted = [], [], []
+    peaks, times = [], []
     for _ in range(steps):
         tensor_bytes.begin_peak()
         trainer.train_step()
         peaks.append(tensor_bytes.peak() - before)
         trace = trainer.pipe.trace
         if trainer.world.rank == 0:
-            makespans.append(trace.makespan / 1e6)
-            predicted.append(treadle.simulate(trace.program, treadle.fit(trace)).makespan / 1e6)
+            times.append(predictions(trace))
         del trace
     told = {
         "pp_rank": trainer.pipe.position.pp_rank,
         "peaks": peaks,
-        "makespans_ms": makespans,
-        "predicted_ms": predicted,
+        "times": times,
         "held_bytes": tensor_bytes.live() - before,
     }
     (Path(output) / f"rank{trainer.world.rank}.json").write_text(json.dumps(told))
     trainer.close()
 
 
+def predictions(trace: Any) -> dict[str, float]:
+    """What a step took, and what it says that others take, in ms."""
+    import numpy as np
+
+    import treadle
+    from treadle.ir.execute import leaders
+    from treadle.simulate.grouping import work_of
+    from treadle.simulate.waiting import shortest
+    from treadle.train.fitted_costs import fit_step
+
+    program = trace.program
+    own = shortest(_from_readiness(trace))
+    work, lead, draw = work_of(program), leaders(program), np.random.default_rng(0)
+    drawn = []
+    for _ in range(9):
+        ticks = np.zeros(program.num_ops, np.int64)
+        for kind in np.unique(work):
+            ticks[work == kind] = draw.choice(own[work == kind], int((work == kind).sum()))
+        drawn.append(treadle.simulate(program, treadle.Durations(ticks[lead])).makespan)
+    found = {
+        "measured": trace.makespan,
+        "costs": treadle.simulate(program, fit_step(trace)).makespan,
+        "fit": treadle.simulate(program, treadle.fit(trace)).makespan,
+        "drawn": statistics.median(drawn),
+        "replay": treadle.simulate(program, treadle.Durations(own)).makespan,
+    }
+    return {name: ticks / 1e6 for name, ticks in found.items()}
+
+
+def _from_readiness(trace: Any) -> Any:
+    """The trace with each op from when nothing kept it waiting: its lane was free, and what it needs was there."""
+    import numpy as np
+
+    program = trace.program
+    ready = np.full(program.num_ops, trace.start.min(), np.int64)
+    opens = np.zeros(program.num_ops, bool)
+    opens[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = True
+    later = np.flatnonzero(~opens)
+    ready[later] = trace.end[later - 1]
+    for op in range(program.num_ops):
+        for needed in program.deps(op):
+            ready[op] = max(ready[op], trace.end[needed])
+    return replace(trace, start=np.minimum(ready, trace.start))
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
 def measure(size: str, steps: int, parallel: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run four ranks of a size; return what is predicted and what was measured."""
-    output = directory / f"{size}-{'-'.join(map(str, parallel.values())) or 'plain'}"
+    """Run the ranks of a size; return what is predicted and what was measured."""
+    world = 2 * int(parallel["ep"])
+    output = directory / size
     output.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**tensor_bytes.counting(directory), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "4"}
+    environment = {**tensor_bytes.counting(directory), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, __file__, "--rank", size, str(output), str(steps), json.dumps(parallel)]
     ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(4)
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
     ]
     ended = [rank.wait() for rank in ranks]
     if any(ended):
         raise SystemExit(f"ranks ended with {ended}")
-    told = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(4)]
+    told = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(world)]
     return {"time": _times(told[0]), "memory": _memory(size, parallel, str(output), told)}
 
 
 def _times(told: dict[str, Any]) -> dict[str, Any]:
-    measured, predicted = told["makespans_ms"][WARM_UP:], told["predicted_ms"][WARM_UP:]
-    ratios = [
-        (fitted, held / by)
-        for fitted, by in enumerate(predicted)
-        for other, held in enumerate(measured)
-        if other != fitted
-    ]
-    first, every = [ratio for fitted, ratio in ratios if fitted == 0], [ratio for _, ratio in ratios]
-    return {
-        "measured_ms": round(statistics.median(measured), 1),
-        "ratio": {"median": _short(statistics.median(first)), "range": [_short(min(first)), _short(max(first))]},
-        "all": {"median": _short(statistics.median(every)), "quartiles": [_short(q) for q in _quartiles(every)]},
-        "same_step": _short(statistics.median(m / p for m, p in zip(measured, predicted, strict=True))),
-        "measured_spread": [_short(q / statistics.median(measured)) for q in _quartiles(measured)],
+    steps = told["times"][WARM_UP:]
+    measured = [step["measured"] for step in steps]
+    usual = statistics.median(measured)
+    found: dict[str, Any] = {
+        "measured_ms": round(usual, 1),
+        "measured_quartiles": [_short(q / usual) for q in _quartiles(measured)],
+        "replay": _short(statistics.median(step["measured"] / step["replay"] for step in steps)),
     }
+    for name in ("costs", "fit", "drawn"):
+        ratios = [statistics.median(measured[:at] + measured[at + 1 :]) / step[name] for at, step in enumerate(steps)]
+        found[name] = {
+            "ratio": _short(statistics.median(ratios)),
+            "error": _short(statistics.median(abs(ratio - 1) for ratio in ratios)),
+            "range": [_short(min(ratios)), _short(max(ratios))],
+        }
+    return found
 
 
 def _memory(size: str, parallel: dict[str, Any], output: str, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,13 +217,14 @@ def main() -> None:
     parser.add_argument("--recompute", nargs="*", default=[])
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--schedule", default="interleaved-overlap")
+    parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--rank", nargs=4)
     options = parser.parse_args()
     if options.rank is not None:
-        size, output, steps, parallel = options.rank
-        run_rank(size, output, int(steps), json.loads(parallel))
+        size, output, steps, fields = options.rank
+        run_rank(size, output, int(steps), json.loads(fields))
         return
-    parallel: dict[str, Any] = {"schedule": options.schedule}
+    parallel: dict[str, Any] = {"schedule": options.schedule, "ep": options.ep}
     parallel |= {"recompute": options.recompute} if options.recompute else {}
     parallel |= {"saved": "offload"} if options.offload else {}
     with tempfile.TemporaryDirectory() as directory:

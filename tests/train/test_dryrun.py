@@ -18,7 +18,7 @@ from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
 from treadle.simulate import measure
 from treadle.train.config import ParallelConfig, TrainConfig, TrainingConfig
 from treadle.train.dryrun import describe
-from treadle.train.fitted_costs import write_costs
+from treadle.train.fitted_costs import fit_step, write_costs
 from treadle.train.memory import RunMemory
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
@@ -75,6 +75,18 @@ def test_costs_of_an_earlier_run_predict_the_step(tmp_path: Path) -> None:
     assert describe(elsewhere).step_s == dry.step_s
     with pytest.raises(ValueError, match=r"got '.*none.toml': No such file"):
         describe(replace(config, costs=str(tmp_path / "none.toml")))
+
+
+def test_fitted_costs_make_the_step_as_long_as_it_was() -> None:
+    config = RUN
+    costs = treadle.load_costs("deepseek-v3-h800")
+    trace = treadle.simulate(RunMemory(config, ParallelPlan.of(config, 4)).program, costs)
+    late = 2 * trace.start  # ops take as long as before, and as much again passes between them
+    slow = replace(trace, start=late, end=late + trace.end - trace.start)
+    assert treadle.simulate(slow.program, treadle.fit(slow)).makespan < 0.6 * slow.makespan
+    fitted = fit_step(slow)
+    assert treadle.simulate(slow.program, fitted).makespan == pytest.approx(slow.makespan, rel=1e-3)
+    assert "for what is between ops" in fitted.about
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ def _train(output: Path, layout: dict[str, Any], steps: int, **groups: dict[str,
     """Run up to a step; return the held-out loss then."""
     config = tiny(output, parallel=layout, training={"steps": steps, "eval_every": 3}, **groups)
     trainer = Trainer(config)
-    trainer.run()
+    before, seen = trainer.step, []
+    trainer.run(after_step=lambda facts: seen.append((facts.step, trainer.step, facts.peak_bytes > 0)))
+    assert seen == [(step, step, True) for step in range(before + 1, steps + 1)]
     loss = trainer.evaluate()
     trainer.close()
     return loss

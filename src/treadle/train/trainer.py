@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -167,8 +167,14 @@ class Trainer:
 
     # -- running it --------------------------------------------------------------------------------------------------
 
-    def run(self) -> RunResult:
-        """Run all steps that are left, or until SIGTERM; every rank returns the same."""
+    def run(self, *, after_step: Callable[[StepFacts], None] | None = None) -> RunResult:
+        """Run all steps that are left, or until SIGTERM; every rank returns the same.
+
+        Args:
+            after_step: is called on every rank with what the step told of itself, once the step is evaluated and
+                saved where that is due. The next step begins when it returns.
+
+        """
         training, stopped = self.config.training, False
         if self.step >= training.steps:
             self.log.say(f"all {training.steps} steps are done; a larger training.steps goes on")
@@ -176,11 +182,13 @@ class Trainer:
             while self.step < training.steps and not stopped:
                 facts = self.train_step()
                 stopped, peak = self._agree(stop.came)
-                self._tell(facts, peak)
+                told = self._tell(facts, peak)
                 if training.eval_every and (self.step % training.eval_every == 0 or self.step == training.steps):
                     self.evaluate()
                 if self.checkpoints.due(self.step) or stopped or self.step == training.steps:
                     self.save()
+                if after_step is not None:
+                    after_step(told)
             self.checkpoints.wait()
             if self.config.checkpoint.export and self.step == training.steps:
                 save_pretrained(self.stages, self.config.model, self.output / "model")
@@ -287,10 +295,11 @@ class Trainer:
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return bool(both[0]), int(both[1])
 
-    def _tell(self, facts: StepFacts, peak: int) -> None:
+    def _tell(self, facts: StepFacts, peak: int) -> StepFacts:
         told = replace(facts, peak_bytes=peak)
         printed = _due(self.step, self.config.logging.every) or self.step == self.config.training.steps
         self.log.step(told, printed=printed)
+        return told
 
 
 def _due(step: int, every: int) -> bool:
