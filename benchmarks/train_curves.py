@@ -1,4 +1,4 @@
-"""Loss curves of layouts against one process: `python benchmarks/train_curves.py [--steps 200] [--output DIR]`.
+"""Loss curves of layouts against one process: `python benchmarks/train_curves.py [--steps 200] [--lr 3e-3]`.
 
 configs/moe_tiny.toml, the same run on one process and on three layouts of four ranks. A layout's curve is compared with
 that of one process at every step. The curve of one process is compared with a bigram model of the same training bytes,
@@ -48,11 +48,12 @@ def main() -> None:
     """Run all layouts, and print what differs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     output = arguments.output or Path(tempfile.mkdtemp(prefix="train-curves-"))
     output.mkdir(parents=True, exist_ok=True)
-    took = {name: _run(name, arguments.steps, output) for name in LAYOUTS}
+    took = {name: _run(name, arguments.steps, arguments.lr, output) for name in LAYOUTS}
     whole, *others = LAYOUTS
     reference = losses_of(_directory(output, whole))
     rows = {name: _compared(losses_of(_directory(output, name)), reference) for name in others}
@@ -63,6 +64,7 @@ def main() -> None:
     print(f"held-out {held_out}, bigram {bigram:.4f}", flush=True)
     result = {
         "steps": arguments.steps,
+        "lr": arguments.lr,
         "layouts": rows,
         "held_out": {str(step): loss for step, loss in held_out.items()},
         "bigram": bigram,
@@ -76,11 +78,13 @@ def _directory(output: Path, name: str) -> Path:
     return output / name.replace(" ", "-").replace(",", "")
 
 
-def _run(name: str, steps: int, output: Path) -> float:
+def _run(name: str, steps: int, lr: float, output: Path) -> float:
     num_ranks, flags = LAYOUTS[name]
     log, start = _directory(output, name).with_suffix(".log"), time.monotonic()
     fixed = f"--config {TINY} --training.steps {steps} --training.eval_batches {BATCHES} --data.cache {output / 'data'}"
-    fixed += f" --logging.measure_every 0 --logging.no-tensorboard --output {_directory(output, name)}"
+    fixed += (
+        f" --training.lr {lr} --logging.measure_every 0 --logging.no-tensorboard --output {_directory(output, name)}"
+    )
     with started_run([*fixed.split(), *flags.split()], num_ranks, log) as process:
         code, shown = None, 0
         while code is None:
