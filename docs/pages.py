@@ -127,11 +127,11 @@ class Ran:
 
 
 def replay(text: str, directory: Path, elsewhere: Collection[str] = ()) -> Iterator[Ran]:
-    """Do what a page says, block by block, in a directory; `examples` and `docs` are there, as in a checkout.
+    """Do what a page says, block by block; `examples`, `docs` and `configs` are in the directory, as in a checkout.
 
     Commands that install, and those that are run `elsewhere`, are passed over.
     """
-    for name in ("examples", "docs"):
+    for name in ("examples", "docs", "configs"):
         (directory / name).symlink_to(ROOT / name)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(text):

@@ -1,4 +1,4 @@
-"""Serve a model while it trains: torchrun --nproc-per-node 4 examples/train_and_serve.py [--engine vllm] [--steps 60]
+"""Serve a model while it trains: torchrun --nproc-per-node 4 examples/train_and_serve.py [--engine vllm] [--steps 150]
 
 Four ranks train configs/moe_tiny.toml PP2 x EP2: each has its stages and its experts. An engine in a process of its own
 continues a prompt all the time. Every few steps the ranks copy their parts of the model, train on, and a thread beside
@@ -172,8 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", choices=sorted(ENGINES), default="transformers")
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--output")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args, more = parser.parse_known_args()

@@ -40,6 +40,7 @@ from tests.support.update.vllm import (
     recover,
     seed_of,
     update,
+    update_from_parts,
 )
 from tests.support.update.workers import Trouble
 from treadle.update.protocol.messages import Close
@@ -286,3 +287,10 @@ def test_requests_are_broken_off_where_that_is_asked_for(moe: Served) -> None:
     assert {answer["version"] for answer in answers} == {5}
     assert any(0 < len(answer["tokens"]) < LONG for answer in answers)
     moe.serves(6)
+
+
+def test_ranks_without_an_engine_bring_their_parts_of_the_experts(moe: Served) -> None:
+    """A trainer's ranks, PP2 x EP2, and one engine: a new set of workers, so this is the last update of this engine."""
+    moe.version = max(moe.version, 6) + 1  # versions up to 6 are of the tests above
+    assert check(run_ranks(4, update_from_parts, *moe.args, moe.version)) == [moe.version] * 4
+    moe.serves(moe.version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from tests.support.paths import ROOT
 from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
 from tests.support.watching import Watching
-from treadle.update import UpdateError, UpdateOptions, Updater
+from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -209,6 +210,27 @@ def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world
     """Brings the committed version to workers that have lost it."""
     with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         return updater.recover(read_checkpoint(checkpoints[seed_of(version)], rank, world), version).version
+
+
+def update_from_parts(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> int:
+    """Bring a version of which each of PP2 x EP2 ranks has a part. Only rank 0 has an engine beside it."""
+    whole = read_checkpoint(checkpoints[seed_of(version)], 0, 1)
+    part = {piece.tensor: weight for piece, weight in whole.held.items() if _is_of_rank(rank, piece.tensor)}
+    assert 0 < len(part) < len(whole.held)
+    with ExitStack() as stack:
+        if rank:
+            stack.enter_context(Endpoint(Plain({}), places[0], rank))
+        options = UpdateOptions(SMALL)
+        updater = stack.enter_context(Updater(places[0], ledger=places[1], options=options, new_set=True))
+        return updater.update(Source.of(part), version).version
+
+
+def _is_of_rank(rank: int, name: str) -> bool:
+    """Whether a rank of PP2 x EP2 has a tensor: layers in two halves, four experts in two halves."""
+    stage, part = divmod(rank, 2)
+    layer, expert = re.search(r"layers\.(\d+)", name), re.search(r"experts\.(\d+)", name)
+    at = int(layer[1]) if layer else int(name != "model.embed_tokens.weight")
+    return at == stage and (expert is None or int(expert[1]) // 2 == part)
 
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
