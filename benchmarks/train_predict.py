@@ -42,17 +42,20 @@ SIZES: dict[str, dict[str, Any]] = {
 """Fields of the model; 2,048 tokens a step."""
 
 
-def config_of(size: str, output: str, **parallel: Any) -> Any:
-    """The run of a size."""
+def config_of(size: str, output: str, **changes: Any) -> Any:
+    """The run of a size, with `dtype` and fields of `parallel` changed."""
     from treadle.models import ModelConfig
     from treadle.train.config import DataConfig, LoggingConfig, ParallelConfig, TrainConfig, TrainingConfig
 
+    parallel = {"pp": 2, "deadline_s": 300.0, **changes}
+    dtype = parallel.pop("dtype", "float32")
+    parallel["recompute"] = tuple(parallel.get("recompute", ()))
     text = str(Path(os.__file__).parent / "asyncio" / "*.py")
     return TrainConfig(
         model=ModelConfig(num_hidden_layers=4, num_experts=8, router_aux_loss_coef=0.01, **SIZES[size]),
         data=DataConfig(paths=(text,), cache=str(Path(output).parent / "data")),
-        parallel=ParallelConfig(**{"pp": 2, "deadline_s": 300.0, **parallel}),
-        training=TrainingConfig(global_batch_size=16, micro_batch_size=1, seq_len=128, steps=10_000),
+        parallel=ParallelConfig(**parallel),
+        training=TrainingConfig(global_batch_size=16, micro_batch_size=1, seq_len=128, steps=10_000, dtype=dtype),
         logging=LoggingConfig(tensorboard=False, measure_every=0),
         output=output,
     )
@@ -153,7 +156,11 @@ def measure(size: str, steps: int, parallel: dict[str, Any], directory: Path) ->
         subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)
     ]
-    ended = [rank.wait() for rank in ranks]
+    try:
+        ended = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(ended):
         raise SystemExit(f"ranks ended with {ended}")
     told = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(world)]
@@ -217,6 +224,7 @@ def main() -> None:
     parser.add_argument("--recompute", nargs="*", default=[])
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--schedule", default="interleaved-overlap")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--rank", nargs=4)
     options = parser.parse_args()
@@ -227,6 +235,7 @@ def main() -> None:
     parallel: dict[str, Any] = {"schedule": options.schedule, "ep": options.ep}
     parallel |= {"recompute": options.recompute} if options.recompute else {}
     parallel |= {"saved": "offload"} if options.offload else {}
+    parallel |= {"dtype": options.dtype} if options.dtype != "float32" else {}
     with tempfile.TemporaryDirectory() as directory:
         found = {size: measure(size, options.steps, parallel, Path(directory)) for size in options.sizes}
     print(json.dumps({"predict": found, **parallel}))
