@@ -151,7 +151,7 @@ PLANTS = {
     "scale-rounded-twice": Plant(
         "the gradient of a loss starts from what another loss's precision left of the scale",
         "treadle.runtime.model.chunk",
-        (("scales[torch.float64].to(dtype)", "list(scales.values())[-1].to(dtype)"),),
+        (("scales[torch.float64, own.aux].to(own.loss.dtype)", "list(scales.values())[-1].to(own.loss.dtype)"),),
         "kind=layers,schedule=1f1b|zb-h1,aux=bf16,num_layers=1",
     ),
     "halves-shared": Plant(
