@@ -44,13 +44,14 @@ def with_transformers(sockets: Path, model: Path) -> None:
 
     engine = Transformers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval())
 
-    def generate() -> tuple[int, list[int]]:
+    def generate() -> tuple[str, list[int]]:
         options = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 256}
-        version, tokens = engine.generate(torch.tensor([PROMPT]), **options)
-        return version, tokens[0, len(PROMPT) :].tolist()
+        with engine.serving():  # no update between the answer and the digest
+            version, tokens = engine.generate(torch.tensor([PROMPT]), **options)
+            return f"{version} (weights {engine.digest()[:8]})", tokens[0, len(PROMPT) :].tolist()
 
     with Endpoint(engine, sockets, worker=0):
-        talk(generate, lambda: f" (weights {engine.digest()[:8]})")
+        talk(generate)
 
 
 def with_vllm(sockets: Path, model: Path) -> None:
@@ -69,21 +70,21 @@ def with_vllm(sockets: Path, model: Path) -> None:
     )
     greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
 
-    def generate() -> tuple[int, list[int]]:
+    def generate() -> tuple[str, list[int]]:
         with replica.serving() as version:
             made = llm.generate({"prompt_token_ids": PROMPT}, greedy, use_tqdm=False)
-        return version, list(made[0].outputs[0].token_ids)
+        return str(version), list(made[0].outputs[0].token_ids)
 
     with Replica(Offline(llm), sockets) as replica:
-        talk(generate, str)
+        talk(generate)
 
 
 ENGINES = {"transformers": with_transformers, "vllm": with_vllm}
 
 
-def talk(generate: Callable[[], tuple[int, list[int]]], digest: Callable[[], str]) -> None:
+def talk(generate: Callable[[], tuple[str, list[int]]]) -> None:
     """Answer again and again, and print the first answer of each version, until the trainer has closed the pipe."""
-    shown, num_answers, over = 0, 0, False
+    shown, num_answers, over = "", 0, False
     while not over:
         over = bool(select.select([sys.stdin], [], [], 0.2)[0])
         try:
@@ -92,8 +93,8 @@ def talk(generate: Callable[[], tuple[int, list[int]]], digest: Callable[[], str
             continue
         if version != shown:
             text = bytes(token for token in (*PROMPT, *tokens) if token < 256).decode(errors="replace")
-            before = f", after {num_answers} answers of version {shown}" if shown else ""
-            print(f"the engine serves version {version}{digest()}{before}: {text!r}", flush=True)  # noqa: T201
+            before = f", after {num_answers} answers of the one before" if shown else ""
+            print(f"the engine serves version {version}{before}: {text!r}", flush=True)  # noqa: T201
             shown, num_answers = version, 0
         num_answers += 1
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 pytestmark = pytest.mark.slow
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
+KEPT_OUT_S = 60.0
+"""The deadline of ranks that wait for one that is not let in, all of it."""
 CLONE_NEWNET = 0x40000000
 
 
@@ -103,9 +105,11 @@ class Hosts:
     sockets: tuple[Path, ...]
     ledger: Path
     keys: tuple[Path | None, ...]
+    deadline_s: float = PATIENT_S
 
     def updater(self, rank: int, address: str | None = None) -> Updater:
-        return Updater(self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=OPTIONS)
+        options = replace(OPTIONS, deadline_s=self.deadline_s)
+        return Updater(self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=options)
 
 
 def two_hosts(workers: Workers) -> Hosts:
@@ -179,9 +183,9 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
     with Workers(want) as workers:
         hosts = two_hosts(workers)
         (key,) = set(hosts.keys)
-        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (key, key, None, key))))
+        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (key, key, None, key), KEPT_OUT_S)))
         assert "update rank 0 was given a key and this rank none" in told[2]
-        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (None, None, None, key))))
+        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (None, None, None, key), KEPT_OUT_S)))
         assert "this rank was given a key and update rank 0 none" in told[3]
         (hosts.ledger / "ledger.json").write_text("{")
         told = check(run_ranks(4, error_of, hosts))
@@ -205,7 +209,7 @@ def test_a_rank_with_another_key_is_not_let_in() -> None:
         other = workers.directory / "other"
         other.write_text(secrets.token_hex(32))
         other.chmod(0o600)
-        mixed = Hosts(hosts.sockets, hosts.ledger, (*hosts.keys[:3], other))
+        mixed = Hosts(hosts.sockets, hosts.ledger, (*hosts.keys[:3], other), KEPT_OUT_S)
         told = check(run_ranks(4, one_wrong_key, mixed, have))
         assert "not made with this key, so it has another one; give all ranks the same key file" in told[3]
         assert all("update rank 3" in text and "not heard of" in text for text in told[:3]), told
