@@ -100,21 +100,21 @@ class Seeds:
     """The seeds of one stage's layers. `first` is the number of its first layer, of `num_layers` in the model."""
 
     def __init__(self, module: nn.Module, device: torch.device, first: int, num_layers: int) -> None:
-        self.module = module
         self._generator, self._first, self._num_layers = generator_of(device), first, num_layers
         self._base = 0
         self._mb = 0
-        self._layers = [(layer, Keywords(layer)) for layer in layers_of(module)]
-        self._draws = [may_draw(layer) for layer, _ in self._layers]
+        self._draws = [may_draw(layer) for layer in layers_of(module)]
 
     def begin_step(self, base: int) -> None:
         """Starts a step with its own number."""
         self._base = base
 
-    def forward(self, mb: int, inputs: tuple[Any, ...], side: Side) -> Any:
-        """Runs the stage on a micro-batch of the global batch, each layer from its seed."""
+    def forward(
+        self, mb: int, layers: Sequence[tuple[nn.Module, Keywords]], inputs: tuple[Any, ...], side: Side
+    ) -> Any:
+        """Runs the stage's layers on a micro-batch of the global batch, each from its seed."""
         self._mb = mb
-        return run_layers(self._layers, inputs, side, self._start_drawing)
+        return run_layers(layers, inputs, side, self._start_drawing)
 
     def _start_drawing(self, number: int) -> None:
         if self._draws[number]:

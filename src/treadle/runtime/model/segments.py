@@ -140,8 +140,8 @@ def reference_forward(layer: Segmented, x: Any, **side: Any) -> dict[str, Any]:
     """
     values = {**side, "x": x}
     for segment in layer.segments():
-        made = segment.run(*[values[name] for name in segment.reads])
-        values.update(zip(segment.writes, made if isinstance(made, tuple) else (made,), strict=True))
+        made = run_segment(segment, [values[name] for name in segment.reads])
+        values.update(zip(segment.writes, made, strict=True))
     return values
 
 

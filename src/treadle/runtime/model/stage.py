@@ -79,7 +79,7 @@ class Stage(Chunk):
         try:
             side = self.at(mb).side
             if self.seeds is not None:
-                return self.seeds.forward(self.mb_offset + mb, inputs, side)
+                return self.seeds.forward(self.mb_offset + mb, self._layers, inputs, side)
             return run_layers(self._layers, inputs, side) if side else self.module(*inputs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
