@@ -128,6 +128,7 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 _PACKAGES = (
     "api",
     "costs",
+    "estimate",
     "export",
     "ir",
     "models",
@@ -137,13 +138,15 @@ _PACKAGES = (
     "profiles",
     "runtime",
     "schedules",
+    "search",
+    "synthesize",
     "update",
     "view",
     "weights",
     "why",
 )
 
-_EXTRAS = {"update": "update", "models": "train"}
+_EXTRAS = {"update": "update", "models": "train", "synthesize": "plan"}
 """The extras that packages need beside torch."""
 
 _FUNCTIONS = ("simulate", "verify")

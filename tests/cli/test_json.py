@@ -23,6 +23,7 @@ SIZE = ("--pp", "2", "-m", "4")
 LAYERS = ("--layers", "1", "--moe", "--costs", "deepseek-v3-h800")
 UPDATE = ("update", "--devices", "4", "--rounds", "2")
 
+PLAN = ("plan", "--model", "llama3-8b", "--cluster", "h100:16", "--schedule", "1f1b", "--tp", "2")
 OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a schedule": ("schedule", ("show", "interleaved-overlap", *SIZE), 0),
     "a schedule with receives": ("schedule", ("show", "received.txt"), 0),
@@ -41,6 +42,11 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "layers simulated": ("simulate", ("simulate", "interleaved-overlap", *SIZE, *LAYERS, "--offload"), 0),
     "a model simulated": ("simulate", ("simulate", "1f1b", *SIZE, "--model-layers", "8", "--by-layer", "--moe"), 0),
     "many ranks": ("simulate", ("simulate", "1f1b", "--pp", "32", "-m", "64"), 0),
+    "every GPU simulated": (
+        "simulate",
+        ("simulate", "1f1b", *SIZE, *LAYERS, "--ep", "2", "--dp", "4", "--every-gpu", "--stragglers", "10%"),
+        0,
+    ),
     "a trace": ("simulate", ("simulate", "first.npz"), 0),
     "an update": ("simulate-update", ("simulate", *UPDATE), 0),
     "schedules": ("compare", ("compare", "1f1b", "zb-v", "interleaved:vpp=4", "--pp", "4", "-m", "8"), 0),
@@ -56,6 +62,14 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
         ("balance", *SIZE, "--costs", "unit", "--layout", "Ett|ttL", "--schedule", "1f1b"),
         0,
     ),
+    "a plan": ("plan", PLAN, 0),
+    "a plan under stragglers": (
+        "plan",
+        (*PLAN, "--pp", "2", "--schedule", "zb-h1", "--micro-batch-size", "1", "--stragglers", "10%", "--draws", "3"),
+        0,
+    ),
+    "an order": ("synthesize", ("synthesize", *SIZE, "--max-activations", "1"), 0),
+    "an order that is a schedule of ours": ("synthesize", ("synthesize", *SIZE, "--max-activations", "2"), 0),
     "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
     "a costs file with problems": ("costs-check", ("costs", "check", "wrong.toml"), 1),
     "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),

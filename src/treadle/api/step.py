@@ -13,6 +13,7 @@ from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions
 from treadle.simulate.predict import Durations
 from treadle.simulate.predict import simulate as simulate_program
+from treadle.simulate.slowness import Factors
 from treadle.verify import ReceiveOrder, VerifyReport, verify_program, verify_schedule
 from treadle.weights.rates import simulate_update
 from treadle.weights.verify import verify_update
@@ -115,7 +116,7 @@ def simulate(
     costs: CostsOrName | Durations = "unit",
     options: LoweringOptions | None = None,
     *,
-    slowness: float = 0.0,
+    slowness: float | Factors = 0.0,
     seed: int = 0,
 ) -> Trace:
     """Predict when each op starts and ends.
@@ -124,7 +125,8 @@ def simulate(
         target: a Program that finishes, or a Schedule, which is lowered with `options` first.
         costs: how long ops take; or their name; or, of a Program, Durations: one for each op.
         options: of a Schedule: how it is lowered; by default to whole cells.
-        slowness: each rank is slower by a random share of up to this much; 0.05 is 5 %.
+        slowness: each rank is slower by a random share of up to this much, 0.05 is 5 %; or an array with the factor of
+            each rank, which multiplies all its times.
         seed: of that share.
 
     Returns:

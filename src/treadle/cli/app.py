@@ -66,6 +66,17 @@ COMMANDS = {
         "treadle balance --pp 4 --model-layers 30 --costs mine.toml --schedule 1f1b -m 16   |   "
         "treadle balance --pp 4 --costs mine.toml --layout 'Et*4|(t*5|)*2t*3L'",
     ),
+    "plan": CommandHelp(
+        "Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.",
+        "Examples: treadle plan --model kimi-k2 --cluster h800:2048   |   "
+        "treadle plan --model config.json --cluster mine.toml --tokens-per-batch 4000000 -o plan.html   |   "
+        "treadle plan --model qwen3-30b-a3b --cluster h100:32 --trainable --files plan/",
+    ),
+    "synthesize": CommandHelp(
+        "Finds an order of cells that is no slower than any schedule here, and says how much faster one could be.",
+        "Examples: treadle synthesize --pp 4 -m 8 --max-activations 3 -o tight.txt   |   "
+        "treadle synthesize --pp 8 -m 32 --costs mine.toml --time-limit 120 -o mine.txt",
+    ),
     "draw": CommandHelp(
         "Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.",
         "Examples: treadle draw 1f1b --pp 4 -m 8   |   "

@@ -5,7 +5,7 @@ Methods import what they need: to show a schedule none of it is needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treadle.cli.options import parse_layers
+from treadle.cli.slow import Slow
 from treadle.cli.terminal import note, working
 from treadle.ir import Schedule
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
     from treadle.plan import LoweringOptions
+    from treadle.plan.folding import Folded
 
 
 class Hold(StrEnum):
@@ -106,6 +108,11 @@ class Model:
         flags = (self.by_layer, self.moe, self.padded, self.offload, self.no_split, self.tied, self.recompute)
         return self.layers is not None or any(flags) or self.ep > 1 or self.hold is not Hold.AUTO
 
+    @property
+    def has_replicas(self) -> bool:
+        """True if every GPU is a rank and there is more than one pipeline."""
+        return self.every_gpu and self.ep * self.dp > 1
+
     def missing(self, program: Program) -> tuple[str, ...]:
         """What a prediction of this program takes as 0 because the costs do not say it."""
         from treadle.costs import missing
@@ -149,12 +156,15 @@ class Model:
         """The blocks of each stage, if they are given."""
         return None if self.layout is None else layout_blocks(self.layout, self.dense, self.costs)
 
-    def lower(self, schedule: Schedule) -> Program:
-        """The program of a schedule; one that does not verify is refused."""
+    def lower(self, schedule: Schedule, *, one_pipeline: bool = False) -> Program:
+        """The program of a schedule; one that does not verify is refused.
+
+        `one_pipeline` stands for all, even if every GPU is to be a rank.
+        """
         from treadle.plan import lower
         from treadle.verify import verify_schedule
 
-        options = self.options()
+        options = replace(self.options(), every_gpu=self.every_gpu and not one_pipeline)
         with working("verifying"):
             report = verify_schedule(schedule)
         if not report.clean:
@@ -162,7 +172,7 @@ class Model:
         with working("lowering"):
             return lower(schedule, self.costs, options)
 
-    def trace(self, loaded: Schedule | Program | Trace, *, slowness: float = 0.0, seed: int = 0) -> Trace:
+    def trace(self, loaded: Schedule | Program | Trace, slow: Slow = Slow()) -> Trace:
         """Return the loaded trace, or predict one of the loaded program or schedule."""
         from treadle.ir.trace import Trace
         from treadle.simulate import simulate
@@ -171,14 +181,33 @@ class Model:
         if isinstance(loaded, Trace):
             return loaded
         program = self.lower(loaded) if isinstance(loaded, Schedule) else loaded
+        self._note_missing(program)
+        with working("simulating"):
+            if program.layout.is_update:
+                return simulate_update(program)
+            slowness = slow.slowness if slow.share is None else slow.factors(program.num_ranks)
+            return simulate(program, self.costs, slowness=0.0 if slowness is None else slowness, seed=slow.seed)
+
+    def fold(self, schedule: Schedule, slow: Slow) -> Folded | None:
+        """Predict a step of every GPU, folded; None, with a note that says why, if it cannot be folded."""
+        from treadle.plan.folding import fold
+        from treadle.plan.step_tail import why_not
+
+        program = self.lower(schedule, one_pipeline=True)
+        reason = why_not(program)
+        if reason is not None:
+            note(f"every GPU is simulated, unfolded: {reason}")
+            return None
+        self._note_missing(program)
+        with working("simulating"):
+            slowness = slow.factors(program.num_ranks * self.ep * self.dp)
+            return fold(program, self.costs, ep=self.ep, dp=self.dp, slowness=slowness)
+
+    def _note_missing(self, program: Program) -> None:
         lacking = [name for name in self.missing(program) if name not in self._noted]
         if lacking:
             self._noted.update(lacking)
             note(f"taken as 0: {', '.join(lacking)} (not in costs {self.costs.name!r})")
-        with working("simulating"):
-            if program.layout.is_update:
-                return simulate_update(program)
-            return simulate(program, self.costs, slowness=slowness, seed=seed)
 
     def __str__(self) -> str:
         words = [f"--layers {self.layers}"] if self.layers is not None else []

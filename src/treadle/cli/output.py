@@ -24,6 +24,8 @@ VERSIONS = {
     "import": 1,
     "why": 1,
     "balance": 1,
+    "plan": 1,
+    "synthesize": 1,
     "costs-check": 1,
     "dryrun": 1,
     "selfcheck": 1,

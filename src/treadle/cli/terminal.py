@@ -42,9 +42,9 @@ def _console(name: str) -> Any:
 
 
 class Advance(Protocol):
-    """Tells how far the work is: `advance(done, total)`."""
+    """Tells how far the work is: `advance(done, total)`; `what` is new text beside the bar."""
 
-    def __call__(self, done: int, total: int) -> None: ...
+    def __call__(self, done: int, total: int, what: str | None = None) -> None: ...
 
 
 def fail(message: str) -> None:
@@ -105,10 +105,11 @@ class _ProgressBar:
                 self._task = self._progress.add_task(self._what, total=None)
                 self._progress.start()
 
-    def advance(self, done: int, total: int) -> None:
+    def advance(self, done: int, total: int, what: str | None = None) -> None:
         """Say how far the work is."""
+        self._what = what if what is not None else self._what
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=total)
+            self._progress.update(self._task, completed=done, total=total, description=self._what)
 
     def stop(self) -> None:
         """Take the bar away."""

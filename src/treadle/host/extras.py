@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-BROUGHT = ("torch", "msgspec", "xxhash", "safetensors")
+BROUGHT = ("torch", "msgspec", "xxhash", "safetensors", "ortools")
 """The packages that extras bring and modules import at once."""
 
 

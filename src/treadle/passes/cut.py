@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import lcm
 
+from treadle.ir.blocks import LAYERS
+
 
 def cut_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the layers of each stage, as even as can be; where they do not divide, earlier stages have one more.
@@ -27,6 +29,25 @@ def cut_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
         )
     each, more = divmod(num_layers, num_stages)
     return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def cut_evenly(blocks: str, num_stages: int) -> tuple[str, ...]:
+    """Cut a model's letters as `lower` does: layers as even as can be, the ends on the first and the last stage.
+
+    Raises:
+        ValueError: a stage would have no layer.
+
+    Example:
+        >>> cut_evenly("EdttttmL", 3)
+        ('Edt', 'tt', 'tmL')
+
+    """
+    places = [place for place, letter in enumerate(blocks) if letter in LAYERS]
+    cuts, done = [0], 0
+    for count in cut_layers(len(places), num_stages)[:-1]:
+        done += count
+        cuts.append(places[done])
+    return tuple(blocks[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(blocks)], strict=True))
 
 
 def common_layers(stage_counts: Iterable[int]) -> int:

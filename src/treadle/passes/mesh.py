@@ -13,12 +13,19 @@ import numpy as np
 
 from treadle.ir.program import Ints, LaneKind, Program
 
+MAX_OPS = int(np.iinfo(np.int32).max)
+
 
 def spread(program: Program, *, ep: int, dp: int) -> Program:
     """`ep * dp` copies of a pipeline, side by side."""
     num, size = ep * dp, program.num_ops
     if num == 1:
         return program
+    if num * size > MAX_OPS:
+        raise ValueError(
+            f"a Program numbers its ops up to {MAX_OPS}, and {num} copies of {size} ops are {num * size}; "
+            "fold the mesh (treadle.plan.folding.fold), or make it smaller"
+        )
 
     copy = np.arange(num, dtype=np.int32)
     which = np.repeat(copy, program.num_lanes)

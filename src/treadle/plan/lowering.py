@@ -243,7 +243,10 @@ class LoweringOptions:
             raise ValueError(f"costs {costs.name!r} are of a model of {said} layers, and the layout has {made}")
 
 
-def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = LoweringOptions()) -> Program:  # noqa: B008
+_WHOLE_CELLS = LoweringOptions()
+
+
+def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = _WHOLE_CELLS) -> Program:
     """Lower a schedule to a Program: ops on lanes, with what they wait for.
 
     Args:
@@ -336,6 +339,13 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         stage_scale=costs.stage_factors("saved_factor", num_stages) if unit == "bytes" else (),
         mb_scale=mb_saved(schedule.num_microbatches, costs) if unit == "bytes" else (),
     )
+
+
+def with_saved(program: Program, costs: Costs, options: LoweringOptions) -> Program:
+    """Tell a Program at the grain of layers what its ops save under other costs than those it was lowered with."""
+    saved, dense, unit = _saved(costs, options, program.layout.blocks)
+    different = {kind: size for kind, size in dense.items() if saved[kind] != size}
+    return replace(program, layout=replace(program.layout, saved=saved, dense_saved=different, saved_unit=unit))
 
 
 def _saved(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from treadle.costs import Costs
 from treadle.ir.blocks import LAYERS, with_dense
 from treadle.ir.placement import Placement
-from treadle.passes.cut import cut_layers
 
 _SAVED = {"E": ("embed",), "t": ("attn", "mlp"), "d": ("dense_attn", "dense_mlp"), "m": ("mtp",), "L": ("head",)}
 """The entries of [saved_bytes] that a block is made of."""
@@ -123,22 +122,3 @@ def model_blocks(costs: Costs, *, layers: int | None = None, dense: int | None =
     num_dense = dense if dense is not None else costs.model.get("dense", 0)
     (row,) = with_dense(("t" * count,), num_dense)
     return f"E{row}{'m' * num_mtp}L"
-
-
-def cut_evenly(blocks: str, num_stages: int) -> tuple[str, ...]:
-    """Cut a model's letters as `lower` does: layers as even as can be, the ends on the first and the last stage.
-
-    Raises:
-        ValueError: a stage would have no layer.
-
-    Example:
-        >>> cut_evenly("EdttttmL", 3)
-        ('Edt', 'tt', 'tmL')
-
-    """
-    places = [place for place, letter in enumerate(blocks) if letter in LAYERS]
-    cuts, done = [0], 0
-    for count in cut_layers(len(places), num_stages)[:-1]:
-        done += count
-        cuts.append(places[done])
-    return tuple(blocks[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(blocks)], strict=True))

@@ -9,6 +9,7 @@ from treadle.simulate.metrics import Cover, Metrics, RankMetrics, measure
 from treadle.simulate.path import PathSummary, critical_path, summarize_path
 from treadle.simulate.phases import steady_idle
 from treadle.simulate.predict import Durations, simulate
+from treadle.simulate.slowness import Stragglers
 from treadle.simulate.waiting import without_waiting
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Outlier",
     "PathSummary",
     "RankMetrics",
+    "Stragglers",
     "Versus",
     "compare",
     "critical_path",

@@ -78,7 +78,9 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; times are in the clock's unit."""
-        rows = [_shown(asdict(rank), self.clock) for rank in self.ranks]
+        different = {id(rank): rank for rank in self.ranks}  # ranks of a folded step share their numbers
+        shown = {key: _shown(asdict(rank), self.clock) for key, rank in different.items()}
+        rows = [shown[id(rank)] for rank in self.ranks]
         return {
             "unit": self.clock.unit,
             "makespan": self.clock.show(self.makespan),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,33 +69,57 @@ def critical_path(trace: Trace) -> list[int]:
         ['F0.0', 'B0.0']
 
     """
+    return path_to(trace, int(np.argmax(trace.end))) if trace.program.num_ops else []
+
+
+def path_to(trace: Trace, last: int) -> list[int]:
+    """Return the ops that made op `last` end when it did, in the order of time, as `critical_path` does."""
     program = trace.program
-    if not program.num_ops:
-        return []
     columns = (program.lane_ptr, program.lane_group, *program.groups, program.dep_ptr, program.dep, program.joined)
-    path = _walk_back(*columns, trace.start, trace.end, int(np.argmax(trace.end)))
+    path = _walk_back(*columns, trace.start, trace.end, last)
     return [int(op) for op in path[::-1]]
+
+
+class Visits(NamedTuple):
+    """The ops along a path, as columns; `work` is a number of `treadle.simulate.grouping.WORK`."""
+
+    start: Longs
+    end: Longs
+    work: Bytes
+    lane_kind: Bytes
+    rank: Ints
+
+    @classmethod
+    def of(cls, trace: Trace, path: Sequence[int]) -> Visits:
+        """Take a path's ops from a trace."""
+        program, ops = trace.program, np.array(path, np.int64)
+        lane = np.searchsorted(program.lane_ptr, ops, side="right") - 1
+        lane_kind, rank = program.lane_kind[lane], program.lane_rank[lane]
+        return cls(trace.start[ops], trace.end[ops], work_of(program)[ops], lane_kind, rank)
 
 
 def summarize_path(trace: Trace, path: Sequence[int]) -> PathSummary:
     """The time on a path by kind of work, lane and rank."""
-    if not path:
-        return PathSummary(0, 0, trace.clock, {}, {}, {}, 0, 0, 0)
-    program, ops, origin = trace.program, np.array(path, np.int64), int(trace.start.min())
-    before = np.r_[origin, np.maximum.accumulate(trace.end[ops])[:-1]]
-    spent = np.maximum(0, trace.end[ops] - np.maximum(trace.start[ops], before))
-    gap = np.maximum(0, trace.start[ops] - before)
-    lane = np.searchsorted(program.lane_ptr, ops, side="right") - 1
-    ranks = program.lane_rank[lane]
-    by_rank = _totals(ranks, spent)
+    origin = int(trace.start.min()) if len(trace.start) else 0
+    return summarize_visits(Visits.of(trace, path), trace.clock, origin)
+
+
+def summarize_visits(visits: Visits, clock: Clock, origin: int = 0) -> PathSummary:
+    """The time on a path by kind of work, lane and rank; the step begins at `origin`."""
+    if not len(visits.start):
+        return PathSummary(0, 0, clock, {}, {}, {}, 0, 0, 0)
+    before = np.r_[origin, np.maximum.accumulate(visits.end)[:-1]]
+    spent = np.maximum(0, visits.end - np.maximum(visits.start, before))
+    gap = np.maximum(0, visits.start - before)
+    by_rank = _totals(visits.rank, spent)
     return PathSummary(
-        num_ops=len(ops),
-        length=int(trace.end[ops[-1]]) - origin,
-        clock=trace.clock,
-        by_kind={WORK[k]: ticks for k, ticks in _totals(work_of(program)[ops], spent).items()},
-        by_lane={LaneKind(k).name.lower(): ticks for k, ticks in _totals(program.lane_kind[lane], spent).items()},
-        by_rank={rank: by_rank[rank] for rank in dict.fromkeys(ranks.tolist())},
-        num_hops=int(np.count_nonzero(np.diff(ranks))),
+        num_ops=len(visits.start),
+        length=int(visits.end[-1]) - origin,
+        clock=clock,
+        by_kind={WORK[k]: ticks for k, ticks in _totals(visits.work, spent).items()},
+        by_lane={LaneKind(k).name.lower(): ticks for k, ticks in _totals(visits.lane_kind, spent).items()},
+        by_rank={rank: by_rank[rank] for rank in dict.fromkeys(visits.rank.tolist())},
+        num_hops=int(np.count_nonzero(np.diff(visits.rank))),
         gaps=int(gap.sum()),
         num_gaps=int(np.count_nonzero(gap)),
     )

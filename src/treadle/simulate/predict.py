@@ -10,6 +10,7 @@ from treadle.costs import Costs, ticks
 from treadle.ir.execute import Times, execute
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import MICROSECONDS, Clock, Trace
+from treadle.simulate.slowness import Factors, checked_factors, random_factors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,18 +38,19 @@ class Durations:
         return f"<Durations: {len(self.ticks)} ops; {self.about}>"
 
 
-def simulate(program: Program, costs: Costs | Durations, *, slowness: float = 0.0, seed: int = 0) -> Trace:
+def simulate(program: Program, costs: Costs | Durations, *, slowness: float | Factors = 0.0, seed: int = 0) -> Trace:
     """Predict when each op starts and ends.
 
     Args:
         program: one that finishes.
         costs: how long ops take: by kind, or each.
-        slowness: each rank is slower by a random share of up to this much; 0.05 is 5 %.
+        slowness: each rank is slower by a random share of up to this much, 0.05 is 5 %; or the factor of each rank,
+            which multiplies all its times.
         seed: of that share.
 
     Raises:
         ValueError: the program does not finish (`treadle.verify_program` says why), or durations are not one for each
-            op, or negative.
+            op, or negative, or factors are not one for each rank.
 
     Example:
         >>> unit = treadle.load_costs("unit")
@@ -57,8 +59,7 @@ def simulate(program: Program, costs: Costs | Durations, *, slowness: float = 0.
         9
 
     """
-    factor = 1.0 + slowness * np.random.default_rng(seed).random(program.num_ranks) if slowness else None
-    slower = f", ranks up to {slowness:.0%} slower" if slowness else ""
+    factor, slower = _slower(program, slowness, seed)
     if isinstance(costs, Durations):
         times = _execute_each(program, costs, factor)
         return Trace(program, times.start, times.end, costs.clock, f"predicted with {costs.about}{slower}")
@@ -69,9 +70,17 @@ def simulate(program: Program, costs: Costs | Durations, *, slowness: float = 0.
     return Trace(program, times.start, times.end, costs.clock, about)
 
 
-def _execute_each(
-    program: Program, durations: Durations, factor: np.ndarray[tuple[int], np.dtype[np.float64]] | None
-) -> Times:
+def _slower(program: Program, slowness: float | Factors, seed: int) -> tuple[Factors | None, str]:
+    """Return the factor of each rank, if any differs, and the words for it."""
+    if isinstance(slowness, np.ndarray):
+        factor = checked_factors(slowness, program.num_ranks)
+        return factor, f", {np.count_nonzero(factor != 1.0)} of {len(factor)} ranks slower"
+    if not slowness:
+        return None, ""
+    return random_factors(program.num_ranks, slowness, seed), f", ranks up to {slowness:.0%} slower"
+
+
+def _execute_each(program: Program, durations: Durations, factor: Factors | None) -> Times:
     dur = np.asarray(durations.ticks, np.int64)
     if dur.shape != (program.num_ops,):
         raise ValueError(f"durations are one for each of {program.num_ops} ops, got an array of shape {dur.shape}")

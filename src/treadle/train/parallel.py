@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from treadle.ir import Schedule
 from treadle.ir.blocks import parse_layout
-from treadle.plan.stages import cut_evenly
+from treadle.passes.cut import cut_evenly
 from treadle.schedules import generate
 from treadle.train.config import ParallelConfig, TrainConfig
 

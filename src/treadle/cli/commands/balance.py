@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from treadle.cli.commands.simulate import rank_ranges
 from treadle.cli.model import layout_blocks
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
+from treadle.cli.tables import rows_table
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import note, out, suggest, working
 from treadle.costs import Costs, load_costs
@@ -21,9 +21,10 @@ from treadle.ir.blocks import LAYERS, check_blocks, write_layout
 from treadle.ir.placement import Placement
 from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
+from treadle.passes.cut import cut_evenly
 from treadle.plan import LoweringOptions, lower
 from treadle.plan.balance import balance_blocks
-from treadle.plan.stages import CutCosts, StageCost, cut_evenly, model_blocks, weigh
+from treadle.plan.stages import CutCosts, StageCost, model_blocks, weigh
 from treadle.simulate import Metrics, measure
 from treadle.simulate import simulate as simulate_step
 
@@ -201,20 +202,12 @@ def _tell_of_freer(cut: CutCosts, freer: CutCosts, clock: Clock) -> None:
         )
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(first, overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _print_stages(cut: _Cut, clock: Clock) -> None:
     """Print a cut's stages; those that are alike share a row."""
     alike: dict[StageCost, list[int]] = {}
     for number, stage in enumerate(cut.costs.stages):
         alike.setdefault(stage, []).append(number)
-    table = _table("stages", "blocks", "forward and backward", "saved")
+    table = rows_table("stages", "blocks", "forward and backward", "saved")
     for stage, numbers in alike.items():
         saved = show_held(stage.saved, cut.costs.saved_unit)
         table.add_row(rank_ranges(numbers), stage.blocks, show_time(clock, stage.ticks), saved)
@@ -224,7 +217,7 @@ def _print_stages(cut: _Cut, clock: Clock) -> None:
 
 def _print_cuts(cuts: list[_Cut], clock: Clock) -> None:
     simulated = cuts[0].step is not None
-    table = _table("", "slowest stage", "slowest rank", *(("makespan", "bubble", "peak") if simulated else ()))
+    table = rows_table("", "slowest stage", "slowest rank", *(("makespan", "bubble", "peak") if simulated else ()))
     for cut in cuts:
         weighed = cut.costs
         stage, rank = weighed.slowest_stage, weighed.slowest_rank

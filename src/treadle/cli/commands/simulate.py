@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -14,11 +15,16 @@ from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_ranks, spread_options
 from treadle.cli.output import print_json
+from treadle.cli.slow import Slow
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, suggest, working
 from treadle.cli.update_target import Update
+from treadle.ir import Schedule
 from treadle.ir.show import show_bytes, show_held, show_time
 from treadle.ir.trace import Clock, Trace
+from treadle.plan.folded_metrics import measure_folded
+from treadle.plan.folded_path import folded_path
+from treadle.plan.folding import Folded
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.weights.summary import UpdateMetrics, measure_update
 
@@ -30,47 +36,76 @@ def simulate(
     target: Target,
     model: Model,
     update: Update,
+    slow: Slow,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the trace: .json, .json.gz (Perfetto) or .npz.")
     ] = None,
     ranks: Annotated[str | None, typer.Option(help="Write only these ranks' part of a .json trace: 0-7.")] = None,
-    slowness: Annotated[float, typer.Option(help="Each rank slower by a random share of up to so much: 0.05.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of that randomness.")] = 0,
+    unfolded: Annotated[
+        bool, typer.Option("--unfolded", help="With --every-gpu: simulate all GPUs, also those that are alike.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
-    if not 0 <= slowness <= 10:
-        raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {slowness}")
+    slow.check()
+    if unfolded and not model.every_gpu:
+        raise ValueError("--unfolded is about every GPU of a mesh; add --every-gpu, or leave it out")
     loaded = update.load(target)
-    trace = model.trace(loaded, slowness=slowness, seed=seed)
-    with working("measuring"):
-        is_update = trace.program.layout.is_update
-        metrics = measure_update(trace) if is_update else measure(trace)
-        path = summarize_path(trace, critical_path(trace))
-    if output is not None:
+    folded = None
+    if isinstance(loaded, Schedule) and model.has_replicas and not unfolded and output is None:
+        folded = model.fold(loaded, slow)
+    step = _of_folded(folded, model) if folded is not None else _of_trace(model.trace(loaded, slow), loaded, model)
+    if output is not None and step.trace is not None:
         with working(f"writing {output}"):
-            files.save_trace(trace, output, ranks=parse_ranks(ranks))
+            files.save_trace(step.trace, output, ranks=parse_ranks(ranks))
     if as_json:
-        taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
-        body = {**_as_dict(metrics, path, trace), "taken_as_zero": taken_as_zero}
-        print_json("simulate-update" if is_update else "simulate", body)
+        print_json("simulate-update" if isinstance(step.metrics, UpdateMetrics) else "simulate", step.as_dict())
         return
-    _print_update(metrics, trace) if isinstance(metrics, UpdateMetrics) else _print(metrics, trace)
-    _print_path(path, trace.clock)
-    again = f"treadle simulate {target} {model} {update} -o trace.json"
+    if isinstance(step.metrics, UpdateMetrics):
+        _print_update(step.metrics, step.about)
+    else:
+        _print(step.metrics, step.about)
+    _print_path(step.path, step.metrics.clock)
+    again = f"treadle simulate {target} {model} {update} {slow} -o trace.json"
     suggest(f"treadle compare {output} ..." if output is not None else " ".join(again.split()))
 
 
-def _as_dict(metrics: Metrics | UpdateMetrics, path: PathSummary, trace: Trace) -> dict[str, Any]:
-    return {**metrics.as_dict(), "about": trace.about, "critical_path": path.as_dict()}
+@dataclass(frozen=True)
+class _StepNumbers:
+    """A step in numbers, and its trace; of a folded step there is none."""
+
+    metrics: Metrics | UpdateMetrics
+    path: PathSummary
+    about: str
+    taken_as_zero: list[str]
+    trace: Trace | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON."""
+        told = {"about": self.about, "critical_path": self.path.as_dict(), "taken_as_zero": self.taken_as_zero}
+        return {**self.metrics.as_dict(), **told}
 
 
-def _print_update(metrics: UpdateMetrics, trace: Trace) -> None:
+def _of_trace(trace: Trace, loaded: object, model: Model) -> _StepNumbers:
+    with working("measuring"):
+        metrics = measure_update(trace) if trace.program.layout.is_update else measure(trace)
+        path = summarize_path(trace, critical_path(trace))
+    taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
+    return _StepNumbers(metrics, path, trace.about, taken_as_zero, trace)
+
+
+def _of_folded(folded: Folded, model: Model) -> _StepNumbers:
+    with working("measuring"):
+        metrics, path = measure_folded(folded), folded_path(folded)
+    return _StepNumbers(metrics, path, folded.about, list(model.missing(folded.pipeline)))
+
+
+def _print_update(metrics: UpdateMetrics, about: str) -> None:
     clock = metrics.clock
     size = f", {show_bytes(metrics.moved_bytes)} broadcast" if clock.unit != "unit" else ""
     out.print(
         f"[bold]makespan {show_time(clock, metrics.makespan)}[/]{size}, reload {metrics.hidden:.1%} hidden, "
-        f"{metrics.num_ops} ops on {len(metrics.devices)} devices; {escape(trace.about)}",
+        f"{metrics.num_ops} ops on {len(metrics.devices)} devices; {escape(about)}",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -84,11 +119,11 @@ def _print_update(metrics: UpdateMetrics, trace: Trace) -> None:
         out.print(f"... and {len(metrics.devices) - SHOWN_RANKS} more devices (--json has them all)", style="dim")
 
 
-def _print(metrics: Metrics, trace: Trace) -> None:
+def _print(metrics: Metrics, about: str) -> None:
     clock = metrics.clock
     out.print(
         f"[bold]makespan {show_time(clock, metrics.makespan)}[/], bubble {metrics.bubble:.2%}, "
-        f"{metrics.num_ops} ops on {len(metrics.ranks)} ranks; {escape(trace.about)}",
+        f"{metrics.num_ops} ops on {len(metrics.ranks)} ranks; {escape(about)}",
         soft_wrap=True,
     )
     copies = any(row.copies.total for row in metrics.ranks)
@@ -97,12 +132,15 @@ def _print(metrics: Metrics, trace: Trace) -> None:
     for column in (*columns, *(("copies hidden", "exposed") if copies else ()), "peak"):
         table.add_column(column, justify="right")
     rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, row in enumerate(metrics.ranks):
-        covers = [row.communication.hidden, row.communication.exposed]
-        covers += [row.copies.hidden, row.copies.exposed] if copies else []
-        times = [show_time(clock, value) for value in (row.busy, row.idle)]
-        hidden = [show_time(clock, value) for value in covers]
-        cells = (*times, f"{row.bubble:.1%}", *hidden, show_held(metrics.peaks[rank], metrics.peak_unit))
+    shown: dict[tuple[int, float], tuple[str, ...]] = {}  # ranks of a folded step share their numbers
+    for rank, (row, peak) in enumerate(zip(metrics.ranks, metrics.peaks, strict=True)):
+        cells = shown.get((id(row), peak))
+        if cells is None:
+            covers = [row.communication, *([row.copies] if copies else [])]
+            hidden = [show_time(clock, ticks) for cover in covers for ticks in (cover.hidden, cover.exposed)]
+            times = [show_time(clock, ticks) for ticks in (row.busy, row.idle)]
+            cells = (*times, f"{row.bubble:.1%}", *hidden, show_held(peak, metrics.peak_unit))
+            shown[id(row), peak] = cells
         rows.setdefault(cells if len(metrics.ranks) > SHOWN_RANKS else (*cells, str(rank)), []).append(rank)
     for cells, ranks in list(rows.items())[:SHOWN_RANKS]:
         table.add_row(rank_ranges(ranks), *cells[: len(table.columns) - 1])
@@ -128,11 +166,14 @@ def rank_ranges(ranks: list[int]) -> str:
 
 def _print_extremes(metrics: Metrics) -> None:
     """Name the worst rank and the median, where a row for each is too much to read."""
-    idle = [rank.idle for rank in metrics.ranks]
-    worst, fullest = idle.index(max(idle)), metrics.peaks.index(metrics.peak)
-    times = f"{show_time(metrics.clock, max(idle))} (rank {worst}), median {show_time(metrics.clock, median(idle))}"
+    told = []
+    for what, times in (("busiest", [r.busy for r in metrics.ranks]), ("most idle", [r.idle for r in metrics.ranks])):
+        most, middle = (show_time(metrics.clock, ticks) for ticks in (max(times), median(times)))
+        if what != "busiest" or most != middle:  # all are equally busy, but for slow ranks
+            told.append(f"{what}: {most} (rank {times.index(max(times))}), median {middle}")
     held = [show_held(size, metrics.peak_unit) for size in (metrics.peak, median(metrics.peaks))]
-    out.print(f"most idle: {times}; highest peak: {held[0]} (rank {fullest}), median {held[1]}", soft_wrap=True)
+    told.append(f"highest peak: {held[0]} (rank {metrics.peaks.index(metrics.peak)}), median {held[1]}")
+    out.print("; ".join(told), soft_wrap=True)
 
 
 def _print_path(path: PathSummary, clock: Clock) -> None:

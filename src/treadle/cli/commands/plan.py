@@ -1,0 +1,257 @@
+"""`treadle plan`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from treadle.cli.options import Json, parse_bytes
+from treadle.cli.output import print_json
+from treadle.cli.slow import Slow
+from treadle.cli.tables import rows_table
+from treadle.cli.terminal import note, out, suggest, working
+from treadle.estimate import ModelShape, load_cluster, load_model
+from treadle.ir.blocks import write_layout
+from treadle.ir.show import show_time
+from treadle.plan.stragglers import StragglerStudy
+from treadle.schedules import family
+from treadle.search import Found, SearchSpace, find_plan
+from treadle.search.chosen import Chosen
+from treadle.search.files import options_text, untrainable, untrainable_model, write_files
+from treadle.search.find_plan import usable_bytes
+from treadle.search.page import page
+from treadle.search.report import GIB, plan_object
+from treadle.search.search import describe
+from treadle.search.stragglers import DRAWS, study_plan
+from treadle.search.why import Alternative, settle
+
+SHOWN = 12
+_SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
+"""Names of the parts of memory that fit into 80 columns."""
+
+Sizes = Annotated[str | None, typer.Option(help="Only these: 1,2,4.")]
+
+
+def plan(
+    model_name: Annotated[
+        str, typer.Option("--model", help="A preset (kimi-k2), a .toml file, or Hugging Face's config.json.")
+    ],
+    cluster_name: Annotated[
+        str, typer.Option("--cluster", help="A preset with how many GPUs (h800:2048), or a .toml file.")
+    ],
+    tokens_per_batch: Annotated[
+        int | None, typer.Option(help="Tokens of a step, over all GPUs. By default 32,768 a GPU.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="What a GPU may hold: 70GiB. By default what CUDA, NCCL and torch leave of it.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of matrix products: bf16, fp8, mxfp8, nvfp4.")] = "bf16",
+    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; several times.")] = None,
+    tp: Sizes = None,
+    cp: Sizes = None,
+    pp: Sizes = None,
+    vpp: Sizes = None,
+    ep: Sizes = None,
+    micro_batch_size: Sizes = None,
+    cuda_graph: Annotated[str, typer.Option(help="none, partial or whole.")] = "partial",
+    trainable: Annotated[
+        bool, typer.Option("--trainable", help="Only what treadle.train can run: no TP and no CP.")
+    ] = False,
+    straggler_share: Annotated[
+        str | None,
+        typer.Option("--stragglers", help="Draw slow GPUs, so many: 0.1%. Which schedule do they slow down least?"),
+    ] = None,
+    straggler_factor: Annotated[float | None, typer.Option(help="By which factor they are slow; 1.2.")] = None,
+    draws: Annotated[int, typer.Option(help="How often slow GPUs are drawn.")] = DRAWS,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
+    files: Annotated[
+        Path | None, typer.Option(help="Write schedule.txt, costs.toml and train.toml to this directory.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.
+
+    Needs no GPU. Every candidate's memory is counted and its step is simulated, unless one that was simulated beats
+    the least time it can take.
+    """
+    if output is not None and output.suffix != ".html":
+        raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
+    model, cluster = load_model(model_name), load_cluster(cluster_name)
+    if trainable:
+        _check_trainable(model, precision, tp, cp)
+    if files is not None and files.exists() and not files.is_dir():
+        raise ValueError(f"--files names a directory, and {files} is a file")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"there is no directory {output.parent}; make it, or write elsewhere")
+    slow = Slow(0.0, straggler_share, straggler_factor, 0)
+    slow.check()
+    stragglers = slow.stragglers()
+    limit = parse_bytes(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    space = SearchSpace(
+        tp=(1,) if trainable else _sizes(tp, "--tp"),
+        cp=(1,) if trainable else _sizes(cp, "--cp"),
+        pp=_sizes(pp, "--pp"),
+        vpp=_sizes(vpp, "--vpp") or SearchSpace.vpp,
+        ep=_sizes(ep, "--ep"),
+        micro_batch_size=_sizes(micro_batch_size, "--micro-batch-size") or SearchSpace.micro_batch_size,
+        schedules=tuple(family(name).name for name in schedule) if schedule else None,
+        cuda_graph=(cuda_graph,),
+        precision=(precision,),
+        balanced=(True,),
+    )
+    with working("searching") as advance:
+        found = find_plan(
+            model,
+            cluster,
+            tokens_per_batch=tokens_per_batch,
+            seq_len=seq_len,
+            memory_limit=limit,
+            space=space,
+            progress=advance,
+        )
+    with working("simulating"):
+        found, others = settle(found)
+        chosen = Chosen.of(found.best)
+    study = None
+    if stragglers is not None:
+        with working("drawing slow GPUs") as advance:
+            study = study_plan(found.best, others, stragglers, draws=draws, progress=advance)
+    if output is not None:
+        output.write_text(page(found, chosen, others, limit, study), encoding="utf-8")
+    written = write_files(chosen, files) if files is not None else ()
+    if as_json:
+        print_json("plan", plan_object(found, chosen, others, study))
+        return
+    _print(found, chosen, others, limit)
+    if study is not None:
+        _print_study(study)
+    _tell_next(chosen, model, files, written)
+
+
+def _check_trainable(model: ModelShape, precision: str, tp: str | None, cp: str | None) -> None:
+    """Refuse what `treadle.train` cannot run, before anything is searched."""
+    reason = untrainable_model(model)
+    if reason is not None:
+        raise ValueError(f"treadle.train cannot train {model.name}: {reason}; leave --trainable out")
+    if precision != "bf16":
+        raise ValueError(f"treadle.train computes in bf16, got --precision {precision}; leave one of the two out")
+    for option, text in (("--tp", tp), ("--cp", cp)):
+        if text not in (None, "1"):
+            raise ValueError(
+                f"treadle.train has no {option[2:].upper()}, got {option} {text}; leave one of the two out"
+            )
+
+
+def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text) is None:
+        raise ValueError(f"{option} takes whole numbers from 1 such as 1,2,4, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit: int) -> None:
+    job = chosen.judged.job
+    assert job.layout is not None
+    head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
+    out.print(f"[bold]{escape(head)}[/]", soft_wrap=True)
+    figures = {
+        "step": f"{chosen.step_s:.3f} s",
+        "tokens": f"{chosen.tokens_per_s_per_gpu:,.0f} a second and GPU",
+        "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOPS of {job.precision})",
+        "bubble": f"{chosen.bubble:.1%} of the step a rank does not compute, on average",
+        "exposed communication": f"{chosen.exposed_share:.1%} of the step",
+        "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {limit / GIB:.1f}",
+        "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
+        "layout": write_layout(job.layout),
+        "verified": "clean" if chosen.report.clean else str(chosen.report),
+    }
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in figures.items():
+        table.add_row(name, escape(value))
+    out.print(table)
+    _print_memory(chosen)
+    _print_alternatives(others)
+    _print_front(found)
+    count = len(found.fitting) + len(found.too_large)
+    out.print(
+        f"{count:,} candidates: {len(found.too_large):,} do not fit, {found.num_simulated:,} simulated, the others "
+        "cannot be faster or smaller than one that was",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _print_memory(chosen: Chosen) -> None:
+    """Print the ranks' memory by part; ranks in a row that hold the same share a line."""
+    memory = chosen.judged.memory
+    table = rows_table("rank", *(_SHORT.get(name, name) for name in memory[0]._fields), "GiB in all")
+    start = 0
+    for rank in range(1, len(memory) + 1):
+        if rank == len(memory) or memory[rank] != memory[start]:
+            name = str(start) if rank - start == 1 else f"{start}-{rank - 1}"
+            table.add_row(name, *(f"{part / GIB:.1f}" for part in (*memory[start], memory[start].total)))
+            start = rank
+    out.print(table)
+
+
+def _print_alternatives(others: tuple[Alternative, ...]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("why not")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("")
+    for other in others:
+        slower = f"+{other.slower:.1%}" if other.slower is not None else ""
+        table.add_row(f"{other.knob.replace('_', '-')} {escape(other.value)}", slower, escape(other.reason))
+    out.print(table)
+
+
+def _print_front(found: Found) -> None:
+    table = rows_table("nothing is faster in less memory", "step", "memory")
+    for each in found.front[:SHOWN]:
+        table.add_row(escape(describe(each.job)), f"{each.step_s:.3f} s", f"{each.memory_bytes / GIB:.1f} GiB")
+    out.print(table)
+    if len(found.front) > SHOWN:
+        out.print(f"... and {len(found.front) - SHOWN} more (--json and -o have all)", style="dim")
+
+
+def _print_study(study: StragglerStudy) -> None:
+    table = rows_table(f"{study.stragglers}, {study.num_draws} draws", "step", "p10", "median", "p90", "max")
+    for row in study.rows:
+        step = show_time(row.clock, float(np.median(row.makespans)))
+        table.add_row(escape(row.name), step, *(f"+{row.slowdown(share):.1%}" for share in (0.1, 0.5, 0.9, 1.0)))
+    out.print(table)
+    out.print(
+        f"{escape(study.least_slowed.name)} suffers least, {escape(study.fastest.name)} is the fastest then",
+        soft_wrap=True,
+    )
+
+
+def _tell_next(chosen: Chosen, model: ModelShape, files: Path | None, written: tuple[Path, ...]) -> None:
+    if files is None:
+        suggest(f"treadle plan --model {model.name} ... --files plan/ -o plan.html")
+        return
+    options, reason = options_text(chosen.judged), untrainable(chosen.judged.job)
+    if reason is not None:
+        note(f"treadle.train cannot run this job: {reason}")
+    out.print(f"wrote {', '.join(map(_path, written))}; draw, simulate and verify take", style="dim", soft_wrap=True)
+    out.print(
+        escape(f"  treadle draw {_path(files / 'schedule.txt')} --costs {_path(files / 'costs.toml')} {options}"),
+        soft_wrap=True,
+    )
+    if reason is None:
+        out.print(escape(f"  python -m treadle.train --config {_path(files / 'train.toml')} --dry-run"), soft_wrap=True)
+
+
+def _path(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,72 @@
+"""Options about ranks that are slower than others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from treadle.simulate import Stragglers
+    from treadle.simulate.slowness import Factors
+
+
+def _option(name: str, help: str) -> Any:
+    return typer.Option(f"--{name}", help=help, rich_help_panel="Slow ranks")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The options as given."""
+
+    slowness: Annotated[float, _option("slowness", "Each rank slower by a random share of up to so much: 0.05.")] = 0.0
+    share: Annotated[
+        str | None, _option("stragglers", "So many ranks slower than all others, drawn at random: 0.1% or 0.001.")
+    ] = None
+    factor: Annotated[
+        float | None, _option("straggler-factor", "By which factor stragglers are slower; 1.2 if not given.")
+    ] = None
+    seed: Annotated[int, _option("seed", "Of that randomness.")] = 0
+
+    def check(self) -> None:
+        """Raise a ValueError if a number is out of its range."""
+        if not 0 <= self.slowness <= 10:
+            raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {self.slowness}")
+        if self.factor is not None and self.share is None:
+            raise ValueError("--straggler-factor is about stragglers; say how many there are: --stragglers 0.1%")
+        self.stragglers()
+
+    def stragglers(self) -> Stragglers | None:
+        """Return the stragglers, if there are any."""
+        from treadle.simulate import Stragglers
+
+        if self.share is None:
+            return None
+        return Stragglers(parse_share(self.share), 1.2 if self.factor is None else self.factor)
+
+    def factors(self, num_ranks: int) -> Factors | None:
+        """Return the factor of each rank; None if none is slower."""
+        from treadle.simulate.slowness import random_factors
+
+        stragglers = self.stragglers()
+        if stragglers is None:
+            return random_factors(num_ranks, self.slowness, self.seed) if self.slowness else None
+        return stragglers.factors(num_ranks, self.seed) * random_factors(num_ranks, self.slowness, self.seed)
+
+    def __str__(self) -> str:
+        words = [f"--slowness {self.slowness:g}"] if self.slowness else []
+        words += [f"--stragglers {self.share}"] if self.share is not None else []
+        words += [f"--straggler-factor {self.factor:g}"] if self.factor is not None else []
+        words += [f"--seed {self.seed}"] if self.seed else []
+        return " ".join(words)
+
+
+def parse_share(text: str) -> float:
+    """`0.1%`, or `0.001`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match is not None else -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{text!r} is not a share; write 0.1% or 0.001, up to 100% or 1")
+    return share

@@ -1,0 +1,167 @@
+"""A cluster: what its GPUs can do at most, and how they are joined.
+
+name = "2,048 H800"
+num_gpus = 2048                 # without it: one host of the preset
+gpu = "h800"                    # a preset to start from; entries below replace its
+memory_gib = 80
+memory_bandwidth = 3.35e12      # bytes a second
+nvlink_domain = 8               # GPUs that NVLink joins
+nvlink_bandwidth = 200e9        # bytes a second, each way, of a GPU
+nic_bandwidth = 50e9            # the same to other domains
+pcie_bandwidth = 50e9           # to the host, each way
+gpus_per_pcie = 1               # GPUs that share it
+[peak_flops]                    # dense, a second
+bf16 = 989e12
+[efficiency]                    # achieved shares and times; `treadle.estimate.efficiency` has their meaning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from treadle.estimate.efficiency import check_efficiency
+from treadle.estimate.input_files import nearest_name, read_toml
+
+PRESETS = Path(__file__).parent / "presets" / "clusters"
+GIB = 1 << 30
+PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4")
+_FAMILY = {"mxfp8": "fp8"}
+_POSITIVE = ("memory_gib", "memory_bandwidth", "nvlink_bandwidth", "nic_bandwidth", "pcie_bandwidth")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind, joined by NVLink in domains, and by NICs between them.
+
+    Raises:
+        ValueError: a size or a rate is no positive number; the message names the field.
+
+    """
+
+    name: str
+    num_gpus: int
+    memory_gib: float
+    memory_bandwidth: float
+    """Bytes a second of a GPU's own memory."""
+
+    nvlink_domain: int
+    """GPUs that NVLink joins."""
+
+    nvlink_bandwidth: float
+    """Bytes a second, each way, of one GPU."""
+
+    nic_bandwidth: float
+    """Bytes a second, each way, of one GPU to other domains."""
+
+    pcie_bandwidth: float
+    """Bytes a second, each way, between a GPU and its host."""
+
+    gpus_per_pcie: int = 1
+    """GPUs that share one such link."""
+
+    peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Floating-point operations a second, dense, by precision: bf16, fp8, nvfp4."""
+
+    efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Achieved shares and times (`treadle.estimate.efficiency`); defaults where absent."""
+
+    gpu: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "nvlink_domain", "gpus_per_pcie"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} of a cluster is a whole number from 1, got {value!r}")
+        rates = {f"peak_flops.{name}": value for name, value in self.peak_flops.items()}
+        rates |= {name: getattr(self, name) for name in _POSITIVE}
+        for name, rate in rates.items():
+            if type(rate) not in (int, float) or not 0 < rate < float("inf"):
+                raise ValueError(f"{name} of a cluster is a number above 0, got {rate!r}")
+        if not self.peak_flops.keys() <= set(PRECISIONS):
+            unknown = sorted(self.peak_flops.keys() - set(PRECISIONS))
+            raise ValueError(f"peak_flops has rates for {', '.join(PRECISIONS)}, got {', '.join(unknown)}")
+        check_efficiency(self.efficiency)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of a GPU's memory."""
+        return int(self.memory_gib * GIB)
+
+    def peak(self, precision: str) -> float:
+        """Return the operations a second in a precision; mxfp8 has the rate of fp8 if it has none of its own.
+
+        Raises:
+            ValueError: the GPU has no such units; the message names those it has.
+
+        """
+        found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
+        if found is None:
+            instead = "take --precision bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
+            raise ValueError(
+                f"{self.name} computes in {', '.join(self.peak_flops)}, got {precision}; "
+                f"{instead}add its rate to [peak_flops] of a cluster file"
+            )
+        return found
+
+
+def family_of(precision: str) -> str:
+    """Return the precision whose peak rate it has: fp8 for mxfp8."""
+    return _FAMILY.get(precision, precision)
+
+
+_FIELDS = {each.name for each in fields(Cluster)}
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """Read a cluster: a preset's name with how many GPUs (h100:2048), or a TOML file. Without a number it is one host.
+
+    Raises:
+        ValueError: there is no such preset or file, or it says no cluster.
+
+    Example:
+        >>> load_cluster("h100").name, load_cluster("h100:2048").name
+        ('8 h100', '2,048 h100')
+
+    """
+    text = str(name)
+    if Path(text).suffix == ".toml":
+        return _from_table(read_toml(Path(text)), Path(text).stem, text)
+    preset, _, count = text.partition(":")
+    if count and not count.isdecimal():
+        raise ValueError(f"behind the colon is the number of GPUs, got {count!r}; for example h100:2048")
+    table = {"gpu": preset} | ({"num_gpus": int(count), "name": f"{int(count):,} {preset}"} if count else {})
+    return _from_table(table, preset, text)
+
+
+def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
+    base: dict[str, Any] = _preset(str(table["gpu"]), source) if "gpu" in table else {}
+    merged = {**base, **{key: value for key, value in table.items() if not isinstance(value, dict)}}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            merged[key] = {**base.get(key, {}), **value}
+    unknown = sorted(set(merged) - _FIELDS)
+    if unknown:
+        near = nearest_name(unknown[0], sorted(_FIELDS))
+        raise ValueError(f"{source}: {unknown[0]} is no field of a cluster; the nearest is {near}")
+    needed = [each for each in ("num_gpus", "nvlink_domain", *_POSITIVE, "peak_flops") if each not in merged]
+    if needed:
+        raise ValueError(f"{source}: a cluster lacks {', '.join(needed)}; give them, or gpu = a preset")
+    if "num_gpus" not in table:  # one host: its name says how many
+        count = merged["num_gpus"]
+        merged["name"] = f"{merged['name']}, {count:,} GPUs" if "name" in merged else f"{count:,} {name}"
+    return Cluster(**{"name": name, **merged})
+
+
+def _preset(name: str, source: str) -> dict[str, Any]:
+    file = PRESETS / f"{name}.toml"
+    if not file.is_file():
+        known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+        said = f"{source}: gpu is" if source.endswith(".toml") else "a cluster is a .toml file or"
+        example = "" if source.endswith(".toml") else " (h100:2048)"
+        near = nearest_name(name, known)
+        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}; the nearest is {near}")
+    return read_toml(file)

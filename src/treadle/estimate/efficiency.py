@@ -1,0 +1,81 @@
+"""What a cluster achieves of its peak rates, and times besides: names, defaults, meanings, and checks of a file's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from treadle.estimate.input_files import nearest_name
+
+EFFICIENCY: dict[str, tuple[float, str]] = {
+    "gemm": (0.75, "share of the peak rate that products achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
+    "grouped": (0.6, "share of the peak rate of grouped products, those of experts; grouped_fp8 in FP8"),
+    "attention": (0.55, "share of the BF16 peak rate of attention's core"),
+    "memory": (0.75, "share of the memory's bandwidth of products, norms and activations"),
+    "cast": (0.6, "share of the memory's bandwidth of casts to FP8, MXFP8 or NVFP4; cast_nvfp4 in NVFP4"),
+    "permute": (0.5, "share of the memory's bandwidth of sorting tokens by expert"),
+    "tp": (1.0, "share of the link's bandwidth of collectives of tensor parallelism, some of them hidden"),
+    "cp": (1.4, "share of the link's bandwidth of exchanged keys and values, most of them hidden"),
+    "ep_nvlink": (0.6, "share of NVLink's bandwidth of the exchange with experts"),
+    "ep_nic": (0.7, "share of the NIC's bandwidth of the exchange with experts"),
+    "pp": (0.7, "share of the link's bandwidth of a message between stages"),
+    "dp": (0.7, "share of the link's bandwidth of reduced gradients and gathered parameters"),
+    "pcie": (0.85, "share of PCIe's bandwidth of copies to the host and back"),
+    "launch_us": (20.0, "microseconds that the GPU waits for a launch of `treadle.estimate.parts` outside of graphs"),
+    "launch_hidden": (
+        0.9,
+        "share of launches that runs ahead of kernels in a model without experts",
+    ),
+    "latency_us": (8.0, "microseconds of a message or collective besides its bytes"),
+    "ring_us": (
+        4.6,
+        "microseconds that a rank adds to each ring of gradients or parameters, as far as nothing hides it",
+    ),
+    "optimizer": (0.6, "share of the memory's bandwidth of the optimizer's step"),
+    "step_us": (50000.0, "microseconds of a step besides all else: norms over ranks, data, logging"),
+    "ep_hidden": (0.8, "share of the exchange with experts that runs beside computation if it is overlapped"),
+    "fsdp_hidden": (0.7, "the same where parameters are cut, gathered and reduced with every micro-batch"),
+    "dp_hidden": (0.8, "share of gradient reduction and parameter gathering that runs beside computation"),
+    "pp_hidden": (0.7, "share of messages between stages that runs beside computation in the steady state"),
+}
+"""Name, default, and meaning of each constant."""
+
+_KINDS = {
+    "gemm": ("bf16", "fp8", "mxfp8", "nvfp4"),
+    "grouped": ("bf16", "fp8", "mxfp8", "nvfp4"),
+    "cast": ("bf16", "fp8", "mxfp8", "nvfp4"),
+    "launch_us": ("none", "partial", "whole"),
+}
+"""Constants that may differ by precision, or by how much of the step is a CUDA graph: gemm_fp8, launch_us_partial."""
+
+NAMES = (*EFFICIENCY, *(f"{name}_{kind}" for name, kinds in _KINDS.items() for kind in kinds))
+"""All that an [efficiency] section may have."""
+
+
+def check_efficiency(given: Mapping[str, float]) -> None:
+    """Raise a ValueError if a name is not known, or a value is no share or time.
+
+    Shares are above 0. What is hidden is from 0 to 1, and microseconds are from 0.
+
+    Example:
+        >>> check_efficiency({"dp": 0})
+        Traceback (most recent call last):
+        ...
+        ValueError: efficiency.dp of a cluster is a number above 0, got 0
+
+    """
+    for name, value in given.items():
+        if name not in NAMES:
+            raise ValueError(
+                f"{name} is no constant of [efficiency]; the nearest is {nearest_name(name, sorted(NAMES))}, "
+                f"all are {', '.join(EFFICIENCY)}"
+            )
+        number = type(value) in (int, float)
+        if name.endswith("_hidden"):
+            right, allowed = number and 0 <= value <= 1, "from 0 to 1"
+        elif "_us" in name:
+            right, allowed = number and 0 <= value < inf, "from 0"
+        else:
+            right, allowed = number and 0 < value < inf, "above 0"
+        if not right:
+            raise ValueError(f"efficiency.{name} of a cluster is a number {allowed}, got {value!r}")

@@ -1,0 +1,161 @@
+"""Read a model's sizes from a Hugging Face config.json, whose models spell the same thing in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SPELLINGS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "n_routed_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "moe_topk": "num_experts_per_tok",
+    "use_qk_norm": "qk_norm",
+}
+_COPIED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "qk_norm",
+)
+_TIED_UNLESS_SAID = ("gpt2", "gemma")
+"""Kinds of model whose config.json leaves out tie_word_embeddings when they are tied."""
+
+_CAUSAL = ("CausalLM", "ConditionalGeneration", "LMHead")
+"""What the classes of causal language models have in their names."""
+
+_NOT_CAUSAL = {
+    *("albert", "bart", "beit", "bert", "big_bird", "camembert", "clip", "convbert", "data2vec-text", "deberta"),
+    *("deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "funnel", "hubert", "longformer"),
+    *("longt5", "m2m_100", "marian", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mt5"),
+    *("nomic_bert", "pegasus", "rembert", "roberta", "roformer", "siglip", "squeezebert", "swin", "t5", "umt5"),
+    *("vit", "vit_mae", "wav2vec2", "whisper", "xlm-roberta", "xlm-roberta-xl"),
+}
+"""Kinds of model that are encoders, or have one."""
+
+_WINDOWED_IF_SAID = ("qwen2", "qwen3", "smollm3")
+"""Kinds of model that use their sliding_window only if use_sliding_window says so."""
+
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+"""Kinds of model that look at all in every so many layers only, if layer_types does not say which."""
+
+
+def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `ModelShape`'s fields, without its name, as a config.json says them.
+
+    Args:
+        config: the file's content. That of a model with more than text has the text's under text_config.
+        name: of the model, for messages.
+
+    Raises:
+        ValueError: it is no causal language model's, sizes are lacking, or layers with experts stand among dense ones.
+
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    _check_causal(config, text, name)
+    said = {_SPELLINGS.get(key, key): value for key, value in text.items() if value is not None}
+    found = {key: said[key] for key in _COPIED if key in said}
+    lacking = [
+        key for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads") if key not in found
+    ]
+    if lacking:
+        raise ValueError(f"config.json of {name} lacks {', '.join(lacking)}; a causal language model's has them")
+    kind = str(said.get("model_type", ""))
+    found |= _unsaid(kind, said)
+    if found.get("num_experts"):
+        found |= _experts(said, name)
+    else:
+        found.pop("num_experts_per_tok", None)
+    return found | _window(kind, said)
+
+
+def _check_causal(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> None:
+    """Refuse encoders, and models that have one for text."""
+    kinds = {str(each["model_type"]) for each in (config, text) if each.get("model_type")}
+    classes = [str(each) for each in config.get("architectures") or text.get("architectures") or ()]
+    said = f"model_type {', '.join(sorted(kinds)) or 'none'}, architectures {', '.join(classes) or 'none'}"
+    other = classes and not any(part in each for each in classes for part in _CAUSAL)
+    if kinds & _NOT_CAUSAL or other or config.get("is_encoder_decoder"):
+        raise ValueError(
+            f"config.json of {name} is not a causal language model's ({said}); "
+            "give one of a decoder, for example LlamaForCausalLM's, or a .toml file"
+        )
+
+
+def _unsaid(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the kind of model says instead of a field."""
+    found: dict[str, Any] = {}
+    if kind.startswith(_TIED_UNLESS_SAID):
+        found["tie_word_embeddings"] = said.get("tie_word_embeddings", True)
+    if kind == "gpt2":
+        positions = said.get("max_position_embeddings", 0)
+        found |= {"gated_mlp": False, "attention_bias": True, "mlp_bias": True, "max_position_embeddings": positions}
+    if kind.startswith("qwen2"):
+        found["attention_bias"] = True
+    if kind.startswith("qwen3"):
+        found["qk_norm"] = True
+    if kind == "gpt_oss":
+        found["mlp_bias"] = True
+    return found
+
+
+def _experts(said: Mapping[str, Any], name: str) -> dict[str, Any]:
+    width = said.get("moe_intermediate_size", said.get("intermediate_size", 0))
+    found: dict[str, Any] = {"moe_intermediate_size": width}
+    if said.get("shared_expert_intermediate_size"):
+        found["n_shared_experts"] = said["shared_expert_intermediate_size"] // width
+    step = max(said.get(key, 1) for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"))
+    dense = list(said.get("mlp_only_layers", ()))
+    if step != 1 or dense != list(range(len(dense))):
+        raise ValueError(
+            f"config.json of {name} has layers with experts among dense ones (one in {step}, dense: {dense}); "
+            "a shape has the dense ones first: write a .toml file with as many of each"
+        )
+    if dense:
+        found["first_k_dense_replace"] = len(dense)
+    return found
+
+
+def _window(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    window = said.get("sliding_window", 0)
+    if not window or not said.get("use_sliding_window", not kind.startswith(_WINDOWED_IF_SAID)):
+        return {}
+    windowed = _windowed_layers(kind, said)
+    return {"sliding_window": window, "num_windowed_layers": windowed} if windowed else {}
+
+
+def _windowed_layers(kind: str, said: Mapping[str, Any]) -> int:
+    """Return how many layers have windowed attention, where there is some."""
+    layers = int(said["num_hidden_layers"])
+    if "layer_types" in said:
+        return sum(each == "sliding_attention" for each in said["layer_types"])
+    if kind in _WINDOW_PERIODS:
+        return layers - layers // int(said.get("sliding_window_pattern", _WINDOW_PERIODS[kind]))
+    if kind == "qwen2_moe":  # every other one of the first
+        return (min(layers, int(said.get("max_window_layers", 28))) + 1) // 2
+    if kind.startswith("qwen") and kind != "qwen3_moe":
+        return max(0, layers - int(said.get("max_window_layers", 28)))
+    return layers

@@ -1,0 +1,84 @@
+"""Messages and collectives of a job: which ranks a group has, and the bytes that a GPU sends over NVLink and its NIC.
+
+Ranks are numbered as Megatron numbers them: tp varies fastest, then cp, dp, pp (of experts: etp, ep, dp,
+pp). That decides which groups stay inside an NVLink domain. Where two ranks of a pipeline hold the same stage
+(DualPipe), the replicas of both are one group of dp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from treadle.estimate.job import Job
+from treadle.estimate.work import BF16, GroupMessage
+
+_GROUPS: dict[str, Callable[[Job], tuple[int, int]]] = {
+    "tp": lambda job: (job.tp, 1),
+    "etp": lambda job: (job.etp, 1),
+    "cp": lambda job: (job.cp, job.tp),
+    "ep": lambda job: (job.ep, job.etp),
+    "dp": lambda job: (job.cp * job.dp, job.tp),
+    "expert_dp": lambda job: (job.expert_dp, job.etp * job.ep),
+    "pp": lambda job: (job.pp, job.tp * job.cp * job.dp),
+}
+"""Ranks of each group, of one rank of the pipeline, and how far apart they are."""
+
+_HOLDERS = ("dp", "expert_dp")
+"""Groups of all ranks that hold the same parameters."""
+
+
+def group_of(job: Job, group: str) -> tuple[int, int]:
+    """Return how many ranks a group has and how many of them, from the first on, share an NVLink domain."""
+    size, stride = _GROUPS[group](job)
+    domain = job.cluster.nvlink_domain
+    pipes = job.placement.num_pipes if group in _HOLDERS else 1
+    if pipes > 1 and job.cluster.num_gpus <= domain:
+        return pipes * size, pipes * size
+    return pipes * size, min(size, max(1, domain // stride))
+
+
+def gather(job: Job, group: str, size_bytes: float, collective: str = "all_gather") -> tuple[GroupMessage, ...]:
+    """Return the all-gather or reduce-scatter of a tensor of `size_bytes`; nothing if the group has one rank.
+
+    Over several domains each GPU exchanges its share over its own NIC, then all share inside the domain.
+    """
+    ranks, inside = group_of(job, group)
+    if ranks == 1:
+        return ()
+    nic = size_bytes / inside * (1 - inside / ranks)
+    return (GroupMessage(collective, group, ranks, size_bytes * (inside - 1) / inside, nic),)
+
+
+def exchange(job: Job, tokens: float, token_bytes: float) -> tuple[GroupMessage, ...]:
+    """Return the all-to-all of tokens to the ranks of their experts.
+
+    A token goes to a rank once, however many of its experts are there, and crosses to another domain once (as DeepEP
+    and HybridEP send it).
+    """
+    ranks, inside = group_of(job, "ep")
+    if ranks == 1:
+        return ()
+    domains = ranks / inside
+    chosen = job.model.num_experts_per_tok
+    nvlink = tokens * token_bytes * _distinct(ranks, chosen) * (inside - 1) / inside
+    nic = tokens * token_bytes * _distinct(domains, chosen) * (1 - 1 / domains)
+    return (GroupMessage("all_to_all", "ep", ranks, nvlink, nic),)
+
+
+def send(job: Job) -> tuple[GroupMessage, ...]:
+    """Return the message of an activation, or its gradient, to the next stage."""
+    if job.pp == 1:
+        return ()
+    size_bytes = BF16 * job.tokens * job.model.hidden_size / cut_by_sequence(job)
+    inside = job.cluster.num_gpus <= job.cluster.nvlink_domain
+    return (GroupMessage("send", "pp", 2, size_bytes if inside else 0.0, 0.0 if inside else size_bytes),)
+
+
+def cut_by_sequence(job: Job) -> int:
+    """Return by how much what tp does not cut is cut: tp with sequence parallelism, 1 without."""
+    return job.tp if job.sequence_parallel else 1
+
+
+def _distinct(places: float, draws: int) -> float:
+    """Return how many of some equal places are met by so many draws, on average."""
+    return places * (1 - (1 - 1 / places) ** draws)

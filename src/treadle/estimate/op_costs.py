@@ -1,0 +1,132 @@
+"""Costs of a job's ops, for a Program: what `treadle.simulate`, `verify` and every command with --costs take."""
+
+from __future__ import annotations
+
+from treadle.costs import Costs
+from treadle.estimate.job import Job
+from treadle.estimate.messages import exchange, send
+from treadle.estimate.rates import PeakTimes, constant, seconds
+from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
+from treadle.estimate.stages import rank_rows
+from treadle.estimate.step_time import (
+    GRAD_BYTES,
+    PARAM_BYTES,
+    data_parallel_seconds,
+    job_times,
+    optimizer_seconds,
+)
+from treadle.estimate.work import BF16
+from treadle.ir.trace import MICROSECONDS
+
+NS = 1e9
+
+
+def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
+    """Estimate what each op of the job's Program takes.
+
+    Args:
+        job: the model, the cluster and how they are cut.
+        inline_recompute: add the whole parts that are computed again to the input halves, for programs at the grain of
+            cells, which have no ops for them. With `recompute_layers` every layer has its share.
+
+    Returns:
+        Costs with the parts of a layer, the ends, messages, and what ends a step. Exchanges with experts have their
+        whole time: the program says what runs beside them.
+
+    Raises:
+        ValueError: the GPU does not do the job's precision.
+
+    """
+    times = job_times(job)
+    layer = _ticks(times.actions["t"], times.factors)
+    dense = _ticks(times.actions["d"], times.factors) if "d" in times.actions else {}
+    if inline_recompute:
+        layer, dense = _inlined(job, layer), _inlined(job, dense)
+    ends: dict[str, int] = {}
+    for block in "EmL":
+        ends |= _ticks(times.actions.get(block, {}), times.factors)
+    return Costs(
+        f"{job.model.name} on {job.cluster.name}",
+        MICROSECONDS,
+        layer=layer,
+        dense=dense,
+        ends=ends,
+        message=_messages(job),
+        step=_step(job),
+        saved_bytes=saved_bytes(job),
+        moved_bytes=_moved(job),
+        model=_model(job),
+        about="estimated from the model's shape and the cluster's rates",
+    )
+
+
+def _ticks(actions: dict[str, PeakTimes], by: PeakTimes) -> dict[str, int]:
+    return {name: round(NS * seconds(times, by)) for name, times in actions.items()}
+
+
+def _inlined(job: Job, layer: dict[str, int]) -> dict[str, int]:
+    """Parts of a layer, what is computed again added to the input halves."""
+    parts = ("attn", "mlp") if "full" in job.recompute else tuple(p for p in ("attn", "mlp") if p in job.recompute)
+    per_stage = max(1, job.model.num_hidden_layers // job.num_stages)
+    share = min(1.0, job.recompute_layers / per_stage) if job.recompute_layers else 1.0
+    changed = {
+        f"{part}_b": layer[f"{part}_b"] + round(share * layer[f"{part}_r"]) for part in parts if f"{part}_b" in layer
+    }
+    return {**layer, **changed}
+
+
+def _model(job: Job) -> dict[str, int]:
+    model = job.model
+    counts = {
+        "layers": model.num_hidden_layers,
+        "dense": model.num_dense_layers if model.is_moe else 0,
+        "mtp": model.num_nextn_predict_layers,
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _messages(job: Job) -> dict[str, int]:
+    """Messages between stages, and the reduction of a chunk's gradients: of the largest chunk, as all wait for it."""
+    cluster, found = job.cluster, {}
+    sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in send(job))
+    latency = 1e-6 * constant(cluster, "latency_us")
+    if sent:
+        found["send"] = round(NS * (sent / constant(cluster, "pp") + latency))
+    reduced = max(data_parallel_seconds(job, *_parameters(job, row), GRAD_BYTES) for row in _chunks(job))
+    if reduced:
+        found["reduce_grad"] = round(NS * reduced)
+    if job.offload:
+        found |= dict.fromkeys(("offload", "onload"), round(NS * (offload_seconds(job) + latency)))
+    return found
+
+
+def _step(job: Job) -> dict[str, int]:
+    """What ends a step, on the rank that has most to do then."""
+    held = [_parameters(job, "".join(chunks)) for chunks in rank_rows(job)]
+    gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held)
+    optimizer = max(optimizer_seconds(job, *each) for each in held)
+    ends = {
+        "optimizer": optimizer + 1e-6 * constant(job.cluster, "step_us"),
+        "gather_params": gathered * (1 - constant(job.cluster, "dp_hidden")),
+    }
+    return {name: round(NS * value) for name, value in ends.items() if value}
+
+
+def _chunks(job: Job) -> set[str]:
+    return {row for chunks in rank_rows(job) for row in chunks}
+
+
+def _parameters(job: Job, row: str) -> tuple[float, float]:
+    times = job_times(job)
+    return sum(times.parameters[letter] for letter in row), sum(times.experts[letter] for letter in row)
+
+
+def _moved(job: Job) -> dict[str, int]:
+    sizes = {"send": sum(m.nvlink_bytes + m.nic_bytes for m in send(job))}
+    if job.model.is_moe:
+        token = BF16 * job.model.hidden_size
+        tokens = job.tokens / (job.tp if job.sequence_parallel else 1)
+        moved = sum(m.nvlink_bytes + m.nic_bytes for m in exchange(job, tokens, token))
+        sizes |= {"dispatch": moved, "combine": moved}
+    sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(job, row)) for row in _chunks(job))
+    return {name: round(size) for name, size in sizes.items() if size}

@@ -1,0 +1,142 @@
+"""Work to seconds: a part takes the sum of its terms at peak rates, each divided by an achieved share.
+
+A matrix product takes its FLOPs at the peak rate and its bytes at the memory's: small or narrow products achieve less
+of the peak because they move more bytes a FLOP. A share above 1 means that a part of that time is hidden behind other
+work. A cluster's [efficiency] section replaces the defaults of `treadle.estimate.efficiency`, entry by entry.
+"""
+
+from __future__ import annotations
+
+from operator import mul
+from typing import NamedTuple
+
+from treadle.estimate.cluster import Cluster, family_of
+from treadle.estimate.efficiency import EFFICIENCY
+from treadle.estimate.job import Job
+from treadle.estimate.work import BF16, OpWork
+
+_ELEMENT = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of an element, with its share of a scale."""
+
+
+class PeakTimes(NamedTuple):
+    """Seconds of some work at peak rates, term by term; `launch` and `latency` are counts."""
+
+    gemm: float = 0.0
+    gemm_bf16: float = 0.0
+    """Products that stay BF16 whatever the job's precision: the head, the router."""
+
+    gemm_bytes: float = 0.0
+    grouped: float = 0.0
+    grouped_bytes: float = 0.0
+    attention: float = 0.0
+    vector: float = 0.0
+    cast: float = 0.0
+    permute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep_nvlink: float = 0.0
+    ep_nic: float = 0.0
+    launch: float = 0.0
+    latency: float = 0.0
+
+
+def at_peak(work: OpWork, cluster: Cluster, precision: str) -> PeakTimes:
+    """Return the seconds of some work at peak rates."""
+    rate, bf16 = cluster.peak(precision), cluster.peak("bf16")
+    memory, element = cluster.memory_bandwidth, _ELEMENT[precision]
+    gemm = gemm_bf16 = gemm_bytes = grouped = grouped_bytes = 0.0
+    for product in work.gemms:
+        if product.precision and product.precision != precision:
+            gemm_bf16 += product.flops / bf16
+            gemm_bytes += product.moved_bytes(BF16) / memory
+        else:
+            gemm += product.flops / rate
+            gemm_bytes += product.moved_bytes(element) / memory
+    for product in work.grouped:
+        grouped += product.flops / rate
+        grouped_bytes += product.moved_bytes(element) / memory
+    links = {"tp": 0.0, "cp": 0.0, "etp": 0.0}
+    ep_nvlink = ep_nic = 0.0
+    for message in work.messages:
+        nvlink, nic = message.nvlink_bytes / cluster.nvlink_bandwidth, message.nic_bytes / cluster.nic_bandwidth
+        if message.group == "ep":
+            ep_nvlink += nvlink
+            ep_nic += nic
+        else:
+            links[message.group] += nvlink + nic
+    return PeakTimes(
+        gemm,
+        gemm_bf16,
+        gemm_bytes,
+        grouped,
+        grouped_bytes,
+        work.attention_flops / bf16,
+        work.vector_bytes / memory,
+        work.cast_bytes / memory,
+        work.permuted_bytes / memory,
+        links["tp"] + links["etp"],
+        links["cp"],
+        ep_nvlink,
+        ep_nic,
+        work.launches,
+        float(len(work.messages)),
+    )
+
+
+def constant(cluster: Cluster, name: str, precision: str = "") -> float:
+    """Return a constant: the cluster's, by precision if it has it, or the default.
+
+    Example:
+        >>> from treadle.estimate import load_cluster
+        >>> constant(load_cluster("h800:8"), "pcie")
+        0.85
+
+    """
+    family = family_of(precision)
+    for key in (f"{name}_{precision}", f"{name}_{family}", name):
+        if key in cluster.efficiency:
+            return cluster.efficiency[key]
+    for key in (f"{name}_{family}", name):
+        if key in EFFICIENCY:
+            return EFFICIENCY[key][0]
+    raise KeyError(name)
+
+
+def factors(job: Job) -> PeakTimes:
+    """Return what multiplies each term of `PeakTimes`: one over the achieved share, or seconds of one."""
+    cluster, precision = job.cluster, job.precision
+
+    def over(name: str, by: str = "") -> float:
+        return 1.0 / constant(cluster, name, by)
+
+    shown = 1.0 if job.model.is_moe else 1.0 - constant(cluster, "launch_hidden")
+
+    memory = over("memory")
+    return PeakTimes(
+        over("gemm", precision),
+        over("gemm", "bf16"),
+        memory,
+        over("grouped", precision),
+        memory,
+        over("attention"),
+        memory,
+        over("cast", precision),
+        over("permute"),
+        over("tp"),
+        over("cp"),
+        over("ep_nvlink"),
+        over("ep_nic"),
+        1e-6 * shown * constant(cluster, "launch_us", job.cuda_graph),
+        1e-6 * constant(cluster, "latency_us"),
+    )
+
+
+def add(*times: PeakTimes) -> PeakTimes:
+    """Return the sum, term by term."""
+    return PeakTimes(*map(sum, zip(*times, strict=True))) if times else PeakTimes()
+
+
+def seconds(times: PeakTimes, by: PeakTimes) -> float:
+    """Return the seconds of some work: its terms, each times its factor."""
+    return float(sum(map(mul, times, by)))

@@ -1,0 +1,42 @@
+"""What a job's forwards save, in the words of costs: by part of a layer and by block; and the time to offload it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from treadle.estimate.activations import ActivationCut, block_activations, layer_tensors
+from treadle.estimate.job import Job
+from treadle.estimate.rates import constant
+
+
+def saved_bytes(job: Job) -> dict[str, int]:
+    """Return the [saved_bytes] of a job's costs: all that a part saves, and what it keeps where it is computed again.
+
+    What Megatron's finer recomputation (core_attn, mla_up_proj and so on) discards is not counted; attn and mlp are ops
+    of a Program, which discards and saves them.
+    """
+    finer = tuple(part for part in job.recompute if part not in ("attn", "mlp", "full"))
+    cut = replace(ActivationCut.of(job, "p2p", fused_loss=True), recompute=finer)
+    found = {"embed": 0, "head": block_activations(cut, "L").saved}
+    if job.model.num_nextn_predict_layers:
+        found["mtp"] = block_activations(cut, "m").saved
+    found |= _of_layer(cut, moe=job.model.is_moe, prefix="")
+    if job.model.is_moe and job.model.num_dense_layers:
+        found |= _of_layer(cut, moe=False, prefix="dense_")
+    return found
+
+
+def offload_seconds(job: Job) -> float:
+    """Return the time to copy what a layer saves over PCIe, one way, while all GPUs that share the link do so."""
+    cut = ActivationCut.of(job, "p2p", fused_loss=True)
+    share = job.cluster.pcie_bandwidth / job.cluster.gpus_per_pcie * constant(job.cluster, "pcie")
+    return block_activations(cut, "t").saved / share
+
+
+def _of_layer(cut: ActivationCut, *, moe: bool, prefix: str) -> dict[str, int]:
+    found = {}
+    for part, tensors in zip(("attn", "mlp"), layer_tensors(cut, moe=moe), strict=True):
+        saved = [tensor for tensor in tensors if set(tensor.parts).isdisjoint(cut.recompute)]
+        found[f"{prefix}{part}"] = int(sum(tensor.size for tensor in saved))
+        found[f"{prefix}{part}_input"] = int(sum(tensor.size for tensor in saved if part not in tensor.parts))
+    return found

@@ -1,0 +1,115 @@
+"""The work of each part of a block: matrix products by shape, attention, bytes touched, messages, kernel launches.
+
+All of it is for one micro-batch on one GPU. Parts have the names that costs have (`treadle.costs.format`): attn_f,
+dispatch_f, mlp_f, combine_f, the input halves combine_b, mlp_b, dispatch_b, attn_b, the weight halves mlp_w, attn_w,
+and attn_r, mlp_r: computed again. `treadle.estimate.rates` turns work into seconds.
+
+`treadle.estimate.parts` makes it from a job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BF16 = 2
+FP32 = 4
+
+
+class Gemm(NamedTuple):
+    """`groups` products [m, k] x [k, n] in one kernel. `precision` is "" where it is the job's."""
+
+    m: float
+    n: int
+    k: float
+    groups: int = 1
+    precision: str = ""
+    out_bytes: int = BF16
+    """Bytes of an element of the result; 8 where it is added to an FP32 gradient: read and written."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.m * self.n * self.k * self.groups
+
+    def moved_bytes(self, element: float) -> float:
+        """Bytes read and written, if an element of the operands has `element` bytes."""
+        operands = self.m * self.k + self.k * self.n
+        return self.groups * (operands * element + self.m * self.n * self.out_bytes)
+
+
+class GroupMessage(NamedTuple):
+    """A message or collective of a group: the bytes that one GPU sends over NVLink and over its NIC."""
+
+    collective: str
+    """all_gather, reduce_scatter, all_to_all, ring (of context parallelism) or send."""
+
+    group: str
+    """tp, cp, ep, pp, dp or expert_dp."""
+
+    ranks: int
+    nvlink_bytes: float
+    nic_bytes: float
+
+    @property
+    def inside(self) -> bool:
+        """True if it stays in an NVLink domain."""
+        return self.nic_bytes == 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpWork:
+    """What one part of a block does. Works add."""
+
+    gemms: tuple[Gemm, ...] = ()
+    grouped: tuple[Gemm, ...] = ()
+    """Products of experts: as many as a rank has, in one kernel."""
+
+    attention_flops: float = 0.0
+    """Of the products with queries, keys and values; what the causal mask leaves out is not counted."""
+
+    vector_bytes: float = 0.0
+    """Read and written by norms, activations, positions, residuals and losses."""
+
+    cast_bytes: float = 0.0
+    """Read and written to cast operands of products to a smaller precision."""
+
+    permuted_bytes: float = 0.0
+    """Read and written to sort tokens by expert, and back."""
+
+    messages: tuple[GroupMessage, ...] = ()
+    launches: float = 0.0
+    """Kernels that the host launches one by one; those inside CUDA graphs are not counted."""
+
+    def __add__(self, other: OpWork) -> OpWork:
+        return OpWork(
+            self.gemms + other.gemms,
+            self.grouped + other.grouped,
+            self.attention_flops + other.attention_flops,
+            self.vector_bytes + other.vector_bytes,
+            self.cast_bytes + other.cast_bytes,
+            self.permuted_bytes + other.permuted_bytes,
+            self.messages + other.messages,
+            self.launches + other.launches,
+        )
+
+    @property
+    def flops(self) -> float:
+        """All floating-point operations."""
+        return sum(gemm.flops for gemm in self.gemms + self.grouped) + self.attention_flops
+
+
+@dataclass(frozen=True, slots=True)
+class PartWork:
+    """A part of a block in all its phases: `f` forward, `b` input half of the backward, `w` weight half."""
+
+    f: OpWork
+    b: OpWork
+    w: OpWork
+    parameters: int = 0
+    """Weights of its matrix products on this rank, without experts."""
+
+    expert_parameters: int = 0
+
+    again: OpWork = OpWork()
+    """What recomputation adds to the input half: smaller pieces than the whole part."""

@@ -1,0 +1,52 @@
+"""Metrics of a folded step: as of the Trace of every GPU, without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.plan.folding import Folded
+from treadle.simulate.metrics import Metrics, RankMetrics, measure
+
+
+def measure_folded(folded: Folded) -> Metrics:
+    """Measure a folded step: what `treadle.measure` says of the unfolded one, with a row for each GPU.
+
+    Example:
+        >>> from treadle.plan.folding import fold
+        >>> unit = treadle.load_costs("unit")
+        >>> program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
+        >>> metrics = measure_folded(fold(program, unit, ep=1, dp=100))
+        >>> len(metrics.ranks), metrics.ranks[0].bubble
+        (200, 0.2)
+
+    """
+    pp, num_rows, makespan = folded.pipeline.num_ranks, folded.kinds.num_rows, folded.makespan
+    ranks, peaks = (np.empty((pp, num_rows), object) for _ in range(2))
+    for kind, first in enumerate(folded.kinds.first.tolist()):
+        of_kind = measure(folded.trace(kind))
+        rows = slice(first, first + len(folded.kinds.members[kind]))
+        ranks[:, rows] = _table([_in_step(rank, makespan) for rank in of_kind.ranks], pp)
+        peaks[:, rows] = _table(of_kind.peaks, pp)
+    every: list[RankMetrics] = ranks[:, folded.kinds.row].reshape(-1).tolist()
+    longest = max(every, key=lambda rank: rank.span)
+    bubble = (longest.span - longest.busy) / longest.span if longest.span else 0.0
+    held = tuple(peaks[:, folded.kinds.row].reshape(-1).tolist())
+    unit = folded.pipeline.layout.saved_unit
+    return Metrics(makespan, folded.num_ops, folded.clock, tuple(every), bubble, held, unit)
+
+
+def _table(values: Sequence[RankMetrics | float], num_ranks: int) -> npt.NDArray[np.object_]:
+    """Return a table with a row for each pipeline rank and a column for each GPU column."""
+    flat = np.empty(len(values), object)
+    flat[:] = values
+    return flat.reshape(num_ranks, -1)
+
+
+def _in_step(rank: RankMetrics, makespan: int) -> RankMetrics:
+    """Count a rank's idle time to the end of the whole step."""
+    idle = makespan - rank.busy
+    return replace(rank, idle=idle, bubble=idle / makespan if makespan else 0.0)

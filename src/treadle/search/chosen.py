@@ -1,0 +1,67 @@
+"""The chosen job in full: its Program of all micro-batches, verified, simulated and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treadle.costs import durations
+from treadle.estimate.flops import model_flops
+from treadle.ir import Schedule
+from treadle.ir.trace import Trace
+from treadle.search.search import Judged
+from treadle.simulate import Metrics, measure, simulate
+from treadle.verify import VerifyReport, verify_program
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A job whose step is simulated whole. Its Program is the one that every other command makes from its files."""
+
+    judged: Judged
+    schedule: Schedule
+    trace: Trace
+    metrics: Metrics
+    report: VerifyReport
+
+    @classmethod
+    def of(cls, judged: Judged) -> Chosen:
+        """Lower, verify and simulate a judged job."""
+        structure, costs, microbatches = judged.structure, judged.costs, judged.job.num_microbatches
+        program = structure.lower(microbatches, costs)
+        trace = simulate(program, costs)
+        schedule = structure.generate(microbatches)
+        return cls(judged, schedule, trace, measure(trace), verify_program(program, durations(program, costs)))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.trace.makespan / self.trace.clock.ticks / 1e6
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens that a GPU trains on in a second."""
+        job = self.judged.job
+        return job.global_batch_size * job.seq_len / self.step_s / job.cluster.num_gpus
+
+    @property
+    def flops_per_s_per_gpu(self) -> float:
+        """Floating-point operations of the model, without what is computed again, that a GPU does in a second."""
+        job = self.judged.job
+        return model_flops(job.model, job.seq_len) * job.global_batch_size / self.step_s / job.cluster.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of what the GPU can do at most in this precision."""
+        job = self.judged.job
+        return self.flops_per_s_per_gpu / job.cluster.peak(job.precision)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a rank, on average, does not compute."""
+        ranks, makespan = self.metrics.ranks, self.metrics.makespan
+        return sum(rank.idle for rank in ranks) / max(1, makespan * len(ranks))
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which a rank, on average, waits for communication that nothing hides."""
+        return self.metrics.exposed / max(1, self.metrics.makespan)

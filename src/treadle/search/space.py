@@ -1,0 +1,151 @@
+"""The space that is searched: every knob of a job and the values it may take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from treadle.estimate import Cluster, Job, ModelShape
+from treadle.schedules import family
+
+OVERLAPPED = ("interleaved-overlap", "dualpipe", "dualpipev")
+"""Schedules in which the forward of one micro-batch runs beside the backward of another."""
+_LONG_SEQUENCE = 16_384
+"""Tokens from which on a sequence may be cut over ranks."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The values of each knob. None: those that make sense for the model and the cluster.
+
+    Example:
+        >>> SearchSpace(tp=(1, 2), pp=(4,), schedules=("1f1b",)).tp
+        (1, 2)
+
+    """
+
+    tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    vpp: tuple[int, ...] = (1, 2, 4)
+    ep: tuple[int, ...] | None = None
+    micro_batch_size: tuple[int, ...] = (1, 2, 4)
+    schedules: tuple[str, ...] | None = None
+    recompute: tuple[tuple[str, ...], ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
+    offload: tuple[bool, ...] = (False, True)
+    balanced: tuple[bool, ...] = (False, True)
+    """Stages as even in layers as can be (False), or cut so that the slowest is the fastest possible (True)."""
+
+    cuda_graph: tuple[str, ...] = ("partial",)
+    precision: tuple[str, ...] = ("bf16",)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job, and whether its stages are to be balanced: the layout of that follows from its costs."""
+
+    job: Job
+    balanced: bool = False
+
+
+def candidates(
+    model: ModelShape,
+    cluster: Cluster,
+    space: SearchSpace,
+    *,
+    global_batch_size: int,
+    seq_len: int,
+    refused: Counter[str] | None = None,
+) -> Iterator[Candidate]:
+    """Yield every job of a space whose sizes divide and whose schedule can do its micro-batches.
+
+    `refused` counts, by reason, the sizes that do not go together.
+    """
+    told = refused if refused is not None else Counter()
+    space = fill(space, model, cluster, seq_len)
+    for tp, cp, pp, ep in product(space.tp or (), space.cp or (), space.pp or (), space.ep or ()):
+        if cluster.num_gpus % (tp * cp * pp):
+            told[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
+            continue
+        for size, (name, vpp) in product(space.micro_batch_size, _schedules(space, pp, told)):
+            try:
+                first = Job(
+                    model,
+                    cluster,
+                    tp=tp,
+                    cp=cp,
+                    pp=pp,
+                    vpp=vpp,
+                    ep=ep,
+                    micro_batch_size=size,
+                    global_batch_size=global_batch_size,
+                    seq_len=seq_len,
+                    schedule=name,
+                    a2a_overlap=name in OVERLAPPED,
+                )
+                _check_schedule(first)
+            except ValueError as error:
+                told[str(error)] += 1
+                continue
+            yield from _variations(first, space)
+
+
+def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
+    """Yield a job with every choice that leaves its sizes as they are."""
+    for recompute, offload, balanced, graph, precision in product(
+        space.recompute, space.offload, space.balanced, space.cuda_graph, space.precision
+    ):
+        if balanced and first.pp * first.vpp == 1 and False in space.balanced:  # one stage has one layout
+            continue
+        job = replace(first, recompute=recompute, offload=offload, cuda_graph=graph, precision=precision)
+        yield Candidate(job, balanced)
+
+
+def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) -> SearchSpace:
+    """Return the space with values for the knobs that have none."""
+    domain = min(cluster.nvlink_domain, cluster.num_gpus, 8)
+    tp = [size for size in _powers(domain) if model.num_attention_heads % size == 0 == model.num_key_value_heads % size]
+    cp = _powers(8) if seq_len > _LONG_SEQUENCE else (1,)
+    ep = [size for size in _powers(64) if model.num_experts % size == 0] if model.is_moe else [1]
+    pp = [size for size in _powers(64) if size <= model.num_hidden_layers]
+    names = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min")
+    return replace(
+        space,
+        tp=space.tp or tuple(tp),
+        cp=space.cp or tuple(cp),
+        pp=space.pp or tuple(pp),
+        ep=space.ep or tuple(ep),
+        schedules=space.schedules or ((*names, *OVERLAPPED) if model.is_moe else names),
+    )
+
+
+def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tuple[str, int]]:
+    """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
+    names = space.schedules or ()
+    if pp == 1:
+        if "1f1b" in names:
+            yield "1f1b", 1
+        else:
+            told["a pipeline of one rank runs 1f1b; add --schedule 1f1b"] += 1
+        return
+    for name in names:
+        vpps = family(name).vpps or tuple(count for count in space.vpp if count > 1)
+        if not vpps:
+            told[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
+        for vpp in vpps:
+            yield name, vpp
+
+
+def _check_schedule(job: Job) -> None:
+    """Raise a ValueError if the schedule cannot do the job's size, or has more stages than the model has layers."""
+    chosen = family(job.schedule)
+    stages = chosen.placement(job.pp, job.vpp).num_stages
+    if stages > job.model.num_hidden_layers:
+        raise ValueError(f"{job.schedule} has {stages} stages, and the model {job.model.num_hidden_layers} layers")
+    chosen.size(job.pp, job.vpp, job.num_microbatches)
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(most.bit_length()) if 1 << power <= most)

@@ -1,0 +1,52 @@
+"""A plan under stragglers: the chosen job and the same job under every other schedule that fits."""
+
+from __future__ import annotations
+
+from treadle.plan.stragglers import Progress, StragglerStudy, straggler_study
+from treadle.search.search import Judged
+from treadle.search.structure import columns
+from treadle.search.why import Alternative, shown
+from treadle.simulate.slowness import Stragglers
+
+DRAWS = 200
+
+
+def study_plan(
+    best: Judged,
+    others: tuple[Alternative, ...],
+    stragglers: Stragglers,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StragglerStudy:
+    """Simulate steps of the chosen job, and of the best under each other schedule, with the same slow GPUs.
+
+    A GPU holds up the others of its tensor-parallel group at every layer, so these stand for one that is slow if any
+    of them is.
+
+    Args:
+        best: the chosen job.
+        others: its alternatives; those that differ in their schedule and fit take part.
+        stragglers: how many GPUs are slow, and how slow.
+        draws: how often slow GPUs are drawn.
+        seed: of the draws.
+        progress: told how many simulations are done, and of how many.
+
+    """
+    jobs = {shown(best.job, "schedule"): best}
+    jobs |= {other.value: other.judged for other in others if other.knob == "schedule" and other.fits}
+    job = best.job
+    programs = {name: each.structure.lower(each.job.num_microbatches, each.costs) for name, each in jobs.items()}
+    ep, dp = columns(job)
+    together = 1 - (1 - stragglers.share) ** job.tp
+    return straggler_study(
+        programs,
+        {name: each.costs for name, each in jobs.items()},
+        ep=ep,
+        dp=dp,
+        stragglers=Stragglers(together, stragglers.factor),
+        draws=draws,
+        seed=seed,
+        progress=progress,
+    )

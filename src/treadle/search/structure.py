@@ -1,0 +1,95 @@
+"""Programs by what they depend on. Costs are not among it, so one Program serves all jobs of its structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+from treadle.costs import Costs
+from treadle.estimate import Job
+from treadle.ir import Schedule
+from treadle.ir.program import Program
+from treadle.ir.trace import MICROSECONDS
+from treadle.passes.lower import lower_layers
+from treadle.plan.lowering import LoweringOptions, choose, lower
+from treadle.schedules import generate
+
+_KEPT = 64
+"""Programs that are kept: jobs of one structure come in a row, each with a few numbers of micro-batches."""
+
+
+class Variant(NamedTuple):
+    """The choices that `treadle.plan.lower` makes by simulation."""
+
+    hold: bool = False
+    early: bool = False
+    early_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that a Program depends on besides the number of its micro-batches."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    blocks: tuple[str, ...]
+    moe: bool
+    recompute: tuple[str, ...]
+    offload: bool
+    reduce: bool
+    """There is more than one column of GPUs, so gradients are reduced."""
+
+    step_end: tuple[str, ...]
+
+    @classmethod
+    def of(cls, job: Job, blocks: tuple[str, ...], costs: Costs) -> Structure:
+        """Return the structure of a job's Program."""
+        ep, dp = columns(job)
+        steps = tuple(sorted(costs.step))
+        reduce = ep * dp > 1
+        return cls(job.schedule, job.pp, job.vpp, blocks, job.model.is_moe, job.recompute, job.offload, reduce, steps)
+
+    def options(self) -> LoweringOptions:
+        """Return how its schedule is lowered, as `treadle simulate` does it with the options of a plan."""
+        return LoweringOptions(
+            blocks=self.blocks,
+            by_layer=True,
+            moe=self.moe,
+            padded=True,
+            recompute=self.recompute,
+            offload=self.offload,
+            dp=2 if self.reduce else 1,  # a pipeline is the same for any number above 1
+        )
+
+    def generate(self, microbatches: int) -> Schedule:
+        """Return its schedule of so many micro-batches."""
+        return generate(self.schedule, pp=self.pp, vpp=self.vpp, microbatches=microbatches)
+
+    def lower(self, microbatches: int, costs: Costs) -> Program:
+        """Return the Program that every command makes of a job's files, with the choices that its costs lead to."""
+        return lower(self.generate(microbatches), costs, self.options())
+
+    def program(self, microbatches: int, variant: Variant) -> Program:
+        """Return the Program of so many micro-batches, whatever their costs."""
+        return _lowered(self, microbatches, variant)
+
+
+def columns(job: Job) -> tuple[int, int]:
+    """Return the columns of GPUs that an expert group has, and the number of groups.
+
+    A column is a tensor-parallel group on every rank of the pipeline. Expert groups reach into it first.
+    """
+    inside = job.dp * job.cp
+    ep = job.ep // gcd(job.ep, job.tp) if job.model.is_moe else 1
+    return ep, max(1, inside // ep)
+
+
+@lru_cache(maxsize=_KEPT)
+def _lowered(structure: Structure, microbatches: int, variant: Variant) -> Program:
+    schedule = structure.generate(microbatches)
+    costs = Costs("structure", MICROSECONDS, step=dict.fromkeys(structure.step_end, 1))
+    shape = choose(schedule, costs, replace(structure.options(), **variant._asdict()))
+    return lower_layers(schedule, shape, reduce=structure.reduce)

@@ -1,0 +1,128 @@
+"""The chosen job beside those that differ from it in one knob: what another value would cost, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from treadle.estimate import Job
+from treadle.schedules import family
+from treadle.search.front import Front
+from treadle.search.search import Found, Judged
+
+KNOBS = (
+    "schedule",
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "micro_batch_size",
+    "recompute",
+    "offload",
+    "cuda_graph",
+    "precision",
+)
+_WITH = {"schedule": ("vpp",)}
+"""Knobs that may follow another: a schedule brings its own number of chunks."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best job that has another value of one knob, and otherwise is the chosen one."""
+
+    knob: str
+    value: str
+    judged: Judged
+    fits: bool
+    slower: float | None
+    """Share by which its step is longer; None where it does not fit."""
+
+    reason: str
+
+
+def settle(found: Found) -> tuple[Found, tuple[Alternative, ...]]:
+    """Return the search's result with the best job that no change of one knob makes faster, and its alternatives.
+
+    A search ranks jobs by choices that near ones share; alternatives are simulated whole, each with its own choices. So
+    one of them may turn out to be faster: then it is the best, until none does.
+    """
+    whole: dict[Job, Judged] = {}
+    while True:
+        others = alternatives(found, whole)
+        faster = [other for other in others if other.slower is not None and other.slower < 0]
+        if not faster:
+            return found, others
+        best = min(faster, key=lambda other: other.slower or 0.0).judged
+        front = Front()
+        by_pair = {}
+        for each in (*found.front, best):
+            assert each.ticks is not None
+            front.add(each.ticks, each.memory_bytes)
+            by_pair[each.ticks, each.memory_bytes] = each
+        found = replace(found, best=best, front=tuple(by_pair[pair] for pair in front.pairs))
+
+
+def alternatives(found: Found, whole: dict[Job, Judged] | None = None) -> tuple[Alternative, ...]:
+    """Return for each knob and each other value that was considered the best such job, simulated whole where it fits.
+
+    `whole` keeps what was simulated, for a next call.
+    """
+    known = whole if whole is not None else {}
+    nearest: dict[tuple[str, str], list[Judged]] = {}
+    fitting = set(map(id, found.fitting))
+    for each in (*found.fitting, *found.too_large):
+        knob = _only_difference(found.best.job, each.job)
+        if knob is not None:
+            nearest.setdefault((knob, shown(each.job, knob)), []).append(each)
+    made = [_alternative(found.best, knob, value, group, fitting, known) for (knob, value), group in nearest.items()]
+    return tuple(sorted(made, key=lambda other: (KNOBS.index(other.knob), not other.fits, other.slower or 0.0)))
+
+
+def shown(job: Job, knob: str) -> str:
+    """Return the value of a knob as people write it."""
+    value = getattr(job, knob)
+    if knob == "recompute":
+        return "+".join(value) or "none"
+    if knob == "schedule" and not family(job.schedule).vpps:
+        return f"{value}:vpp={job.vpp}"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _only_difference(best: Job, job: Job) -> str | None:
+    """Return the one knob in which two jobs differ, or None."""
+    differing = [knob for knob in KNOBS if getattr(job, knob) != getattr(best, knob)]
+    if len(differing) > 1 and differing[0] in _WITH and set(differing[1:]) <= set(_WITH[differing[0]]):
+        return differing[0]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _alternative(
+    best: Judged, knob: str, value: str, group: Iterable[Judged], fitting: set[int], whole: dict[Job, Judged]
+) -> Alternative:
+    feasible = [each.simulated() for each in group if id(each) in fitting]
+    if not feasible:
+        least = min(group, key=lambda each: each.memory_bytes)
+        return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / 2**30:.1f} GiB")
+    near = min(feasible, key=lambda each: each.step_s)
+    fastest = whole[near.job] = whole[near.job] if near.job in whole else near.simulated_whole()
+    slower = fastest.step_s / best.step_s - 1
+    return Alternative(knob, value, fastest, True, slower, _reason(best, fastest))
+
+
+def _reason(best: Judged, other: Judged) -> str:
+    """Say where the time goes: into computing, or into waiting for messages and other stages."""
+    assert best.ticks
+    assert other.ticks
+    scale = 1 / best.ticks
+    computes = (other.least - best.least) * scale
+    waits = (other.ticks - other.least - best.ticks + best.least) * scale
+    memory = (other.memory_bytes - best.memory_bytes) / 2**30
+    parts = [
+        f"{what} {abs(share):.1%} {'more' if share > 0 else 'less'}"
+        for what, share in (("computes", computes), ("waits", waits))
+        if abs(share) >= 0.0005
+    ]
+    if abs(memory) >= 0.05:
+        parts.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+    return ", ".join(parts) or "the same"

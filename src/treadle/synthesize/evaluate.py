@@ -1,0 +1,116 @@
+"""An order of tasks as a schedule, and a schedule as an order: times by the simulator, limits by the verifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle.costs import durations
+from treadle.ir import Action, Cell, Kind, Schedule
+from treadle.ir.program import LaneKind
+from treadle.plan import lower
+from treadle.simulate import simulate
+from treadle.synthesize.problem import StepProblem
+from treadle.verify import verify_program, verify_schedule
+
+NAME = "synthesized"
+
+
+@dataclass(frozen=True)
+class CellOrder:
+    """The tasks of each rank in order. `wholes` are input halves that run as whole backwards, without weight halves."""
+
+    rows: tuple[tuple[int, ...], ...]
+    wholes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A sound schedule that keeps the limits, with its simulated makespan in ticks of the costs' clock."""
+
+    name: str
+    schedule: Schedule
+    makespan: int
+
+
+def weigh(problem: StepProblem, schedule: Schedule, name: str | None = None) -> Weighed | None:
+    """Simulate a schedule; None if it is not sound or does not keep the limits."""
+    limits = problem.limits
+    if not verify_schedule(schedule, max_activations=limits.max_activations).clean:
+        return None
+    program = lower(schedule, problem.costs, problem.options)
+    if limits.memory_limit is not None:
+        ticks = durations(program, problem.costs)
+        if not verify_program(program, ticks, memory_limit=limits.memory_limit).clean:
+            return None
+    return Weighed(name or schedule.name, schedule, simulate(program, problem.costs).makespan)
+
+
+def as_order(problem: StepProblem, schedule: Schedule) -> CellOrder | None:
+    """Return the tasks of a schedule in its order; None if it splits backwards and the problem keeps them whole.
+
+    Pairs are taken apart. Backwards are split where the problem has halves, unless a whole one is faster. Where
+    micro-batches are alike they are numbered anew, so that each stage takes them in order.
+    """
+    rows, wholes = [], set()
+    for rank in range(schedule.pp):
+        row: list[int] = []
+        counts: dict[tuple[Kind, int], int] = {}
+        for action in schedule.actions(rank):
+            for part in _parts(problem, rank, action):
+                if problem.alike:
+                    nth = counts.get((part.kind, part.chunk), 0)
+                    counts[part.kind, part.chunk] = nth + 1
+                    part = part._replace(mb=nth)
+                number = problem.place_of.get((rank, part))
+                if number is None:
+                    return None
+                row.append(number)
+                if action.kind is Kind.B and problem.tasks[number].whole_ticks is not None:
+                    wholes.add(number)
+        rows.append(tuple(row))
+    return CellOrder(tuple(rows), frozenset(wholes))
+
+
+def _parts(problem: StepProblem, rank: int, action: Action) -> tuple[Action, ...]:
+    """The tasks that stand for an action."""
+    half = action._replace(kind=Kind.I)
+    number = problem.place_of.get((rank, half))
+    if action.kind is not Kind.B or number is None:
+        return (action,)
+    return (half,) if problem.tasks[number].whole_ticks is not None else (half, action._replace(kind=Kind.W))
+
+
+def as_schedule(problem: StepProblem, order: CellOrder, name: str = NAME) -> Schedule:
+    """Return the schedule of an order."""
+    rows: list[tuple[Cell, ...]] = []
+    for row in order.rows:
+        cells = []
+        for number in row:
+            action = problem.tasks[number].action
+            cells.append(action._replace(kind=Kind.B) if number in order.wholes else action)
+        rows.append(tuple(cells))
+    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+
+
+def order_by(problem: StepProblem, starts: dict[int, int], wholes: frozenset[int] = frozenset()) -> CellOrder:
+    """Return the order of these start times. Weight halves of whole backwards are left out."""
+    rows = []
+    for numbers in problem.by_rank:
+        kept = [number for number in numbers if problem.half_of(number) not in wholes]
+        key = {n: (starts[n], starts[n] + problem.tasks[n].ticks, problem.depth[n], n) for n in kept}
+        rows.append(tuple(sorted(kept, key=key.__getitem__)))
+    return CellOrder(tuple(rows), wholes)
+
+
+def start_times(problem: StepProblem, order: CellOrder) -> dict[int, int]:
+    """Simulate an order: when each of its tasks starts, in the problem's unit."""
+    program = lower(as_schedule(problem, order), problem.costs, problem.options)
+    trace = simulate(program, problem.costs)
+    starts: dict[int, int] = {}
+    for lane in np.flatnonzero(program.lane_kind == LaneKind.COMPUTE):
+        first, past = int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])
+        times = (trace.start[first:past] // problem.scale).tolist()
+        starts |= dict(zip(order.rows[int(program.lane_rank[lane])], times, strict=True))
+    return starts

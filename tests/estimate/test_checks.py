@@ -1,0 +1,124 @@
+"""Clusters and jobs that make no sense are refused; the message says what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.estimate import Job, estimate_step, load_cluster, load_model
+from treadle.estimate.efficiency import NAMES
+
+LLAMA, MOE = load_model("llama3-70b"), load_model("qwen3-30b-a3b")
+
+
+def _job(**given: Any) -> Job:
+    return Job(**{"model": LLAMA, "cluster": load_cluster("h100:64"), "global_batch_size": 64, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp": 0}, "tp is a whole number from 1, got 0"),
+        ({"pp": 2.0}, r"pp is a whole number from 1, got 2\.0"),
+        ({"recompute_layers": -1}, "recompute_layers is a whole number from 0, got -1"),
+        ({"precision": "fp16"}, "precision is one of bf16, .*, got 'fp16'; the nearest is"),
+        ({"cuda_graph": "all"}, "cuda_graph is one of none, partial, whole, got 'all'"),
+        ({"sharding": "optimiser"}, "sharding is one of .* the nearest is optimizer"),
+        ({"recompute": "full"}, r"recompute is a tuple of parts, got the text 'full'; write \('full',\)"),
+        ({"recompute": ("core",)}, "recompute is one of .*, got 'core'; the nearest is core_attn"),
+        ({"recompute": ("full", "moe_act")}, "give either full or parts"),
+        ({"recompute_layers": 2}, "recompute_layers is for recompute full"),
+        ({"tp": 3}, "tp x cp x pp is 3 and does not divide 64 GPUs"),
+        ({"global_batch_size": 65}, "the nearest is 64"),
+        ({"ep": 8}, "llama3-70b has no experts, got ep=8 etp=1; leave both 1"),
+        ({"model": MOE, "ep": 12, "cluster": load_cluster("h100:48"), "global_batch_size": 48}, "ep divides .*is 8"),
+        ({"model": MOE, "ep": 24}, r"ep x etp \(24 x 1\) does not divide the 64 ranks"),
+        ({"model": replace(LLAMA, num_attention_heads=60, num_key_value_heads=6, head_dim=128), "tp": 8}, "is 6"),
+        ({"tp": 32, "model": replace(LLAMA, intermediate_size=28688)}, "tp divides intermediate_size .*is 22"),
+        ({"cp": 8, "seq_len": 4104}, r"2 x cp divides seq_len \(4104\), got 16; the next smaller that does is 12"),
+        ({"tp": 8, "seq_len": 4100}, r"cp x tp divides seq_len x micro_batch_size \(4100\), got 8"),
+        ({"layout": ("Ett", "tL")}, "a layout of llama3-70b has 80 layers and 0 MTP blocks, got 3 and 0"),
+        ({"layout": ("tE", "tL")}, "the first block is E"),
+    ],
+)
+def test_jobs_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _job(**given)
+
+
+def test_first_layers_of_a_layout_become_the_dense_ones() -> None:
+    model = replace(load_model("deepseek-v3"), num_hidden_layers=5)
+    job = _job(model=model, layout=("Ett", "tttmL"), pp=2)
+    assert job.layout == ("Edd", "dttmL")
+
+
+def test_clusters_that_cannot_be(tmp_path: Path) -> None:
+    for text, message in (
+        ('gpu = "h100"\nnum_gpus = 0', "num_gpus of a cluster is a whole number from 1, got 0"),
+        ('gpu = "h100"\nnic_bandwidth = -1.0', "nic_bandwidth of a cluster is a number above 0, got -1.0"),
+        ('gpu = "h100"\n[peak_flops]\nfp4 = 1e15', "peak_flops has rates for bf16, .* got fp4"),
+        ('gpu = "h100"\n[peak_flops]\nbf16 = "fast"', r"peak_flops\.bf16 of a cluster is a number above 0, got 'fast'"),
+        ('gpu = "h100"\nnic = 1', "nic is no field of a cluster; the nearest is"),
+        ("num_gpus = 8", "lacks nvlink_domain, memory_gib, .*; give them, or gpu = a preset"),
+        ('gpu = "h1000"', r"cluster\.toml: gpu is one of a100, .*got 'h1000'; the nearest is h100"),
+        ('gpu = "h100"\n[efficiency]\ndp = 0', r"efficiency\.dp of a cluster is a number above 0, got 0"),
+        (
+            'gpu = "h100"\n[efficiency]\ngemm_fp8 = inf',
+            r"efficiency\.gemm_fp8 of a cluster is a number above 0, got inf",
+        ),
+        ('gpu = "h100"\n[efficiency]\ntp = nan', r"efficiency\.tp of a cluster is a number above 0, got nan"),
+        ('gpu = "h100"\n[efficiency]\ntp = "all"', r"efficiency\.tp of a cluster is a number above 0, got 'all'"),
+        ('gpu = "h100"\n[efficiency]\ndp_hidden = 1.1', r"efficiency\.dp_hidden of .* from 0 to 1, got 1.1"),
+        ('gpu = "h100"\n[efficiency]\nstep_us = -1', r"efficiency\.step_us of a cluster is a number from 0, got -1"),
+        ('gpu = "h100"\n[efficiency]\ngem = 0.5', r"gem is no constant of \[efficiency\]; the nearest is gemm,"),
+        ('gpu "h100"', r"cluster\.toml is not TOML: .*line 1, column 5"),
+    ):
+        file = tmp_path / "cluster.toml"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            load_cluster(file)
+
+
+def test_clusters_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no file .*none\.toml$"):
+        load_cluster(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match=r"one of a100, .*\(h100:2048\), got 'h80'; the nearest is h800"):
+        load_cluster("h80:8")
+
+
+def test_names_say_how_many_gpus_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for text, name in (
+        ('gpu = "h100"', "8 mine"),
+        ('gpu = "h100"\nname = "ours"', "ours, 8 GPUs"),
+        ('gpu = "h100"\nname = "ours"\nnum_gpus = 16', "ours"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert load_cluster(file).name == name
+    assert [load_cluster(name).name for name in ("h100", "gb200", "h100:2048")] == ["8 h100", "72 gb200", "2,048 h100"]
+
+
+def test_every_constant_of_efficiency_is_allowed() -> None:
+    everything = dict.fromkeys(NAMES, 0.5)
+    assert replace(load_cluster("h100"), efficiency=everything).efficiency == everything
+    nothing_hidden = {"dp_hidden": 0.0, "step_us": 0}
+    assert estimate_step(_job(cluster=replace(load_cluster("h100:64"), efficiency=nothing_hidden))).seconds > 0
+
+
+def test_precisions_have_their_own_rate_or_that_of_their_kind() -> None:
+    cluster = load_cluster("b200")
+    assert cluster.peak("mxfp8") == cluster.peak("fp8") == cluster.peak_flops["fp8"]
+    assert replace(cluster, peak_flops={**cluster.peak_flops, "mxfp8": 1e15}).peak("mxfp8") == 1e15
+    with pytest.raises(ValueError, match=r"computes in fp8, got bf16; add its rate to \[peak_flops\]"):
+        replace(cluster, peak_flops={"fp8": 1e15}).peak("bf16")
+
+
+def test_a_cluster_file_replaces_entries_of_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('gpu = "gb200"\nnum_gpus = 144\n[peak_flops]\nbf16 = 2e15', encoding="utf-8")
+    mine = load_cluster(file)
+    assert (mine.name, mine.num_gpus, mine.nvlink_domain) == ("mine", 144, 72)
+    assert mine.peak_flops == {"bf16": 2e15, "fp8": 5e15, "nvfp4": 1e16}

@@ -1,0 +1,226 @@
+"""A Hugging Face config.json is read as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.estimate import Job, load_cluster, load_model
+from treadle.estimate.flops import model_flops
+from treadle.estimate.model_shape import shape_from_hf
+from treadle.estimate.parameters import count_parameters
+from treadle.estimate.parts import attention_flops
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 176,
+}
+MLA: dict[str, Any] = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 8192},
+    "qwen3_moe": {
+        **SMALL,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "deepseek_v3": {
+        **MLA,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "gpt_oss": {
+        **SMALL,
+        "head_dim": 16,
+        "attention_bias": True,
+        "num_local_experts": 8,
+        "experts_per_token": 2,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mistral": {**SMALL, "sliding_window": 4096},
+    "qwen3": {**SMALL, "head_dim": 32, "tie_word_embeddings": True},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 320, "n_positions": 128, "n_inner": None},
+}
+
+
+def _read(kind: str, directory: Path, **more: Any) -> Any:
+    (directory / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS[kind], **more}), encoding="utf-8")
+    return load_model(directory)
+
+
+def test_kinds_say_the_same_thing_in_their_own_words(tmp_path: Path) -> None:
+    qwen, oss, mixtral = (_read(kind, tmp_path) for kind in ("qwen3_moe", "gpt_oss", "mixtral"))
+    assert (qwen.num_experts, qwen.moe_intermediate_size, qwen.head_dim, qwen.qk_norm) == (8, 48, 32, True)
+    assert (qwen.sliding_window, qwen.num_windowed_layers) == (0, 0)
+    assert (oss.num_experts, oss.moe_intermediate_size, oss.mlp_bias, oss.attention_bias) == (8, 176, True, True)
+    assert (oss.sliding_window, oss.num_windowed_layers) == (128, 2)
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.moe_intermediate_size) == (4, 2, 176)
+    deepseek = _read("deepseek_v3", tmp_path)
+    assert deepseek.is_mla
+    assert deepseek.blocks == "EdtttmL"
+    assert _read("mistral", tmp_path).num_windowed_layers == 4
+    gpt2 = _read("gpt2", tmp_path)
+    assert (gpt2.hidden_size, gpt2.gated_mlp, gpt2.tie_word_embeddings, gpt2.intermediate_size) == (
+        64,
+        False,
+        True,
+        256,
+    )
+
+
+def test_the_text_of_a_model_with_more(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": SMALL}), encoding="utf-8")
+    assert load_model(tmp_path / "config.json").num_hidden_layers == 4
+
+
+def test_errors_name_what_is_lacking_or_cannot_be_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="x lacks vocab_size"):
+        shape_from_hf({key: value for key, value in SMALL.items() if key != "vocab_size"}, "x")
+    with pytest.raises(ValueError, match=r"one in 2.*write a \.toml"):
+        _read("qwen3_moe", tmp_path, decoder_sparse_step=2)
+    with pytest.raises(ValueError, match=r"dense: \[2\]"):
+        _read("qwen3_moe", tmp_path, mlp_only_layers=[2])
+    assert _read("qwen3_moe", tmp_path, mlp_only_layers=[0, 1]).first_k_dense_replace == 2
+    with pytest.raises(ValueError, match="nearest: llama3-70b"):
+        load_model("llama-3-70b")
+    with pytest.raises(ValueError, match="num_key_value_heads divides num_attention_heads"):
+        _read("llama", tmp_path, num_key_value_heads=3)
+    with pytest.raises(ValueError, match="hidden_size is a whole number from 1, got '64'"):
+        _read("llama", tmp_path, hidden_size="64")
+
+
+@pytest.mark.parametrize(
+    ("more", "windowed"),
+    [
+        ({}, 0),
+        ({"use_sliding_window": False}, 0),
+        ({"use_sliding_window": True, "max_window_layers": 3}, 1),
+        ({"use_sliding_window": True}, 0),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_qwen_has_windows_only_if_it_says_so(kind: str, more: dict[str, Any], windowed: int) -> None:
+    config = {**SMALL, "model_type": kind, "sliding_window": 32, **more}
+    shape = shape_from_hf(config, kind)
+    assert (shape.sliding_window, shape.num_windowed_layers) == (32 if windowed else 0, windowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("used", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}])
+def test_windowed_layers_are_those_of_transformers(kind: str, used: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    said = {**SMALL, "num_hidden_layers": 7, "sliding_window": 32, "max_window_layers": 5, **used}
+    said |= experts if kind in ("qwen2_moe", "gpt_oss") else {}
+    if kind in ("gemma2", "gpt_oss"):
+        said = {key: value for key, value in said.items() if "window_" not in key and "use_" not in key}
+    layers = transformers.AutoConfig.for_model(kind, **said).layer_types
+    shape = shape_from_hf({"model_type": kind, **said}, kind)
+    assert shape.num_windowed_layers == sum(each == "sliding_attention" for each in layers)
+
+
+def test_a_window_of_the_whole_sequence_changes_nothing() -> None:
+    whole = shape_from_hf({**SMALL, "model_type": "llama"}, "whole")
+    for window, same in ((512, True), (4096, True), (511, False)):
+        windowed = replace(whole, sliding_window=window, num_windowed_layers=4)
+        assert (model_flops(windowed, 512) == model_flops(whole, 512)) is same
+        jobs = [Job(each, load_cluster("h100"), global_batch_size=8, seq_len=512) for each in (windowed, whole)]
+        assert (attention_flops(jobs[0]) == attention_flops(jobs[1])) is same
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "roberta"},
+        {"architectures": ["ViTForImageClassification"]},
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        {"model_type": "new", "architectures": ["NewForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "clip", "architectures": ["CLIPModel"], "text_config": SMALL},
+    ],
+)
+def test_encoders_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="x is not a causal language model's"):
+        shape_from_hf({**SMALL, **config}, "x")
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration"])
+def test_decoders_are_not(name: str) -> None:
+    assert shape_from_hf({**SMALL, "architectures": [name], "is_encoder_decoder": False}, "x").hidden_size == 64
+
+
+def test_files_that_say_no_model(tmp_path: Path) -> None:
+    file, directory = tmp_path / "mine.toml", tmp_path / "empty"
+    directory.mkdir()
+    for text, message in (
+        ("hidden_size = 64\nvocab_size = 320", r"mine\.toml lacks num_hidden_layers, num_attention_heads"),
+        ("hidden_size = 64\nvocab_size =", r"mine\.toml is not TOML: .*\(at "),
+        ("hidden_size 64", r"mine\.toml is not TOML: .*line 1, column 13"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            load_model(file)
+    (tmp_path / "config.json").write_text('{"hidden_size": 64,\n "vocab_size" 3}', encoding="utf-8")
+    for where in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match=r"config\.json is not JSON: .*line 2, column 15"):
+            load_model(where)
+    (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json is JSON of an object, got list"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match=r"no config\.json in .*empty"):
+        load_model(directory)
+    for name in ("none.toml", "none.json"):
+        with pytest.raises(ValueError, match=f"there is no file .*{name}$"):
+            load_model(tmp_path / name)
+
+
+def test_a_directory_without_config_does_not_hide_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama3-8b").mkdir()
+    assert load_model("llama3-8b").num_hidden_layers == 32
+
+
+@pytest.mark.slow
+def test_parameters_are_those_of_transformers() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    for kind, fields in CONFIGS.items():
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
+        sinks = 4 * 4 if kind == "gpt_oss" else 0  # a number a head and layer, not counted here
+        assert count_parameters(shape) + sinks == sum(each.numel() for each in model.parameters()), kind

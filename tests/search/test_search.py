@@ -1,0 +1,134 @@
+"""The search: bounding changes nothing, what does not fit is said, the plan's files are taken by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import treadle
+from treadle.estimate import load_cluster, load_model
+from treadle.search import SearchSpace, search
+from treadle.search.chosen import Chosen
+from treadle.search.files import untrainable, write_files
+from treadle.search.space import Candidate, candidates
+from treadle.search.why import settle
+
+LIMIT = 75 << 30
+
+
+def some(name: str, gpus: str, space: SearchSpace, *, global_batch_size: int) -> list[Candidate]:
+    model, cluster = load_model(name), load_cluster(gpus)
+    return list(candidates(model, cluster, space, global_batch_size=global_batch_size, seq_len=4096))
+
+
+@pytest.mark.slow
+def test_bounding_keeps_the_best_and_the_front() -> None:
+    """On 500 points of two models."""
+    moe = some("qwen3-30b-a3b", "h100:64", SearchSpace(pp=(2, 4), ep=(4, 8)), global_batch_size=512)
+    dense = some("llama3-70b", "h100:64", SearchSpace(offload=(False,)), global_batch_size=256)
+    for points in (moe[:: max(1, len(moe) // 250)][:250], dense[:: max(1, len(dense) // 250)][:250]):
+        assert len(points) == 250
+        bounded, all_of_them = search(points, LIMIT), search(points, LIMIT, bounded=False)
+        assert bounded.best == all_of_them.best
+        assert bounded.front == all_of_them.front
+        assert bounded.num_simulated < all_of_them.num_simulated
+        assert all(each.ticks is not None for each in all_of_them.fitting)
+
+
+@pytest.fixture(scope="module")
+def found() -> Chosen:
+    space = SearchSpace(tp=(1,), pp=(2,), vpp=(2,), ep=(4,), micro_batch_size=(1,), recompute=((), ("attn", "mlp")))
+    return Chosen.of(search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT).best)
+
+
+@pytest.mark.slow
+def test_chosen_job_is_verified_and_its_figures_agree(found: Chosen) -> None:
+    assert found.report.clean
+    assert found.step_s == found.judged.step_s
+    job = found.judged.job
+    tokens = job.global_batch_size * job.seq_len
+    assert found.tokens_per_s_per_gpu * job.cluster.num_gpus * found.step_s == pytest.approx(tokens)
+    assert 0.05 < found.mfu < 0.8
+    assert found.judged.memory_bytes <= LIMIT
+
+
+@pytest.mark.slow
+def test_files_are_the_plan(found: Chosen, tmp_path: Path) -> None:
+    written = {path.name: path for path in write_files(found, tmp_path)}
+    assert set(written) == {"schedule.txt", "costs.toml", "train.toml"}
+    schedule, costs = treadle.load(written["schedule.txt"]), treadle.load_costs(str(written["costs.toml"]))
+    assert schedule == found.schedule
+    trace = treadle.simulate(schedule, costs, found.judged.structure.options())
+    assert trace.makespan == found.trace.makespan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3-8b"])
+def test_trainer_takes_the_file(name: str, tmp_path: Path) -> None:
+    """Of a mixture of experts, and of a dense model, whose layers the trainer writes d."""
+    from treadle.ir.blocks import parse_layout
+    from treadle.train.reading import read_config
+
+    space = SearchSpace(tp=(1,), pp=(2,), micro_batch_size=(1,), recompute=((),), offload=(False,), schedules=("1f1b",))
+    chosen = Chosen.of(search(some(name, "h100:16", space, global_batch_size=64), LIMIT).best)
+    write_files(chosen, tmp_path)
+    job, config = chosen.judged.job, read_config(tmp_path / "train.toml")
+    assert config.model.blocks == "".join(parse_layout(config.parallel.layout))
+    assert Path(config.costs).is_absolute()
+    assert (config.parallel.pp, config.parallel.ep, config.parallel.schedule) == (job.pp, job.ep, job.schedule)
+    assert config.num_microbatches(job.dp) == job.num_microbatches
+
+
+def test_memory_of_offload_is_that_of_the_simulated_step() -> None:
+    """Copies may lag behind the forwards: then more stays than two cells."""
+    space = SearchSpace(
+        tp=(1,), pp=(4,), ep=(8,), micro_batch_size=(1,), recompute=((),), offload=(True,), schedules=("1f1b",)
+    )
+    best = search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT).best
+    chosen = Chosen.of(best)
+    assert chosen.metrics.peak_unit == "bytes"
+    for rank, peak in zip(best.memory, chosen.metrics.peaks, strict=True):
+        assert rank.activations + rank.logits == pytest.approx(peak, abs=2)
+
+
+def test_what_the_trainer_cannot_run_is_said() -> None:
+    model = load_model("deepseek-v3")
+    job = some("deepseek-v3", "h800:2048", SearchSpace(tp=(1,), pp=(16,), ep=(64,)), global_batch_size=15360)[0].job
+    assert model.is_mla
+    assert "MLA" in str(untrainable(job))
+
+
+def test_alternatives_differ_in_one_knob() -> None:
+    space = SearchSpace(
+        tp=(1, 2),
+        pp=(2, 4),
+        ep=(4,),
+        micro_batch_size=(1,),
+        recompute=((),),
+        schedules=("1f1b", "zb-h1"),
+        balanced=(True,),
+    )
+    result = search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT)
+    settled, others = settle(result)
+    assert settled.best.step_s <= result.best.step_s
+    assert settled.front[0].step_s == settled.best.step_s
+    assert {other.knob for other in others} >= {"schedule", "tp", "pp"}
+    for other in others:
+        assert other.reason
+        assert (other.slower is None) == (not other.fits)
+        assert other.slower is None or other.slower >= 0
+
+
+def test_nothing_that_fits_is_an_error_with_a_way_out() -> None:
+    points = some("llama3-405b", "h100:8", SearchSpace(tp=(8,), pp=(1,)), global_batch_size=8)
+    with pytest.raises(ValueError, match=r"none of \d+ candidates fits into 75.0 GiB; the least takes .* more GPUs"):
+        search(points, LIMIT)
+
+
+@pytest.mark.parametrize("balanced", [(True,), (False,), (False, True)])
+def test_a_pipeline_of_one_rank_is_a_candidate_whatever_the_layouts(balanced: tuple[bool, ...]) -> None:
+    space = SearchSpace(tp=(1,), pp=(1, 2), balanced=balanced)
+    points = some("llama3-8b", "h100:8", space, global_batch_size=64)
+    alone = [point.job for point in points if point.job.pp == 1]
+    assert len(alone) == len(set(alone)) == 3 * 4 * 2  # micro-batch sizes, recomputation, offload

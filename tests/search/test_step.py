@@ -1,0 +1,96 @@
+"""The makespan of many micro-batches from few equals the simulated one, and no step beats its bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from treadle.costs import Costs
+from treadle.ir.trace import MICROSECONDS
+from treadle.passes.cut import cut_evenly
+from treadle.schedules import SCHEDULES, family
+from treadle.search.bound import least_ticks
+from treadle.search.step import every_microbatch, simulate_step, simulate_variant
+from treadle.search.structure import Structure, Variant
+
+PARTS = ("attn_f", "mlp_f", "mlp_b", "attn_b", "mlp_w", "attn_w")
+EXCHANGES = ("dispatch_f", "combine_f", "combine_b", "dispatch_b")
+ENDS = ("embed_f", "embed_b", "mtp_f", "mtp_b", "mtp_w", "head_f", "head_b", "head_w")
+
+
+def drawn(rng: random.Random, *, alike: bool) -> tuple[Structure, Costs]:
+    """Any schedule on a small pipeline, with costs of any proportion; `alike` stages have the same blocks."""
+    name, pp = rng.choice(sorted(SCHEDULES)), rng.choice([2, 4, 6, 8])
+    vpp = rng.choice(family(name).vpps or (2, 3))
+    moe = rng.random() < 0.5
+    num_stages, layers = family(name).placement(pp, vpp).num_stages, rng.choice([1, 2])
+    dense = "d" * rng.choice([0, 1])
+    model = f"E{dense}{'t' * (layers * num_stages - len(dense))}{'m' * rng.choice([0, 1])}L"
+    blocks = ("t" * layers,) * num_stages if alike else cut_evenly(model, num_stages)
+    costs = Costs(
+        "drawn",
+        MICROSECONDS,
+        layer={part: rng.randint(0, 1000) for part in PARTS}
+        | {part: rng.randint(0, 1000) * rng.choice([0, 1]) for part in EXCHANGES if moe},
+        dense={"mlp_f": rng.randint(1, 900)},
+        ends={part: rng.randint(1, 500) for part in ENDS},
+        message={part: rng.randint(0, 900) for part in ("send", "reduce_grad", "offload", "onload")},
+        step={"optimizer": rng.randint(1, 1000)},
+    )
+    recompute = rng.choice([(), (), ("attn",), ("mlp",)])
+    structure = Structure(
+        name, pp, vpp, blocks, moe, recompute, rng.random() < 0.2, rng.random() < 0.8, tuple(sorted(costs.step))
+    )
+    return structure, costs
+
+
+@pytest.mark.slow
+def test_makespan_is_linear_in_microbatches_from_2p_on() -> None:
+    """To the tick, on 200 draws, in every schedule; where stages are alike the rhythm is there from 2P on."""
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(200):
+        structure, costs = drawn(rng, alike=True)
+        pp = structure.pp
+        microbatches = pp * rng.choice([5, 7, 12])
+        variant = Variant(rng.random() < 0.5, rng.random() < 0.5, bool(structure.recompute) and rng.random() < 0.5)
+        whole = every_microbatch(structure, microbatches, variant, costs).ticks
+        assert simulate_variant(structure, microbatches, variant, costs).ticks == whole, structure
+        seen.add(structure.schedule)
+    assert seen == set(SCHEDULES)
+
+
+@pytest.mark.slow
+def test_makespan_is_near_where_stages_differ() -> None:
+    """A rhythm may change late, as another stage's comes through: nearly all draws are exact, and none is far off."""
+    rng = random.Random(1)
+    exact = 0
+    for _ in range(100):
+        structure, costs = drawn(rng, alike=False)
+        microbatches = structure.pp * rng.choice([5, 15])
+        found, whole = (
+            how(structure, microbatches, Variant(), costs).ticks for how in (simulate_variant, every_microbatch)
+        )
+        exact += found == whole
+        assert found == pytest.approx(whole, rel=0.03), structure
+    assert exact >= 95
+
+
+def test_microbatches_that_are_no_multiple_of_ranks() -> None:
+    rng = random.Random(2)
+    for _ in range(40):
+        structure, costs = drawn(rng, alike=True)
+        if structure.schedule == "1f1b":
+            found, whole = (how(structure, 41, Variant(), costs).ticks for how in (simulate_variant, every_microbatch))
+            assert found == whole
+
+
+def test_no_step_beats_its_bound() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        structure, costs = drawn(rng, alike=rng.random() < 0.5)
+        placement = family(structure.schedule).placement(structure.pp, structure.vpp)
+        microbatches = structure.pp * 2
+        least = least_ticks(costs, structure.blocks, placement, microbatches, structure.recompute)
+        assert 0 < least <= simulate_step(structure, microbatches, costs).ticks, structure

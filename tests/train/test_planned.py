@@ -1,0 +1,69 @@
+"""A run as `treadle plan` chose it: four real processes train from its file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.patience import HUNG_S
+from tests.train.tiny import SOURCES
+from train_runs import losses_of
+from treadle.cli.app import app
+from treadle.train.reading import read_config
+
+MODEL = """
+hidden_size = 32
+num_hidden_layers = 8
+vocab_size = 257
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 64
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+"""
+CLUSTER = """
+gpu = "h100"
+num_gpus = 4
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_runs_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "model.toml").write_text(MODEL)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    sizes = ("--pp", "2", "--ep", "2", "--vpp", "2", "--seq-len", "32", "--tokens-per-batch", "1024")
+    asked = ("--model", str(tmp_path / "model.toml"), "--cluster", str(tmp_path / "cluster.toml"), *sizes)
+    planned = CliRunner().invoke(app, ("plan", *asked, "--trainable", "--files", str(tmp_path)), catch_exceptions=False)
+    assert planned.exit_code == 0, planned.output
+    config = read_config(tmp_path / "train.toml")
+    assert (config.parallel.pp, config.parallel.ep, config.parallel.dp) == (2, 2, 1)
+    flags = (
+        "--training.dtype",
+        "float32",
+        "--training.steps",
+        "8",
+        "--training.lr",
+        "3e-3",
+        "--training.device",
+        "cpu",
+    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    run = subprocess.run(
+        [*torchrun, "-m", "treadle.train", "--config", str(tmp_path / "train.toml"), *flags, "--data.paths", *SOURCES],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=HUNG_S,
+    )
+    assert run.returncode == 0, run.stderr
+    losses = losses_of(tmp_path / config.output)
+    assert len(losses) == 8
+    assert losses[8] < losses[1] - 0.3
