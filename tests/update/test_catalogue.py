@@ -24,6 +24,7 @@ from treadle.update.protocol.control import (
     Fault,
     FromCoordinator,
     Join,
+    Joined,
     Layouts,
     Listed,
     Phase,
@@ -198,6 +199,7 @@ class Ranks:
             link: Link[Any] = Link(connect(path), FromCoordinator)
             link.trust()
             link.send(Join(PROTOCOL, rank, 2, 1, "here"))
+            assert isinstance(link.receive(10), Joined)
             self.links.append(link)
 
     def say(self, *messages: Any) -> list[Any]:

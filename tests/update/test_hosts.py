@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -25,10 +28,19 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, arm
 from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
 from tests.support.update.workers import Trouble, Workers
+from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
+from treadle.update.coordinator.commit_log import CommitLog
+from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.coordinator.rank_links import MOST_STRANGERS
+from treadle.update.protocol.control import FromCoordinator, Join, Joined, Stop
+from treadle.update.protocol.messages import PROTOCOL
+from treadle.update.rank.rendezvous import Rendezvous
 from treadle.weights.pieces import Holding
 from treadle.wire.errors import WireError
 from treadle.wire.frames import framed
+from treadle.wire.link import Link
+from treadle.wire.listeners import UnixListener
 from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 
 pytestmark = pytest.mark.slow
@@ -194,11 +206,11 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
 
 
 def one_wrong_key(rank: int, hosts: Hosts, have: Holding) -> str:
-    with hosts.updater(rank) as updater:
-        try:
+    try:
+        with hosts.updater(rank) as updater:
             updater.update(source_of(have, rank, 1), 1)
-        except UpdateError as error:
-            return str(error)
+    except UpdateError as error:
+        return str(error)
     return ""
 
 
@@ -256,6 +268,72 @@ def beside_strangers(rank: int, hosts: Hosts, have: Holding) -> tuple[list[int],
         versions = [updater.update(source_of(have, rank, version), version).version for version in range(1, 4)]
         stop.set()
     return versions, tried[0]
+
+
+def crowd(port: int, stop: threading.Event) -> None:
+    """Keeps more silent connections open than the coordinator holds, and opens new ones all the time."""
+    silent: deque[socket.socket] = deque()
+    while not stop.is_set():
+        with suppress(OSError):
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=2))
+        if len(silent) > 4 * MOST_STRANGERS:
+            silent.popleft().close()
+        time.sleep(0.002)
+    for one in silent:
+        one.close()
+
+
+def pushed_out(rank: int, hosts: Hosts, have: Holding) -> tuple[int, int]:
+    """An update of ranks whose first connections are closed in a crowd before they say who they are."""
+    stop, calls = threading.Event(), []
+    call = Rendezvous.call
+
+    def slowly(rendezvous: Rendezvous, deadline_s: float) -> Any:
+        link, name = call(rendezvous, deadline_s)
+        calls.append(link)
+        if len(calls) <= 2 and rank != 0:
+            poll = select.poll()
+            poll.register(link.connection, select.POLLRDHUP)
+            assert poll.poll(PATIENT_S * 1000)
+        return link, name
+
+    with patch.object(Rendezvous, "call", slowly), hosts.updater(rank) as updater:
+        if updater.coordinator is not None:
+            port = updater.coordinator.listener.server.getsockname()[1]
+            threading.Thread(target=crowd, args=(port, stop), daemon=True).start()
+        version = updater.update(source_of(have, rank, 1), 1).version
+        stop.set()
+    return version, len(calls)
+
+
+def test_a_rank_that_is_pushed_out_by_strangers_calls_again() -> None:
+    have, want = layouts()
+    with Workers(want) as workers:
+        done = check(run_ranks(4, pushed_out, two_hosts(workers), have))
+        assert all(version == 1 for version, _ in done)
+        assert all(calls >= 3 for _, calls in done[1:]), done
+        assert all(workers.tell(worker, Compare(1)) == [] for worker in range(4))
+
+
+def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
+    coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), 2, PATIENT_S)
+    callers = []
+    try:
+        for rank, world in ((1, 2), (1, 2), (2, 2), (0, 3)):
+            calls: Link[Any] = Link(connect(place / "c.sock"), FromCoordinator)
+            calls.send(Join(PROTOCOL, rank, world, os.getpid(), "here"))
+            callers.append(calls)
+            answer = calls.receive(PATIENT_S)
+            if len(callers) == 1:
+                assert isinstance(answer, Joined)
+            else:
+                assert isinstance(answer, Stop)
+                why = f"no place for update rank {rank} of 2" if world == 2 else "and world 2, got Join"
+                assert why in answer.fault.text
+    finally:
+        coordinator.close()
+        for calls in callers:
+            calls.close()
 
 
 def test_strangers_at_the_port_change_nothing() -> None:

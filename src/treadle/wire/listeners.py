@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from treadle.host.sockets import close_server, connect, listen
 from treadle.host.tcp import connect_to, listen_at, send_at_once
+from treadle.wire.errors import WireError
 from treadle.wire.link import Link, accept
 from treadle.wire.seal import Seal
 
@@ -86,10 +87,10 @@ def call_port(address: str, port: int, key: bytes, takes: Any, deadline_s: float
     connection = connect_to(address, port, deadline_s)
     try:
         link: Link[Any] = _keyed(connection, takes, Seal(key, listens=False), address)
-    except OSError:
+        link.meet(deadline_s)
+    except (OSError, WireError):
         connection.close()
         raise
-    link.meet(deadline_s)
     return link
 
 

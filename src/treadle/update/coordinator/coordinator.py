@@ -51,6 +51,7 @@ class Coordinator:
             while not self._closing:
                 for link in self.links.ready(self._left_s()):
                     self._hear(link)
+                self.links.accept()
                 self._check_time()
         finally:
             self.links.close()

@@ -7,15 +7,18 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
-from treadle.update.protocol.control import Fault, Join, Stop, ToCoordinator
+from treadle.update.protocol.control import Fault, Join, Joined, Stop, ToCoordinator
 from treadle.update.protocol.messages import PROTOCOL
 from treadle.wire.errors import WireError, WrongKeyError
 from treadle.wire.link import HELLO_S, PAUSE_S, Link
 from treadle.wire.listeners import Listener
 
 RankLink: TypeAlias = Link[ToCoordinator]
+
+MOST_STRANGERS = 64
+"""Strangers that are held at once, and one for each rank; one more closes the oldest. A rank among them calls again."""
 
 
 class RankLinks:
@@ -30,6 +33,7 @@ class RankLinks:
         self._ranks: dict[int, RankLink] = {}
         self._strangers: dict[RankLink, float] = {}
         """When each of them is dropped, unless it says who it is."""
+        self._is_called = False
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
         self._selector.register(listener.server, selectors.EVENT_READ, None)
@@ -51,14 +55,10 @@ class RankLinks:
         return self._ranks[rank].pid
 
     def ready(self, timeout_s: float | None) -> list[RankLink]:
-        """Wait for messages; connections that have any. Accepts new connections meanwhile."""
-        links = []
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self.listener.server:
-                self._accept()
-            elif key.data is not None:
-                links.append(key.data)
-        return links
+        """Wait for messages; connections that have any."""
+        keys = [key for key, _ in self._selector.select(timeout_s)]
+        self._is_called = any(key.fileobj is self.listener.server for key in keys)
+        return [key.data for key in keys if key.data is not None]
 
     def wake(self) -> None:
         """End a wait in `ready`, from another thread."""
@@ -73,7 +73,10 @@ class RankLinks:
         """The rank that joined over this connection; None for a stranger."""
         return next((rank for rank, other in self._ranks.items() if other is link), None)
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Take a new connection, if `ready` saw one. Hear its messages first: this may close the oldest stranger."""
+        if not self._is_called:
+            return
         try:
             link: RankLink | None = self.listener.accept(ToCoordinator)
         except OSError:  # no descriptors left, for now
@@ -81,18 +84,24 @@ class RankLinks:
             return
         if link is None:
             return
-        if len(self._strangers) > self.world:
+        if len(self._strangers) >= self.world + MOST_STRANGERS:
             self.drop(next(iter(self._strangers)))
         self._strangers[link] = time.monotonic() + HELLO_S
         self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def join(self, link: RankLink, join: ToCoordinator) -> int:
-        """Take a stranger's first message; the rank that it is. Raises WireError where there is no place for it."""
+        """Take a stranger's first message; the rank that it is.
+
+        Raises WireError where there is no place for it, and OSError where it is gone; then it has not joined.
+        """
         if not isinstance(join, Join) or (join.protocol, join.world) != (PROTOCOL, self.world):
-            raise WireError(f"a connection begins with Join of protocol {PROTOCOL} and world {self.world}, got {join}")
+            self._refuse(
+                link, f"a connection begins with Join of protocol {PROTOCOL} and world {self.world}, got {join}"
+            )
         if not 0 <= join.rank < self.world or join.rank in self._ranks:
-            raise WireError(f"there is no place for update rank {join.rank} of {self.world}")
+            self._refuse(link, f"there is no place for update rank {join.rank} of {self.world}")
         link.trust()
+        link.send(Joined(), timeout_s=0)
         del self._strangers[link]
         self._ranks[join.rank] = link
         link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
@@ -103,8 +112,11 @@ class RankLinks:
     def turn_away(self, link: RankLink, error: WrongKeyError) -> None:
         """Answer a peer with another key: any message shows it, too, that the keys differ."""
         self.turned_away = f"; {link.peer} was turned away: {error}"
-        with suppress(OSError):
-            link.send(Stop(0, Fault(0, "the coordinator", "enter", -1, str(error)), committed=False), timeout_s=0)
+        _say_why(link, str(error))
+
+    def _refuse(self, link: RankLink, text: str) -> NoReturn:
+        _say_why(link, text)
+        raise WireError(text)
 
     def drop(self, link: RankLink) -> int | None:
         """Close a connection; the rank that is lost by it, None for a stranger."""
@@ -139,3 +151,8 @@ class RankLinks:
         for end in self._wake:
             end.close()
         self._selector.close()
+
+
+def _say_why(link: RankLink, text: str) -> None:
+    with suppress(OSError):
+        link.send(Stop(0, Fault(0, "the coordinator", "enter", -1, text), committed=False), timeout_s=0)

@@ -1,7 +1,7 @@
 """The messages between update ranks and their coordinator.
 
 update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
-coordinator -> update rank  Go, Send, Layouts, Proceed, Stop
+coordinator -> update rank  Joined, Go, Send, Layouts, Proceed, Stop
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault
 # ---- from the coordinator --------------------------------------------------------------------------------------------
 
 
+class Joined(Message, frozen=True):
+    """Answers Join: the connection stays. Without it the rank calls again."""
+
+
 class Go(Message, frozen=True):
     """Numbers the attempt, and says what is committed, by which log. `left`: workers that are out of the set now."""
 
@@ -179,4 +183,4 @@ class Stop(Message, frozen=True):
     committed: bool
 
 
-FromCoordinator: TypeAlias = Go | Send | Layouts | Proceed | Stop
+FromCoordinator: TypeAlias = Joined | Go | Send | Layouts | Proceed | Stop

@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.pieces import Piece, Tensor
 from treadle.weights.plan import Item, Take
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
 from treadle.update.options import UpdateOptions
-from treadle.update.protocol.control import Fault, FromCoordinator, Go, Join, Phase, Stop
+from treadle.update.protocol.control import Fault, FromCoordinator, Go, Join, Joined, Phase, Stop
 from treadle.update.protocol.messages import PROTOCOL
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
-from treadle.wire.errors import PeerGoneError
+from treadle.wire.errors import PeerGoneError, WireError
+from treadle.wire.link import PAUSE_S, Link
 
 WHY_S = 1.0
 
@@ -28,9 +30,8 @@ class CoordinatorClient:
         """The coordinator's Stop of this attempt, if it has sent one."""
         self.lost = False
         self.why_lost = ""
-        self._link, self.name = rendezvous.call(options.deadline_s)
-        self._link.trust()
-        self._link.send(Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname()))
+        join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
+        self._link, self.name = _join(rendezvous, join, options.deadline_s)
         read_into(inbox, "coordinator", self._link, self._take, self._gone)
 
     def _take(self, message: Any) -> bool:
@@ -79,3 +80,38 @@ class CoordinatorClient:
     def close(self) -> None:
         """Close the connection; a coordinator that goes on takes this rank for lost."""
         self._link.shut()
+
+
+def _join(rendezvous: Rendezvous, join: Join, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
+    """A connection that the coordinator has accepted, and the coordinator's name. Raises UpdateError if it refuses.
+
+    A coordinator that has too many strangers closes connections that have not joined yet, so this calls again.
+    """
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            return _try_to_join(rendezvous, join, until)
+        except PeerGoneError as error:
+            if time.monotonic() + PAUSE_S > until:
+                text = f"closed every connection of update rank {join.rank} for {deadline_s:g} s: {error}"
+                raise failure(0, "the coordinator", "enter", text) from error
+            time.sleep(PAUSE_S)
+
+
+def _try_to_join(rendezvous: Rendezvous, join: Join, until: float) -> tuple[Link[FromCoordinator], str]:
+    """One try. Raises PeerGoneError where another may help."""
+    link, name = rendezvous.call(max(0.1, until - time.monotonic()))
+    try:
+        link.trust()
+        link.send(join)
+        answer = link.receive(max(0.1, until - time.monotonic()))
+        if isinstance(answer, Stop):
+            raise UpdateError(answer.fault)
+        if not isinstance(answer, Joined):
+            raise WireError(f"{type(answer).__name__} came where Joined was expected")
+    except BaseException as error:
+        link.close()
+        if isinstance(error, TimeoutError | WireError):
+            raise failure(0, name, "enter", str(error)) from error
+        raise
+    return link, name
