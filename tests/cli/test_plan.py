@@ -68,6 +68,11 @@ def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
         (("--model", "llama3-8b", "--cluster", "h100:8", "--precision", "nvfp4"), "computes in bf16, fp8"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--pp", "0"), "--pp takes whole numbers from 1"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--tokens-per-batch", "1"), "at least one sequence"),
+        (("--model", "llama3-8b", "--cluster", "h100:8", "--tokens-per-batch", "10000"), "take 8,192 or 12,288"),
+        (
+            ("--model", "llama3-8b", "--cluster", "h100:8", "--memory-limit", "90GiB"),
+            "has 80.0 GiB, got a limit of 90.0",
+        ),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--schedule", "2f2b"), "is not a schedule"),
         (("--model", "llama3-405b", "--cluster", "h100:8", "--pp", "1"), "take more GPUs or a higher limit"),

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
+from treadle.estimate.cluster import GIB
 from treadle.estimate.memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
 from treadle.search.search import Found, Progress, search
 from treadle.search.space import SearchSpace, candidates
@@ -62,7 +63,18 @@ def find_plan(
         raise ValueError(f"a sequence has at least 1 token, got {seq_len}")
     if tokens < seq_len:
         raise ValueError(f"a batch has at least one sequence of {seq_len} tokens, got {tokens} tokens")
+    if tokens_per_batch is not None and tokens % seq_len:
+        less = tokens - tokens % seq_len
+        raise ValueError(
+            f"a batch has whole sequences of {seq_len:,} tokens, got {tokens:,} tokens; take {less:,} or "
+            f"{less + seq_len:,}, or another sequence length"
+        )
     limit = memory_limit if memory_limit is not None else usable_bytes(gpus)
+    if limit > gpus.memory_bytes:
+        raise ValueError(
+            f"a GPU of {gpus.name} has {gpus.memory_bytes / GIB:.1f} GiB, got a limit of {limit / GIB:.1f}; for "
+            "another GPU write a cluster file with its memory_gib"
+        )
     refused: Counter[str] = Counter()
     batch = tokens // seq_len
     points = list(candidates(shape, gpus, space, global_batch_size=batch, seq_len=seq_len, refused=refused))

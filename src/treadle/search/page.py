@@ -9,11 +9,11 @@ from importlib.resources import files
 
 import numpy as np
 
+from treadle.estimate.cluster import GIB
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
-from treadle.search.report import GIB
 from treadle.search.search import Found, Judged, describe
 from treadle.search.why import Alternative
 

@@ -11,8 +11,6 @@ from treadle.search.files import untrainable
 from treadle.search.search import Found, Judged
 from treadle.search.why import Alternative
 
-GIB = 1 << 30
-
 
 def plan_object(
     found: Found, chosen: Chosen, others: tuple[Alternative, ...], study: StragglerStudy | None = None

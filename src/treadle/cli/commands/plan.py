@@ -18,6 +18,7 @@ from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import note, out, suggest, working
 from treadle.estimate import ModelShape, load_cluster, load_model
+from treadle.estimate.cluster import GIB
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
 from treadle.plan.stragglers import StragglerStudy
@@ -27,7 +28,7 @@ from treadle.search.chosen import Chosen
 from treadle.search.files import options_text, untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
 from treadle.search.page import page
-from treadle.search.report import GIB, plan_object
+from treadle.search.report import plan_object
 from treadle.search.search import describe
 from treadle.search.stragglers import DRAWS, study_plan
 from treadle.search.why import Alternative, settle
