@@ -17,7 +17,7 @@ import time
 from treadle.estimate import load_cluster, load_model
 from treadle.search import Found, SearchSpace, search
 from treadle.search.find_plan import usable_bytes
-from treadle.search.search import describe
+from treadle.search.judged import describe
 from treadle.search.space import Candidate, candidates
 
 SAMPLE = 1_000

@@ -75,7 +75,7 @@ def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
         ),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--schedule", "2f2b"), "is not a schedule"),
-        (("--model", "llama3-405b", "--cluster", "h100:8", "--pp", "1"), "take more GPUs or a higher limit"),
+        (("--model", "llama3-405b", "--cluster", "h100:8", "--pp", "1"), "take more GPUs than 8, or a higher limit"),
     ],
 )
 def test_a_mistake_is_named_with_a_way_out(args: tuple[str, ...], told: str) -> None:

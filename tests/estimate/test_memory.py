@@ -219,6 +219,39 @@ def test_offload_leaves_two_cells() -> None:
     assert held[3] == kept[3], "the last rank holds one micro-batch anyway"
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipev"])
+@pytest.mark.parametrize("recompute", [(), ("attn", "mlp")])
+def test_offload_takes_what_a_simulation_says_is_held(schedule: str, recompute: tuple[str, ...]) -> None:
+    """Beside it, what is computed needs its room."""
+    vpp = 2 if schedule == "dualpipev" else 1
+    job = _job(MOE, pp=4, vpp=vpp, ep=2, schedule=schedule, recompute=recompute, offload=True, precision="fp8")
+    kept = estimate_memory(replace(job, offload=False))
+    assert estimate_memory(job, held=(1 << 50,) * 4) == kept, "copies that never end"
+    none, some, more = (estimate_memory(job, held=(size,) * 4) for size in (0, 1 << 20, 1 << 24))
+    for least, one, other, most in zip(none, some, more, kept, strict=True):
+        assert least.temporary > 0
+        assert least.total <= one.total <= other.total <= most.total
+        assert one.total - least.total <= 1 << 20
+
+
+def test_weight_halves_wait_with_output_gradients_that_nothing_offloads() -> None:
+    """Where many experts see each token, these are more than all that was saved."""
+    model = replace(load_model("deepseek-v3"), num_hidden_layers=8, first_k_dense_replace=0, num_nextn_predict_layers=0)
+    cluster = load_cluster("h800:64")
+    jobs = [
+        Job(model, cluster, pp=4, ep=16, schedule=schedule, precision="fp8", global_batch_size=128, offload=True)
+        for schedule in ("1f1b", "zb-h1")
+    ]
+    whole, split = (estimate_memory(job, held=(0,) * 4) for job in jobs)
+    assert whole[3].activations == 0
+    cut = ActivationCut.of(jobs[1], "p2p", fused_loss=True)
+    layer = block_activations(cut, "t")
+    waiting = (split[3].activations + split[3].logits) / (2 * (layer.split - layer.saved))
+    assert waiting == pytest.approx(round(waiting))
+    assert waiting >= 2
+    assert split[3].total < estimate_memory(replace(jobs[1], offload=False))[3].total
+
+
 def test_lower_precision_saves_smaller_inputs_of_products() -> None:
     sizes = [_saved(_job(precision=precision), "t") for precision in ("bf16", "mxfp8", "fp8", "nvfp4")]
     assert sizes == sorted(sizes, reverse=True)

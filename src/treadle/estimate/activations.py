@@ -97,6 +97,9 @@ class BlockActivations(NamedTuple):
     backward: int
     """At most beside what is still saved, this block's included, while it computes backward."""
 
+    again: int = 0
+    """Of `backward`, what is computed again."""
+
 
 @lru_cache(maxsize=65536)
 def block_activations(cut: ActivationCut, block: str) -> BlockActivations:
@@ -148,6 +151,7 @@ def _layer(cut: ActivationCut, *, moe: bool) -> BlockActivations:
         int(sum(tensor.size for tensor in saved if tensor.for_weights) + _output_gradients(cut, moe=moe)),
         int(forward),
         int(backward + discarded),
+        int(discarded),
     )
 
 
@@ -304,4 +308,5 @@ def _mtp(cut: ActivationCut) -> BlockActivations:
         layer.split + head.split + joined // 2,
         layer.forward,
         max(layer.backward - head.saved, head.backward, _embedding_gradient(cut) - saved),
+        layer.again,
     )

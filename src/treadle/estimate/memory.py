@@ -7,18 +7,22 @@ allocator reserves beyond it (`RESERVED_OVER_ALLOCATED`), and the CUDA context a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from treadle.estimate.activations import ActivationCut, BlockActivations, block_activations, checkpointed
-from treadle.estimate.alive import moments
+from treadle.estimate.alive import Moments, moments
 from treadle.estimate.job import Job
 from treadle.estimate.parameters import ModelCut, RankParameters, block_parameters, rank_parameters
 from treadle.estimate.stages import rank_rows
 from treadle.ir.blocks import LAYERS
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 MIB = 1 << 20
 WEIGHT_BYTES = 2
@@ -87,12 +91,16 @@ class MemoryEstimate(NamedTuple):
         return self.parameters + self.gradients + self.optimizer
 
 
-def estimate_memory(job: Job, options: MemoryOptions | None = None) -> tuple[MemoryEstimate, ...]:
+def estimate_memory(
+    job: Job, options: MemoryOptions | None = None, *, held: Sequence[int] | None = None
+) -> tuple[MemoryEstimate, ...]:
     """Return the peak memory of each rank of the pipeline. Experts are taken to be balanced.
 
     Args:
         job: the model, the cluster and how it is cut.
         options: what else matters; None for `MemoryOptions()`.
+        held: where the job offloads, the most bytes of saved activations that each rank holds, as a simulation of its
+            Program shows: copies may lag. None: they do not, and two cells of each rank are there at most.
 
     Raises:
         ValueError: the schedule cannot do this size, or the layout does not fit it.
@@ -106,11 +114,11 @@ def estimate_memory(job: Job, options: MemoryOptions | None = None) -> tuple[Mem
     """
     chosen = options if options is not None else MemoryOptions()
     cut = ActivationCut.of(job, chosen.cp_comm_type, fused_loss=chosen.fused_cross_entropy)
-    held, rows = rank_parameters(job), rank_rows(job)
-    peaks = _activation_peaks(job, cut, rows)
+    owned, rows = rank_parameters(job), rank_rows(job)
+    peaks = _activation_peaks(job, cut, rows, held)
     return tuple(
         MemoryEstimate(*_states(job, chosen, each, "".join(row)), *peak, _buffers(job, cut, each, row))
-        for each, row, peak in zip(held, rows, peaks, strict=True)
+        for each, row, peak in zip(owned, rows, peaks, strict=True)
     )
 
 
@@ -147,28 +155,44 @@ def _buffers(job: Job, cut: ActivationCut, held: RankParameters, rows: tuple[str
 
 
 class _RowBytes(NamedTuple):
-    """Bytes of a stage for one micro-batch, as in `BlockActivations`, and those of its logits."""
+    """Bytes of a stage for one micro-batch, as in `BlockActivations`, and those of its logits.
+
+    `more` is what `split` is larger than all that was saved. `forward` and `backward` are beside what the whole stage
+    saves; `beside_forward` and `beside_backward` beside what is saved by then.
+    """
 
     saved: int
     split: int
+    more: int
     forward: int
     backward: int
+    beside_forward: int
+    beside_backward: int
     logits: int
 
 
 def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
     """Return the bytes of a stage. When a block computes, those behind it have saved nothing yet, or freed all."""
     logits = cut.tokens * cut.model.vocabulary * (2 if cut.fused_loss else 4)
-    saved = split = 0
+    saved = 0
     forward, backward = [0], [0]
-    for block, each in reversed(list(zip(row, _blocks(job, cut, row), strict=True))):
+    blocks = _blocks(job, cut, row)
+    for block, each in reversed(list(zip(row, blocks, strict=True))):
         forward.append(each.forward - saved)
         backward.append(each.backward - saved)
         if block == "m":
             forward[-1] -= logits
         saved += each.saved
-        split += each.split
-    return _RowBytes(saved, split, max(forward), max(backward), logits * (row.count("L") + row.count("m")))
+    return _RowBytes(
+        saved,
+        sum(each.split for each in blocks),
+        sum(max(0, each.split - each.saved - each.again) for each in blocks),
+        max(forward),
+        max(backward),
+        max((each.forward for each in blocks), default=0),
+        max((each.backward - each.again for each in blocks), default=0),
+        logits * (row.count("L") + row.count("m")),
+    )
 
 
 def _blocks(job: Job, cut: ActivationCut, row: str) -> list[BlockActivations]:
@@ -187,24 +211,41 @@ def _blocks(job: Job, cut: ActivationCut, row: str) -> list[BlockActivations]:
     return found
 
 
-def _activation_peaks(job: Job, cut: ActivationCut, rows: tuple[tuple[str, ...], ...]) -> list[tuple[int, int, int]]:
+def _activation_peaks(
+    job: Job, cut: ActivationCut, rows: tuple[tuple[str, ...], ...], held: Sequence[int] | None
+) -> list[tuple[int, int, int]]:
     """Return for each rank what is saved, of it logits apart, and what is temporary, at its peak."""
     of_row = {row: _of_row(job, cut, row) for row in set(chain.from_iterable(rows))}
     sizes = np.array([[of_row[row] for row in rank] for rank in rows], np.float64)
-    saved_bytes, split_bytes, forward, backward, logits_bytes = np.moveaxis(sizes, 2, 0)
+    by_name: dict[str, Floats] = dict(zip(_RowBytes._fields, np.moveaxis(sizes, 2, 0), strict=True))
     found = moments(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
-    saved = np.einsum("ic,ic->i", found.full, saved_bytes[found.rank])
-    if job.offload:  # the cell that is made or leaves, and the one that comes back or is used
-        saved = np.minimum(saved, 2 * saved_bytes.max(1)[found.rank])
+    saved = _alive(found.full, by_name["saved"][found.rank])
+    if job.offload and held is None:  # the cell that is made or leaves, and the one that comes back or is used
+        saved = np.minimum(saved, 2 * by_name["saved"].max(1)[found.rank])
     if found.splits:  # what weight halves wait with stays here
-        saved += np.einsum("ic,ic->i", found.split, split_bytes[found.rank])
-    none = np.zeros((len(rows), 1))
-    temporary = np.hstack((forward, none))[found.rank, found.forward]
-    temporary += np.hstack((backward, none))[found.rank, found.backward]
+        saved += _alive(found.split, by_name["split"][found.rank])
+    temporary = _computing(found, by_name["forward"], by_name["backward"])
+    if job.offload and held is not None:
+        there = np.array(held, np.float64)[found.rank] + _alive(found.split, by_name["more"][found.rank])
+        beside = _computing(found, by_name["beside_forward"], by_name["beside_backward"])
+        offloaded = there + beside < saved + temporary
+        saved, temporary = np.where(offloaded, there, saved), np.where(offloaded, beside, temporary)
     total = saved + temporary
     peaks = []
     for rank, (start, stop) in enumerate(pairwise(found.starts)):
         at = start + int(total[start:stop].argmax())
-        logits = min(float(found.full[at] @ logits_bytes[rank]), saved[at])
+        logits = min(float(found.full[at] @ by_name["logits"][rank]), float(saved[at]))
         peaks.append((int(saved[at] - logits), int(logits), int(temporary[at])))
     return peaks
+
+
+def _alive(counts: Floats, sizes: Floats) -> Floats:
+    """Return the bytes of each moment, in which so many micro-batches of each chunk are alive."""
+    return np.asarray(np.einsum("ic,ic->i", counts, sizes))
+
+
+def _computing(found: Moments, forward: Floats, backward: Floats) -> Floats:
+    """Return what the forward and the backward that run in each moment need."""
+    none = np.zeros((len(forward), 1))
+    running = np.hstack((forward, none))[found.rank, found.forward]
+    return np.asarray(running + np.hstack((backward, none))[found.rank, found.backward])

@@ -12,7 +12,8 @@ chosen.py      the chosen job in full: verified, measured, as files
 """
 
 from treadle.search.find_plan import find_plan
-from treadle.search.search import Found, Judged, search
+from treadle.search.judged import Judged
+from treadle.search.search import Found, search
 from treadle.search.space import SearchSpace
 
 __all__ = ["Found", "Judged", "SearchSpace", "find_plan", "search"]

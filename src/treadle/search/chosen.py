@@ -8,7 +8,7 @@ from treadle.costs import durations
 from treadle.estimate.flops import model_flops
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
-from treadle.search.search import Judged
+from treadle.search.judged import Judged
 from treadle.simulate import Metrics, measure, simulate
 from treadle.verify import VerifyReport, verify_program
 

@@ -9,7 +9,7 @@ from treadle.estimate import Job, ModelShape
 from treadle.export import FORMATS
 from treadle.ir.blocks import write_layout
 from treadle.search.chosen import Chosen
-from treadle.search.search import Judged
+from treadle.search.judged import Judged
 from treadle.search.structure import columns
 
 _TRAINED = (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB
 from treadle.estimate.memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
 from treadle.search.search import Found, Progress, search
-from treadle.search.space import SearchSpace, candidates
+from treadle.search.space import Candidate, SearchSpace, candidates, fill
 
 TOKENS_PER_GPU = 32_768
 """Tokens of a batch for each GPU where nobody says: what Kimi K2 (67M tokens) has on 2,048 GPUs."""
@@ -81,7 +83,17 @@ def find_plan(
     if not points:
         reasons = "; ".join(reason for reason, _ in refused.most_common(_REASONS))
         raise ValueError(f"no sizes go together for {batch:,} sequences of {seq_len:,} tokens: {reasons}")
-    return search(points, limit, progress=progress)
+    names = fill(space, shape, gpus, seq_len).schedules or ()
+    return replace(search(points, limit, progress=progress), unable=tuple(_unable(names, points, refused)))
+
+
+def _unable(names: Iterable[str], points: Iterable[Candidate], refused: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield the schedules that have no candidate, each with the reason that was met most often."""
+    able = {point.job.schedule for point in points}
+    for name in names:
+        reason = next((text for text, _ in refused.most_common() if text.startswith(f"{name} ")), None)
+        if name not in able and reason is not None:
+            yield name, reason.removeprefix(f"{name} ")
 
 
 def usable_bytes(cluster: Cluster) -> int:

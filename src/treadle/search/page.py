@@ -14,7 +14,8 @@ from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
-from treadle.search.search import Found, Judged, describe
+from treadle.search.judged import Judged, describe
+from treadle.search.search import Found
 from treadle.search.why import Alternative
 
 _COLOURS = ("#08519c", "#4292c6", "#9ecae1", "#d94801", "#fd8d3c", "#fdbe85", "#bdbdbd")

@@ -8,7 +8,8 @@ from treadle.ir.blocks import write_layout
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
 from treadle.search.files import untrainable
-from treadle.search.search import Found, Judged
+from treadle.search.judged import Judged
+from treadle.search.search import Found
 from treadle.search.why import Alternative
 
 

@@ -4,67 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from treadle.costs import Costs
-from treadle.estimate import Job
-from treadle.estimate.memory import MemoryEstimate, estimate_memory
-from treadle.estimate.op_costs import estimate_costs
-from treadle.schedules import family
-from treadle.search.bound import least_ticks
 from treadle.search.front import Front
-from treadle.search.layout import layout
+from treadle.search.judged import Judged, describe, judge
 from treadle.search.space import Candidate
-from treadle.search.step import Step, simulate_step, simulate_whole
-from treadle.search.structure import Structure, recomputed_ops
 
 Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""
 
-
-@dataclass(frozen=True)
-class Judged:
-    """A candidate with its memory, the least time its step can take, and the simulated one where it was needed.
-
-    What a job holds that offloads shows in its simulation only. Before it, its memory is without saved activations.
-    """
-
-    job: Job
-    costs: Costs
-    structure: Structure
-    memory: tuple[MemoryEstimate, ...]
-    least: int
-    ticks: int | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the rank that holds most."""
-        return max(rank.total for rank in self.memory)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, simulated or at least."""
-        ticks = self.ticks if self.ticks is not None else self.least
-        return ticks / self.costs.clock.ticks / 1e6
-
-    def simulated(self) -> Judged:
-        """Return it with the simulated time."""
-        if self.ticks is not None:
-            return self
-        return self.with_step(simulate_step(self.structure, self.job.num_microbatches, self.costs))
-
-    def simulated_whole(self) -> Judged:
-        """Return it with the time of all its micro-batches."""
-        return self.with_step(simulate_whole(self.structure, self.job.num_microbatches, self.costs))
-
-    def with_step(self, step: Step) -> Judged:
-        """Return it with a simulated step, and with what the step holds where activations are offloaded."""
-        held = step.held or (0,) * len(self.memory)
-        memory = tuple(
-            rank._replace(activations=max(0, size - rank.logits)) if step.held else rank
-            for rank, size in zip(self.memory, held, strict=True)
-        )
-        return replace(self, ticks=step.ticks, memory=memory)
+_NEAR = 1.05
+"""A simulation of few micro-batches tells memory where activations are offloaded to within so much."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +24,14 @@ class Found:
     front: tuple[Judged, ...]
     fitting: tuple[Judged, ...]
     too_large: tuple[Judged, ...]
-    num_simulated: int
+    memory_limit: int
+    unable: tuple[tuple[str, str], ...] = ()
+    """Schedules that can do no job of the space, each with the reason."""
+
+    @property
+    def num_simulated(self) -> int:
+        """How many of those that fit were simulated."""
+        return sum(each.ticks is not None for each in self.fitting)
 
 
 def search(
@@ -103,80 +59,115 @@ def search(
         judged.append(judge(point))
         if progress is not None:
             progress(number // 2, len(points))
-    fitting = [each for each in judged if each.memory_bytes <= memory_limit]
-    done, num_simulated = _simulate(fitting, memory_limit, bounded=bounded, progress=progress, total=len(points))
-    too_large = [each for each in judged if each.memory_bytes > memory_limit]
-    too_large += [each for each in done if each.memory_bytes > memory_limit]
-    fitting = [each for each in done if each.memory_bytes <= memory_limit]
-    timed = sorted((each for each in fitting if each.ticks is not None), key=_rank)
-    if not timed:
-        raise _nothing_fits(too_large, memory_limit)
-    exact, others = _simulate_front(timed, too_large, memory_limit)
-    front = tuple(_front(exact))
-    untimed = [each for each in fitting if each.ticks is None]
-    best = _without_offload(front[0], (*others, *untimed), memory_limit)
-    shown = {each.job for each in (*front, best)}
-    rest = (each for each in (*exact, *others, *untimed) if each.job not in shown)
-    named = (*front, *([best] if best not in front else []), *rest)
-    return Found(best, front, named, tuple(too_large), num_simulated)
+    pool = _Pool(judged, memory_limit, bounded=bounded)
+    pool.simulate(progress)
+    pool.settle_front()
+    if not pool.front:
+        raise _nothing_fits(pool.too_large, memory_limit)
+    best = _without_offload(pool.front[0], pool.fitting, memory_limit)
+    shown = {each.job for each in (*pool.front, best)}
+    rest = (each for each in pool.fitting if each.job not in shown)
+    named = (*pool.front, *([best] if best not in pool.front else []), *rest)
+    return Found(best, tuple(pool.front), named, tuple(pool.too_large), memory_limit)
 
 
-def _simulate_front(
-    timed: list[Judged], too_large: list[Judged], memory_limit: int
-) -> tuple[list[Judged], list[Judged]]:
-    """Simulate the front whole; return it in order of time, and the others. What does not fit after all is dropped."""
-    while True:
-        front = list(_front(timed))
-        found = set(map(id, front))
-        timed = [each for each in timed if id(each) not in found]
-        whole = sorted((each.simulated_whole() for each in front), key=_rank)
-        too_large += [each for each in whole if each.memory_bytes > memory_limit]
-        exact = [each for each in whole if each.memory_bytes <= memory_limit]
-        if exact:
-            return exact, timed
-        if not timed:
-            raise _nothing_fits(too_large, memory_limit)
+class _Pool:
+    """Candidates on the way from bounded over simulated to simulated whole.
+
+    What does not fit is sorted out; where activations are offloaded, that shows in the simulation only.
+    """
+
+    def __init__(self, judged: list[Judged], memory_limit: int, *, bounded: bool) -> None:
+        self.limit, self.bounded, self.count = memory_limit, bounded, len(judged)
+        self.untimed = [each for each in judged if each.memory_bytes <= memory_limit]
+        self.too_large = [each for each in judged if each.memory_bytes > memory_limit]
+        self.timed: list[Judged] = []
+        self.whole: list[Judged] = []
+        self._near: list[Judged] = []
+        """Too large by the simulation of few micro-batches, but perhaps not by that of all."""
+
+    @property
+    def fitting(self) -> list[Judged]:
+        """All that fit, as far as is known."""
+        return [*self.whole, *self.timed, *self.untimed]
+
+    @property
+    def front(self) -> list[Judged]:
+        """Those that no faster one beats in memory, in order of time."""
+        found: list[Judged] = []
+        for each in sorted((*self.whole, *self.timed), key=_time_and_memory):
+            if not found or each.memory_bytes < found[-1].memory_bytes:
+                found.append(each)
+            elif _time_and_memory(each) == _time_and_memory(found[-1]):
+                found[-1] = min(found[-1], each, key=_name)
+        return found
+
+    def simulate(self, progress: Progress | None = None) -> bool:
+        """Simulate structure after structure, the most promising first; pass over what the front beats.
+
+        Return whether there was anything to simulate.
+        """
+        front = Front()
+        for each in self.front:
+            front.add(*_time_and_memory(each))
+        groups: dict[object, list[Judged]] = {}
+        for each in sorted(self.untimed, key=lambda each: each.least):
+            groups.setdefault(each.structure, []).append(each)
+        waiting, done, total = [], 0, len(self.untimed)
+        for group in groups.values():
+            for each in group:
+                if self.bounded and front.beats(each.least, each.memory_bytes):
+                    waiting.append(each)
+                elif (timed := self._add(each.simulated())) is not None:
+                    front.add(*_time_and_memory(timed))
+                done += 1
+                if progress is not None:
+                    progress(self.count // 2 + done * self.count // (2 * total), self.count)
+        self.untimed = waiting
+        return len(waiting) < total
+
+    def _add(self, each: Judged) -> Judged | None:
+        """Take a simulated job; return it if it fits."""
+        if each.memory_bytes <= self.limit:
+            self.timed.append(each)
+            return each
+        near = each.memory_bytes <= _NEAR * self.limit
+        (self._near if near else self.too_large).append(each)
+        return None
+
+    def settle_front(self) -> None:
+        """Simulate whole what is on the front, until all of it is: some turn out to be slower, or do not fit."""
+        while True:
+            front = self.front
+            near = [each for each in self._near if not front or each.step_s < front[0].step_s]
+            todo = near or [each for each in front if not _among(each, self.whole)]
+            if not todo and not self.simulate():
+                self.too_large += self._near
+                return
+            for each in todo:
+                self.timed = [other for other in self.timed if other is not each]
+                self._near = [other for other in self._near if other is not each]
+                exact = each.simulated_whole()
+                (self.whole if exact.memory_bytes <= self.limit else self.too_large).append(exact)
+
+
+def _among(each: Judged, others: list[Judged]) -> bool:
+    return any(each is other for other in others)
 
 
 def _nothing_fits(too_large: list[Judged], memory_limit: int) -> ValueError:
-    nearest = min(too_large, key=lambda each: each.memory_bytes)
+    """Say what comes nearest; the memory of what is offloaded is known once it is simulated."""
+    known: list[Judged] = []
+    for each in sorted(too_large, key=lambda each: each.memory_bytes):
+        if known and min(other.memory_bytes for other in known) <= each.memory_bytes:
+            break
+        known.append(each.simulated() if each.job.offload else each)
+    nearest = min(known, key=lambda each: each.memory_bytes)
     return ValueError(
-        f"none of {len(too_large)} candidates fits into {memory_limit / 2**30:.1f} GiB; the least takes "
-        f"{nearest.memory_bytes / 2**30:.1f} GiB ({describe(nearest.job)}); take more GPUs or a higher limit"
+        f"none of {len(too_large):,} candidates fits into {memory_limit / 2**30:.1f} GiB; the least takes "
+        f"{nearest.memory_bytes / 2**30:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
+        f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
     )
-
-
-def judge(candidate: Candidate) -> Judged:
-    """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
-    job = candidate.job
-    blocks = layout(
-        _block_costs(replace(job, schedule="1f1b", vpp=1, offload=False)),
-        job.model.blocks,
-        job.schedule,
-        job.pp,
-        job.vpp,
-        balanced=candidate.balanced,
-    )
-    return judge_job(replace(job, layout=blocks))
-
-
-def judge_job(job: Job) -> Judged:
-    """Estimate the costs and memory of a job that has its layout, and bound its time."""
-    assert job.layout is not None
-    again = recomputed_ops(job)
-    costs = estimate_costs(job, inline_recompute=again != job.recompute)
-    placement = family(job.schedule).placement(job.pp, job.vpp)
-    least = least_ticks(costs, job.layout, placement, job.num_microbatches, again)
-    memory = estimate_memory(job)
-    if job.offload:
-        memory = tuple(rank._replace(activations=0) for rank in memory)
-    return Judged(job, costs, Structure.of(job, job.layout, costs), memory, least)
-
-
-@lru_cache(maxsize=4096)
-def _block_costs(job: Job) -> Costs:
-    """Return what blocks take; neither schedule nor layout matter to that."""
-    return estimate_costs(job)
 
 
 def _without_offload(best: Judged, others: Iterable[Judged], memory_limit: int) -> Judged:
@@ -194,48 +185,11 @@ def _without_offload(best: Judged, others: Iterable[Judged], memory_limit: int) 
     return best
 
 
-def describe(job: Job) -> str:
-    """Return a job's knobs in a line."""
-    sizes = {"TP": job.tp, "CP": job.cp, "PP": job.pp, "VPP": job.vpp, "EP": job.ep, "DP": job.dp}
-    named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
-    extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
-    extra += ["offload"] if job.offload else []
-    return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])
-
-
-def _simulate(
-    fitting: list[Judged], memory_limit: int, *, bounded: bool, progress: Progress | None, total: int
-) -> tuple[list[Judged], int]:
-    """Simulate structure after structure, the most promising first; what the front beats is passed over."""
-    groups: dict[Structure, list[Judged]] = {}
-    for each in sorted(fitting, key=lambda each: each.least):
-        groups.setdefault(each.structure, []).append(each)
-    front, done, count = Front(), [], 0
-    for group in groups.values():
-        for each in group:
-            if bounded and front.beats(each.least, each.memory_bytes):
-                done.append(each)
-            else:
-                timed = each.simulated()
-                assert timed.ticks is not None
-                if timed.memory_bytes <= memory_limit:
-                    front.add(timed.ticks, timed.memory_bytes)
-                done.append(timed)
-                count += 1
-            if progress is not None:
-                progress(total // 2 + len(done) * total // (2 * len(fitting)), total)
-    return done, count
-
-
-def _rank(each: Judged) -> tuple[int, int, str]:
+def _time_and_memory(each: Judged) -> tuple[int, int]:
     assert each.ticks is not None
-    return each.ticks, each.memory_bytes, f"{describe(each.job)} {each.job.layout}"
+    return each.ticks, each.memory_bytes
 
 
-def _front(timed: list[Judged]) -> Iterable[Judged]:
-    """Yield those that no faster one beats in memory; `timed` is in order of time."""
-    least = None
-    for each in timed:
-        if least is None or each.memory_bytes < least:
-            least = each.memory_bytes
-            yield each
+def _name(each: Judged) -> str:
+    """Return what orders jobs of the same time and memory."""
+    return f"{describe(each.job)} {each.job.layout}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from treadle.estimate import Cluster, Job, ModelShape
@@ -12,6 +12,8 @@ from treadle.schedules import family
 
 OVERLAPPED = ("interleaved-overlap", "dualpipe", "dualpipev")
 """Schedules in which the forward of one micro-batch runs beside the backward of another."""
+MOST_MICROBATCHES = 8_192
+"""Of a replica in a step: what is shown is simulated whole."""
 _LONG_SEQUENCE = 16_384
 """Tokens from which on a sequence may be cut over ranks."""
 
@@ -111,7 +113,7 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
     ep = [size for size in _powers(64) if model.num_experts % size == 0] if model.is_moe else [1]
     pp = [size for size in _powers(64) if size <= model.num_hidden_layers]
     names = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min")
-    return replace(
+    filled = replace(
         space,
         tp=space.tp or tuple(tp),
         cp=space.cp or tuple(cp),
@@ -119,6 +121,8 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
         ep=space.ep or tuple(ep),
         schedules=space.schedules or ((*names, *OVERLAPPED) if model.is_moe else names),
     )
+    once = {field.name: tuple(dict.fromkeys(getattr(filled, field.name))) for field in fields(filled)}
+    return replace(filled, **once)
 
 
 def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tuple[str, int]]:
@@ -144,6 +148,11 @@ def check_schedule(job: Job) -> None:
     stages = chosen.placement(job.pp, job.vpp).num_stages
     if stages > job.model.num_hidden_layers:
         raise ValueError(f"{job.schedule} has {stages} stages, and the model {job.model.num_hidden_layers} layers")
+    if job.num_microbatches > MOST_MICROBATCHES:
+        raise ValueError(
+            f"{job.num_microbatches:,} micro-batches a replica are more than {MOST_MICROBATCHES:,}; take a smaller "
+            "batch, larger micro-batches or longer sequences"
+        )
     chosen.size(job.pp, job.vpp, job.num_microbatches)
 
 

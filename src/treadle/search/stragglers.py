@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle.plan.stragglers import Progress, StragglerStudy, straggler_study
-from treadle.search.search import Judged
+from treadle.search.judged import Judged
 from treadle.search.structure import columns
 from treadle.search.why import Alternative, shown
 from treadle.simulate.slowness import Stragglers

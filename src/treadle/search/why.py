@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from treadle.estimate import Job
 from treadle.schedules import family
 from treadle.search.front import Front
-from treadle.search.search import Found, Judged
+from treadle.search.judged import Judged
+from treadle.search.search import Found
 
 KNOBS = (
     "schedule",
@@ -75,7 +77,10 @@ def alternatives(found: Found, whole: dict[Job, Judged] | None = None) -> tuple[
         knob = _only_difference(found.best.job, each.job)
         if knob is not None:
             nearest.setdefault((knob, shown(each.job, knob)), []).append(each)
-    made = [_alternative(found.best, knob, value, group, fitting, known) for (knob, value), group in nearest.items()]
+    made = [
+        _alternative(found.best, knob, value, group, _Fits(fitting, found.memory_limit, known))
+        for (knob, value), group in nearest.items()
+    ]
     return tuple(sorted(made, key=lambda other: (KNOBS.index(other.knob), not other.fits, other.slower or 0.0)))
 
 
@@ -97,15 +102,29 @@ def _only_difference(best: Job, job: Job) -> str | None:
     return differing[0] if len(differing) == 1 else None
 
 
-def _alternative(
-    best: Judged, knob: str, value: str, group: Iterable[Judged], fitting: set[int], whole: dict[Job, Judged]
-) -> Alternative:
-    feasible = [each.simulated() for each in group if id(each) in fitting]
-    if not feasible:
-        least = min(group, key=lambda each: each.memory_bytes)
+class _Fits(NamedTuple):
+    """What fits as far as is known, the limit that decides, and jobs that were simulated whole."""
+
+    fitting: set[int]
+    limit: int
+    whole: dict[Job, Judged]
+
+    def fastest(self, group: Iterable[Judged]) -> Judged | None:
+        """Return the fastest that fits, simulated whole, or None."""
+        feasible = [each.simulated() for each in group if id(each) in self.fitting]
+        for near in sorted(feasible, key=lambda each: each.step_s):
+            exact = self.whole[near.job] = self.whole.get(near.job) or near.simulated_whole()
+            if exact.memory_bytes <= self.limit:
+                return exact
+        return None
+
+
+def _alternative(best: Judged, knob: str, value: str, group: list[Judged], fits: _Fits) -> Alternative:
+    fastest = fits.fastest(group)
+    if fastest is None:
+        known = (fits.whole.get(each.job) or each.simulated() for each in group)
+        least = min(known, key=lambda each: each.memory_bytes)
         return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / 2**30:.1f} GiB")
-    near = min(feasible, key=lambda each: each.step_s)
-    fastest = whole[near.job] = whole[near.job] if near.job in whole else near.simulated_whole()
     slower = fastest.step_s / best.step_s - 1
     return Alternative(knob, value, fastest, True, slower, _reason(best, fastest))
 

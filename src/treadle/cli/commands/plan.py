@@ -27,9 +27,9 @@ from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
 from treadle.search.files import options_text, untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
+from treadle.search.judged import describe
 from treadle.search.page import page
 from treadle.search.report import plan_object
-from treadle.search.search import describe
 from treadle.search.stragglers import DRAWS, study_plan
 from treadle.search.why import Alternative, settle
 

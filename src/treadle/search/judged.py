@@ -1,0 +1,98 @@
+"""A candidate with what a search knows of it: its memory, the least time of its step, and the simulated one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from treadle.costs import Costs
+from treadle.estimate import Job
+from treadle.estimate.memory import MemoryEstimate, estimate_memory
+from treadle.estimate.op_costs import estimate_costs
+from treadle.schedules import family
+from treadle.search.bound import least_ticks
+from treadle.search.layout import layout
+from treadle.search.space import Candidate
+from treadle.search.step import Step, simulate_step, simulate_whole
+from treadle.search.structure import Structure, recomputed_ops
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with its memory, the least time its step can take, and the simulated one where it was needed.
+
+    What a job holds that offloads shows in its simulation only. Before it, its memory is without what may be offloaded.
+    """
+
+    job: Job
+    costs: Costs
+    structure: Structure
+    memory: tuple[MemoryEstimate, ...]
+    least: int
+    ticks: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the rank that holds most."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated or at least."""
+        ticks = self.ticks if self.ticks is not None else self.least
+        return ticks / self.costs.clock.ticks / 1e6
+
+    def simulated(self) -> Judged:
+        """Return it with the simulated time."""
+        if self.ticks is not None:
+            return self
+        return self.with_step(simulate_step(self.structure, self.job.num_microbatches, self.costs))
+
+    def simulated_whole(self) -> Judged:
+        """Return it with the time of all its micro-batches."""
+        return self.with_step(simulate_whole(self.structure, self.job.num_microbatches, self.costs))
+
+    def with_step(self, step: Step) -> Judged:
+        """Return it with a simulated step, and with what the step holds where activations are offloaded."""
+        memory = estimate_memory(self.job, held=step.held) if self.job.offload else self.memory
+        return replace(self, ticks=step.ticks, memory=memory)
+
+
+def judge(candidate: Candidate) -> Judged:
+    """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
+    job = candidate.job
+    blocks = layout(
+        _block_costs(replace(job, schedule="1f1b", vpp=1, offload=False)),
+        job.model.blocks,
+        job.schedule,
+        job.pp,
+        job.vpp,
+        balanced=candidate.balanced,
+    )
+    return judge_job(replace(job, layout=blocks))
+
+
+def judge_job(job: Job) -> Judged:
+    """Estimate the costs and memory of a job that has its layout, and bound its time."""
+    assert job.layout is not None
+    again = recomputed_ops(job)
+    costs = estimate_costs(job, inline_recompute=again != job.recompute)
+    placement = family(job.schedule).placement(job.pp, job.vpp)
+    least = least_ticks(costs, job.layout, placement, job.num_microbatches, again)
+    memory = estimate_memory(job, held=(0,) * job.pp)  # at least, where it offloads
+    return Judged(job, costs, Structure.of(job, job.layout, costs), memory, least)
+
+
+@lru_cache(maxsize=4096)
+def _block_costs(job: Job) -> Costs:
+    """Return what blocks take; neither schedule nor layout matter to that."""
+    return estimate_costs(job)
+
+
+def describe(job: Job) -> str:
+    """Return a job's knobs in a line."""
+    sizes = {"TP": job.tp, "CP": job.cp, "PP": job.pp, "VPP": job.vpp, "EP": job.ep, "DP": job.dp}
+    named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
+    extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
+    extra += ["offload"] if job.offload else []
+    return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])
