@@ -37,6 +37,19 @@ def test_steps_of_a_study_are_those_of_the_whole_mesh(stragglers: Stragglers, mo
             assert makespan == fold(pipelines[row.name], COSTS, ep=options.ep, dp=6, slowness=factors).makespan
 
 
+def test_a_rank_of_several_gpus_is_slow_if_any_of_them_is() -> None:
+    options = LoweringOptions(layers=1, ep=2, dp=3, hold=False, early=False)
+    schedule, stragglers = treadle.generate("1f1b", pp=4, microbatches=8), Stragglers(0.05, 1.5)
+    pipelines = {"1f1b": lower(schedule, COSTS, options)}
+    study = straggler_study(pipelines, COSTS, ep=2, dp=3, gpus_per_rank=8, stragglers=stragglers, draws=6)
+    assert (study.num_ranks, study.stragglers) == (4 * 6 * 8, stragglers)
+    whole = lower(schedule, COSTS, replace(options, every_gpu=True))
+    for draw, makespan in enumerate(study.rows[0].makespans):
+        gpus = stragglers.factors(4 * 6 * 8, (0, draw))
+        assert (gpus > 1).sum() == 10
+        assert makespan == simulate(whole, COSTS, slowness=gpus.reshape(-1, 8).max(1)).makespan
+
+
 def test_a_study_says_which_schedule_suffers_least_and_which_is_fastest() -> None:
     options = LoweringOptions(layers=1, ep=2, dp=4)
     pipelines = {

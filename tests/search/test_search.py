@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import treadle
-from treadle.estimate import load_cluster, load_model
+from treadle.estimate import Job, load_cluster, load_model
 from treadle.search import SearchSpace, search
 from treadle.search.chosen import Chosen
 from treadle.search.files import untrainable, write_files
+from treadle.search.judged import judge
 from treadle.search.space import Candidate, candidates
+from treadle.search.stragglers import study_plan
+from treadle.search.structure import columns
 from treadle.search.why import settle
+from treadle.simulate import Stragglers
 
 LIMIT = 75 << 30
 
@@ -118,6 +123,47 @@ def test_alternatives_differ_in_one_knob() -> None:
         assert other.reason
         assert (other.slower is None) == (not other.fits)
         assert other.slower is None or other.slower >= 0
+
+
+def test_slow_gpus_are_a_share_of_all_gpus() -> None:
+    space = SearchSpace(tp=(2,), cp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), schedules=("1f1b",))
+    found, others = settle(search(some("llama3-8b", "h100:32", space, global_batch_size=64), LIMIT))
+    study = study_plan(found.best, others, Stragglers(0.1, 1.5), draws=3)
+    assert (study.num_ranks, study.stragglers.share) == (32, 0.1)
+    assert study.rows[0].slowdown(0.5) > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"tp": 1, "ep": 8}, (8, 4)),
+        ({"tp": 2, "ep": 4, "etp": 1}, (2, 8)),
+        ({"tp": 2, "ep": 4, "etp": 2}, (4, 4)),
+        ({"tp": 8, "ep": 4}, (1, 4)),
+    ],
+)
+def test_columns_of_an_expert_group(sizes: dict[str, Any], wanted: tuple[int, int]) -> None:
+    job = Job(load_model("qwen3-30b-a3b"), load_cluster("h100:32"), global_batch_size=64, **sizes)
+    assert columns(job) == wanted
+
+
+@pytest.mark.slow
+def test_a_front_holds_only_what_was_simulated_whole_and_fits() -> None:
+    """At every limit, of jobs that offload: what they hold is known once they are simulated."""
+    space = SearchSpace(tp=(1,), pp=(2, 4), ep=(4, 8), micro_batch_size=(1,), schedules=("1f1b", "zb-h1"))
+    points = some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256)
+    whole = [judge(point).simulated_whole() for point in points]
+    for limit in sorted(each.memory_bytes for each in whole)[5 :: len(whole) // 6]:
+        found = search(points, limit)
+        exact = {each.job: each for each in whole}
+        assert all(each == exact[each.job] for each in (found.best, *found.front))
+        assert all(each.memory_bytes <= limit for each in (found.best, *found.front))
+        fastest = min(each.step_s for each in whole if each.memory_bytes <= limit)
+        assert found.best.step_s <= 1.005 * fastest  # jobs are ranked by a simulation of few micro-batches
+        settled, others = settle(found)
+        assert settled.best.memory_bytes <= limit
+        assert all(other.fits == (other.judged.memory_bytes <= limit) for other in others)
+        assert len(found.fitting) + len(found.too_large) == len(exact)
 
 
 def test_nothing_that_fits_is_an_error_with_a_way_out() -> None:

@@ -93,6 +93,7 @@ def straggler_study(
     *,
     ep: int,
     dp: int,
+    gpus_per_rank: int = 1,
     stragglers: Stragglers = _FEW,
     draws: int = 200,
     seed: int = 0,
@@ -105,6 +106,8 @@ def straggler_study(
         costs: how long ops take; or that for each schedule, where stages differ.
         ep: columns of an expert group.
         dp: expert groups.
+        gpus_per_rank: GPUs that wait for each other in every layer, as those of a tensor-parallel group do: a rank is
+            slow if any of them is.
         stragglers: how many GPUs are slow, and how slow.
         draws: how often; every schedule has the same draws.
         seed: of the draws.
@@ -135,8 +138,8 @@ def straggler_study(
             f"ranks {listed or 'of none'}"
         )
     mesh = MeshSize(ep, dp)
-    num_ranks = sizes.pop() * mesh.num_columns
-    slow = [stragglers.ranks(num_ranks, (seed, draw)) for draw in range(draws)]
+    num_gpus = sizes.pop() * mesh.num_columns * gpus_per_rank
+    slow = [np.unique(stragglers.ranks(num_gpus, (seed, draw)) // gpus_per_rank) for draw in range(draws)]
     of_name = dict.fromkeys(pipelines, costs) if isinstance(costs, Costs) else costs
     studies = [
         _Study(name, Replicas(program, of_name[name]), mesh, stragglers.factor, slow)
@@ -151,7 +154,7 @@ def straggler_study(
             progress(done, total)
 
     rows = [study.run(tell) for study in studies]
-    return StragglerStudy(stragglers, num_ranks, draws, tuple(rows))
+    return StragglerStudy(stragglers, num_gpus, draws, tuple(rows))
 
 
 class _Study:

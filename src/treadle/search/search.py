@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from treadle.estimate import Job
 from treadle.search.front import Front
 from treadle.search.judged import Judged, describe, judge
 from treadle.search.space import Candidate
@@ -54,12 +55,13 @@ def search(
     points = list(candidates)
     if not points:
         raise ValueError("there is no candidate to search among; widen the space")
-    judged = []
+    judged: dict[Job, Judged] = {}  # two points may come to the same layout
     for number, point in enumerate(points):
-        judged.append(judge(point))
+        each = judge(point)
+        judged.setdefault(each.job, each)
         if progress is not None:
             progress(number // 2, len(points))
-    pool = _Pool(judged, memory_limit, bounded=bounded)
+    pool = _Pool(list(judged.values()), memory_limit, bounded=bounded)
     pool.simulate(progress)
     pool.settle_front()
     if not pool.front:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.plan.stragglers import Progress, StragglerStudy, straggler_study
 from treadle.search.judged import Judged
-from treadle.search.structure import columns
+from treadle.search.structure import expert_columns
 from treadle.search.why import Alternative, shown
 from treadle.simulate.slowness import Stragglers
 
@@ -22,8 +22,8 @@ def study_plan(
 ) -> StragglerStudy:
     """Simulate steps of the chosen job, and of the best under each other schedule, with the same slow GPUs.
 
-    A GPU holds up the others of its tensor-parallel group at every layer, so these stand for one that is slow if any
-    of them is.
+    A GPU holds up the others of its tensor- and context-parallel group at every layer, so these stand for one that is
+    slow if any of them is.
 
     Args:
         best: the chosen job.
@@ -38,14 +38,15 @@ def study_plan(
     jobs |= {other.value: other.judged for other in others if other.knob == "schedule" and other.fits}
     job = best.job
     programs = {name: each.structure.lower(each.job.num_microbatches, each.costs) for name, each in jobs.items()}
-    ep, dp = columns(job)
-    together = 1 - (1 - stragglers.share) ** job.tp
+    group = job.tp * job.cp
+    ep = expert_columns(job, group)
     return straggler_study(
         programs,
         {name: each.costs for name, each in jobs.items()},
         ep=ep,
-        dp=dp,
-        stragglers=Stragglers(together, stragglers.factor),
+        dp=job.dp // ep,
+        gpus_per_rank=group,
+        stragglers=stragglers,
         draws=draws,
         seed=seed,
         progress=progress,

@@ -91,9 +91,14 @@ def columns(job: Job) -> tuple[int, int]:
 
     A column is a tensor-parallel group on every rank of the pipeline. Expert groups reach into it first.
     """
-    inside = job.dp * job.cp
-    ep = job.ep // gcd(job.ep, job.tp) if job.model.is_moe else 1
-    return ep, max(1, inside // ep)
+    ep = expert_columns(job, job.tp)
+    return ep, max(1, job.dp * job.cp // ep)
+
+
+def expert_columns(job: Job, size: int) -> int:
+    """Return the groups of `size` GPUs that an expert group reaches over."""
+    reach = job.ep * job.etp if job.model.is_moe else 1
+    return reach // gcd(reach, size)
 
 
 @lru_cache(maxsize=_KEPT)
