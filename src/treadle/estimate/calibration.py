@@ -19,8 +19,9 @@ from operator import eq
 
 import numpy as np
 
-from treadle.estimate.constants import Floats, MeasuredRun, TermTable, efficiency_of, fit_logs
+from treadle.estimate.constants import MeasuredRun, TermTable, efficiency_of, fit_logs
 from treadle.estimate.job import Job
+from treadle.estimate.log_fit import Floats
 
 LEVEL = 0.05
 """Standard deviation of the residue that runs share on one level."""

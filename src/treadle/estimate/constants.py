@@ -2,8 +2,7 @@
 
 The logarithm of each factor has a prior: the default of `EFFICIENCY`, so many percent either way. What runs do not tell
 stays near it. A factor that depends on precision or GPU is a common one times small ones of their own, so that runs of
-one GPU inform all (partial pooling). Gauss-Newton steps minimise the squares of relative errors; those beyond `huber`
-count linearly.
+one GPU inform all (partial pooling). `treadle.estimate.log_fit` says how they are weighed.
 """
 
 from __future__ import annotations
@@ -16,15 +15,8 @@ import numpy.typing as npt
 
 from treadle.estimate.efficiency import EFFICIENCY
 from treadle.estimate.job import Job
+from treadle.estimate.log_fit import Floats, LogPrior, most_likely
 from treadle.estimate.step_terms import TERMS, step_terms
-
-MODEL_ERROR = 0.1
-"""Relative error that the closed form has, about: how strongly runs speak against priors."""
-
-HUBER = 0.1
-"""Errors beyond this count linearly."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -47,10 +39,11 @@ class MeasuredRun:
         return self.job.cluster.gpu or self.job.cluster.name
 
 
-_WIDTHS = {
-    "attention": 0.3, "cast": 0.4, "cp": 0.6, "dp_hidden": 0.8, "ep_hidden": 0.6, "ep_nic": 0.4, "ep_nvlink": 0.4,
-    "fsdp_hidden": 0.8, "gemm": 0.3, "grouped": 0.3, "latency_us": 0.7, "launch_hidden": 0.6, "launch_us": 0.6,
-    "memory": 0.3, "optimizer": 0.5, "pcie": 0.7, "permute": 0.4, "pp_hidden": 0.8, "step_us": 0.3, "tp": 0.6,
+WIDTHS = {
+    "attention": 0.3, "cast": 0.4, "cp": 0.6, "dp": 0.6, "dp_hidden": 0.8, "ep_hidden": 0.6, "ep_nic": 0.4,
+    "ep_nvlink": 0.4, "fsdp_hidden": 0.8, "gemm": 0.3, "grouped": 0.3, "latency_us": 0.7, "launch_hidden": 0.6,
+    "launch_us": 0.6, "memory": 0.3, "optimizer": 0.5, "pcie": 0.7, "permute": 0.4, "pp": 0.6, "pp_hidden": 0.8,
+    "step_us": 0.3, "tp": 0.6,
 }  # fmt: skip
 """Standard deviation of the logarithm of each factor's prior."""
 
@@ -65,12 +58,12 @@ def prior_of(name: str) -> tuple[float, float]:
         return 0.0, _REFINED[base]
     default = EFFICIENCY[base][0]
     if base.endswith("_us"):
-        return float(np.log(default if base != "step_us" else 1e-6 * default)), _WIDTHS[base]
+        return float(np.log(default if base != "step_us" else 1e-6 * default)), WIDTHS[base]
     if base.endswith("_hidden"):
         link = {"dp_hidden": "dp", "fsdp_hidden": "dp", "pp_hidden": "pp"}.get(base)
         shown = 1 - default
-        return float(np.log(shown / EFFICIENCY[link][0] if link else shown)), _WIDTHS[base]
-    return float(-np.log(default)), _WIDTHS[base]
+        return float(np.log(shown / EFFICIENCY[link][0] if link else shown)), WIDTHS[base]
+    return float(-np.log(default)), WIDTHS[base]
 
 
 def chip_of(run: MeasuredRun) -> str:
@@ -142,18 +135,10 @@ class TermTable:
 def fit_logs(table: TermTable, log_seconds: Floats, rows: npt.NDArray[np.intp], steps: int = 20) -> Floats:
     """Return the logarithms of the factors that fit the measured seconds of some rows best."""
     priors = np.array([prior_of(name) for name in table.factors])
-    mean, weight = priors[:, 0], priors[:, 1] ** -2
-    logs = mean.copy()
-    for _ in range(steps):
-        left = log_seconds[rows] - table.log_seconds(logs, rows)
-        slopes = table.slopes(logs, rows)
-        trust = 1 / np.maximum(1.0, np.abs(left) / HUBER) / MODEL_ERROR**2
-        curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(weight)
-        change = np.linalg.solve(curvature, slopes.T @ (trust * left) + weight * (mean - logs))
-        logs = logs + np.clip(change, -1.0, 1.0)
-        if np.abs(change).max() < 1e-5:
-            break
-    return np.asarray(logs)
+    prior = LogPrior(priors[:, 0], priors[:, 1])
+    return most_likely(
+        lambda logs: (table.log_seconds(logs, rows), table.slopes(logs, rows)), log_seconds[rows], prior, steps
+    ).logs
 
 
 def efficiency_of(logs: Mapping[str, float], gpu: str, precisions: Sequence[str]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from treadle.search.front import Front
 from treadle.search.layout import layout
 from treadle.search.space import Candidate
 from treadle.search.step import Step, simulate_step, simulate_whole
-from treadle.search.structure import Structure
+from treadle.search.structure import Structure, recomputed_ops
 
 Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""
@@ -157,14 +157,20 @@ def judge(candidate: Candidate) -> Judged:
         job.vpp,
         balanced=candidate.balanced,
     )
-    job = replace(job, layout=blocks)
-    costs = estimate_costs(job)
+    return judge_job(replace(job, layout=blocks))
+
+
+def judge_job(job: Job) -> Judged:
+    """Estimate the costs and memory of a job that has its layout, and bound its time."""
+    assert job.layout is not None
+    again = recomputed_ops(job)
+    costs = estimate_costs(job, inline_recompute=again != job.recompute)
     placement = family(job.schedule).placement(job.pp, job.vpp)
-    least = least_ticks(costs, blocks, placement, job.num_microbatches, job.recompute)
+    least = least_ticks(costs, job.layout, placement, job.num_microbatches, again)
     memory = estimate_memory(job)
     if job.offload:
         memory = tuple(rank._replace(activations=0) for rank in memory)
-    return Judged(job, costs, Structure.of(job, blocks, costs), memory, least)
+    return Judged(job, costs, Structure.of(job, job.layout, costs), memory, least)
 
 
 @lru_cache(maxsize=4096)

@@ -85,7 +85,7 @@ def candidates(
                     schedule=name,
                     a2a_overlap=name in OVERLAPPED,
                 )
-                _check_schedule(first)
+                check_schedule(first)
             except ValueError as error:
                 told[str(error)] += 1
                 continue
@@ -138,7 +138,7 @@ def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tupl
             yield name, vpp
 
 
-def _check_schedule(job: Job) -> None:
+def check_schedule(job: Job) -> None:
     """Raise a ValueError if the schedule cannot do the job's size, or has more stages than the model has layers."""
     chosen = family(job.schedule)
     stages = chosen.placement(job.pp, job.vpp).num_stages

@@ -50,7 +50,8 @@ class Structure:
         ep, dp = columns(job)
         steps = tuple(sorted(costs.step))
         reduce = ep * dp > 1
-        return cls(job.schedule, job.pp, job.vpp, blocks, job.model.is_moe, job.recompute, job.offload, reduce, steps)
+        again = recomputed_ops(job)
+        return cls(job.schedule, job.pp, job.vpp, blocks, job.model.is_moe, again, job.offload, reduce, steps)
 
     def options(self) -> LoweringOptions:
         """Return how its schedule is lowered, as `treadle simulate` does it with the options of a plan."""
@@ -75,6 +76,14 @@ class Structure:
     def program(self, microbatches: int, variant: Variant) -> Program:
         """Return the Program of so many micro-batches, whatever their costs."""
         return _lowered(self, microbatches, variant)
+
+
+def recomputed_ops(job: Job) -> tuple[str, ...]:
+    """Return the parts of layers that ops of a Program compute again: attn, mlp.
+
+    Smaller parts, and layers of which only some are computed again, have no ops: their costs are in the backwards.
+    """
+    return job.recompute if set(job.recompute) <= {"attn", "mlp"} and not job.recompute_layers else ()
 
 
 def columns(job: Job) -> tuple[int, int]:

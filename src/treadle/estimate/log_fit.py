@@ -1,0 +1,56 @@
+"""Logarithms of constants, fitted to logarithms of measured times: the most likely ones, given a prior.
+
+Each logarithm is known before to be about `mean`, give or take `width`. Times scatter about what the form says by
+`MODEL_ERROR`; errors beyond `HUBER` count linearly, so that one wild run does not bend all others. Gauss-Newton steps
+find the most likely values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MODEL_ERROR = 0.1
+"""Relative error that estimates have, about: how strongly runs speak against priors."""
+
+HUBER = 0.1
+"""Errors beyond this count linearly."""
+
+Floats = npt.NDArray[np.float64]
+
+LogForm = Callable[[Floats], tuple[Floats, Floats]]
+"""From logarithms of constants: logarithms of times, and their slopes `[time, constant]`."""
+
+
+class LogPrior(NamedTuple):
+    """Mean and standard deviation of each logarithm, before anything is measured."""
+
+    mean: Floats
+    width: Floats
+
+
+class LogFit(NamedTuple):
+    """The most likely logarithms, and how uncertain each still is: its standard deviation."""
+
+    logs: Floats
+    left: Floats
+
+
+def most_likely(form: LogForm, measured: Floats, prior: LogPrior, steps: int = 20) -> LogFit:
+    """Return the logarithms of constants that are most likely, given logarithms of measured times."""
+    weight = prior.width**-2
+    logs = prior.mean.copy()
+    curvature = np.diag(weight)
+    for _ in range(steps):
+        said, slopes = form(logs)
+        off = measured - said
+        trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / MODEL_ERROR**2
+        curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(weight)
+        change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight * (prior.mean - logs))
+        logs = logs + np.clip(change, -1.0, 1.0)
+        if np.abs(change).max(initial=0.0) < 1e-5:
+            break
+    return LogFit(np.asarray(logs), np.sqrt(np.diag(np.linalg.inv(curvature))))
