@@ -93,26 +93,13 @@ def constant(cluster: Cluster, name: str, precision: str = "") -> float:
         0.85
 
     """
-    key = constant_key(cluster, name, precision)
-    return cluster.efficiency[key] if key in cluster.efficiency else EFFICIENCY[key][0]
-
-
-def constant_key(cluster: Cluster, name: str, precision: str = "") -> str:
-    """Return the name under which a constant is found in [efficiency], or in the defaults.
-
-    Example:
-        >>> from treadle.estimate import load_cluster
-        >>> constant_key(load_cluster("h800:8"), "gemm", "mxfp8"), constant_key(load_cluster("a100:8"), "gemm", "bf16")
-        ('gemm_fp8', 'gemm')
-
-    """
     family = family_of(precision)
     for key in (f"{name}_{precision}", f"{name}_{family}", name):
         if key in cluster.efficiency:
-            return key
+            return cluster.efficiency[key]
     for key in (f"{name}_{family}", name):
         if key in EFFICIENCY:
-            return key
+            return EFFICIENCY[key][0]
     raise KeyError(name)
 
 
