@@ -1,13 +1,13 @@
 """What a few measured runs are worth: `python benchmarks/calibrate.py [--draws 20]`.
 
-Each GPU of Megatron-Bridge's published runs in turn is taken to be new: its data sheet is known, its constants are not.
-They are those that all runs on other chips give (`others`), or the defaults (`defaults`). Then 1, 3 or 5 of its runs are
-drawn at random, constants are fitted to them as `treadle calibrate` does, and its other runs are predicted by simulation,
-save those of the same configuration as a drawn one (another release of the same job would be too easy). Runs with
-parameters cut over replicas or with layers offloaded are left out: a plan has neither.
+Each GPU of Megatron-Bridge's published runs in turn is taken to be new: its data sheet is known, its constants are
+not. They are those that all runs on other chips give (`others`), or the defaults (`defaults`). Then 1, 3 or 5 of its
+runs are drawn at random, constants are fitted to them as `treadle calibrate` does, and its other runs are predicted by
+simulation, save those of the same configuration as a drawn one: another release of the same job would be too easy.
+Runs with parameters cut over replicas or with layers offloaded are left out: a plan has neither.
 
-Printed are medians of the absolute errors of these predictions, in percent, over all draws: before and after, and
-the share of draws in which the median became smaller. The last line is JSON.
+A draw has the median of the absolute errors of these predictions, before and after. Printed are, over all draws, the
+median and the mean of that, in percent, and how often it became smaller. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import lt
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from held_to.bridge import runs as bridge_runs
-
 from treadle.calibrate.constants_of_job import constants_of
 from treadle.calibrate.fit import fit_paths
 from treadle.calibrate.path_form import PathForm
@@ -91,9 +91,7 @@ def study(gpu: str, prior: str, draws: int) -> dict[int, list[Outcome]]:
     return found
 
 
-def _draw(
-    chosen: Sequence[int], forms: Sequence[PathForm], runs: Sequence[MeasuredRun], cluster: Cluster
-) -> Outcome:
+def _draw(chosen: Sequence[int], forms: Sequence[PathForm], runs: Sequence[MeasuredRun], cluster: Cluster) -> Outcome:
     taken = {configuration(runs[index]) for index in chosen}
     left = [index for index, run in enumerate(runs) if configuration(run) not in taken]
     logs = fit_paths([forms[index] for index in chosen], [runs[index].seconds for index in chosen], cluster).logs
@@ -106,23 +104,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=20, help="How often runs are drawn.")
     draws, figures = parser.parse_args().draws, {}
-    print(f"{'constants of':12} {'GPU':6} {'runs':>4}   k  before   after  better in")
+    print("constants of GPU    runs jobs   k  median before  after   mean before  after   better in")
     for prior in ("others", "defaults"):
         every: dict[int, list[Outcome]] = {count: [] for count in COUNTS}
         for gpu in GPUS:
+            runs = planned_runs(gpu)
+            size = f"{len(runs):4} {len({configuration(run) for run in runs}):4}"
             for count, outcomes in study(gpu, prior, draws).items():
                 every[count] += outcomes
-                figures[f"{prior}_{gpu}_{count}"] = _row(prior, gpu, str(len(planned_runs(gpu))), count, outcomes)
+                figures[f"{prior}_{gpu}_{count}"] = _row(prior, gpu, size, count, outcomes)
         for count in COUNTS:
             figures[f"{prior}_all_{count}"] = _row(prior, "all", "", count, every[count])
     print(json.dumps(figures))
 
 
-def _row(prior: str, gpu: str, number: str, count: int, outcomes: Sequence[Outcome]) -> dict[str, float]:
-    before, after = (statistics.median(getattr(each, name) for each in outcomes) for name in ("before", "after"))
-    better = 100 * sum(each.after < each.before for each in outcomes) / len(outcomes)
-    print(f"{prior:12} {gpu:6} {number:>4}   {count} {before:6.1f} % {after:6.1f} %  {better:5.0f} %", flush=True)
-    return {"before": round(before, 2), "after": round(after, 2), "better": round(better, 1)}
+def _row(prior: str, gpu: str, size: str, count: int, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    before, after = ([getattr(each, name) for each in outcomes] for name in ("before", "after"))
+    medians, means = map(statistics.median, (before, after)), map(statistics.fmean, (before, after))
+    better = 100 * sum(map(lt, after, before)) / len(outcomes)
+    shown = [*medians, *means]
+    print(
+        f"{prior:12} {gpu:6} {size:9}   {count} {shown[0]:13.1f}  {shown[1]:5.1f}   {shown[2]:11.1f}  {shown[3]:5.1f}"
+        f"   {better:7.0f} %",
+        flush=True,
+    )
+    names = ("median_before", "median_after", "mean_before", "mean_after", "better")
+    return {name: round(value, 2) for name, value in zip(names, (*shown, better), strict=True)}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from treadle.estimate import Cluster, Job
-from treadle.estimate.constants import WIDTHS
 from treadle.estimate.efficiency import EFFICIENCY
 from treadle.estimate.rates import constant
 
@@ -66,11 +65,6 @@ def untold_by(job: Job, cluster: Cluster) -> tuple[str, ...]:
 def base_of(key: str) -> str:
     """Return a constant without its precision or graph: gemm of gemm_fp8."""
     return key if key in EFFICIENCY else key.rpartition("_")[0]
-
-
-def width_of(key: str) -> float:
-    """Return the standard deviation of a constant's logarithm before anything is measured."""
-    return WIDTHS[base_of(key)]
 
 
 def value_of(cluster: Cluster, key: str) -> float:

@@ -108,4 +108,3 @@ def constants_at(cluster: Cluster, keys: Sequence[str], logs: Floats) -> Mapping
         for key, log in zip(keys, logs, strict=True)
         if log != 0
     }
-
