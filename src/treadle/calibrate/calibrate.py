@@ -107,8 +107,8 @@ def _with_logs(cluster: Cluster, keys: Sequence[str], found: FittedLogs) -> Clus
 
 def _constants(cluster: Cluster, fitted: Cluster, keys: Sequence[str], found: FittedLogs) -> tuple[FittedConstant, ...]:
     """Return all constants, those that the runs tell most about first."""
-    told = dict(zip(keys, found.told.tolist(), strict=True))
-    names = dict.fromkeys((*keys, *cluster.efficiency, *EFFICIENCY))
+    told = {key: share for key, share in zip(keys, found.told.tolist(), strict=True) if share > 0}
+    names = dict.fromkeys((*told, *cluster.efficiency, *EFFICIENCY))
     made = [
         FittedConstant(name, value_of(cluster, name), value_of(fitted, name), told.get(name, 0.0)) for name in names
     ]

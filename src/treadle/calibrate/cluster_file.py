@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from treadle.calibrate.constants_of_job import value_of
+from treadle.calibrate.report import show_constant
 from treadle.estimate import Cluster, load_cluster
 from treadle.estimate.cluster import PRESETS
 
@@ -36,7 +37,7 @@ def cluster_text(cluster: Cluster, before: Cluster, about: str) -> str:
     lines += ["", "[efficiency]"]
     for name, value in cluster.efficiency.items():
         former = value_of(before, name)
-        lines.append(f"{name} = {_written(value)}" + (f"  # it was {former:.4g}" if value != former else ""))
+        lines.append(f"{name} = {_written(value)}" + (f"  # it was {show_constant(former)}" if value != former else ""))
     return "\n".join(lines) + "\n"
 
 

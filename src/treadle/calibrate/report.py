@@ -13,6 +13,17 @@ SUSPICIOUS = 0.15
 """A run that is off by more than this share after fitting is pointed out."""
 
 
+def show_constant(value: float) -> str:
+    """Return a constant in four digits.
+
+    Example:
+        >>> show_constant(59200.0), show_constant(0.75523)
+        ('59200', '0.7552')
+
+    """
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 @dataclass(frozen=True)
 class FittedConstant:
     """A constant of [efficiency], before and after."""

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from treadle.calibrate import CalibrationReport, JudgedRun, cluster_text, read_runs
 from treadle.calibrate import calibrate as calibrate_cluster
-from treadle.calibrate.report import SUSPICIOUS
+from treadle.calibrate.report import SUSPICIOUS, show_constant
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.tables import rows_table
@@ -81,7 +81,7 @@ def _estimate(each: JudgedRun, value: float | None) -> str:
 def _print_constants(report: CalibrationReport) -> None:
     table = rows_table("constant", "from", "to", "told by the runs")
     for each in report.moved:
-        table.add_row(each.name, f"{each.before:.4g}", f"{each.after:.4g}", f"{each.told:.0%}")
+        table.add_row(each.name, show_constant(each.before), show_constant(each.after), f"{each.told:.0%}")
     if report.moved:
         out.print(table)
     else:
@@ -96,8 +96,8 @@ def _point_out(each: JudgedRun) -> None:
         off = each.error(each.after)
         out.print(
             escape(
-                f"suspicious: {where}: still {off:+.1%} off, more than {SUSPICIOUS:.0%}; check its row, or something "
-                "slows it that the estimate does not know"
+                f"suspicious: {where}: still {off:+.1%} off, more than {SUSPICIOUS:.0%}; check its row; if it is "
+                "right, the estimate lacks something that this run has"
             ),
             soft_wrap=True,
         )
