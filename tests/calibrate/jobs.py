@@ -28,8 +28,8 @@ def make_job(cluster: Cluster, model: str = "llama3-8b", **given: Any) -> Job:
 
 def dense_jobs(cluster: Cluster) -> list[Job]:
     """Jobs that differ in what they spend time on."""
-    cuts = [{"tp": tp, "pp": pp} for tp in (1, 2, 4) for pp in (1, 2)]
-    shapes = [{"seq_len": 2048, "micro_batch_size": 2}, {"seq_len": 8192}, {"seq_len": 16384}]
+    cuts: list[dict[str, Any]] = [{"tp": tp, "pp": pp} for tp in (1, 2, 4) for pp in (1, 2)]
+    shapes: list[dict[str, Any]] = [{"seq_len": 2048, "micro_batch_size": 2}, {"seq_len": 8192}, {"seq_len": 16384}]
     return [make_job(cluster, **cut, **shape) for cut in cuts for shape in shapes]
 
 

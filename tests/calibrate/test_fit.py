@@ -20,7 +20,7 @@ TRUE = {"gemm_bf16": 0.55, "memory": 0.6, "tp": 0.9, "attention": 0.4}
 
 
 def noise(number: int, share: float = 0.02) -> list[float]:
-    return np.exp(np.random.default_rng(7).normal(0, share, number)).tolist()
+    return [float(each) for each in np.exp(np.random.default_rng(7).normal(0, share, number))]
 
 
 def test_constants_put_in_are_found_again() -> None:

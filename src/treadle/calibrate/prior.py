@@ -1,9 +1,9 @@
 """What is believed of constants before a run is measured: they are the cluster's, give or take.
 
 Two things make them others. Each kind of kernel and link does better or worse than where the constants come from: by
-half of `WIDTHS`, which is about how far constants of one GPU are from another's (10 to 15 % for products and
-attention, 20 to 30 % for links and launches). And all of a machine is faster or slower together, by its trainer, its
-clocks, its driver: by `COMMON`, about as much. One such pair of widths holds for all GPUs.
+half of `WIDTHS`, which for products, attention and launches is what the fit of the presets takes one GPU's own factors
+to be. And all of a machine is faster or slower together, by its trainer, its clocks, its driver: by `COMMON`. Both hold
+for all GPUs.
 """
 
 from __future__ import annotations
