@@ -64,7 +64,7 @@ def constants_before(gpu: str, prior: str) -> Mapping[str, float]:
 
 
 def planned_job(run: MeasuredRun, efficiency: Mapping[str, float]) -> Job:
-    """Return a run's job as a plan has it; overlap of the all-to-all is a schedule's."""
+    """Return a run's job as a plan has it. Overlap of the all-to-all is a schedule's: with one chunk there is none."""
     job = replace(run.job, cluster=replace(run.job.cluster, efficiency=dict(efficiency)), layout=stage_rows(run.job))
     return replace(job, schedule="interleaved-overlap") if job.a2a_overlap and job.vpp > 1 else job
 

@@ -4,6 +4,7 @@ columns.py            what a file of runs may say
 runs_file.py          runs from the file
 constants_of_job.py   the constants that a job's step depends on
 path_form.py          a step as a function of them: its critical paths
+prior.py              what is believed of them before
 fit.py                the most likely constants
 calibrate.py          all of it in a row
 report.py             what was found
