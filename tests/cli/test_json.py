@@ -68,6 +68,8 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
         (*PLAN, "--pp", "2", "--schedule", "zb-h1", "--micro-batch-size", "1", "--stragglers", "10%", "--draws", "3"),
         0,
     ),
+    "constants fitted": ("calibrate", ("calibrate", "--cluster", "h100:16", "--measured", "runs.csv"), 0),
+    "constants fitted to one run": ("calibrate", ("calibrate", "--cluster", "h100:16", "--measured", "one.csv"), 0),
     "an order": ("synthesize", ("synthesize", *SIZE, "--max-activations", "1"), 0),
     "an order that is a schedule of ours": ("synthesize", ("synthesize", *SIZE, "--max-activations", "2"), 0),
     "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
@@ -96,6 +98,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "received.txt").write_text("# receive 0>1: F0.0\n0: F0.0 B0.0\n1: F0.0 B0.0\n")
     (place / "right.toml").write_text("[cells]\nf = 1\nb = 2\n")
     (place / "wrong.toml").write_text("[cells]\nf = -1\ng = 2\n")
+    rows = [f"llama3-8b,{tp},2,64,{step}\n" for tp, step in ((1, 3.0), (2, 3.3), (4, 3.9))]
+    (place / "runs.csv").write_text("model,tp,pp,global_batch_size,step_s\n" + "".join(rows))
+    (place / "one.csv").write_text("model,tp,pp,global_batch_size,step_s\n" + rows[0])
     unit = treadle.load_costs("unit")
     program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
     first = treadle.simulate(program, unit)

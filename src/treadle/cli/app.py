@@ -72,6 +72,11 @@ COMMANDS = {
         "treadle plan --model config.json --cluster mine.toml --tokens-per-batch 4000000 -o plan.html   |   "
         "treadle plan --model qwen3-30b-a3b --cluster h100:32 --trainable --files plan/",
     ),
+    "calibrate": CommandHelp(
+        "Fits a cluster's constants to runs that you measured, so that plans for it fit them too.",
+        "Examples: treadle calibrate --cluster h800:256 --measured runs.csv -o ours.toml   |   "
+        "treadle plan --model kimi-k2 --cluster ours.toml",
+    ),
     "synthesize": CommandHelp(
         "Finds an order of cells that is no slower than any schedule here, and says how much faster one could be.",
         "Examples: treadle synthesize --pp 4 -m 8 --max-activations 3 -o tight.txt   |   "

@@ -25,6 +25,7 @@ VERSIONS = {
     "why": 1,
     "balance": 1,
     "plan": 1,
+    "calibrate": 1,
     "synthesize": 1,
     "costs-check": 1,
     "dryrun": 1,

@@ -135,7 +135,7 @@ class TermTable:
 def fit_logs(table: TermTable, log_seconds: Floats, rows: npt.NDArray[np.intp], steps: int = 20) -> Floats:
     """Return the logarithms of the factors that fit the measured seconds of some rows best."""
     priors = np.array([prior_of(name) for name in table.factors])
-    prior = LogPrior(priors[:, 0], priors[:, 1])
+    prior = LogPrior.independent(priors[:, 0], priors[:, 1])
     return most_likely(
         lambda logs: (table.log_seconds(logs, rows), table.slopes(logs, rows)), log_seconds[rows], prior, steps
     ).logs

@@ -1,6 +1,6 @@
 """Logarithms of constants, fitted to logarithms of measured times: the most likely ones, given a prior.
 
-Each logarithm is known before to be about `mean`, give or take `width`. Times scatter about what the form says by
+Each logarithm is known before to be about `mean`, as `covariance` says. Times scatter about what the form says by
 `MODEL_ERROR`; errors beyond `HUBER` count linearly, so that one wild run does not bend all others. Gauss-Newton steps
 find the most likely values.
 """
@@ -26,10 +26,15 @@ LogForm = Callable[[Floats], tuple[Floats, Floats]]
 
 
 class LogPrior(NamedTuple):
-    """Mean and standard deviation of each logarithm, before anything is measured."""
+    """Mean and covariance of the logarithms, before anything is measured."""
 
     mean: Floats
-    width: Floats
+    covariance: Floats
+
+    @classmethod
+    def independent(cls, mean: Floats, width: Floats) -> LogPrior:
+        """Return a prior of logarithms that say nothing of each other; `width` are standard deviations."""
+        return cls(mean, np.diag(width**2))
 
 
 class LogFit(NamedTuple):
@@ -41,15 +46,15 @@ class LogFit(NamedTuple):
 
 def most_likely(form: LogForm, measured: Floats, prior: LogPrior, steps: int = 20) -> LogFit:
     """Return the logarithms of constants that are most likely, given logarithms of measured times."""
-    weight = prior.width**-2
+    weight = np.linalg.inv(prior.covariance)
     logs = prior.mean.copy()
-    curvature = np.diag(weight)
+    curvature = weight
     for _ in range(steps):
         said, slopes = form(logs)
         off = measured - said
         trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / MODEL_ERROR**2
-        curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(weight)
-        change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight * (prior.mean - logs))
+        curvature = slopes.T @ (slopes * trust[:, None]) + weight
+        change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight @ (prior.mean - logs))
         logs = logs + np.clip(change, -1.0, 1.0)
         if np.abs(change).max(initial=0.0) < 1e-5:
             break

@@ -1,0 +1,27 @@
+"""Calibrating: a cluster's constants, fitted to runs that were measured on it.
+
+columns.py            what a file of runs may say
+runs_file.py          runs from the file
+constants_of_job.py   the constants that a job's step depends on
+path_form.py          a step as a function of them: its critical paths
+prior.py              what is believed of them before
+fit.py                the most likely constants
+calibrate.py          all of it in a row
+report.py             what was found
+cluster_file.py       the cluster as a file
+"""
+
+from treadle.calibrate.calibrate import calibrate
+from treadle.calibrate.cluster_file import cluster_text
+from treadle.calibrate.report import CalibrationReport, FittedConstant, JudgedRun
+from treadle.calibrate.runs_file import NamedRun, read_runs
+
+__all__ = [
+    "CalibrationReport",
+    "FittedConstant",
+    "JudgedRun",
+    "NamedRun",
+    "calibrate",
+    "cluster_text",
+    "read_runs",
+]

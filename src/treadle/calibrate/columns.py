@@ -1,0 +1,69 @@
+"""Columns of a file of measured runs: their names, what a cell may be, and what is taken where there is none."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+REQUIRED = ("model", "step_s")
+SIZES = ("num_gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
+COLUMNS: dict[str, str] = {
+    "model": "a preset, a .toml file or Hugging Face's config.json; paths are relative to the file of runs",
+    "step_s": "measured seconds of a step",
+    "name": "what the run is called here",
+    "gpu": "the cluster's GPU, as a check",
+    "num_gpus": "GPUs of the run; by default all of the cluster",
+    "tp": "tensor parallelism; 1",
+    "cp": "context parallelism; 1",
+    "pp": "ranks of the pipeline; 1",
+    "vpp": "chunks of each; 1, or what the schedule has",
+    "ep": "expert parallelism; 1",
+    "etp": "tensor parallelism of experts; 1",
+    "micro_batch_size": "sequences of a micro-batch; 1",
+    "global_batch_size": "sequences of a step, over all GPUs",
+    "tokens_per_batch": "tokens of a step, instead",
+    "seq_len": "tokens of a sequence; 4096",
+    "schedule": "as `treadle schedules` lists them; 1f1b, or interleaved where vpp is above 1",
+    "precision": "of matrix products: bf16, fp8, mxfp8, nvfp4; bf16",
+    "layout": "blocks of each stage (Et*4|...|t*3L); layers as even as can be",
+    "recompute": "parts computed again, with spaces between: attn mlp, or full",
+    "recompute_layers": "with full: layers of each stage; all",
+    "offload": "true where saved activations go to the host; false",
+    "cuda_graph": "none, partial or whole; partial",
+}
+"""Names and meanings. Behind the semicolon is what an empty cell, or no column, stands for, as in `treadle plan`."""
+
+
+class Cell(NamedTuple):
+    """A cell of a file, and where it is."""
+
+    file: str
+    line: int
+    column: str
+    text: str
+
+    def refuse(self, allowed: str) -> ValueError:
+        """Return the error of a cell that is not what is allowed."""
+        return ValueError(f"{self.file}, line {self.line}, column {self.column}: it is {allowed}, got {self.text!r}")
+
+    def whole(self, least: int = 1) -> int:
+        """Read a whole number."""
+        if re.fullmatch(r"[0-9]{1,15}", self.text) is None or int(self.text) < least:
+            raise self.refuse(f"a whole number from {least}")
+        return int(self.text)
+
+    def seconds(self) -> float:
+        """Read a time."""
+        try:
+            found = float(self.text)
+        except ValueError:
+            found = -1.0
+        if not 0 < found < float("inf"):
+            raise self.refuse("a number of seconds above 0")
+        return found
+
+    def truth(self) -> bool:
+        """Read true or false."""
+        if self.text.lower() not in ("true", "false"):
+            raise self.refuse("true or false")
+        return self.text.lower() == "true"

@@ -1,0 +1,96 @@
+"""The constants of a cluster that the simulated step of a job depends on, and what a run can say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from treadle.estimate import Cluster, Job
+from treadle.estimate.efficiency import EFFICIENCY
+from treadle.estimate.rates import constant
+
+_PLAIN = (
+    "memory",
+    "attention",
+    "permute",
+    "tp",
+    "cp",
+    "ep_nvlink",
+    "ep_nic",
+    "pp",
+    "dp",
+    "pcie",
+    "latency_us",
+    "optimizer",
+    "step_us",
+    "launch_hidden",
+    "dp_hidden",
+)
+_BETWEEN_DOMAINS = ("cp", "pp", "dp", "dp_hidden")
+"""Shares of whichever link a message takes: NVLink inside a domain, NICs between domains."""
+
+
+def constants_of(job: Job) -> tuple[str, ...]:
+    """Return the constants that the step of a job may depend on, as [efficiency] names them.
+
+    What differs by precision or graph has its own name, even where the cluster has one for all: a run tells of its own.
+
+    Example:
+        >>> from treadle.estimate import Job, load_cluster, load_model
+        >>> job = Job(load_model("llama3-8b"), load_cluster("h100:8"), global_batch_size=8)
+        >>> constants_of(job)[:3]
+        ('gemm_bf16', 'grouped_bf16', 'cast_bf16')
+
+    """
+    kinds = (job.precision, "bf16")
+    by_kind = [f"{name}_{kind}" for name in ("gemm", "grouped", "cast") for kind in kinds]
+    return (*dict.fromkeys(by_kind), f"launch_us_{job.cuda_graph}", *_PLAIN)
+
+
+def partners_of(job: Job) -> dict[str, str]:
+    """Return what shares are hidden of: a step depends on the product of what shows and its partner."""
+    return {"launch_hidden": f"launch_us_{job.cuda_graph}", "dp_hidden": "dp"}
+
+
+def untold_by(job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """Return the constants that a run uses and cannot tell for the cluster.
+
+    A run inside one NVLink domain shows what NVLink does. In a cluster of several domains the same messages go over
+    NICs.
+    """
+    inside = job.cluster.num_gpus <= cluster.nvlink_domain < cluster.num_gpus
+    return _BETWEEN_DOMAINS if inside else ()
+
+
+def base_of(key: str) -> str:
+    """Return a constant without its precision or graph: gemm of gemm_fp8."""
+    return key if key in EFFICIENCY else key.rpartition("_")[0]
+
+
+def value_of(cluster: Cluster, key: str) -> float:
+    """Return a constant by its name in [efficiency], wherever the cluster has it from."""
+    base = base_of(key)
+    return constant(cluster, base, key.removeprefix(base).removeprefix("_"))
+
+
+def slower(key: str, value: float, factor: float) -> float:
+    """Return a constant such that what it is about takes `factor` times as long.
+
+    Example:
+        >>> slower("gemm", 0.8, 2.0), slower("latency_us", 8.0, 2.0), slower("dp_hidden", 0.8, 0.5)
+        (0.4, 16.0, 0.9)
+
+    """
+    if key.endswith("_hidden"):
+        return max(0.0, 1 - (1 - value) * factor)
+    return value * factor if base_of(key).endswith("_us") else value / factor
+
+
+def most_slower(key: str, value: float) -> float:
+    """Return how many times longer at most a constant can make things: where a share is hidden, until all shows."""
+    return 1 / (1 - value) if key.endswith("_hidden") and value < 1 else float("inf")
+
+
+def with_constants(cluster: Cluster, constants: Mapping[str, float] | Iterable[tuple[str, float]]) -> Cluster:
+    """Return a cluster with other constants."""
+    return replace(cluster, efficiency={**cluster.efficiency, **dict(constants)})

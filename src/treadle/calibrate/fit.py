@@ -1,0 +1,86 @@
+"""Constants fitted to runs: the most likely ones, given what is believed of the cluster before.
+
+`treadle.calibrate.prior` says what is believed. Measured steps scatter about estimates by `MODEL_ERROR`. Runs of the
+same job count as one: what an estimate gets wrong of a job, it gets wrong every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from treadle.calibrate.constants_of_job import untold_by
+from treadle.calibrate.path_form import PathForm
+from treadle.calibrate.prior import prior_of_constants
+from treadle.estimate import Cluster
+from treadle.estimate.log_fit import Floats, most_likely
+
+ROUNDS = 8
+"""Simulations of each run, at most, until its longest path is known where the fit ends."""
+
+NEAR = 1e-3
+"""Relative difference at which a path is as long as the simulated step."""
+
+_STEPS = 40
+
+
+class FittedLogs(NamedTuple):
+    """Logarithms of how much longer things take, and for each constant how much the runs told.
+
+    `told` is from 0 (no run depends on it) to 1 (nothing is left of the prior): one minus the variance that is left,
+    over the one before.
+    """
+
+    logs: Floats
+    told: Floats
+
+
+def fit_paths(forms: Sequence[PathForm], seconds: Sequence[float], cluster: Cluster) -> FittedLogs:
+    """Fit the logarithms of constants to measured steps.
+
+    Args:
+        forms: one for each run, all with the same keys; runs of one job share theirs.
+        seconds: what was measured.
+        cluster: decides which runs can tell which constants.
+
+    """
+    measured: dict[PathForm, list[float]] = {}
+    for form, second in zip(forms, seconds, strict=True):
+        measured.setdefault(form, []).append(float(np.log(second)))
+    table = _FormTable(list(measured), cluster)
+    means = np.array([np.mean(logs) for logs in measured.values()])
+    found = table.fit(means)
+    for _ in range(ROUNDS):
+        short = [form for form in measured if form.simulated(found.logs) > (1 + NEAR) * form.seconds(found.logs)]
+        if not short:
+            break
+        for form in short:
+            form.add_path(found.logs)
+        found = table.fit(means)
+    return found
+
+
+class _FormTable:
+    """Forms of some jobs, and which constants each can tell."""
+
+    def __init__(self, forms: Sequence[PathForm], cluster: Cluster) -> None:
+        self.forms, self.keys = forms, forms[0].keys
+        self.tells = np.array([[key not in untold_by(form.job, cluster) for key in self.keys] for form in forms])
+
+    def fit(self, measured: Floats) -> FittedLogs:
+        """Fit the constants that are on a known path; the others stay."""
+        seen = np.flatnonzero((self.tells * [form.shares() for form in self.forms]).max(axis=0) > 0)
+        prior = prior_of_constants([self.keys[place] for place in seen])
+
+        def of_seen(free: Floats) -> tuple[Floats, Floats]:
+            logs = np.zeros(len(self.keys))
+            logs[seen] = free
+            slopes = np.array([form.slopes(logs) for form in self.forms]) * self.tells
+            return np.log([form.seconds(logs) for form in self.forms]), slopes[:, seen]
+
+        found = most_likely(of_seen, measured, prior, _STEPS)
+        logs, told = np.zeros(len(self.keys)), np.zeros(len(self.keys))
+        logs[seen], told[seen] = found.logs, 1 - found.left**2 / np.diag(prior.covariance)
+        return FittedLogs(logs, told)

@@ -1,0 +1,30 @@
+"""What is believed of constants before a run is measured: they are the cluster's, give or take.
+
+Two things make them others. Each kind of kernel and link does better or worse than where the constants come from: by
+half of `WIDTHS`, which for products, attention and launches is what the fit of the presets takes one GPU's own factors
+to be. And all of a machine is faster or slower together, by its trainer, its clocks, its driver: by `COMMON`. Both hold
+for all GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treadle.calibrate.constants_of_job import base_of
+from treadle.estimate.constants import WIDTHS
+from treadle.estimate.log_fit import LogPrior
+
+OWN = 0.5
+"""Share of `WIDTHS` by which a constant is off by itself."""
+
+COMMON = 0.1
+"""Standard deviation of the logarithm of what all constants are off together. Shares that are hidden are not in it."""
+
+
+def prior_of_constants(keys: Sequence[str]) -> LogPrior:
+    """Return the prior of how much longer, in logarithms, things take than the cluster's constants say."""
+    own = np.array([OWN * WIDTHS[base_of(key)] for key in keys])
+    together = np.array([0.0 if key.endswith("_hidden") else COMMON for key in keys])
+    return LogPrior(np.zeros(len(keys)), np.diag(own**2) + np.outer(together, together))

@@ -1,0 +1,149 @@
+"""Measured runs from a CSV file: a line a run, columns as in `treadle.calibrate.columns`, lines with # are comments."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES, Cell
+from treadle.estimate import Cluster, Job, MeasuredRun, load_model
+from treadle.estimate.input_files import nearest_name
+from treadle.estimate.stages import stage_rows
+from treadle.ir.blocks import parse_layout
+from treadle.schedules import family
+from treadle.search.judged import describe
+from treadle.search.space import OVERLAPPED, check_schedule
+
+
+class NamedRun(NamedTuple):
+    """A measured run, what it is called, and its line in the file."""
+
+    run: MeasuredRun
+    name: str
+    line: int
+
+
+def read_runs(path: str | Path, cluster: Cluster) -> tuple[NamedRun, ...]:
+    """Read measured runs on GPUs of a cluster.
+
+    Args:
+        path: a CSV file with a header.
+        cluster: whose GPUs they ran on; a run may have fewer of them.
+
+    Returns:
+        The runs, in the order of the file.
+
+    Raises:
+        ValueError: there is no file, no run, or one makes no sense; the message names line, column and the way out.
+
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    lines = [(number, row) for number, row in _rows(text) if row and not row[0].lstrip().startswith("#")]
+    if not lines:
+        raise ValueError(
+            f"{file} is empty; its first line names columns: {', '.join(REQUIRED)}, global_batch_size, ..."
+        )
+    header = _header(file, *lines[0])
+    if len(lines) == 1:
+        raise ValueError(f"{file} has a header and no run; write a line for each run that you measured")
+    return tuple(_run(file, number, _cells(file, number, header, row), cluster) for number, row in lines[1:])
+
+
+def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(text.splitlines(), skipinitialspace=True)
+    for row in reader:
+        yield reader.line_num, [cell.strip() for cell in row]
+
+
+def _header(file: Path, line: int, names: list[str]) -> list[str]:
+    for name in names:
+        if name not in COLUMNS:
+            near = nearest_name(name, list(COLUMNS))
+            raise ValueError(
+                f"{file}, line {line}: {name!r} is no column; the nearest is {near}, all are {', '.join(COLUMNS)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"{file}, line {line}: column {name} is there twice; leave one")
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        raise ValueError(f"{file}, line {line}: column {missing[0]} is missing: {COLUMNS[missing[0]]}")
+    batches = [name for name in ("global_batch_size", "tokens_per_batch") if name in names]
+    if len(batches) != 1:
+        got = "both" if batches else "neither"
+        raise ValueError(f"{file}, line {line}: a batch is global_batch_size or tokens_per_batch, got {got}")
+    return names
+
+
+def _cells(file: Path, line: int, header: list[str], row: list[str]) -> dict[str, Cell]:
+    """Return the cells that are not empty."""
+    if len(row) != len(header):
+        raise ValueError(f"{file}, line {line}: it has {len(row)} cells, and the header {len(header)} columns")
+    cells = {name: Cell(str(file), line, name, text) for name, text in zip(header, row, strict=True)}
+    for name in (*REQUIRED, "global_batch_size", "tokens_per_batch"):
+        if name in cells and not cells[name].text:
+            raise cells[name].refuse(COLUMNS[name])
+    return {name: cell for name, cell in cells.items() if cell.text}
+
+
+def _run(file: Path, line: int, cells: Mapping[str, Cell], cluster: Cluster) -> NamedRun:
+    seconds, gpus = cells["step_s"].seconds(), _cluster(cells, cluster)
+    numbers = {name: cells[name].whole() for name in SIZES if name in cells}
+    numbers.pop("num_gpus", None)
+    if "tokens_per_batch" in cells:
+        numbers["global_batch_size"] = _sequences(cells["tokens_per_batch"], numbers.get("seq_len", Job.seq_len))
+    try:
+        job = _job(file, cells, numbers, gpus)
+    except ValueError as error:
+        raise error if str(error).startswith(f"{file}, ") else ValueError(f"{file}, line {line}: {error}") from error
+    name = cells["name"].text if "name" in cells else f"{job.model.name} {gpus.num_gpus:,} GPUs {describe(job)}"
+    return NamedRun(MeasuredRun(job, seconds), name, line)
+
+
+def _cluster(cells: Mapping[str, Cell], cluster: Cluster) -> Cluster:
+    if "gpu" in cells and cells["gpu"].text.lower() != cluster.gpu:
+        kind = cluster.gpu or cluster.name
+        raise cells["gpu"].refuse(f"the cluster's GPU, {kind}; keep runs of each GPU in a file of their own")
+    if "num_gpus" not in cells:
+        return cluster
+    number = cells["num_gpus"].whole()
+    if number > cluster.num_gpus:
+        larger = f"--cluster {cluster.gpu}:{number}" if cluster.gpu else "a larger cluster"
+        raise cells["num_gpus"].refuse(f"at most the {cluster.num_gpus:,} GPUs of the cluster ({larger} has more)")
+    return replace(cluster, num_gpus=number)
+
+
+def _sequences(cell: Cell, seq_len: int) -> int:
+    tokens = cell.whole()
+    if tokens % seq_len:
+        raise cell.refuse(f"a multiple of seq_len, {seq_len:,}")
+    return tokens // seq_len
+
+
+def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: Cluster) -> Job:
+    near_file = file.parent / cells["model"].text
+    model = load_model(near_file if near_file.exists() else cells["model"].text)
+    named = cells["schedule"].text if "schedule" in cells else "interleaved" if given.get("vpp", 1) > 1 else "1f1b"
+    schedule = family(named)
+    given = {"vpp": schedule.default_vpp, "cuda_graph": "partial", **given}
+    given |= {name: cells[name].text for name in ("precision", "cuda_graph") if name in cells}
+    if "recompute" in cells:
+        given["recompute"] = tuple(cells["recompute"].text.split())
+    if "recompute_layers" in cells:
+        given["recompute_layers"] = cells["recompute_layers"].whole(0)
+    if "offload" in cells:
+        given["offload"] = cells["offload"].truth()
+    if "layout" in cells:
+        given["layout"] = parse_layout(cells["layout"].text)
+    job = Job(model, cluster, schedule=schedule.name, a2a_overlap=schedule.name in OVERLAPPED, **given)
+    check_schedule(job)
+    cluster.peak(job.precision)
+    return replace(job, layout=stage_rows(job))
