@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 import treadle
 from treadle.estimate import Job, load_cluster, load_model
+from treadle.ir.program import OpKind
 from treadle.search import SearchSpace, search
 from treadle.search.chosen import Chosen
-from treadle.search.files import untrainable, write_files
+from treadle.search.files import options_text, untrainable, write_files
 from treadle.search.judged import judge
 from treadle.search.space import Candidate, candidates
 from treadle.search.stragglers import study_plan
@@ -95,6 +97,24 @@ def test_memory_of_offload_is_that_of_the_simulated_step() -> None:
     assert chosen.metrics.peak_unit == "bytes"
     for rank, peak in zip(best.memory, chosen.metrics.peaks, strict=True):
         assert rank.activations + rank.logits == pytest.approx(peak, abs=2)
+
+
+@pytest.mark.parametrize(("schedule", "sums"), [("1f1b", True), ("zb-v", False)])
+def test_ranks_that_share_embedding_and_head_sum_its_gradient(schedule: str, sums: bool, tmp_path: Path) -> None:
+    """Unless one rank has both, as in a V."""
+    model = replace(load_model("llama3-8b"), tie_word_embeddings=True)
+    job = Job(model, load_cluster("h100:16"), pp=4, vpp=1 + (not sums), schedule=schedule, global_batch_size=64)
+    chosen = Chosen.of(judge(Candidate(job)).simulated_whole())
+    kinds = set(chosen.trace.program.kind.tolist())
+    assert (OpKind.REDUCE_TIED in kinds) == ("--tied" in options_text(chosen.judged)) == sums
+    assert chosen.report.clean
+    assert chosen.step_s == chosen.judged.step_s
+    write_files(chosen, tmp_path)
+    costs = treadle.load_costs(str(tmp_path / "costs.toml"))
+    trace = treadle.simulate(treadle.load(tmp_path / "schedule.txt"), costs, chosen.judged.structure.options())
+    assert trace.makespan == chosen.trace.makespan
+    size = costs.moved_bytes.get("reduce_tied", 0)
+    assert size == (4 * 128_256 * 4096 if sums else 0)
 
 
 def test_what_the_trainer_cannot_run_is_said() -> None:

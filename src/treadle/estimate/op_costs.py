@@ -5,9 +5,10 @@ from __future__ import annotations
 from treadle.costs import Costs
 from treadle.estimate.job import Job
 from treadle.estimate.messages import exchange, send
+from treadle.estimate.parameters import ModelCut
 from treadle.estimate.rates import PeakTimes, constant, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
-from treadle.estimate.stages import rank_rows
+from treadle.estimate.stages import is_tied, rank_rows
 from treadle.estimate.step_time import (
     GRAD_BYTES,
     PARAM_BYTES,
@@ -92,12 +93,22 @@ def _messages(job: Job) -> dict[str, int]:
     latency = 1e-6 * constant(cluster, "latency_us")
     if sent:
         found["send"] = round(NS * (sent / constant(cluster, "pp") + latency))
+    if tied := _tied_bytes(job):
+        one_domain = cluster.num_gpus <= cluster.nvlink_domain
+        link = cluster.nvlink_bandwidth if one_domain else cluster.nic_bandwidth
+        found["reduce_tied"] = round(NS * (tied / link / constant(cluster, "pp") + latency))
     reduced = max(data_parallel_seconds(job, *_parameters(job, row), GRAD_BYTES) for row in _chunks(job))
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
         found |= dict.fromkeys(("offload", "onload"), round(NS * (offload_seconds(job) + latency)))
     return found
+
+
+def _tied_bytes(job: Job) -> int:
+    """Return the gradient that embedding and head share, 0 where no two ranks have to sum it."""
+    cut = ModelCut.of(job)
+    return GRAD_BYTES * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
 
 
 def _step(job: Job) -> dict[str, int]:
@@ -128,5 +139,6 @@ def _moved(job: Job) -> dict[str, int]:
         tokens = job.tokens / (job.tp if job.sequence_parallel else 1)
         moved = sum(m.nvlink_bytes + m.nic_bytes for m in exchange(job, tokens, token))
         sizes |= {"dispatch": moved, "combine": moved}
+    sizes["reduce_tied"] = _tied_bytes(job)
     sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(job, row)) for row in _chunks(job))
     return {name: round(size) for name, size in sizes.items() if size}

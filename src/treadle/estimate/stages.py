@@ -27,3 +27,9 @@ def rank_rows(job: Job) -> tuple[tuple[str, ...], ...]:
     """Return the blocks of each chunk of each rank of the pipeline."""
     rows, placement = stage_rows(job), job.placement
     return tuple(tuple(rows[stage] for stage in placement.stages[rank]) for rank in range(placement.pp))
+
+
+def is_tied(job: Job) -> bool:
+    """Return True if embedding and head share a parameter, and no rank of the pipeline holds both."""
+    ends = {0, job.num_stages - 1}
+    return job.model.tie_word_embeddings and not any(ends <= set(stages) for stages in job.placement.stages)

@@ -54,6 +54,7 @@ def options_text(judged: Judged) -> str:
     parts += [f"--moe --padded --ep {ep}"] if structure.moe else []
     parts += [f"--recompute {','.join(structure.recompute)}"] if structure.recompute else []
     parts += ["--offload"] if structure.offload else []
+    parts += ["--tied"] if structure.tied else []
     parts += [f"--dp {dp}"] if dp > 1 else []
     return " ".join(parts)
 

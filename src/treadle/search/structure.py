@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from treadle.costs import Costs
 from treadle.estimate import Job
+from treadle.estimate.stages import is_tied
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import MICROSECONDS
@@ -43,6 +44,8 @@ class Structure:
     """There is more than one column of GPUs, so gradients are reduced."""
 
     step_end: tuple[str, ...]
+    tied: bool = False
+    """Embedding and head share a parameter and are on different ranks, which sum its gradient."""
 
     @classmethod
     def of(cls, job: Job, blocks: tuple[str, ...], costs: Costs) -> Structure:
@@ -51,7 +54,8 @@ class Structure:
         steps = tuple(sorted(costs.step))
         reduce = ep * dp > 1
         again = recomputed_ops(job)
-        return cls(job.schedule, job.pp, job.vpp, blocks, job.model.is_moe, again, job.offload, reduce, steps)
+        sizes = job.schedule, job.pp, job.vpp, blocks
+        return cls(*sizes, job.model.is_moe, again, job.offload, reduce, steps, is_tied(job))
 
     def options(self) -> LoweringOptions:
         """Return how its schedule is lowered, as `treadle simulate` does it with the options of a plan."""
@@ -62,6 +66,7 @@ class Structure:
             padded=True,
             recompute=self.recompute,
             offload=self.offload,
+            tied=((0, -1),) if self.tied else (),
             dp=2 if self.reduce else 1,  # a pipeline is the same for any number above 1
         )
 
