@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from treadle.estimate.efficiency import check_efficiency
+from treadle.estimate.efficiency import check_efficiency, replace_constants
 from treadle.estimate.input_files import nearest_name, read_toml
 
 PRESETS = Path(__file__).parent / "presets" / "clusters"
@@ -142,7 +142,8 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
     merged = {**base, **{key: value for key, value in table.items() if not isinstance(value, dict)}}
     for key, value in table.items():
         if isinstance(value, dict):
-            merged[key] = {**base.get(key, {}), **value}
+            from_preset = base.get(key, {})
+            merged[key] = replace_constants(from_preset, value) if key == "efficiency" else {**from_preset, **value}
     unknown = sorted(set(merged) - _FIELDS)
     if unknown:
         near = nearest_name(unknown[0], sorted(_FIELDS))
