@@ -62,6 +62,16 @@ def test_clusters_that_cannot_be(tmp_path: Path) -> None:
         ('gpu = "h100"\nnic_bandwidth = -1.0', "nic_bandwidth of a cluster is a number above 0, got -1.0"),
         ('gpu = "h100"\n[peak_flops]\nfp4 = 1e15', "peak_flops has rates for bf16, .* got fp4"),
         ('gpu = "h100"\n[peak_flops]\nbf16 = "fast"', r"peak_flops\.bf16 of a cluster is a number above 0, got 'fast'"),
+        ('gpu = "h100"\nnic_bandwidth = 400', r"is bytes a second, from .* got 400; 400 Gb/s are 5e\+10"),
+        ('gpu = "h100"\nnic_bandwidth = 400e9', r"got 4e\+11; 4e\+11 bits a second are 5e\+10"),
+        ('gpu = "h100"\nnvlink_bandwidth = 450', r"got 450; 450 GB/s are 4\.5e\+11"),
+        ('gpu = "h100"\npcie_bandwidth = 64', r"got 64; 64 GB/s are 6\.4e\+10"),
+        ('gpu = "h100"\nmemory_bandwidth = 3.35', r"got 3\.35; 3\.35 TB/s are 3\.35e\+12"),
+        ('gpu = "h100"\nmemory_bandwidth = 3350', r"got 3350; 3350 GB/s are 3\.35e\+12"),
+        ('gpu = "h100"\nmemory_gib = 81920', r"is GiB, from 1 to 4096, got 81920; 81920 MiB are 80"),
+        ('gpu = "h100"\nmemory_gib = 80e9', r"got 8e\+10; 8e\+10 bytes are 74\.5"),
+        ('gpu = "h100"\n[peak_flops]\nbf16 = 989', r"got 989; 989 TFLOP/s are 9\.89e\+14"),
+        ('gpu = "h100"\nnum_gpus = 16\nnvlink_domain = 7', r"divides num_gpus \(16\), got 7; .* that does is 4"),
         ('gpu = "h100"\nnic = 1', "nic is no field of a cluster; the nearest is"),
         ("num_gpus = 8", "lacks nvlink_domain, memory_gib, .*; give them, or gpu = a preset"),
         ('gpu = "h1000"', r"cluster\.toml: gpu is one of a100, .*got 'h1000'; the nearest is h100"),
@@ -155,3 +165,11 @@ def test_a_slow_gemm_in_a_file_makes_a_step_longer(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('gpu = "h100"\nnum_gpus = 64\n[efficiency]\ngemm = 0.1', encoding="utf-8")
     assert estimate_step(_job(cluster=load_cluster(file), tp=8)).seconds > 2 * estimate_step(_job(tp=8)).seconds
+
+
+def test_a_domain_may_be_used_in_part(tmp_path: Path) -> None:
+    """Racks of 72 are often used 64 at a time; less than one domain has no rest."""
+    file = tmp_path / "mine.toml"
+    file.write_text('gpu = "h100"\nnum_gpus = 16\nnvlink_domain = 32', encoding="utf-8")
+    assert load_cluster(file).nvlink_domain == 32
+    assert (load_cluster("gb200:256").nvlink_domain, load_cluster("gb200:64").nvlink_domain) == (72, 72)
