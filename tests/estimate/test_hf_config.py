@@ -236,7 +236,7 @@ def test_parameters_are_those_of_transformers() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
         sinks = 4 * 4 if kind == "gpt_oss" else 0  # a number a head and layer, not counted here
-        sinks += 4 * 64 if kind == "qwen2_moe" else 0  # what gates the shared expert
+        # qwen2_moe: what gates its shared expert weighs as much as the output projection's bias, which it has not
         assert count_parameters(shape) + sinks == sum(each.numel() for each in model.parameters()), kind
 
 
@@ -316,7 +316,7 @@ def test_every_kind_of_transformers_is_counted_or_refused() -> None:
             config = transformers.AutoConfig.for_model(kind)
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config)
-        except Exception:  # noqa: BLE001, S112 -- its defaults make no model
+        except Exception:  # its defaults make no model
             continue
         try:
             shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
