@@ -95,9 +95,15 @@ class Cluster:
         """Return the operations a second in a precision; mxfp8 has the rate of fp8 if it has none of its own.
 
         Raises:
-            ValueError: the GPU has no such units; the message names those it has.
+            ValueError: there is no such precision, or the GPU has no units for it; the message names those there are.
 
         """
+        if precision not in PRECISIONS:
+            near = nearest_name(precision, list(PRECISIONS))
+            raise ValueError(
+                f"a precision is one of {', '.join(PRECISIONS)}, got {precision!r}; the nearest is {near}, and "
+                f"{self.name} computes in {', '.join(self.peak_flops)}"
+            )
         found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
         if found is None:
             instead = "take --precision bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
