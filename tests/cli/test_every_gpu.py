@@ -91,3 +91,53 @@ def test_unfolded_without_every_gpu_is_refused() -> None:
 
 def test_shares_are_read_in_percent_or_not() -> None:
     assert [parse_share(text) for text in ("0.1%", "0.001", "1", "100%", "0")] == [0.001, 0.001, 1, 1, 0]
+
+
+BIG = ("--pp", "16", "--vpp", "4", "-m", "128", "--layers", "1", "--moe", "--ep", "64", "--dp", "128", "--every-gpu")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify",),
+        ("draw",),
+        ("draw", "-o", "x.html"),
+        ("simulate", "--unfolded"),
+        ("simulate", "-o", "x.json"),
+        ("simulate", "-o", "x.json", "--ranks", "0-7"),
+        ("compare",),
+    ],
+    ids=" ".join,
+)
+def test_a_mesh_that_memory_does_not_hold_is_refused(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is built: no test machine has 55 GiB to spare, or this one is told so."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("treadle.passes.mesh.available_bytes", lambda: 40 << 30)
+    name, *rest = command
+    targets = ("interleaved-overlap", "interleaved") if name == "compare" else ("interleaved-overlap",)
+    done = CliRunner().invoke(app, (name, *targets, *rest, *BIG, *COSTS))
+    assert done.exit_code != 0
+    told = " ".join((done.stderr or str(done.exception)).split()) or str(done.exception)
+    assert re.search(r"131,072 GPUs as a rank makes [\d,]{13,} ops, about \d+\.\d GiB, .* 40\.0 GiB left", told), told
+    assert "leave --every-gpu out" in told
+    assert "--ranks" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mesh_whose_gpus_all_differ_says_how_much_is_simulated() -> None:
+    told = run(*MESH, *COSTS, "--slowness", "0.1")[1]
+    found = re.search(r"nothing folds, as every replica differs: ([\d,]+) ops are simulated", told)
+    assert found is not None
+    unfolded = json.loads(run(*MESH, *COSTS, "--unfolded", "--json")[0])
+    assert unfolded["num_ops"] == int(found[1].replace(",", ""))
+    assert "nothing folds" not in run(*MESH, *COSTS)[1]
+    assert "nothing folds" not in run(*MESH, *COSTS, "--stragglers", "1")[1]
+
+
+def test_replicas_that_memory_does_not_hold_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.passes.mesh.available_bytes", lambda: 10_000)
+    done = CliRunner().invoke(app, (*MESH, *COSTS, "--slowness", "0.1"))
+    assert done.exit_code != 0
+    assert "GiB left" in " ".join((done.stderr + str(done.exception)).split())

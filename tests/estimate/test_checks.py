@@ -10,6 +10,7 @@ import pytest
 
 from treadle.estimate import Job, estimate_step, load_cluster, load_model
 from treadle.estimate.efficiency import NAMES
+from treadle.estimate.rates import constant
 
 LLAMA, MOE = load_model("llama3-70b"), load_model("qwen3-30b-a3b")
 
@@ -61,18 +62,36 @@ def test_clusters_that_cannot_be(tmp_path: Path) -> None:
         ('gpu = "h100"\nnic_bandwidth = -1.0', "nic_bandwidth of a cluster is a number above 0, got -1.0"),
         ('gpu = "h100"\n[peak_flops]\nfp4 = 1e15', "peak_flops has rates for bf16, .* got fp4"),
         ('gpu = "h100"\n[peak_flops]\nbf16 = "fast"', r"peak_flops\.bf16 of a cluster is a number above 0, got 'fast'"),
+        ('gpu = "h100"\nnic_bandwidth = 400', r"is bytes a second, from .* got 400; 400 Gb/s are 5e\+10"),
+        ('gpu = "h100"\nnic_bandwidth = 400e9', r"got 4e\+11; 4e\+11 bits a second are 5e\+10"),
+        ('gpu = "h100"\nnvlink_bandwidth = 450', r"got 450; 450 GB/s are 4\.5e\+11"),
+        ('gpu = "h100"\npcie_bandwidth = 64', r"got 64; 64 GB/s are 6\.4e\+10"),
+        ('gpu = "h100"\nmemory_bandwidth = 3.35', r"got 3\.35; 3\.35 TB/s are 3\.35e\+12"),
+        ('gpu = "h100"\nmemory_bandwidth = 3350', r"got 3350; 3350 GB/s are 3\.35e\+12"),
+        ('gpu = "h100"\nmemory_gib = 81920', r"is GiB, from 1 to 4096, got 81920; 81920 MiB are 80"),
+        ('gpu = "h100"\nmemory_gib = 80e9', r"got 8e\+10; 8e\+10 bytes are 74\.5"),
+        ('gpu = "h100"\n[peak_flops]\nbf16 = 989', r"got 989; 989 TFLOP/s are 9\.89e\+14"),
+        ('gpu = "h100"\nnum_gpus = 16\nnvlink_domain = 7', r"divides num_gpus \(16\), got 7; .* that does is 4"),
         ('gpu = "h100"\nnic = 1', "nic is no field of a cluster; the nearest is"),
         ("num_gpus = 8", "lacks nvlink_domain, memory_gib, .*; give them, or gpu = a preset"),
         ('gpu = "h1000"', r"cluster\.toml: gpu is one of a100, .*got 'h1000'; the nearest is h100"),
-        ('gpu = "h100"\n[efficiency]\ndp = 0', r"efficiency\.dp of a cluster is a number above 0, got 0"),
+        ('gpu = "h100"\n[efficiency]\ndp = 0', r"efficiency\.dp of a cluster is a number above 0, up to 10, got 0"),
         (
             'gpu = "h100"\n[efficiency]\ngemm_fp8 = inf',
-            r"efficiency\.gemm_fp8 of a cluster is a number above 0, got inf",
+            r"efficiency\.gemm_fp8 of a cluster is a number above 0, up to 2, got inf",
         ),
-        ('gpu = "h100"\n[efficiency]\ntp = nan', r"efficiency\.tp of a cluster is a number above 0, got nan"),
-        ('gpu = "h100"\n[efficiency]\ntp = "all"', r"efficiency\.tp of a cluster is a number above 0, got 'all'"),
+        ('gpu = "h100"\n[efficiency]\ntp = nan', r"efficiency\.tp of a cluster is a number above 0, up to 10, got nan"),
+        (
+            'gpu = "h100"\n[efficiency]\ntp = "all"',
+            r"efficiency\.tp of a cluster is a number above 0, up to 10, got 'all'",
+        ),
         ('gpu = "h100"\n[efficiency]\ndp_hidden = 1.1', r"efficiency\.dp_hidden of .* from 0 to 1, got 1.1"),
-        ('gpu = "h100"\n[efficiency]\nstep_us = -1', r"efficiency\.step_us of a cluster is a number from 0, got -1"),
+        (
+            'gpu = "h100"\n[efficiency]\nstep_us = -1',
+            r"efficiency\.step_us of a cluster is a number from 0 to 1e\+08, got -1",
+        ),
+        ('gpu = "h100"\n[efficiency]\ngemm = 5', r"efficiency\.gemm of .* up to 2, got 5; 1 is the whole peak rate"),
+        ('gpu = "h100"\n[efficiency]\ncp = 50', r"efficiency\.cp of a cluster is a number above 0, up to 10, got 50"),
         ('gpu = "h100"\n[efficiency]\ngem = 0.5', r"gem is no constant of \[efficiency\]; the nearest is gemm,"),
         ('gpu "h100"', r"cluster\.toml is not TOML: .*line 1, column 5"),
     ):
@@ -122,3 +141,42 @@ def test_a_cluster_file_replaces_entries_of_a_preset(tmp_path: Path) -> None:
     mine = load_cluster(file)
     assert (mine.name, mine.num_gpus, mine.nvlink_domain) == ("mine", 144, 72)
     assert mine.peak_flops == {"bf16": 2e15, "fp8": 5e15, "nvfp4": 1e16}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["gemm", "grouped", "cast"])
+def test_a_file_replaces_all_kinds_of_a_constant_of_its_preset(name: str, precision: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f'gpu = "b200"\n[efficiency]\n{name} = 0.1', encoding="utf-8")
+    assert constant(load_cluster(file), name, precision) == 0.1
+    file.write_text(f'gpu = "b200"\n[efficiency]\n{name} = 0.1\n{name}_{precision} = 0.2', encoding="utf-8")
+    assert constant(load_cluster(file), name, precision) == 0.2
+
+
+def test_a_file_replaces_nothing_that_it_does_not_say(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('gpu = "b200"\n[efficiency]\nlaunch_us = 7', encoding="utf-8")
+    mine, preset = load_cluster(file), load_cluster("b200")
+    assert {constant(mine, "launch_us", graph) for graph in ("none", "partial", "whole")} == {7}
+    assert constant(mine, "gemm", "fp8") == constant(preset, "gemm", "fp8") == preset.efficiency["gemm_fp8"]
+
+
+def test_a_slow_gemm_in_a_file_makes_a_step_longer(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('gpu = "h100"\nnum_gpus = 64\n[efficiency]\ngemm = 0.1', encoding="utf-8")
+    assert estimate_step(_job(cluster=load_cluster(file), tp=8)).seconds > 2 * estimate_step(_job(tp=8)).seconds
+
+
+def test_a_domain_may_be_used_in_part(tmp_path: Path) -> None:
+    """Racks of 72 are often used 64 at a time; less than one domain has no rest."""
+    file = tmp_path / "mine.toml"
+    file.write_text('gpu = "h100"\nnum_gpus = 16\nnvlink_domain = 32', encoding="utf-8")
+    assert load_cluster(file).nvlink_domain == 32
+    assert (load_cluster("gb200:256").nvlink_domain, load_cluster("gb200:64").nvlink_domain) == (72, 72)
+
+
+def test_a_precision_that_is_none_is_told_from_one_that_a_gpu_has_not() -> None:
+    with pytest.raises(ValueError, match=r"one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; .* 8 a100 computes in bf16$"):
+        load_cluster("a100").peak("fp4")
+    with pytest.raises(ValueError, match=r"^8 h100 computes in bf16, fp8, got nvfp4; take --precision bf16"):
+        load_cluster("h100").peak("nvfp4")

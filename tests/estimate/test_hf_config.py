@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from treadle.estimate import Job, load_cluster, load_model
+from treadle.estimate import Job, estimate_step, load_cluster, load_model
 from treadle.estimate.flops import model_flops
 from treadle.estimate.model_shape import shape_from_hf
 from treadle.estimate.parameters import count_parameters
 from treadle.estimate.parts import attention_flops
+from treadle.estimate.saved_bytes import saved_bytes
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -67,6 +68,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "qwen2_moe": {
+        **SMALL,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 1,
+    },
     "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "mistral": {**SMALL, "sliding_window": 4096},
     "qwen3": {**SMALL, "head_dim": 32, "tie_word_embeddings": True},
@@ -107,7 +116,7 @@ def test_the_text_of_a_model_with_more(tmp_path: Path) -> None:
 def test_errors_name_what_is_lacking_or_cannot_be_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x lacks vocab_size"):
         shape_from_hf({key: value for key, value in SMALL.items() if key != "vocab_size"}, "x")
-    with pytest.raises(ValueError, match=r"one in 2.*write a \.toml"):
+    with pytest.raises(ValueError, match=r"2 of 4, dense: \[0, 2\].*write a \.toml"):
         _read("qwen3_moe", tmp_path, decoder_sparse_step=2)
     with pytest.raises(ValueError, match=r"dense: \[2\]"):
         _read("qwen3_moe", tmp_path, mlp_only_layers=[2])
@@ -186,7 +195,11 @@ def test_files_that_say_no_model(tmp_path: Path) -> None:
     file, directory = tmp_path / "mine.toml", tmp_path / "empty"
     directory.mkdir()
     for text, message in (
-        ("hidden_size = 64\nvocab_size = 320", r"mine\.toml lacks num_hidden_layers, num_attention_heads"),
+        (
+            "hidden_size = 64\nvocab_size = 320",
+            r"mine\.toml lacks num_hidden_layers, num_attention_heads; .* has them$",
+        ),
+        ("hidden_size = 1\nnum_hidden_layers = 1\nnum_attention_heads = 1", "lacks vocab_size; every model has it$"),
         ("hidden_size = 64\nvocab_size =", r"mine\.toml is not TOML: .*\(at "),
         ("hidden_size 64", r"mine\.toml is not TOML: .*line 1, column 13"),
     ):
@@ -223,4 +236,95 @@ def test_parameters_are_those_of_transformers() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
         sinks = 4 * 4 if kind == "gpt_oss" else 0  # a number a head and layer, not counted here
+        # qwen2_moe: what gates its shared expert weighs as much as the output projection's bias, which it has not
         assert count_parameters(shape) + sinks == sum(each.numel() for each in model.parameters()), kind
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"model_type": "qwen3_next"}, "model_type 'qwen3_next'"),
+        ({"full_attention_interval": 4}, "full_attention_interval = 4"),
+        ({"linear_num_key_heads": 16}, "linear_num_key_heads = 16"),
+        ({"mamba_d_state": 128}, "mamba_d_state = 128"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2}, "layer_types with 'linear_attention'"),
+        ({"attn_type_list": [0, 1, 0, 1]}, "attn_type_list with 0"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size = 8192"),
+        ({"index_topk": 2048}, "index_topk = 2048"),
+        ({"num_odd_experts": 8}, "num_odd_experts = 8"),
+    ],
+)
+def test_layers_that_a_shape_does_not_have_are_refused(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"says {key}.*; a shape has .* write a .toml file"):
+        shape_from_hf({**SMALL, **more}, "x")
+    shape_from_hf({**SMALL, **dict.fromkeys(more, None)}, "x")
+
+
+@pytest.mark.parametrize(
+    ("said", "dense"),
+    [
+        ({"moe_layer_freq": [0, 1, 1, 1]}, 1),
+        ({"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, 2),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 1}, 1),
+        ({"moe_layer_start_index": 1, "moe_layer_interval": 1}, 1),
+        ({"moe_layers": [1, 2, 3]}, 1),
+        ({"interleave_moe_layer_step": 2}, None),
+        ({"moe_layer_freq": [0, 1, 0, 1]}, None),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, None),
+    ],
+)
+def test_dense_layers_are_counted_by_every_key(said: dict[str, Any], dense: int | None) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    if dense is None:
+        with pytest.raises(ValueError, match="has layers with experts among dense ones"):
+            shape_from_hf({**SMALL, **experts, **said}, "x")
+    else:
+        assert shape_from_hf({**SMALL, **experts, **said}, "x").first_k_dense_replace == dense
+
+
+@pytest.mark.parametrize(("width", "shared"), [(48, 1), (96, 2), (40, 0), (72, 0)])
+def test_a_shared_expert_counts_with_its_own_width(width: int, shared: int) -> None:
+    """In parameters, computation and what is saved; as wide as routed ones it is one of them."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    without = shape_from_hf({**SMALL, **experts}, "x")
+    shape = shape_from_hf({**SMALL, **experts, "shared_expert_intermediate_size": width}, "x")
+    assert (shape.n_shared_experts, shape.shared_width) == (shared, width)
+    assert count_parameters(shape) - count_parameters(without) == 4 * 3 * 64 * width
+    assert model_flops(shape, 512) > model_flops(without, 512)
+    jobs = [Job(each, load_cluster("h100"), global_batch_size=8, seq_len=512) for each in (shape, without)]
+    assert saved_bytes(jobs[0])["mlp"] > saved_bytes(jobs[1])["mlp"]
+    assert estimate_step(jobs[0]).seconds > estimate_step(jobs[1]).seconds
+
+
+def test_an_embedding_is_tied_where_a_model_with_more_than_text_says_so() -> None:
+    assert shape_from_hf({"tie_word_embeddings": True, "text_config": SMALL}, "x").tie_word_embeddings
+    assert not shape_from_hf({"text_config": SMALL}, "x").tie_word_embeddings
+
+
+_MORE_THAN_TEXT = {"gemma3", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"}
+
+
+@pytest.mark.slow
+def test_every_kind_of_transformers_is_counted_or_refused() -> None:
+    """A kind that is read has the parameters of its default model, but for biases and norms; others are refused."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    wrong, read = {}, 0
+    for kind in sorted(kinds.keys() - _MORE_THAN_TEXT):
+        try:
+            config = transformers.AutoConfig.for_model(kind)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception:  # its defaults make no model
+            continue
+        try:
+            shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
+        except ValueError:
+            continue
+        read += 1
+        ratio = sum(each.numel() for each in model.parameters()) / count_parameters(shape)
+        if abs(ratio - 1) > 0.02:
+            wrong[kind] = ratio
+    assert read > 50
+    assert not wrong

@@ -17,7 +17,7 @@ from treadle.ir.memory import peaks
 from treadle.ir.program import LANE_OF, LaneKind, OpKind, Program
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
-from treadle.passes.mesh import spread
+from treadle.passes.mesh import OP_BYTES, spread
 from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
 from treadle.simulate import measure, simulate, steady_idle
@@ -288,3 +288,15 @@ def test_makespans_of_the_published_figures() -> None:
 
     assert makespan("dualpipe", 8, 20) == 66
     assert makespan("interleaved-overlap", 4, 8) == 57
+
+
+def test_a_mesh_is_built_only_if_memory_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = lower(treadle.generate("1f1b", pp=2, microbatches=4), treadle.load_costs("unit"))
+    needed = OP_BYTES * 4 * one.num_ops
+    monkeypatch.setattr("treadle.passes.mesh.available_bytes", lambda: needed - 1)
+    with pytest.raises(ValueError, match=rf"8 GPUs as a rank makes {4 * one.num_ops} ops, about .* GiB left; leave"):
+        spread(one, ep=1, dp=4)
+    assert spread(one, ep=1, dp=1) is one
+    for available in (needed, None):
+        monkeypatch.setattr("treadle.passes.mesh.available_bytes", lambda told=available: told)
+        assert spread(one, ep=1, dp=4).num_ops == 4 * one.num_ops

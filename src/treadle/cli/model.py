@@ -190,7 +190,7 @@ class Model:
 
     def fold(self, schedule: Schedule, slow: Slow) -> Folded | None:
         """Predict a step of every GPU, folded; None, with a note that says why, if it cannot be folded."""
-        from treadle.plan.folding import fold
+        from treadle.plan.folding import fold, num_simulated
         from treadle.plan.step_tail import why_not
 
         program = self.lower(schedule, one_pipeline=True)
@@ -199,8 +199,11 @@ class Model:
             note(f"every GPU is simulated, unfolded: {reason}")
             return None
         self._note_missing(program)
+        slowness = slow.factors(program.num_ranks * self.ep * self.dp)
+        columns = num_simulated(program, ep=self.ep, dp=self.dp, slowness=slowness)
+        if columns == self.ep * self.dp:
+            note(f"nothing folds, as every replica differs: {columns * program.num_ops:,} ops are simulated")
         with working("simulating"):
-            slowness = slow.factors(program.num_ranks * self.ep * self.dp)
             return fold(program, self.costs, ep=self.ep, dp=self.dp, slowness=slowness)
 
     def _note_missing(self, program: Program) -> None:

@@ -46,6 +46,10 @@ _COMPUTES = np.array([LANE_OF[kind] is LaneKind.COMPUTE and kind not in STEP_END
 """`[kind]`: does a stage's factor multiply its time."""
 
 
+_MOST_TICKS = 2**62
+"""The longest step that is computed: sums of ticks stay whole numbers of 64 bits."""
+
+
 class _StageKind(NamedTuple):
     """All that the times of a stage's ops depend on: its row of blocks, empty where it does not matter; its factor."""
 
@@ -66,9 +70,15 @@ class _Tables(NamedTuple):
 
 
 def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs | Ticks:
-    """Return how long ops take, in the form that executes fastest. `slowness[rank]` multiplies all times of a rank."""
+    """Return how long ops take, in the form that executes fastest. `slowness[rank]` multiplies all times of a rank.
+
+    Raises:
+        ValueError: the step may be longer than ticks can count.
+
+    """
     layout = program.layout
     tables = _tables(layout, costs)
+    _check_total(program, costs, tables, slowness)
     odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_layers
     if len(tables.ticks) > 1 or odd or costs.microbatch:
         return _each(program, costs, tables, slowness)
@@ -77,8 +87,34 @@ def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] |
 
 
 def durations(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] | None = None) -> Longs:
-    """Return the ticks of each op."""
-    return _each(program, costs, _tables(program.layout, costs), slowness)
+    """Return the ticks of each op.
+
+    Raises:
+        ValueError: the step may be longer than ticks can count.
+
+    """
+    tables = _tables(program.layout, costs)
+    _check_total(program, costs, tables, slowness)
+    return _each(program, costs, tables, slowness)
+
+
+def _check_total(program: Program, costs: Costs, tables: _Tables, slowness: npt.NDArray[np.float64] | None) -> None:
+    """Refuse times whose sum over the ops of one replica, each at its slowest, passes what ticks count."""
+    slowest = 1.0 if slowness is None else float(slowness.max(initial=1.0))
+    slowest *= float(tables.of_mb.max(initial=1.0))
+    longest = max(int(tables.ticks.max(initial=0)), int(tables.pair.max(initial=0)))
+    num_ops = program.num_ops / max(1, program.layout.num_replicas)
+    if num_ops * longest * slowest >= _MOST_TICKS:
+        raise _too_long(costs, longest * slowest, f", there are {num_ops:,.0f} ops")
+
+
+def _too_long(costs: Costs, longest: float, besides: str = "") -> ValueError:
+    clock = costs.clock
+    return ValueError(
+        f"costs {costs.name!r} are too long to add up: an op takes up to {longest / clock.ticks:.3g} {clock.unit}"
+        f"{besides}, and a step at most {_MOST_TICKS / clock.ticks:.3g}; look at the units of the costs, or of the "
+        "cluster that they are estimated for"
+    )
 
 
 def _each(program: Program, costs: Costs, tables: _Tables, slowness: npt.NDArray[np.float64] | None) -> Longs:
@@ -108,8 +144,11 @@ def _tables(layout: Layout, costs: Costs) -> _Tables:
     kinds = _stage_kinds(layout, costs)
     different = list(dict.fromkeys(kinds))
     number = np.array([different.index(kind) for kind in kinds], np.int32)[np.array(layout.placement.stages)]
-    ticks = np.stack([_table(layout, costs, kind) for kind in different])
-    pair = np.array([[_pair(layout, costs, f, b) for b in different] for f in different], np.int64)
+    try:
+        ticks = np.stack([_table(layout, costs, kind) for kind in different])
+        pair = np.array([[_pair(layout, costs, f, b) for b in different] for f in different], np.int64)
+    except OverflowError:
+        raise _too_long(costs, float(_MOST_TICKS)) from None
     of_mb = np.stack([mb_factors(layout, costs, kind.row) for kind in different])
     alike = (ticks == ticks[0]).all() and (pair == pair[0, 0]).all() and (of_mb == of_mb[0]).all()
     if len(different) > 1 and alike:
@@ -171,7 +210,10 @@ def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
         if layout.by_layer and weight not in layout.weights:
             table[backward] += table[weight]
     if stage.factor != 1.0:
-        table[_COMPUTES] = np.rint(table[_COMPUTES] * stage.factor).astype(np.int64)
+        scaled = np.rint(table[_COMPUTES] * stage.factor)
+        if scaled.max(initial=0) >= _MOST_TICKS:
+            raise OverflowError
+        table[_COMPUTES] = scaled.astype(np.int64)
     return table
 
 

@@ -222,7 +222,7 @@ def _moe(cut: ActivationCut) -> list[SavedTensor]:
     shape, etp = cut.model.shape, cut.model.etp
     tokens, routed = cut.tokens // cut.sequence_tp, _routed(cut) * etp
     width = shape.moe_intermediate_size
-    shared = shape.n_shared_experts * width // cut.model.tp
+    shared = shape.shared_width // cut.model.tp
     return [
         *_norm(cut, ""),
         SavedTensor(tokens * shape.num_experts * ROUTER_BYTES, ("moe",)),
@@ -242,7 +242,7 @@ def _output_gradients(cut: ActivationCut, *, moe: bool) -> float:
         return attention + cut.tokens * first * (shape.intermediate_size // model.tp) * BF16 + cut.hidden
     routed, width = _routed(cut) * model.etp, shape.moe_intermediate_size
     experts = routed * (first * width // model.etp + shape.hidden_size) * BF16
-    shared = cut.tokens * first * (shape.n_shared_experts * width // model.tp) * BF16
+    shared = cut.tokens * first * (shape.shared_width // model.tp) * BF16
     return attention + experts + shared + cut.hidden
 
 
@@ -272,7 +272,7 @@ def _moe_peaks(cut: ActivationCut) -> tuple[float, float]:
     shape = cut.model.shape
     sent = _routed(cut) * shape.hidden_size * BF16
     inside = sent * cut.model.etp
-    shared = cut.hidden if shape.n_shared_experts else 0
+    shared = cut.hidden if shape.shared_width else 0
     return 2 * sent + 2 * inside + shared, sent + inside + cut.hidden
 
 

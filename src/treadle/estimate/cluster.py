@@ -5,9 +5,9 @@ num_gpus = 2048                 # without it: one host of the preset
 gpu = "h800"                    # a preset to start from; entries below replace its
 memory_gib = 80
 memory_bandwidth = 3.35e12      # bytes a second
-nvlink_domain = 8               # GPUs that NVLink joins
+nvlink_domain = 8               # GPUs that NVLink joins; a file's own divides num_gpus
 nvlink_bandwidth = 200e9        # bytes a second, each way, of a GPU
-nic_bandwidth = 50e9            # the same to other domains
+nic_bandwidth = 50e9            # the same to other domains: 400 Gb/s
 pcie_bandwidth = 50e9           # to the host, each way
 gpus_per_pcie = 1               # GPUs that share it
 [peak_flops]                    # dense, a second
@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from treadle.estimate.efficiency import check_efficiency
+from treadle.estimate.efficiency import check_efficiency, replace_constants
 from treadle.estimate.input_files import nearest_name, read_toml
+from treadle.estimate.rate_units import check_rate
 
 PRESETS = Path(__file__).parent / "presets" / "clusters"
 GIB = 1 << 30
@@ -37,7 +38,7 @@ class Cluster:
     """GPUs of one kind, joined by NVLink in domains, and by NICs between them.
 
     Raises:
-        ValueError: a size or a rate is no positive number; the message names the field.
+        ValueError: a size or a rate is no positive number, or none in its unit; the message names the field.
 
     """
 
@@ -79,8 +80,7 @@ class Cluster:
         rates = {f"peak_flops.{name}": value for name, value in self.peak_flops.items()}
         rates |= {name: getattr(self, name) for name in _POSITIVE}
         for name, rate in rates.items():
-            if type(rate) not in (int, float) or not 0 < rate < float("inf"):
-                raise ValueError(f"{name} of a cluster is a number above 0, got {rate!r}")
+            check_rate(name, rate)
         if not self.peak_flops.keys() <= set(PRECISIONS):
             unknown = sorted(self.peak_flops.keys() - set(PRECISIONS))
             raise ValueError(f"peak_flops has rates for {', '.join(PRECISIONS)}, got {', '.join(unknown)}")
@@ -95,9 +95,15 @@ class Cluster:
         """Return the operations a second in a precision; mxfp8 has the rate of fp8 if it has none of its own.
 
         Raises:
-            ValueError: the GPU has no such units; the message names those it has.
+            ValueError: there is no such precision, or the GPU has no units for it; the message names those there are.
 
         """
+        if precision not in PRECISIONS:
+            near = nearest_name(precision, list(PRECISIONS))
+            raise ValueError(
+                f"a precision is one of {', '.join(PRECISIONS)}, got {precision!r}; the nearest is {near}, and "
+                f"{self.name} computes in {', '.join(self.peak_flops)}"
+            )
         found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
         if found is None:
             instead = "take --precision bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
@@ -142,7 +148,8 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
     merged = {**base, **{key: value for key, value in table.items() if not isinstance(value, dict)}}
     for key, value in table.items():
         if isinstance(value, dict):
-            merged[key] = {**base.get(key, {}), **value}
+            from_preset = base.get(key, {})
+            merged[key] = replace_constants(from_preset, value) if key == "efficiency" else {**from_preset, **value}
     unknown = sorted(set(merged) - _FIELDS)
     if unknown:
         near = nearest_name(unknown[0], sorted(_FIELDS))
@@ -150,10 +157,24 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
     needed = [each for each in ("num_gpus", "nvlink_domain", *_POSITIVE, "peak_flops") if each not in merged]
     if needed:
         raise ValueError(f"{source}: a cluster lacks {', '.join(needed)}; give them, or gpu = a preset")
+    _check_domain(table, merged, source)
     if "num_gpus" not in table:  # one host: its name says how many
         count = merged["num_gpus"]
         merged["name"] = f"{merged['name']}, {count:,} GPUs" if "name" in merged else f"{count:,} {name}"
     return Cluster(**{"name": name, **merged})
+
+
+def _check_domain(table: Mapping[str, Any], merged: Mapping[str, Any], source: str) -> None:
+    """Refuse a domain that a file says and that leaves a rest. Of a preset's domains some GPUs may be left unused."""
+    domain, num_gpus = merged["nvlink_domain"], merged["num_gpus"]
+    if "nvlink_domain" not in table or type(domain) is not int or type(num_gpus) is not int or domain < 1:
+        return
+    if num_gpus > domain and num_gpus % domain:
+        nearest = max(size for size in range(1, domain) if num_gpus % size == 0)
+        raise ValueError(
+            f"{source}: nvlink_domain divides num_gpus ({num_gpus:,}), got {domain}; the next smaller that does is "
+            f"{nearest}: say how many GPUs of each domain are used"
+        )
 
 
 def _preset(name: str, source: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 
 from treadle.estimate.input_files import nearest_name
 
@@ -48,20 +47,37 @@ _KINDS = {
 }
 """Constants that may differ by precision, or by how much of the step is a CUDA graph: gemm_fp8, launch_us_partial."""
 
+_LINKS = ("tp", "cp", "ep_nvlink", "ep_nic", "pp", "dp", "pcie")
+_MOST_SHARE, _MOST_LINK_SHARE, _MOST_US = 2.0, 10.0, 1e8
+"""The largest share that is taken for one: of what a GPU does itself, of links, whose messages other work can hide, and
+the longest time."""
+
 NAMES = (*EFFICIENCY, *(f"{name}_{kind}" for name, kinds in _KINDS.items() for kind in kinds))
 """All that an [efficiency] section may have."""
+
+
+def replace_constants(preset: Mapping[str, float], given: Mapping[str, float]) -> dict[str, float]:
+    """Return a preset's constants with a file's in their place; its gemm replaces gemm_bf16 and the like.
+
+    Example:
+        >>> replace_constants({"gemm": 0.7, "gemm_fp8": 0.9, "tp": 1.0}, {"gemm": 0.5})
+        {'gemm': 0.5, 'tp': 1.0}
+
+    """
+    replaced = {f"{name}_{kind}" for name in given for kind in _KINDS.get(name, ())}
+    return {**{name: value for name, value in preset.items() if name not in replaced}, **given}
 
 
 def check_efficiency(given: Mapping[str, float]) -> None:
     """Raise a ValueError if a name is not known, or a value is no share or time.
 
-    Shares are above 0. What is hidden is from 0 to 1, and microseconds are from 0.
+    Shares are above 0 and up to 2, those of links up to 10; what is hidden is from 0 to 1, and microseconds are from 0.
 
     Example:
         >>> check_efficiency({"dp": 0})
         Traceback (most recent call last):
         ...
-        ValueError: efficiency.dp of a cluster is a number above 0, got 0
+        ValueError: efficiency.dp of a cluster is a number above 0, up to 10, got 0; 1 is the whole peak rate
 
     """
     for name, value in given.items():
@@ -72,10 +88,11 @@ def check_efficiency(given: Mapping[str, float]) -> None:
             )
         number = type(value) in (int, float)
         if name.endswith("_hidden"):
-            right, allowed = number and 0 <= value <= 1, "from 0 to 1"
+            right, allowed, meant = number and 0 <= value <= 1, "from 0 to 1", "1 hides all of it"
         elif "_us" in name:
-            right, allowed = number and 0 <= value < inf, "from 0"
+            right, allowed, meant = number and 0 <= value <= _MOST_US, f"from 0 to {_MOST_US:g}", "in microseconds"
         else:
-            right, allowed = number and 0 < value < inf, "above 0"
+            most = _MOST_LINK_SHARE if name in _LINKS else _MOST_SHARE
+            right, allowed, meant = number and 0 < value <= most, f"above 0, up to {most:g}", "1 is the whole peak rate"
         if not right:
-            raise ValueError(f"efficiency.{name} of a cluster is a number {allowed}, got {value!r}")
+            raise ValueError(f"efficiency.{name} of a cluster is a number {allowed}, got {value!r}; {meant}")

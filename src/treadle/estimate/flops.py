@@ -45,8 +45,8 @@ def _mlp(model: ModelShape, width: int) -> int:
 
 
 def _active_experts(model: ModelShape) -> int:
-    active = model.num_experts_per_tok + model.n_shared_experts
-    return _mlp(model, active * model.moe_intermediate_size) + model.hidden_size * model.num_experts
+    active = model.num_experts_per_tok * model.moe_intermediate_size + model.shared_width
+    return _mlp(model, active) + model.hidden_size * model.num_experts
 
 
 def _pair_width(model: ModelShape) -> int:

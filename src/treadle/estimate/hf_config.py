@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from treadle.estimate.hf_unsupported import check_supported
+
 _SPELLINGS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -16,6 +18,17 @@ _SPELLINGS = {
     "experts_per_token": "num_experts_per_tok",
     "moe_topk": "num_experts_per_tok",
     "use_qk_norm": "qk_norm",
+    "ffn_dim": "intermediate_size",
+    "num_kv_heads": "num_key_value_heads",
+    "num_shared_experts": "n_shared_experts",
+    "moe_num_experts": "num_experts",
+    "moe_num_shared_experts": "n_shared_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_layer_interval": "moe_layer_freq",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "num_dense_layers": "first_k_dense_replace",
+    "num_mtp_modules": "num_nextn_predict_layers",
+    "shared_intermediate_size": "shared_expert_intermediate_size",
 }
 _COPIED = (
     "hidden_size",
@@ -41,8 +54,17 @@ _COPIED = (
     "mlp_bias",
     "qk_norm",
 )
-_TIED_UNLESS_SAID = ("gpt2", "gemma")
-"""Kinds of model whose config.json leaves out tie_word_embeddings when they are tied."""
+_TIED_UNLESS_SAID = (
+    *("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neox_japanese", "gemma", "vaultgemma", "opt", "bloom", "falcon", "biogpt"),
+    *("openai-gpt", "starcoder2", "cohere", "ernie4_5", "smollm3"),
+)
+"""What names of kinds begin with whose config.json leaves out tie_word_embeddings when they are tied."""
+
+_TWO_MATRICES = {
+    *("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "opt", "bloom", "falcon"),
+    *("phi", "persimmon", "fuyu", "biogpt", "openai-gpt", "starcoder2", "nemotron", "arcee", "apertus", "jais2"),
+}
+"""Kinds of model whose MLPs are not gated."""
 
 _CAUSAL = ("CausalLM", "ConditionalGeneration", "LMHead")
 """What the classes of causal language models have in their names."""
@@ -52,6 +74,7 @@ _NOT_CAUSAL = {
     *("deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "funnel", "hubert", "longformer"),
     *("longt5", "m2m_100", "marian", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mt5"),
     *("nomic_bert", "pegasus", "rembert", "roberta", "roformer", "siglip", "squeezebert", "swin", "t5", "umt5"),
+    *("bert-generation", "git", "roberta-prelayernorm", "roc_bert", "xmod"),
     *("vit", "vit_mae", "wav2vec2", "whisper", "xlm-roberta", "xlm-roberta-xl"),
 }
 """Kinds of model that are encoders, or have one."""
@@ -71,19 +94,24 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: of the model, for messages.
 
     Raises:
-        ValueError: it is no causal language model's, sizes are lacking, or layers with experts stand among dense ones.
+        ValueError: it is no causal language model's, sizes are lacking, or it has layers that a shape
+            cannot say; the message names the key.
 
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     _check_causal(config, text, name)
     said = {_SPELLINGS.get(key, key): value for key, value in text.items() if value is not None}
+    if "tie_word_embeddings" in config:  # a model with more than text may say it beside text_config
+        said.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
     found = {key: said[key] for key in _COPIED if key in said}
     lacking = [
         key for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads") if key not in found
     ]
     if lacking:
-        raise ValueError(f"config.json of {name} lacks {', '.join(lacking)}; a causal language model's has them")
+        them = "it" if len(lacking) == 1 else "them"
+        raise ValueError(f"config.json of {name} lacks {', '.join(lacking)}; a causal language model's has {them}")
     kind = str(said.get("model_type", ""))
+    check_supported(said, kind, name)
     found |= _unsaid(kind, said)
     if found.get("num_experts"):
         found |= _experts(said, name)
@@ -110,9 +138,15 @@ def _unsaid(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind.startswith(_TIED_UNLESS_SAID):
         found["tie_word_embeddings"] = said.get("tie_word_embeddings", True)
+    if kind in _TWO_MATRICES:
+        found["gated_mlp"] = False
+    if kind == "falcon" and said.get("multi_query", True) and not said.get("new_decoder_architecture"):
+        found["num_key_value_heads"] = 1
+    if kind == "gpt_bigcode" and said.get("multi_query", True):
+        found["num_key_value_heads"] = 1
     if kind == "gpt2":
         positions = said.get("max_position_embeddings", 0)
-        found |= {"gated_mlp": False, "attention_bias": True, "mlp_bias": True, "max_position_embeddings": positions}
+        found |= {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": positions}
     if kind.startswith("qwen2"):
         found["attention_bias"] = True
     if kind.startswith("qwen3"):
@@ -125,18 +159,33 @@ def _unsaid(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(said: Mapping[str, Any], name: str) -> dict[str, Any]:
     width = said.get("moe_intermediate_size", said.get("intermediate_size", 0))
     found: dict[str, Any] = {"moe_intermediate_size": width}
-    if said.get("shared_expert_intermediate_size"):
-        found["n_shared_experts"] = said["shared_expert_intermediate_size"] // width
-    step = max(said.get(key, 1) for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"))
-    dense = list(said.get("mlp_only_layers", ()))
-    if step != 1 or dense != list(range(len(dense))):
+    shared = said.get("shared_expert_intermediate_size", 0)
+    if shared and width and shared % width == 0:
+        found["n_shared_experts"] = shared // width
+    elif shared:
+        found["shared_expert_intermediate_size"] = shared
+    dense, layers = _dense_layers(said), int(said["num_hidden_layers"])
+    if dense != list(range(len(dense))):
         raise ValueError(
-            f"config.json of {name} has layers with experts among dense ones (one in {step}, dense: {dense}); "
-            "a shape has the dense ones first: write a .toml file with as many of each"
+            f"config.json of {name} has layers with experts among dense ones ({layers - len(dense)} of {layers}, "
+            f"dense: {dense}); a shape has the dense ones first: write a .toml file with as many of each"
         )
     if dense:
         found["first_k_dense_replace"] = len(dense)
     return found
+
+
+def _dense_layers(said: Mapping[str, Any]) -> list[int]:
+    """Return the layers without experts, by whichever key a kind of model says them."""
+    layers = range(int(said["num_hidden_layers"]))
+    with_experts = said.get("mlp_layer_types", said.get("moe_layer_freq"))
+    if isinstance(with_experts, list):
+        return [layer for layer, each in zip(layers, with_experts, strict=False) if each in (0, "dense")]
+    if isinstance(said.get("moe_layers"), list):
+        return [layer for layer in layers if layer not in said["moe_layers"]]
+    step = max(int(said.get(key, 1)) for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"))
+    first, only = int(said.get("first_k_dense_replace", 0)), said.get("mlp_only_layers", ())
+    return [layer for layer in layers if layer < first or layer in only or (layer + 1) % step]
 
 
 def _window(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def _check_cuts(job: Job) -> None:
     if model.is_moe:
         cuts.append(("ep", job.ep, "num_experts", model.num_experts))
         cuts.append(("etp", job.etp, "moe_intermediate_size", model.moe_intermediate_size))
+        if model.shared_width:
+            cuts.append(("tp", job.tp, "the width of shared experts", model.shared_width))
     if job.cp > 1:
         cuts.append(("2 x cp", 2 * job.cp, "seq_len", job.seq_len))
     if job.sequence_parallel:

@@ -66,6 +66,10 @@ class ModelShape:
     n_shared_experts: int = 0
     """Shared experts, each as wide as a routed one."""
 
+    shared_expert_intermediate_size: int = 0
+    """Width of all shared experts together, where it is no multiple of a routed one's (Qwen2-MoE). 0: as
+    n_shared_experts says."""
+
     first_k_dense_replace: int = 0
     """Layers, from the first on, that are dense."""
 
@@ -116,6 +120,8 @@ class ModelShape:
             )
         if self.num_experts and not self.moe_intermediate_size:
             raise ValueError("a model with experts says how wide they are; give moe_intermediate_size")
+        if self.shared_expert_intermediate_size and self.n_shared_experts:
+            raise ValueError("shared experts are said by shared_expert_intermediate_size or n_shared_experts; give one")
 
     def _check_numbers(self) -> None:
         for field in fields(self):
@@ -148,6 +154,11 @@ class ModelShape:
     def is_mla(self) -> bool:
         """True if attention is multi-head latent attention."""
         return self.kv_lora_rank > 0
+
+    @property
+    def shared_width(self) -> int:
+        """Width of all shared experts together; 0 if there is none."""
+        return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     @property
     def num_dense_layers(self) -> int:
@@ -216,5 +227,7 @@ def _from_fields(table: Mapping[str, Any], name: str, source: str) -> ModelShape
         raise ValueError(f"{source}: {unknown[0]} is no field of a model; the nearest is {near}")
     lacking = [each for each in _FROM_ONE if each not in table]
     if lacking:
-        raise ValueError(f"{source} lacks {', '.join(lacking)}; every model has them")
+        raise ValueError(
+            f"{source} lacks {', '.join(lacking)}; every model has {'it' if len(lacking) == 1 else 'them'}"
+        )
     return ModelShape(**{"name": name, **table})

@@ -184,8 +184,8 @@ def _experts(cut: ModelCut) -> dict[str, WeightMatrix]:
     experts = _mlp(ModelCut(shape, cut.etp), "expert", shape.moe_intermediate_size)
     found = {name: matrix._replace(copies=shape.num_experts // cut.ep) for name, matrix in experts.items()}
     found["router"] = WeightMatrix(shape.num_experts, shape.hidden_size, shape.mlp_bias, fused=False)
-    if shape.n_shared_experts:
-        found |= _mlp(cut, "shared", shape.n_shared_experts * shape.moe_intermediate_size)
+    if shape.shared_width:
+        found |= _mlp(cut, "shared", shape.shared_width)
     return found
 
 

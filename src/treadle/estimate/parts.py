@@ -206,9 +206,9 @@ def _experts(job: Job) -> PartWork:
         OpWork(vector_bytes=2 * vector, permuted_bytes=permuted, messages=spread),
         again,
     )
-    if not model.n_shared_experts:
+    if not model.shared_width:
         return part
-    return together(part, _mlp(job, model.n_shared_experts * model.moe_intermediate_size, shared=True))
+    return together(part, _mlp(job, model.shared_width, shared=True))
 
 
 def _exchange(job: Job, name: str) -> PartWork:

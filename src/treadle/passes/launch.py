@@ -19,7 +19,8 @@ _FINE = 4096  # makes room for a tick that every op takes, so that no op starts 
 
 def order_launches(program: Program, dur: Longs) -> Program:
     """Numbers each rank's communication by when it starts under these durations."""
-    start = execute(program, dur * _FINE + 1).start
+    fine = max(1, min(_FINE, int(2.0**62 / max(1.0, dur.sum(dtype=np.float64)))))  # times stay within 64 bits
+    start = execute(program, dur * fine + 1).start
     lane = program.lane_of
     ops = np.flatnonzero(np.isin(program.lane_kind, COMMUNICATION)[lane])
     rank = program.lane_rank[lane[ops]]

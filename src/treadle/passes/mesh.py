@@ -11,21 +11,36 @@ from dataclasses import replace
 
 import numpy as np
 
+from treadle.host.memory import available_bytes
 from treadle.ir.program import Ints, LaneKind, Program
+
+OP_BYTES = 55
+"""Memory that an op of a simulated Program takes, about (docs/scale.md)."""
 
 MAX_OPS = int(np.iinfo(np.int32).max)
 
+GIB = 1 << 30
+_WAY_OUT = (
+    "leave --every-gpu out, so that one pipeline stands for all, or fold those that are alike: 'treadle simulate' "
+    "without -o and --unfolded, treadle.plan.folding.fold"
+)
+
 
 def spread(program: Program, *, ep: int, dp: int) -> Program:
-    """`ep * dp` copies of a pipeline, side by side."""
+    """`ep * dp` copies of a pipeline, side by side.
+
+    Raises:
+        ValueError: they have more ops than are numbered, or than this machine has memory for.
+
+    """
     num, size = ep * dp, program.num_ops
     if num == 1:
         return program
     if num * size > MAX_OPS:
         raise ValueError(
-            f"a Program numbers its ops up to {MAX_OPS}, and {num} copies of {size} ops are {num * size}; "
-            "fold the mesh (treadle.plan.folding.fold), or make it smaller"
+            f"a Program numbers its ops up to {MAX_OPS}, and {num} copies of {size} ops are {num * size}; {_WAY_OUT}"
         )
+    _check_memory(num * size, num * program.num_ranks)
 
     copy = np.arange(num, dtype=np.int32)
     which = np.repeat(copy, program.num_lanes)
@@ -50,6 +65,15 @@ def spread(program: Program, *, ep: int, dp: int) -> Program:
         dep_ptr=np.r_[0, np.cumsum(np.tile(deps, num))].astype(np.int64),
         dep=np.where(dep < 0, dep, dep + shift).astype(np.int32),
     )
+
+
+def _check_memory(num_ops: int, num_ranks: int) -> None:
+    available, needed = available_bytes(), OP_BYTES * num_ops
+    if available is not None and needed > available:
+        raise ValueError(
+            f"every one of {num_ranks:,} GPUs as a rank makes {num_ops:,} ops, about {needed / GIB:.1f} GiB, and this "
+            f"machine has {available / GIB:.1f} GiB left; {_WAY_OUT}"
+        )
 
 
 def _groups(program: Program, which: Ints, ep: int, num: int) -> Ints:

@@ -14,7 +14,7 @@ import numpy as np
 
 from treadle.costs import Costs
 from treadle.ir import Schedule
-from treadle.ir.program import Longs, Program
+from treadle.ir.program import LaneKind, Longs, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.plan.lowering import LoweringOptions, lower
 from treadle.plan.replicas import Members, Replicas, factors_of, together
@@ -171,6 +171,13 @@ def fold(program: Program, costs: Costs, *, ep: int, dp: int, slowness: Factors 
     slower = f", {slow} of {mesh.num_columns * program.num_ranks} ranks slower" if slow else ""
     about = f"predicted with costs {costs.name!r}{slower}, folded: {_counted(replicas, kinds, mesh)}"
     return Folded(replicas, mesh, kinds, body.ready, tail, ends.T[:, kinds.row].reshape(-1), about)
+
+
+def num_simulated(program: Program, *, ep: int, dp: int, slowness: Factors | None = None) -> int:
+    """Return how many of the `ep * dp` columns `fold` simulates: those that differ."""
+    meets = bool((program.lane_kind == LaneKind.EP).any())
+    columns = columns_of(program, MeshSize(ep, dp), slowness)
+    return ReplicaKinds.of(columns, together=ep if meets else 1).num_rows
 
 
 def simulate_folded(
