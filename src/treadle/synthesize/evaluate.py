@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.costs import durations
-from treadle.ir import Action, Cell, Kind, Schedule
+from treadle.ir import Action, Cell, Kind, Pair, Schedule
 from treadle.ir.program import LaneKind
 from treadle.plan import lower
 from treadle.simulate import simulate
@@ -94,14 +94,29 @@ def as_schedule(problem: StepProblem, order: CellOrder, name: str = NAME) -> Sch
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
 
 
+def change_name(schedule: Schedule, changed: Schedule) -> str:
+    """Name a schedule whose actions were changed by `as_order` so that it says how."""
+    changes = []
+    if any(isinstance(cell, Pair) for row in schedule.rows for cell in row):
+        changes.append("pairs apart")
+    if changed.columns.kind.size > schedule.columns.kind.size:
+        changes.append("backwards split")
+    return ", ".join([schedule.name, *changes] if changes else [schedule.name, "micro-batches in order"])
+
+
 def order_by(problem: StepProblem, starts: dict[int, int], wholes: frozenset[int] = frozenset()) -> CellOrder:
     """Return the order of these start times. Weight halves of whole backwards are left out."""
     rows = []
     for numbers in problem.by_rank:
         kept = [number for number in numbers if problem.half_of(number) not in wholes]
-        key = {n: (starts[n], starts[n] + problem.tasks[n].ticks, problem.depth[n], n) for n in kept}
+        key = {n: (starts[n], starts[n] + _ticks(problem, n, wholes), problem.depth[n], n) for n in kept}
         rows.append(tuple(sorted(kept, key=key.__getitem__)))
     return CellOrder(tuple(rows), wholes)
+
+
+def _ticks(problem: StepProblem, number: int, wholes: frozenset[int]) -> int:
+    whole = problem.tasks[number].whole_ticks
+    return whole if number in wholes and whole is not None else problem.tasks[number].ticks
 
 
 def start_times(problem: StepProblem, order: CellOrder) -> dict[int, int]:
