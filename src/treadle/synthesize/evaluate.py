@@ -104,14 +104,46 @@ def change_name(schedule: Schedule, changed: Schedule) -> str:
     return ", ".join([schedule.name, *changes] if changes else [schedule.name, "micro-batches in order"])
 
 
-def order_by(problem: StepProblem, starts: dict[int, int], wholes: frozenset[int] = frozenset()) -> CellOrder:
-    """Return the order of these start times. Weight halves of whole backwards are left out."""
+def order_by(
+    problem: StepProblem,
+    starts: dict[int, int],
+    wholes: frozenset[int] = frozenset(),
+    arrivals: dict[int, int] | None = None,
+) -> CellOrder:
+    """Return the order of these start times, at one time of `arrivals` of what tasks send.
+
+    Weight halves of whole backwards are left out.
+    """
     rows = []
+    sent = arrivals if arrivals is not None else {}
     for numbers in problem.by_rank:
         kept = [number for number in numbers if problem.half_of(number) not in wholes]
-        key = {n: (starts[n], starts[n] + _ticks(problem, n, wholes), problem.depth[n], n) for n in kept}
-        rows.append(tuple(sorted(kept, key=key.__getitem__)))
+        end = {n: starts[n] + _ticks(problem, n, wholes) for n in kept}
+        key = {n: (starts[n], end[n], problem.depth[n], sent.get(n, 0), n) for n in kept}
+        rows.append(_within_room(problem, sorted(kept, key=key.__getitem__), wholes))
     return CellOrder(tuple(rows), wholes)
+
+
+def _within_room(problem: StepProblem, row: list[int], wholes: frozenset[int]) -> tuple[int, ...]:
+    """Put a forward that does not fit behind what frees its room: at one time, if that takes no time."""
+    found: list[int] = []
+    late: list[int] = []
+    held = [0] * len(problem.budgets)
+    for number in row:
+        late.append(number)
+        while (ready := next((n for n in late if _may_run(problem, n, held, late)), None)) is not None:
+            late.remove(ready)
+            found.append(ready)
+            freed = [ready, *(n for n in problem.readers[ready] if ready in wholes and problem.half_of(n) == ready)]
+            for place, budget in enumerate(problem.budgets):
+                held[place] += budget.taken[ready] - sum(budget.given[n] for n in freed)
+    return (*found, *late)
+
+
+def _may_run(problem: StepProblem, number: int, held: list[int], late: list[int]) -> bool:
+    """True if a task fits a rank that holds so much, and waits for none of those that are late."""
+    fits = (size + b.taken[number] <= b.limit for size, b in zip(held, problem.budgets, strict=True))
+    return all(fits) and not any(edge.task in late for edge in problem.needs[number])
 
 
 def _ticks(problem: StepProblem, number: int, wholes: frozenset[int]) -> int:

@@ -47,6 +47,7 @@ class OrderSearch:
         self.best: Weighed | None = None
         self._order: CellOrder | None = None
         self._order_makespan = problem.work * problem.scale
+        self._is_solved = False
 
     def run(self) -> Synthesis:
         """SolverRuns until the best is proven or the time is over.
@@ -103,7 +104,7 @@ class OrderSearch:
     def _solve(self, *, until_s: float, neighbourhoods: bool = False) -> None:
         """Give the solver all tasks at once: to prove, or to improve the order by neighbourhoods of its own."""
         seconds = min(until_s - self.search.elapsed_s, self.search.left_s)
-        if self._is_proven() or seconds <= 0:
+        if self._is_proven() or self._is_solved or seconds <= 0:
             return
         scale = self.problem.scale
         most = self._order_makespan // scale
@@ -119,6 +120,7 @@ class OrderSearch:
         if self.problem.pairs is None:  # the solver knows of no pairs
             self.bound = max(self.bound, bound)
         if found is not None:
+            self._is_solved = found.status == "OPTIMAL"
             self._offer(model.order(found), "solver")
 
     def _stretch(self, *, until_s: float) -> None:
