@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import doctest
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import treadle
 from tests.synthesize.costs_of import PUBLISHED, cell_costs
-from treadle.costs import Costs, parse
+from treadle.costs import UNIT_COSTS, Costs, parse
 from treadle.ir import Kind
 from treadle.synthesize import MemoryLimits, SolverOptions, Standing, Synthesis, synthesize_schedule
 
@@ -108,6 +109,45 @@ def test_pairs_that_are_faster_are_kept_and_not_called_proven() -> None:
     assert found.source == found.ours == "interleaved-overlap"
     assert found.lower_bound <= found.makespan
     assert not found.proven
+
+
+@pytest.mark.parametrize("placement", ["v", "bidirectional"])
+def test_the_bound_holds_for_pairs_shorter_than_their_halves(placement: str) -> None:
+    costs = parse('name = "p"\nunit = "unit"\n[cells]\nf = 10\ni = 10\nw = 1\nfb = 1\n')
+    found = synthesize_schedule(pp=2, microbatches=8, placement=placement, costs=costs, solver=SolverOptions(1))
+    assert _units(found)[0] < 8 * 21, "pairs hide each other"
+    assert not found.proven
+
+
+@pytest.mark.parametrize(("whole", "least"), [(False, 65), (True, 65)])
+def test_a_whole_backward_may_be_shorter_than_the_input_half(whole: bool, least: int) -> None:
+    text = 'name = "short"\nunit = "unit"\n[cells]\nf = 2\ni = 6\nw = 2\nb = 3\n[stage.0]\nfactor = 3\n'
+    found = synthesize_schedule(
+        pp=3,
+        microbatches=4,
+        costs=parse(text),
+        limits=MemoryLimits(max_activations=2),
+        whole=whole,
+        solver=SolverOptions(50, workers=1),
+    )
+    assert _units(found) == (least, least)
+
+
+def test_a_bound_above_the_makespan_is_no_proof() -> None:
+    found = synthesize_schedule(pp=2, microbatches=2)
+    assert found.proven
+    assert not replace(found, lower_bound=found.lower_bound - 1).proven
+    with pytest.raises(AssertionError, match=r"no order is to be faster than 8 unit, and this one by .* takes 7"):
+        replace(found, lower_bound=8 * UNIT_COSTS.clock.ticks)
+
+
+def test_the_order_of_a_schedule_of_ours_says_how_it_was_changed() -> None:
+    """With its backwards split the last gradients leave sooner."""
+    found = synthesize_schedule(pp=3, microbatches=4, costs=cell_costs(1, 1, 1, send=50), solver=SolverOptions(50))
+    assert found.ours == "interleaved"
+    assert found.ours_makespan is not None
+    assert found.makespan < found.ours_makespan
+    assert found.source == "interleaved, backwards split"
 
 
 def test_a_run_with_one_worker_repeats_itself() -> None:

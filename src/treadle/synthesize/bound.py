@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import pairwise
 
 from treadle.ir import Kind
 from treadle.synthesize.problem import StepProblem, TaskNeed
 
 
-def lower_bound(problem: StepProblem, *, pairs: bool = False) -> int:
-    """Return a makespan, in the problem's unit, that no order is shorter than; with `pairs`, none with pairs either."""
-    heads, tails = longest_heads(problem), longest_tails(problem)
-    chain = max(head + ticks + tail for head, ticks, tail in zip(heads, problem.shortest, tails, strict=True))
-    return max(chain, *(_one_rank(problem, row, heads, tails, pairs) for row in problem.by_rank))
+def lower_bound(problem: StepProblem) -> int:
+    """Return a makespan, in the problem's unit, that no order is shorter than; none with pairs either."""
+    ticks = _least_ticks(problem)
+    heads, tails = longest_heads(problem, ticks), longest_tails(problem, ticks)
+    chain = max(head + least + tail for head, least, tail in zip(heads, ticks, tails, strict=True))
+    left = _least_added(problem, ticks)
+    return max(chain, *(_one_rank(row, left, heads, tails) for row in problem.by_rank))
 
 
-def longest_heads(problem: StepProblem) -> list[int]:
+def longest_heads(problem: StepProblem, ticks: Sequence[int]) -> list[int]:
     """The longest chain of tasks and messages before each task."""
     heads = [0] * len(problem.tasks)
     edges = _edges(problem)
     for number in _in_order(problem):
-        heads[number] = max(
-            (heads[edge.task] + problem.shortest[edge.task] + edge.delay for edge in edges[number]), default=0
-        )
+        heads[number] = max((heads[edge.task] + ticks[edge.task] + edge.delay for edge in edges[number]), default=0)
     return heads
 
 
-def longest_tails(problem: StepProblem) -> list[int]:
+def longest_tails(problem: StepProblem, ticks: Sequence[int]) -> list[int]:
     """The longest chain of tasks and messages behind each task."""
     tails = [0] * len(problem.tasks)
     edges = _edges(problem)
     for number in reversed(_in_order(problem)):
         for edge in edges[number]:
-            behind = edge.delay + problem.shortest[number] + tails[number]
-            tails[edge.task] = max(tails[edge.task], behind)
+            tails[edge.task] = max(tails[edge.task], edge.delay + ticks[number] + tails[number])
     return tails
+
+
+def _least_ticks(problem: StepProblem) -> tuple[int, ...]:
+    """The least time from a task's start to its end, in pairs or not. The backward of a pair is a whole one."""
+    if problem.pairs is None:
+        return problem.shortest
+    inside: dict[int, int] = {}
+    for number, task in enumerate(problem.tasks):
+        if task.action.kind is not Kind.W:
+            kind = Kind.F if task.action.kind is Kind.F else Kind.B
+            ticks = problem.pairs.inside[task.rank, task.action._replace(kind=kind)]
+            inside[number] = min(ticks, task.whole_ticks if task.whole_ticks is not None else ticks)
+    return problem.shortest_with(inside)
+
+
+def _least_added(problem: StepProblem, ticks: tuple[int, ...]) -> tuple[int, ...]:
+    """The least time that a task adds to its rank's: of a forward in a pair, what its backward does not hide."""
+    pairs = problem.pairs
+    if pairs is None:
+        return ticks
+    return tuple(
+        min(least, pairs.added[task.rank, task.action]) if task.action.kind is Kind.F else least
+        for task, least in zip(problem.tasks, ticks, strict=True)
+    )
 
 
 def _in_order(problem: StepProblem) -> list[int]:
@@ -56,10 +80,10 @@ def _edges(problem: StepProblem) -> list[list[TaskNeed]]:
     return edges
 
 
-def _one_rank(problem: StepProblem, numbers: tuple[int, ...], heads: list[int], tails: list[int], pairs: bool) -> int:
+def _one_rank(numbers: tuple[int, ...], ticks: Sequence[int], heads: list[int], tails: list[int]) -> int:
     """The bound of one machine: at any time run the task with the longest tail, interrupting others for it."""
     waiting = sorted(numbers, key=lambda number: heads[number])
-    left = {number: _least_ticks(problem, number, pairs) for number in numbers}
+    left = {number: ticks[number] for number in numbers}
     ready: list[tuple[int, int]] = []
     now = least = place = 0
     while place < len(waiting) or ready:
@@ -77,8 +101,3 @@ def _one_rank(problem: StepProblem, numbers: tuple[int, ...], heads: list[int], 
             heapq.heappop(ready)
             least = max(least, now - tail)
     return least
-
-
-def _least_ticks(problem: StepProblem, number: int, pairs: bool) -> int:
-    """The least time that a task adds to its rank's: none for a forward that a pair may hide."""
-    return 0 if pairs and problem.tasks[number].action.kind is Kind.F else problem.shortest[number]

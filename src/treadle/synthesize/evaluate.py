@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.costs import durations
-from treadle.ir import Action, Cell, Kind, Schedule
+from treadle.ir import Action, Cell, Kind, Pair, Schedule
 from treadle.ir.program import LaneKind
 from treadle.plan import lower
 from treadle.simulate import simulate
@@ -94,14 +94,61 @@ def as_schedule(problem: StepProblem, order: CellOrder, name: str = NAME) -> Sch
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
 
 
-def order_by(problem: StepProblem, starts: dict[int, int], wholes: frozenset[int] = frozenset()) -> CellOrder:
-    """Return the order of these start times. Weight halves of whole backwards are left out."""
+def change_name(schedule: Schedule, changed: Schedule) -> str:
+    """Name a schedule whose actions were changed by `as_order` so that it says how."""
+    changes = []
+    if any(isinstance(cell, Pair) for row in schedule.rows for cell in row):
+        changes.append("pairs apart")
+    if changed.columns.kind.size > schedule.columns.kind.size:
+        changes.append("backwards split")
+    return ", ".join([schedule.name, *changes] if changes else [schedule.name, "micro-batches in order"])
+
+
+def order_by(
+    problem: StepProblem,
+    starts: dict[int, int],
+    wholes: frozenset[int] = frozenset(),
+    arrivals: dict[int, int] | None = None,
+) -> CellOrder:
+    """Return the order of these start times, at one time of `arrivals` of what tasks send.
+
+    Weight halves of whole backwards are left out.
+    """
     rows = []
+    sent = arrivals if arrivals is not None else {}
     for numbers in problem.by_rank:
         kept = [number for number in numbers if problem.half_of(number) not in wholes]
-        key = {n: (starts[n], starts[n] + problem.tasks[n].ticks, problem.depth[n], n) for n in kept}
-        rows.append(tuple(sorted(kept, key=key.__getitem__)))
+        end = {n: starts[n] + _ticks(problem, n, wholes) for n in kept}
+        key = {n: (starts[n], end[n], problem.depth[n], sent.get(n, 0), n) for n in kept}
+        rows.append(_within_room(problem, sorted(kept, key=key.__getitem__), wholes))
     return CellOrder(tuple(rows), wholes)
+
+
+def _within_room(problem: StepProblem, row: list[int], wholes: frozenset[int]) -> tuple[int, ...]:
+    """Put a forward that does not fit behind what frees its room: at one time, if that takes no time."""
+    found: list[int] = []
+    late: list[int] = []
+    held = [0] * len(problem.budgets)
+    for number in row:
+        late.append(number)
+        while (ready := next((n for n in late if _may_run(problem, n, held, late)), None)) is not None:
+            late.remove(ready)
+            found.append(ready)
+            freed = [ready, *(n for n in problem.readers[ready] if ready in wholes and problem.half_of(n) == ready)]
+            for place, budget in enumerate(problem.budgets):
+                held[place] += budget.taken[ready] - sum(budget.given[n] for n in freed)
+    return (*found, *late)
+
+
+def _may_run(problem: StepProblem, number: int, held: list[int], late: list[int]) -> bool:
+    """True if a task fits a rank that holds so much, and waits for none of those that are late."""
+    fits = (size + b.taken[number] <= b.limit for size, b in zip(held, problem.budgets, strict=True))
+    return all(fits) and not any(edge.task in late for edge in problem.needs[number])
+
+
+def _ticks(problem: StepProblem, number: int, wholes: frozenset[int]) -> int:
+    whole = problem.tasks[number].whole_ticks
+    return whole if number in wholes and whole is not None else problem.tasks[number].ticks
 
 
 def start_times(problem: StepProblem, order: CellOrder) -> dict[int, int]:

@@ -10,7 +10,8 @@ from treadle.ir import Action, Kind, Placement
 from treadle.ir.dependency import needs
 from treadle.plan import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
-from treadle.synthesize.problem import Budget, Place, StepProblem, Task, TaskNeed
+from treadle.synthesize.pairs import pair_times
+from treadle.synthesize.problem import Budget, PairTimes, Place, StepProblem, Task, TaskNeed
 from treadle.synthesize.sizes import StepSizes, read_sizes
 
 MOST_TASKS = 30_000
@@ -73,7 +74,7 @@ def make_problem(
         scale=scale,
         budgets=tuple(_budgets(limits, tasks, chosen)),
         alike=not costs.microbatch,
-        pairs_are_faster=_pairs_are_faster(placement, costs, known=chosen.knows_layers),
+        pairs=_scaled(pair_times(placement, costs, options, wholes.ticks), scale),
         place_of=place_of,
     )
     _check_room(problem)
@@ -152,10 +153,9 @@ def _check_room(problem: StepProblem) -> None:
                 )
 
 
-def _pairs_are_faster(placement: Placement, costs: Costs, *, known: bool) -> bool:
-    """True if the costs give some overlapped pair less than its forward and its backward take apart."""
-    of = costs.of_layer if known else costs.cell
-    if of("fb") < of("f") + of("b"):
-        return True
-    factors = costs.stage_factors("factor", placement.num_stages) or (1.0,) * placement.num_stages
-    return not known and any(len({factors[stage] for stage in row}) > 1 for row in placement.stages)
+def _scaled(pairs: PairTimes | None, scale: int) -> PairTimes | None:
+    """The same in the problem's unit, rounded down."""
+    if pairs is None:
+        return None
+    inside, added = ({place: ticks // scale for place, ticks in each.items()} for each in (pairs.inside, pairs.added))
+    return PairTimes(inside, added)

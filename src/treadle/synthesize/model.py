@@ -162,7 +162,8 @@ class CellModel:
     def order(self, found: Solution) -> CellOrder:
         """Return the order of a solution."""
         wholes = frozenset(number for number, variable in self.whole.items() if found.value(variable))
-        return order_by(self.problem, {n: found.value(start) for n, start in self.start.items()}, wholes)
+        starts, arrivals = ({n: found.value(time) for n, time in each.items()} for each in (self.start, self.arrival))
+        return order_by(self.problem, starts, wholes, arrivals)
 
     def hint(self, starts: dict[int, int], wholes: frozenset[int], makespan: int) -> None:
         """Tell the solver of an order it can begin with."""

@@ -68,6 +68,17 @@ class StageHold:
 
 
 @dataclass(frozen=True)
+class PairTimes:
+    """What overlapped pairs (F|B) take at least: `inside` one that holds a forward or a whole backward, in all.
+
+    `added[forward]` is what a pair takes more than its backward by itself.
+    """
+
+    inside: dict[Place, int]
+    added: dict[Place, int]
+
+
+@dataclass(frozen=True)
 class StepProblem:
     """All cells of a step, without their order.
 
@@ -85,8 +96,8 @@ class StepProblem:
     budgets: tuple[Budget, ...]
     alike: bool
     """All micro-batches take and save the same, so their order in a stage may be taken as given."""
-    pairs_are_faster: bool = False
-    """The costs make an overlapped (F|B) faster than F and B apart; no task is such a pair."""
+    pairs: PairTimes | None = None
+    """Where the costs make an overlapped (F|B) faster than F and B apart, in this unit; no task is such a pair."""
     place_of: dict[Place, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -133,12 +144,20 @@ class StepProblem:
 
     @cached_property
     def shortest(self) -> tuple[int, ...]:
-        """The least ticks of each task; a weight half may be what a whole backward takes more than its input half."""
-        found = []
+        """The least ticks of each task, outside of pairs."""
+        return self.shortest_with({n: t.whole_ticks for n, t in enumerate(self.tasks) if t.whole_ticks is not None})
+
+    def shortest_with(self, wholes: dict[int, int]) -> tuple[int, ...]:
+        """The least ticks of each task, if input halves may run as whole backwards of these ticks.
+
+        A whole backward is then an input half, or less, with what is left of it as the weight half: the two take no
+        longer than it, nor than the halves.
+        """
+        found = [min(task.ticks, wholes.get(number, task.ticks)) for number, task in enumerate(self.tasks)]
         for number, task in enumerate(self.tasks):
             half = self.half_of(number)
-            whole = self.tasks[half].whole_ticks if half is not None else None
-            found.append(task.ticks if half is None or whole is None else max(0, whole - self.tasks[half].ticks))
+            if half is not None and half in wholes:
+                found[number] = min(self.tasks[half].ticks + task.ticks, wholes[half]) - found[half]
         return tuple(found)
 
     @cached_property

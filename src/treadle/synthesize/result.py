@@ -22,8 +22,13 @@ class Standing(NamedTuple):
 class Synthesis:
     """A schedule, its simulated makespan, and a makespan that no order can beat.
 
-    Times are in ticks of `clock`. `source` says where the order comes from: the name of a schedule of ours, greedy,
-    pattern, solver or repair. `ours` is the fastest schedule of ours that keeps placement and limits, if any does.
+    Times are in ticks of `clock`. `source` says where the order comes from: the name of a schedule of ours, with what
+    is changed in it, greedy, pattern, solver or repair. `ours` is the fastest schedule of ours that keeps placement and
+    limits, if any does.
+
+    Raises:
+        AssertionError: the bound is above the makespan, so it is none.
+
     """
 
     schedule: Schedule
@@ -36,10 +41,17 @@ class Synthesis:
     num_tasks: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        if self.lower_bound > self.makespan:  # no `assert`: python -O leaves those out
+            raise AssertionError(
+                f"no order is to be faster than {self.clock.show(self.lower_bound)} {self.clock.unit}, and this one by "
+                f"{self.source} takes {self.clock.show(self.makespan)}: the bound is wrong, please report it"
+            )
+
     @property
     def proven(self) -> bool:
         """True if no order is faster."""
-        return self.makespan <= self.lower_bound
+        return self.makespan == self.lower_bound
 
     @property
     def gap(self) -> float:

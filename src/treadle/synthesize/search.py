@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from treadle.synthesize.bound import lower_bound
-from treadle.synthesize.evaluate import CellOrder, Weighed, as_order, as_schedule, start_times, weigh
+from treadle.synthesize.evaluate import CellOrder, Weighed, as_order, as_schedule, change_name, start_times, weigh
 from treadle.synthesize.greedy import greedy_orders
 from treadle.synthesize.make_problem import fewer_microbatches
 from treadle.synthesize.model import CellModel
 from treadle.synthesize.ours import our_schedules
+from treadle.synthesize.pairs import most_rounded
 from treadle.synthesize.problem import StepProblem
 from treadle.synthesize.repair import repair
 from treadle.synthesize.result import Standing, Synthesis
@@ -41,11 +42,12 @@ class OrderSearch:
         """Prepare a search; its time counts from `began`, a reading of `time.monotonic`, or from now."""
         self.problem, self._progress = problem, progress
         self.search = SolverRuns(options, began if began is not None else time.monotonic())
-        self.bound = lower_bound(problem, pairs=problem.pairs_are_faster)
+        self.bound = lower_bound(problem)
         self.ours: Weighed | None = None
         self.best: Weighed | None = None
         self._order: CellOrder | None = None
         self._order_makespan = problem.work * problem.scale
+        self._is_solved = False
 
     def run(self) -> Synthesis:
         """SolverRuns until the best is proven or the time is over.
@@ -83,7 +85,7 @@ class OrderSearch:
             self._keep(weighed)
             order = as_order(self.problem, schedule)
             if order is not None:
-                self._offer(order, schedule.name)
+                self._offer(order, change_name(schedule, as_schedule(self.problem, order)))
 
     def _offer(self, order: CellOrder, source: str) -> None:
         """Weigh an order, and keep it if it is the best to search on from, or the best of all."""
@@ -102,7 +104,7 @@ class OrderSearch:
     def _solve(self, *, until_s: float, neighbourhoods: bool = False) -> None:
         """Give the solver all tasks at once: to prove, or to improve the order by neighbourhoods of its own."""
         seconds = min(until_s - self.search.elapsed_s, self.search.left_s)
-        if self._is_proven() or seconds <= 0:
+        if self._is_proven() or self._is_solved or seconds <= 0:
             return
         scale = self.problem.scale
         most = self._order_makespan // scale
@@ -115,9 +117,10 @@ class OrderSearch:
             neighbourhoods=neighbourhoods and self._order is not None,
             on_solution=lambda makespan: self._tell(makespan * scale),
         )
-        if not self.problem.pairs_are_faster:  # the solver knows of no pairs
+        if self.problem.pairs is None:  # the solver knows of no pairs
             self.bound = max(self.bound, bound)
         if found is not None:
+            self._is_solved = found.status == "OPTIMAL"
             self._offer(model.order(found), "solver")
 
     def _stretch(self, *, until_s: float) -> None:
@@ -161,13 +164,13 @@ class OrderSearch:
             )
         if self.ours is not None and self.ours.makespan == self.best.makespan:
             self.best = self.ours
-        bound = self.bound
-        if self.best.makespan < bound * self.problem.scale:  # by pairs, which the bound did not reckon with
-            bound = lower_bound(self.problem, pairs=True)
+        bound = self.bound * self.problem.scale
+        if bound <= self.best.makespan + most_rounded(self.problem):
+            bound = min(bound, self.best.makespan)
         return Synthesis(
             schedule=self.best.schedule,
             makespan=self.best.makespan,
-            lower_bound=bound * self.problem.scale,
+            lower_bound=bound,
             clock=self.problem.costs.clock,
             source=self.best.name,
             ours=self.ours.name if self.ours is not None else None,

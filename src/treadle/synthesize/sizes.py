@@ -24,7 +24,6 @@ class StepSizes:
     given: dict[Place, int]
     messages: dict[Place, int]
     unit: str
-    knows_layers: bool
 
 
 _KINDS = {OpKind.F: Kind.F, OpKind.B: Kind.B, OpKind.I: Kind.I, OpKind.W: Kind.W}
@@ -43,7 +42,6 @@ def read_sizes(
         given={place: int(given[what[op]]) for op, place in places.items()},
         messages=_messages(program, ticks),
         unit=program.layout.saved_unit,
-        knows_layers=program.layout.model_layers > 0,
     )
 
 
