@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,10 +12,13 @@ from typer.testing import CliRunner
 
 import treadle
 from tests.support.json_output import read_json
-from treadle.cli.app import app
+from treadle.cli.app import COMMANDS, app
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""
+
+CONFIG = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,
+          "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}  # fmt: skip
 
 
 def run(*args: str) -> str:
@@ -50,13 +54,32 @@ def test_files_give_the_same_step_to_simulate(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,
-              "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     args = ("--model", str(tmp_path), "--cluster", "a100:8", "--tp", "1", "--pp", "2", "--schedule", "1f1b", "--json")
     chosen = read_json("plan", run(*args))["chosen"]
     assert chosen["dp"] == 4
     assert sum(stage.count("t") for stage in chosen["layout"].split("|")) > 0
+
+
+NARROW = {
+    "kimi-k2": ("--tp", "1", "--pp", "16", "--ep", "32", "--tokens-per-batch", "8388608"),
+    "config.json": ("--tp", "1", "--pp", "2"),
+    "qwen3-30b-a3b": ("--pp", "2", "--ep", "8"),
+}
+"""Options that leave little to search, for the model of each example."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", COMMANDS["plan"].examples.removeprefix("Examples: ").split("   |   "))
+def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it stands, with options behind it that narrow the search."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+    Path("mine.toml").write_text('gpu = "h100"\nnum_gpus = 128\n')
+    command, *args = shlex.split(example)[1:]
+    assert command == "plan"
+    narrow = NARROW[args[args.index("--model") + 1]]
+    assert "verified" in run(*args, *narrow, "--schedule", "1f1b", "--micro-batch-size", "1")
 
 
 @pytest.mark.parametrize(
