@@ -8,6 +8,7 @@ from math import gcd
 from treadle.costs import Costs
 from treadle.ir import Action, Kind, Placement
 from treadle.ir.dependency import needs
+from treadle.ir.show import show_held
 from treadle.plan import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
 from treadle.synthesize.problem import Budget, Place, StepProblem, Task, TaskNeed
@@ -123,7 +124,7 @@ def _budgets(limits: MemoryLimits, tasks: list[Task], sizes: StepSizes) -> Itera
         last = Kind.W if any(task.action.kind is Kind.W for task in tasks) else Kind.B
         taken = tuple(int(task.action.kind is Kind.F) for task in tasks)
         given = tuple(int(task.action.kind is last) for task in tasks)
-        yield Budget(limits.max_activations, taken, given)
+        yield Budget(limits.max_activations, taken, given, "activations")
     if limits.memory_limit is not None:
         if sizes.unit != "bytes":
             raise ValueError(
@@ -132,7 +133,7 @@ def _budgets(limits: MemoryLimits, tasks: list[Task], sizes: StepSizes) -> Itera
             )
         taken = tuple(sizes.taken[task.rank, task.action] for task in tasks)
         given = tuple(sizes.given[task.rank, task.action] for task in tasks)
-        yield Budget(limits.memory_limit, taken, given)
+        yield Budget(limits.memory_limit, taken, given, "bytes")
 
 
 def _check_room(problem: StepProblem) -> None:
@@ -146,10 +147,17 @@ def _check_room(problem: StepProblem) -> None:
                 held[key] = held.get(key, 0) + budget.taken[number]
             least = max(held.values())
             if least > budget.limit:
+                holds, limit, enough = (show_held(size, budget.unit) for size in (least, budget.limit, _rounded(least)))
                 raise ValueError(
-                    f"rank {rank} holds {least} of one micro-batch between its forward and its backward, and the limit "
-                    f"is {budget.limit}; give it {least} or more, or fewer chunks"
+                    f"rank {rank} holds {holds} of one micro-batch between its forward and its backward, and the limit "
+                    f"is {limit}; give it {enough} or more, or fewer chunks"
                 )
+
+
+def _rounded(size: int) -> int:
+    """Round up to the four digits that are shown, so that what is shown is enough."""
+    step: int = 10 ** max(0, len(str(size)) - 4)
+    return -(-size // step) * step
 
 
 def _pairs_are_faster(placement: Placement, costs: Costs, *, known: bool) -> bool:
