@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 from treadle.costs import Costs
@@ -139,19 +139,25 @@ def _budgets(limits: MemoryLimits, tasks: list[Task], sizes: StepSizes) -> Itera
 def _check_room(problem: StepProblem) -> None:
     """Refuse limits that no order keeps: a micro-batch is on all chunks of a rank before its first backward there."""
     for budget in problem.budgets:
-        for rank, numbers in enumerate(problem.by_rank):
-            held: dict[tuple[int, int], int] = {}
-            for number in numbers:
-                action = problem.tasks[number].action
-                key = problem.placement.pipes[action.chunk], action.mb
-                held[key] = held.get(key, 0) + budget.taken[number]
-            least = max(held.values())
-            if least > budget.limit:
-                holds, limit, enough = (show_held(size, budget.unit) for size in (least, budget.limit, _rounded(least)))
-                raise ValueError(
-                    f"rank {rank} holds {holds} of one micro-batch between its forward and its backward, and the limit "
-                    f"is {limit}; give it {enough} or more, or fewer chunks"
-                )
+        least, rank = max(
+            (_least_held(problem, budget, numbers), -rank) for rank, numbers in enumerate(problem.by_rank)
+        )
+        if least > budget.limit:
+            holds, limit, enough = (show_held(size, budget.unit) for size in (least, budget.limit, _rounded(least)))
+            raise ValueError(
+                f"rank {-rank} holds {holds} of one micro-batch between its forward and its backward, and the limit "
+                f"is {limit}; give it {enough} or more, or fewer chunks"
+            )
+
+
+def _least_held(problem: StepProblem, budget: Budget, numbers: Iterable[int]) -> int:
+    """Return what a rank with these tasks holds at least at some time."""
+    held: dict[tuple[int, int], int] = {}
+    for number in numbers:
+        action = problem.tasks[number].action
+        key = problem.placement.pipes[action.chunk], action.mb
+        held[key] = held.get(key, 0) + budget.taken[number]
+    return max(held.values())
 
 
 def _rounded(size: int) -> int:

@@ -43,7 +43,7 @@ def synthesize(
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="Most bytes of activations on a rank: 60GB. Needs layers: --model-layers, --layout or costs with [model]."
+            help="Most bytes of activations on a rank: 60GB. With --model-layers, --layout, or costs of a whole model."
         ),
     ] = None,
     whole: Annotated[
@@ -65,7 +65,7 @@ def synthesize(
     limits = MemoryLimits(max_activations, parse_bytes(memory_limit) if memory_limit is not None else None)
     if limits.memory_limit is not None and not model.knows_layers:
         raise ValueError(
-            "--memory-limit is about bytes, which need layers: --model-layers, --layout or costs with [model]; "
+            "--memory-limit is about bytes, which need layers: --model-layers, --layout, or costs with [model]; "
             "--max-activations counts activations"
         )
     if output is not None:
