@@ -17,6 +17,8 @@ from treadle.cli.app import COMMANDS, app
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""
 
+EIGHT = ("--model", "llama3-8b", "--cluster", "h100:8")
+
 CONFIG = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,
           "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}  # fmt: skip
 
@@ -96,6 +98,24 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
             ("--model", "llama3-8b", "--cluster", "h100:8", "--memory-limit", "90GiB"),
             "has 80.0 GiB, got a limit of 90.0",
         ),
+        ((*EIGHT, "--precision", "fp4"), "one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; 8 h100 has rates for bf16, fp8"),
+        ((*EIGHT, "--memory-limit", "70"), "at least 1GiB, got 70: 70 bytes; write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70MB"), "at least 1GiB, got 70MB: 70 MB"),
+        ((*EIGHT, "--memory-limit", "70G"), "'70G' is not a number of bytes; write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70gib"), "write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70gb"), "write 70GB"),
+        ((*EIGHT, "--memory-limit", "much"), "write 80GB, 512MiB or 4e9"),
+        (
+            (*EIGHT, "--schedule", "1f1b", "--vpp", "2"),
+            "1f1b cannot put 2 stages on each rank, got --vpp 2; interleaved, interleaved-overlap, zb-v,",
+        ),
+        (
+            (*EIGHT, "--schedule", "zb-v", "--schedule", "1f1b", "--vpp", "2,4"),
+            "cannot put 4 stages on each rank, got --vpp 2,4; interleaved, interleaved-overlap can",
+        ),
+        ((*EIGHT, "--schedule", "zb-v", "--vpp", "1"), "zb-v cannot put 1 stages"),
+        ((*EIGHT, "--draws", "5"), "--draws is about stragglers; say how many there are"),
+        ((*EIGHT, "--straggler-factor", "2"), "--straggler-factor is about stragglers"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--schedule", "2f2b"), "is not a schedule"),
         (("--model", "llama3-405b", "--cluster", "h100:8", "--pp", "1"), "take more GPUs or a higher limit"),
@@ -105,3 +125,25 @@ def test_a_mistake_is_named_with_a_way_out(args: tuple[str, ...], told: str) -> 
     error = CliRunner().invoke(app, ("plan", *args)).exception
     assert isinstance(error, ValueError)
     assert told in str(error)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--stragglers", "1%", "--draws", "0"), "--draws is a whole number from 1, got 0"),
+        (("--stragglers", "200%"), "is not a share"),
+        (("--files", "/proc/x"), "/proc/x cannot be written"),
+        (("--files", "file/x"), "file is a file"),
+        (("-o", "none/plan.html"), "there is no directory none"),
+        (("-o", "/proc/plan.html"), "/proc/plan.html cannot be written"),
+    ],
+)
+def test_what_follows_the_search_is_checked_before_it(
+    args: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr("treadle.cli.commands.plan.find_plan", lambda *_, **__: pytest.fail("searched"))
+    with pytest.raises(ValueError, match=told):
+        CliRunner().invoke(app, ("plan", *EIGHT, *args), catch_exceptions=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -17,12 +17,13 @@ from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import note, out, suggest, working
-from treadle.estimate import ModelShape, load_cluster, load_model
-from treadle.estimate.cluster import GIB
+from treadle.cli.writable import check_directory, check_file
+from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
+from treadle.estimate.cluster import GIB, PRECISIONS
 from treadle.ir.blocks import write_layout
-from treadle.ir.show import show_time
+from treadle.ir.show import show_bytes, show_time
 from treadle.plan.stragglers import StragglerStudy
-from treadle.schedules import family
+from treadle.schedules import family, known
 from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
 from treadle.search.files import options_text, untrainable, untrainable_model, write_files
@@ -59,7 +60,9 @@ def plan(
     tp: Sizes = None,
     cp: Sizes = None,
     pp: Sizes = None,
-    vpp: Sizes = None,
+    vpp: Annotated[
+        str | None, typer.Option(help="Stages on each rank, under schedules that leave a choice; only these: 2,4.")
+    ] = None,
     ep: Sizes = None,
     micro_batch_size: Sizes = None,
     cuda_graph: Annotated[str, typer.Option(help="none, partial or whole.")] = "partial",
@@ -71,7 +74,7 @@ def plan(
         typer.Option("--stragglers", help="Draw slow GPUs, so many: 0.1%. Which schedule do they slow down least?"),
     ] = None,
     straggler_factor: Annotated[float | None, typer.Option(help="By which factor they are slow; 1.2.")] = None,
-    draws: Annotated[int, typer.Option(help="How often slow GPUs are drawn.")] = DRAWS,
+    draws: Annotated[int | None, typer.Option(help=f"How often slow GPUs are drawn; {DRAWS}.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
     files: Annotated[
         Path | None, typer.Option(help="Write schedule.txt, costs.toml and train.toml to this directory.")
@@ -88,22 +91,29 @@ def plan(
     model, cluster = load_model(model_name), load_cluster(cluster_name)
     if trainable:
         _check_trainable(model, precision, tp, cp)
-    if files is not None and files.exists() and not files.is_dir():
-        raise ValueError(f"--files names a directory, and {files} is a file")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"there is no directory {output.parent}; make it, or write elsewhere")
+    _check_precision(precision, cluster)
+    limit = _limit(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    names = tuple(family(name).name for name in schedule) if schedule else None
+    vpps = _sizes(vpp, "--vpp")
+    if vpps is not None and names is not None:
+        _check_vpp(vpps, names)
     slow = Slow(0.0, straggler_share, straggler_factor, 0)
     slow.check()
     stragglers = slow.stragglers()
-    limit = parse_bytes(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    if draws is not None:
+        _check_draws(draws, straggler_share)
+    if files is not None:
+        check_directory(files)
+    if output is not None:
+        check_file(output)
     space = SearchSpace(
         tp=(1,) if trainable else _sizes(tp, "--tp"),
         cp=(1,) if trainable else _sizes(cp, "--cp"),
         pp=_sizes(pp, "--pp"),
-        vpp=_sizes(vpp, "--vpp") or SearchSpace.vpp,
+        vpp=vpps or SearchSpace.vpp,
         ep=_sizes(ep, "--ep"),
         micro_batch_size=_sizes(micro_batch_size, "--micro-batch-size") or SearchSpace.micro_batch_size,
-        schedules=tuple(family(name).name for name in schedule) if schedule else None,
+        schedules=names,
         cuda_graph=(cuda_graph,),
         precision=(precision,),
         balanced=(True,),
@@ -124,7 +134,7 @@ def plan(
     study = None
     if stragglers is not None:
         with working("drawing slow GPUs") as advance:
-            study = study_plan(found.best, others, stragglers, draws=draws, progress=advance)
+            study = study_plan(found.best, others, stragglers, draws=draws or DRAWS, progress=advance)
     if output is not None:
         output.write_text(page(found, chosen, others, limit, study), encoding="utf-8")
     written = write_files(chosen, files) if files is not None else ()
@@ -149,6 +159,48 @@ def _check_trainable(model: ModelShape, precision: str, tp: str | None, cp: str 
             raise ValueError(
                 f"treadle.train has no {option[2:].upper()}, got {option} {text}; leave one of the two out"
             )
+
+
+def _check_precision(precision: str, cluster: Cluster) -> None:
+    """Refuse a name that is no precision; one that the GPU lacks is refused where its rate is looked up."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"--precision is one of {', '.join(PRECISIONS)}, got {precision!r}; {cluster.name} has rates for "
+            f"{', '.join(cluster.peak_flops)}"
+        )
+
+
+def _limit(text: str) -> int:
+    limit = parse_bytes(text)
+    if limit < GIB:
+        meant = f"; write {text}GiB" if text.isdecimal() else ""
+        raise ValueError(
+            f"--memory-limit is what a GPU may hold, at least 1GiB, got {text}: {show_bytes(limit)}{meant}"
+        )
+    return limit
+
+
+def _check_vpp(vpps: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Refuse numbers of stages that none of the schedules takes; 1 may stand beside one that is taken."""
+    lost = [vpp for vpp in vpps if not any(_takes(name, vpp) for name in names)]
+    if [vpp for vpp in lost if vpp > 1] or lost == [*vpps]:
+        takers = [name for name in known() if all(_takes(name, vpp) for vpp in lost)]
+        wayout = f"; {', '.join(takers)} can" if takers else ""
+        raise ValueError(
+            f"{' and '.join(names)} cannot put {' or '.join(map(str, lost))} stages on each rank, got --vpp "
+            f"{','.join(map(str, vpps))}{wayout}; name such a schedule, or leave --vpp out"
+        )
+
+
+def _takes(name: str, vpp: int) -> bool:
+    return vpp in family(name).vpps if family(name).vpps else vpp > 1
+
+
+def _check_draws(draws: int, share: str | None) -> None:
+    if share is None:
+        raise ValueError("--draws is about stragglers; say how many there are: --stragglers 0.1%")
+    if draws < 1:
+        raise ValueError(f"--draws is a whole number from 1, got {draws}")
 
 
 def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
