@@ -33,6 +33,7 @@ def test_plan_says_what_was_chosen_and_why_not_another() -> None:
     lines = run(*SMALL, "--schedule", "1f1b", "--schedule", "zb-h1").splitlines()
     assert lines[0].startswith("llama3-8b on 16 h100: ")
     first = [line.split()[0] for line in lines if line.strip()]
+    assert "batch                  524,288 tokens: 128 sequences of 4,096, in bf16" in [line.rstrip() for line in lines]
     for word in ("step", "tokens", "MFU", "bubble", "memory", "layout", "verified", "rank", "why", "nothing"):
         assert word in first, word
 
@@ -53,6 +54,29 @@ def test_files_give_the_same_step_to_simulate(tmp_path: Path, monkeypatch: pytes
     svg = (tmp_path / "plan.html").read_text().split("<svg", 1)[1].split("</svg>")[0]
     dots = ElementTree.fromstring(f"<svg{svg}</svg>").findall(".//circle")
     assert len(dots) > 3
+
+
+def test_options_of_the_json_give_the_same_step_to_simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = read_json("plan", run(*SMALL, "--schedule", "1f1b", "--files", "plan", "--json"))
+    assert made["tokens_per_batch"] == 524_288
+    options = ("plan/schedule.txt", "--costs", "plan/costs.toml", *shlex.split(made["chosen"]["options"]))
+    done = CliRunner().invoke(app, ("simulate", *options, "--json"), catch_exceptions=False)
+    assert read_json("simulate", done.stdout)["makespan"] / 1e6 == pytest.approx(made["chosen"]["step_s"], rel=1e-9)
+
+
+def test_steps_with_slow_gpus_stand_beside_those_without() -> None:
+    args = (*SMALL, "--schedule", "1f1b", "--schedule", "zb-h1", "--stragglers", "10%", "--draws", "3")
+    lines = [line.split() for line in run(*args).splitlines()]
+    step = next(words[1] for words in lines if words[:1] == ["step"])
+    head = next(number for number, words in enumerate(lines) if words[-6:-3] == ["step", "median", "p10"])
+    assert lines[head + 1][1:3] == [step, "s"]
+    made = read_json("plan", run(*args, "--json"))
+    study, (row, *_) = made["stragglers"], made["stragglers"]["rows"]
+    assert study["share"] == pytest.approx(1 - 0.9**2)
+    assert len(str(study["share"])) < 15
+    assert row["step_s"] == pytest.approx(made["chosen"]["step_s"])
+    assert row["median_s"] == pytest.approx(row["step_s"] * (1 + row["p50"]))
 
 
 def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def study_plan(
     job = best.job
     programs = {name: each.structure.lower(each.job.num_microbatches, each.costs) for name, each in jobs.items()}
     ep, dp = columns(job)
-    together = 1 - (1 - stragglers.share) ** job.tp
+    together = round(1 - (1 - stragglers.share) ** job.tp, 12)
     return straggler_study(
         programs,
         {name: each.costs for name, each in jobs.items()},

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -22,14 +21,14 @@ from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_bytes, show_time
-from treadle.plan.stragglers import StragglerStudy
+from treadle.plan.stragglers import QUANTILES, StragglerStudy
 from treadle.schedules import family, known
 from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
-from treadle.search.files import options_text, untrainable, untrainable_model, write_files
+from treadle.search.files import untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
 from treadle.search.page import page
-from treadle.search.report import plan_object
+from treadle.search.report import batch_text, commands, count_text, mesh_text, plan_object, study_text
 from treadle.search.search import describe
 from treadle.search.stragglers import DRAWS, study_plan
 from treadle.search.why import Alternative, settle
@@ -136,7 +135,7 @@ def plan(
         with working("drawing slow GPUs") as advance:
             study = study_plan(found.best, others, stragglers, draws=draws or DRAWS, progress=advance)
     if output is not None:
-        output.write_text(page(found, chosen, others, limit, study), encoding="utf-8")
+        output.write_text(page(found, chosen, others, limit, study, files or Path("plan")), encoding="utf-8")
     written = write_files(chosen, files) if files is not None else ()
     if as_json:
         print_json("plan", plan_object(found, chosen, others, study))
@@ -217,10 +216,11 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
     head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
     out.print(f"[bold]{escape(head)}[/]", soft_wrap=True)
     figures = {
+        "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
         "tokens": f"{chosen.tokens_per_s_per_gpu:,.0f} a second and GPU",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOPS of {job.precision})",
-        "bubble": f"{chosen.bubble:.1%} of the step a rank does not compute, on average",
+        "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {limit / GIB:.1f}",
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
@@ -236,13 +236,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
     _print_memory(chosen)
     _print_alternatives(others)
     _print_front(found)
-    count = len(found.fitting) + len(found.too_large)
-    out.print(
-        f"{count:,} candidates: {len(found.too_large):,} do not fit, {found.num_simulated:,} simulated, the others "
-        "cannot be faster or smaller than one that was",
-        style="dim",
-        soft_wrap=True,
-    )
+    out.print(count_text(found, limit), style="dim", soft_wrap=True)
 
 
 def _print_memory(chosen: Chosen) -> None:
@@ -279,32 +273,25 @@ def _print_front(found: Found) -> None:
 
 
 def _print_study(study: StragglerStudy) -> None:
-    table = rows_table(f"{study.stragglers}, {study.num_draws} draws", "step", "p10", "median", "p90", "max")
+    table = rows_table(f"{study.stragglers}, {study.num_draws} draws", "step", "median", *QUANTILES)
     for row in study.rows:
-        step = show_time(row.clock, float(np.median(row.makespans)))
-        table.add_row(escape(row.name), step, *(f"+{row.slowdown(share):.1%}" for share in (0.1, 0.5, 0.9, 1.0)))
+        times = (show_time(row.clock, ticks) for ticks in (row.base, row.median))
+        table.add_row(escape(row.name), *times, *(f"+{row.slowdown(share):.1%}" for share in QUANTILES.values()))
     out.print(table)
-    out.print(
-        f"{escape(study.least_slowed.name)} suffers least, {escape(study.fastest.name)} is the fastest then",
-        soft_wrap=True,
-    )
+    out.print(escape(study_text(study)), soft_wrap=True)
 
 
 def _tell_next(chosen: Chosen, model: ModelShape, files: Path | None, written: tuple[Path, ...]) -> None:
     if files is None:
         suggest(f"treadle plan --model {model.name} ... --files plan/ -o plan.html")
         return
-    options, reason = options_text(chosen.judged), untrainable(chosen.judged.job)
+    reason = untrainable(chosen.judged.job)
     if reason is not None:
         note(f"treadle.train cannot run this job: {reason}")
-    out.print(f"wrote {', '.join(map(_path, written))}; draw, simulate and verify take", style="dim", soft_wrap=True)
-    out.print(
-        escape(f"  treadle draw {_path(files / 'schedule.txt')} --costs {_path(files / 'costs.toml')} {options}"),
-        soft_wrap=True,
-    )
-    if reason is None:
-        out.print(escape(f"  python -m treadle.train --config {_path(files / 'train.toml')} --dry-run"), soft_wrap=True)
-
-
-def _path(path: Path) -> str:
-    return shlex.quote(str(path))
+    names = ", ".join(shlex.quote(str(path)) for path in written)
+    out.print(f"wrote {names}; draw, simulate and verify take", style="dim", soft_wrap=True)
+    for command in commands(chosen, files):
+        out.print(escape(f"  {command}"), soft_wrap=True)
+    told = mesh_text(chosen.judged.job)
+    if told is not None:
+        out.print(told, style="dim", soft_wrap=True)
