@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,10 +12,15 @@ from typer.testing import CliRunner
 
 import treadle
 from tests.support.json_output import read_json
-from treadle.cli.app import app
+from treadle.cli.app import COMMANDS, app
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""
+
+EIGHT = ("--model", "llama3-8b", "--cluster", "h100:8")
+
+CONFIG = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,
+          "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}  # fmt: skip
 
 
 def run(*args: str) -> str:
@@ -27,6 +33,7 @@ def test_plan_says_what_was_chosen_and_why_not_another() -> None:
     lines = run(*SMALL, "--schedule", "1f1b", "--schedule", "zb-h1").splitlines()
     assert lines[0].startswith("llama3-8b on 16 h100: ")
     first = [line.split()[0] for line in lines if line.strip()]
+    assert "batch                  524,288 tokens: 128 sequences of 4,096, in bf16" in [line.rstrip() for line in lines]
     for word in ("step", "tokens", "MFU", "bubble", "memory", "layout", "verified", "rank", "why", "nothing"):
         assert word in first, word
 
@@ -49,14 +56,56 @@ def test_files_give_the_same_step_to_simulate(tmp_path: Path, monkeypatch: pytes
     assert len(dots) > 3
 
 
+def test_options_of_the_json_give_the_same_step_to_simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = read_json("plan", run(*SMALL, "--schedule", "1f1b", "--files", "plan", "--json"))
+    assert made["tokens_per_batch"] == 524_288
+    options = ("plan/schedule.txt", "--costs", "plan/costs.toml", *shlex.split(made["chosen"]["options"]))
+    done = CliRunner().invoke(app, ("simulate", *options, "--json"), catch_exceptions=False)
+    assert read_json("simulate", done.stdout)["makespan"] / 1e6 == pytest.approx(made["chosen"]["step_s"], rel=1e-9)
+
+
+def test_steps_with_slow_gpus_stand_beside_those_without() -> None:
+    args = (*SMALL, "--schedule", "1f1b", "--schedule", "zb-h1", "--stragglers", "10%", "--draws", "3")
+    lines = [line.split() for line in run(*args).splitlines()]
+    step = next(words[1] for words in lines if words[:1] == ["step"])
+    head = next(number for number, words in enumerate(lines) if words[-6:-3] == ["step", "median", "p10"])
+    assert lines[head + 1][1:3] == [step, "s"]
+    made = read_json("plan", run(*args, "--json"))
+    study, (row, *_) = made["stragglers"], made["stragglers"]["rows"]
+    assert study["share"] == pytest.approx(1 - 0.9**2)
+    assert len(str(study["share"])) < 15
+    assert row["step_s"] == pytest.approx(made["chosen"]["step_s"])
+    assert row["median_s"] == pytest.approx(row["step_s"] * (1 + row["p50"]))
+
+
 def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,
-              "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     args = ("--model", str(tmp_path), "--cluster", "a100:8", "--tp", "1", "--pp", "2", "--schedule", "1f1b", "--json")
     chosen = read_json("plan", run(*args))["chosen"]
     assert chosen["dp"] == 4
     assert sum(stage.count("t") for stage in chosen["layout"].split("|")) > 0
+
+
+NARROW = {
+    "kimi-k2": ("--tp", "1", "--pp", "16", "--ep", "32", "--tokens-per-batch", "8388608"),
+    "config.json": ("--tp", "1", "--pp", "2"),
+    "qwen3-30b-a3b": ("--pp", "2", "--ep", "8"),
+}
+"""Options that leave little to search, for the model of each example."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", COMMANDS["plan"].examples.removeprefix("Examples: ").split("   |   "))
+def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it stands, with options behind it that narrow the search."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+    Path("mine.toml").write_text('gpu = "h100"\nnum_gpus = 128\n')
+    command, *args = shlex.split(example)[1:]
+    assert command == "plan"
+    narrow = NARROW[args[args.index("--model") + 1]]
+    assert "verified" in run(*args, *narrow, "--schedule", "1f1b", "--micro-batch-size", "1")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +122,24 @@ def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
             ("--model", "llama3-8b", "--cluster", "h100:8", "--memory-limit", "90GiB"),
             "has 80.0 GiB, got a limit of 90.0",
         ),
+        ((*EIGHT, "--precision", "fp4"), "one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; 8 h100 has rates for bf16, fp8"),
+        ((*EIGHT, "--memory-limit", "70"), "at least 1GiB, got 70: 70 bytes; write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70MB"), "at least 1GiB, got 70MB: 70 MB"),
+        ((*EIGHT, "--memory-limit", "70G"), "'70G' is not a number of bytes; write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70gib"), "write 70GiB"),
+        ((*EIGHT, "--memory-limit", "70gb"), "write 70GB"),
+        ((*EIGHT, "--memory-limit", "much"), "write 80GB, 512MiB or 4e9"),
+        (
+            (*EIGHT, "--schedule", "1f1b", "--vpp", "2"),
+            "1f1b cannot put 2 stages on each rank, got --vpp 2; interleaved, interleaved-overlap, zb-v,",
+        ),
+        (
+            (*EIGHT, "--schedule", "zb-v", "--schedule", "1f1b", "--vpp", "2,4"),
+            "cannot put 4 stages on each rank, got --vpp 2,4; interleaved, interleaved-overlap can",
+        ),
+        ((*EIGHT, "--schedule", "zb-v", "--vpp", "1"), "zb-v cannot put 1 stages"),
+        ((*EIGHT, "--draws", "5"), "--draws is about stragglers; say how many there are"),
+        ((*EIGHT, "--straggler-factor", "2"), "--straggler-factor is about stragglers"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--schedule", "2f2b"), "is not a schedule"),
         (("--model", "llama3-405b", "--cluster", "h100:8", "--pp", "1"), "take more GPUs than 8, or a higher limit"),
@@ -82,3 +149,25 @@ def test_a_mistake_is_named_with_a_way_out(args: tuple[str, ...], told: str) -> 
     error = CliRunner().invoke(app, ("plan", *args)).exception
     assert isinstance(error, ValueError)
     assert told in str(error)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--stragglers", "1%", "--draws", "0"), "--draws is a whole number from 1, got 0"),
+        (("--stragglers", "200%"), "is not a share"),
+        (("--files", "/proc/x"), "/proc/x cannot be written"),
+        (("--files", "file/x"), "file is a file"),
+        (("-o", "none/plan.html"), "there is no directory none"),
+        (("-o", "/proc/plan.html"), "/proc/plan.html cannot be written"),
+    ],
+)
+def test_what_follows_the_search_is_checked_before_it(
+    args: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr("treadle.cli.commands.plan.find_plan", lambda *_, **__: pytest.fail("searched"))
+    with pytest.raises(ValueError, match=told):
+        CliRunner().invoke(app, ("plan", *EIGHT, *args), catch_exceptions=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -57,9 +57,14 @@ def test_the_best_of_ours_is_named() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--memory-limit", "3GB"), "--memory-limit is about bytes, which need --model-layers or --layout"),
+        (("--memory-limit", "3GB"), "--memory-limit is about bytes, which need layers"),
         (("--memory-limit", "3GB", "--model-layers", "4"), "the costs do not say what layers save"),
-        (("--vpp", "2", "--max-activations", "1"), "rank 0 holds 2 of one micro-batch"),
+        (("--vpp", "2", "--max-activations", "1"), "rank 0 holds 2 activations of one micro-batch"),
+        (
+            ("--costs", "deepseek-v3-model", "--memory-limit", "1GB"),
+            r"holds [0-9.]+ GB of one micro-batch .* limit is 1 GB; give it [0-9.]+ GB or more",
+        ),
+        (("--memory-limit", "3g"), "'3g' is not a number of bytes; write 3GiB"),
         (("--vpp", "0"), "vpp is a whole number from 1, got 0"),
         (("--time-limit", "0"), "a time limit is more than 0 seconds, got 0"),
         (("-m", "100000"), "searched for at most 30000 forwards and backward halves, got 600000"),
@@ -68,6 +73,31 @@ def test_the_best_of_ours_is_named() -> None:
 def test_mistakes_are_named(args: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run("synthesize", "--pp", "2", "-m", "4", *args)
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("none/a.txt", "there is no directory none"),
+        (".", "is a directory"),
+        ("/proc/a.txt", "/proc/a.txt cannot be written"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    output: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.cli.commands.synthesize.synthesize_schedule", lambda **_: pytest.fail("searched"))
+    with pytest.raises(ValueError, match=said):
+        run("synthesize", "--pp", "2", "-m", "4", "-o", output)
+
+
+def test_the_limit_that_is_proposed_is_enough() -> None:
+    """It is that of the rank that needs most, and rounded up."""
+    args = ("synthesize", "--pp", "4", "-m", "4", "--costs", "deepseek-v3-model", "--time-limit", "1")
+    with pytest.raises(ValueError, match="give it") as refused:
+        run(*args, "--memory-limit", "1GB")
+    enough = str(refused.value).partition("give it ")[2].partition(" or more")[0]
+    assert run(*args, "--memory-limit", enough)[0] == 0
 
 
 def test_a_missing_solver_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

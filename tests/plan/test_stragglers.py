@@ -65,8 +65,10 @@ def test_a_study_says_which_schedule_suffers_least_and_which_is_fastest() -> Non
     assert study.fastest.name == min(study.rows, key=lambda row: sorted(row.makespans)[4]).name
     row = study.as_dict()["rows"][0]
     assert row["max"] == pytest.approx(max(slowdowns["gpipe"]))
-    assert row["median"] == pytest.approx(sorted(slowdowns["gpipe"])[4])
-    assert row["p10"] <= row["median"] <= row["p90"] <= row["max"]
+    assert row["p50"] == pytest.approx(sorted(slowdowns["gpipe"])[4])
+    assert row["p10"] <= row["p50"] <= row["p90"] <= row["max"]
+    assert row["step_s"] == pytest.approx(study.rows[0].base / 1e9)
+    assert row["median_s"] == pytest.approx(row["step_s"] * (1 + row["p50"]))
     assert told == [(number, told[-1][1]) for number in range(1, told[-1][1] + 1)]
 
 

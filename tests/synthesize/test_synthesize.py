@@ -186,7 +186,7 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"limits": MemoryLimits(max_activations=1), "vpp": 2}, "rank 0 holds 2 of one micro-batch"),
+        ({"limits": MemoryLimits(max_activations=1), "vpp": 2}, "rank 0 holds 2 activations of one micro-batch"),
         ({"limits": MemoryLimits(memory_limit=10)}, "a memory limit is in bytes"),
         ({"placement": "zigzag"}, "placement 'zigzag' is not known"),
         ({"costs": "unti"}, "did you mean 'unit'"),

@@ -69,7 +69,7 @@ COMMANDS = {
     "plan": CommandHelp(
         "Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.",
         "Examples: treadle plan --model kimi-k2 --cluster h800:2048   |   "
-        "treadle plan --model config.json --cluster mine.toml --tokens-per-batch 4000000 -o plan.html   |   "
+        "treadle plan --model config.json --cluster mine.toml --tokens-per-batch 4194304 -o plan.html   |   "
         "treadle plan --model qwen3-30b-a3b --cluster h100:32 --trainable --files plan/",
     ),
     "calibrate": CommandHelp(

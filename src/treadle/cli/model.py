@@ -71,7 +71,9 @@ class Model:
         _option("layout", "Blocks of each stage, as Megatron writes them: 'Et|(tt|)*30L'; d is a dense layer."),
     ] = None
     dense: Annotated[int | None, _option("dense", "Layers, from the first on, that are dense.")] = None
-    mtp: Annotated[int | None, _option("mtp", "MTP blocks behind the layers, on the last stage.")] = None
+    mtp: Annotated[
+        int | None, _option("mtp", "MTP blocks on the last stage; a --layout says itself where they are.")
+    ] = None
     tied: Annotated[bool, _option("tied", "Embedding and head share a parameter, which is reduced by itself.")] = False
     recompute: Annotated[
         str | None, _option("recompute", "Parts of a layer that are computed again: attn, mlp or attn,mlp.")

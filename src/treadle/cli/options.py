@@ -63,11 +63,17 @@ def _default(field: Field[Any]) -> Any:
 _UNITS = {"": 1, "B": 1} | {f"{p}{s}": b**n for n, p in enumerate("KMGT", 1) for s, b in (("B", 1000), ("iB", 1024))}
 
 
+_MEANT = {unit.lower(): unit for unit in _UNITS} | {prefix.lower(): f"{prefix}iB" for prefix in "KMGT"}
+"""Units by what is written for them by mistake: g, gb, gib."""
+
+
 def parse_bytes(text: str) -> int:
     """`80GB`, `512MiB`, `4e9`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a number of bytes; write 80GB, 512MiB or 4e9")
+        meant = _MEANT.get(match[2].lower()) if match is not None else None
+        written = f"{match[1]}{meant}" if match is not None and meant is not None else "80GB, 512MiB or 4e9"
+        raise ValueError(f"{text!r} is not a number of bytes; write {written}")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -24,6 +24,9 @@ from treadle.simulate.slowness import Stragglers
 Progress: TypeAlias = Callable[[int, int], None]
 """Told how far the work is: `progress(done, total)`."""
 
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+"""Of the draws' slowdowns: those that are shown."""
+
 
 @dataclass(frozen=True, eq=False)
 class StragglerRow:
@@ -34,6 +37,11 @@ class StragglerRow:
     makespans: Longs
     clock: Clock
 
+    @property
+    def median(self) -> float:
+        """The median step with stragglers, in ticks."""
+        return float(np.median(self.makespans))
+
     def slowdown(self, quantile: float) -> float:
         """Return how much longer a step takes than without stragglers; at most so in a share `quantile` of the draws.
 
@@ -42,13 +50,16 @@ class StragglerRow:
         return float(np.quantile(self.makespans, quantile)) / self.base - 1 if self.base else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON; times are in the clock's unit, slowdowns are shares of `base`."""
-        quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+        """Return a dict for JSON: a step without and a median one with stragglers, in seconds, and slowdowns.
+
+        Where the clock has no real unit, a unit stands for a second.
+        """
+        second = self.clock.ticks * {"us": 1_000_000, "ms": 1000}.get(self.clock.unit, 1)
         return {
             "name": self.name,
-            "base": self.clock.show(self.base),
-            "step": self.clock.show(float(np.median(self.makespans))),
-            **{name: self.slowdown(quantile) for name, quantile in quantiles.items()},
+            "step_s": self.base / second,
+            "median_s": self.median / second,
+            **{name: self.slowdown(quantile) for name, quantile in QUANTILES.items()},
         }
 
 
@@ -69,7 +80,7 @@ class StragglerStudy:
     @property
     def fastest(self) -> StragglerRow:
         """The schedule with the shortest median step under stragglers."""
-        return min(self.rows, key=lambda row: float(np.median(row.makespans)))
+        return min(self.rows, key=lambda row: row.median)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""

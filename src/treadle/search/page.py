@@ -6,39 +6,38 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-
-import numpy as np
+from itertools import pairwise
+from pathlib import Path
 
 from treadle.estimate.cluster import GIB
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
-from treadle.plan.stragglers import StragglerStudy
+from treadle.plan.stragglers import QUANTILES, StragglerStudy
 from treadle.search.chosen import Chosen
 from treadle.search.judged import Judged, describe
+from treadle.search.report import commands, count_text, mesh_text, study_text
 from treadle.search.search import Found
 from treadle.search.why import Alternative
 
-_COLOURS = ("#08519c", "#4292c6", "#9ecae1", "#d94801", "#fd8d3c", "#fdbe85", "#bdbdbd")
-"""Of the parts of memory, states first."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 330, 54, 40
 _TICKS = 6
 
 
 def page(
-    found: Found, chosen: Chosen, others: Sequence[Alternative], limit: int, study: StragglerStudy | None = None
+    found: Found,
+    chosen: Chosen,
+    others: Sequence[Alternative],
+    limit: int,
+    study: StragglerStudy | None = None,
+    directory: Path = Path("plan"),
 ) -> str:
-    """Return the HTML of a plan."""
+    """Return the HTML of a plan; its commands take the files of `directory`."""
     job = chosen.judged.job
     assert job.layout is not None
-    count = len(found.fitting) + len(found.too_large)
-    words = (
-        f"{count:,} candidates: {len(found.too_large):,} do not fit into {limit / GIB:.1f} GiB, "
-        f"{found.num_simulated:,} were simulated; the others cannot be faster or smaller than one that was."
-    )
     parts = {
         "title": escape(f"{job.model.name} on {job.cluster.name}"),
         "head": escape(describe(job)),
-        "words": escape(words),
+        "count": escape(count_text(found, limit)),
         "figures": _figures(chosen, limit),
         "front": _scatter(found, limit),
         "memory": _memory(chosen, limit),
@@ -46,6 +45,9 @@ def page(
         "jobs": _jobs(found.front),
         "stragglers": _study(study) if study is not None else "",
         "layout": escape(write_layout(job.layout)),
+        "directory": escape(str(directory)),
+        "commands": escape("\n".join(commands(chosen, directory))),
+        "mesh": escape(mesh_text(job) or ""),
     }
     html = files("treadle.search").joinpath("page.html").read_text(encoding="utf-8")
     for part, text in parts.items():
@@ -54,14 +56,16 @@ def page(
 
 
 def _figures(chosen: Chosen, limit: int) -> str:
+    job = chosen.judged.job
     figures = (
         (f"{chosen.step_s:.3f} s", "a step"),
+        (f"{job.global_batch_size * job.seq_len:,}", f"tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}"),
         (f"{chosen.tokens_per_s_per_gpu:,.0f}", "tokens a second and GPU"),
-        (f"{chosen.mfu:.1%}", "MFU"),
-        (f"{chosen.bubble:.1%}", "bubble"),
+        (f"{chosen.mfu:.1%}", f"MFU in {job.precision}"),
+        (f"{chosen.bubble:.1%}", "bubble, mean over ranks"),
         (f"{chosen.exposed_share:.1%}", "exposed communication"),
         (f"{chosen.judged.memory_bytes / GIB:.1f} GiB", f"memory of {limit / GIB:.1f}"),
-        (str(chosen.judged.job.num_microbatches), "micro-batches a replica"),
+        (str(job.num_microbatches), "micro-batches a replica"),
         ("clean" if chosen.report.clean else "findings", "verified"),
     )
     return "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
@@ -82,7 +86,7 @@ def _scatter(found: Found, limit: int) -> str:
     shown = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in sorted(set(dots)))
     front = [each for each in found.front if each.step_s <= slowest]
     places = [place(each) for each in front]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in _staircase(places))
     marks = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{_hover(each)}</title></circle>'
         for each, (x, y) in zip(front, places, strict=True)
@@ -91,6 +95,12 @@ def _scatter(found: Found, limit: int) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="step time and memory of all simulated jobs">'
         f"{_axes(across, up)}<g class='dots'>{shown}</g><polyline points='{line}'/><g class='front'>{marks}</g></svg>"
     )
+
+
+def _staircase(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners between places from left to right: a job's memory, until a slower one takes less."""
+    corners = [(right[0], left[1]) for left, right in pairwise(places)]
+    return [*places[:1], *(point for pair in zip(corners, places[1:], strict=True) for point in pair)]
 
 
 class _Axis:
@@ -137,12 +147,12 @@ def _memory(chosen: Chosen, limit: int) -> str:
     memory = chosen.judged.memory
     names = memory[0]._fields
     most = max(limit, chosen.judged.memory_bytes)
-    key = "".join(f'<span><i style="background:{c}"></i>{n}</span>' for n, c in zip(names, _COLOURS, strict=True))
+    key = "".join(f'<span><i class="{name}"></i>{name}</span>' for name in names)
     rows = []
     for rank, held in enumerate(memory):
         bar = "".join(
-            f'<i style="width:{size / most * 100:.2f}%;background:{colour}" title="{name}: {size / GIB:.2f} GiB"></i>'
-            for name, size, colour in zip(names, held, _COLOURS, strict=True)
+            f'<i class="{name}" style="width:{size / most * 100:.2f}%" title="{name}: {size / GIB:.2f} GiB"></i>'
+            for name, size in zip(names, held, strict=True)
         )
         rows.append(f'<tr><th>{rank}</th><td class="stack">{bar}</td><td>{held.total / GIB:.1f}</td></tr>')
     return f'<div class="key">{key}</div><table class="ranks">{"".join(rows)}</table>'
@@ -152,7 +162,7 @@ def _alternatives(others: Iterable[Alternative]) -> str:
     rows = [
         f"<tr><td>{escape(other.knob)}</td><td>{escape(other.value)}</td>"
         f"<td>{f'+{other.slower:.1%}' if other.slower is not None else ''}</td>"
-        f"<td>{other.judged.memory_bytes / GIB:.1f} GiB</td><td>{escape(other.reason)}</td></tr>"
+        f"<td>{other.judged.memory_bytes / GIB:.1f} GiB</td><td class='words'>{escape(other.reason)}</td></tr>"
         for other in others
     ]
     head = "<tr><th>knob</th><th>value</th><th>step</th><th>memory</th><th></th></tr>"
@@ -161,7 +171,7 @@ def _alternatives(others: Iterable[Alternative]) -> str:
 
 def _jobs(front: Iterable[Judged]) -> str:
     rows = [
-        f"<tr><td>{escape(describe(each.job))}</td><td>{each.step_s:.3f} s</td>"
+        f"<tr><td class='words'>{escape(describe(each.job))}</td><td>{each.step_s:.3f} s</td>"
         f"<td>{each.memory_bytes / GIB:.1f} GiB</td></tr>"
         for each in front
     ]
@@ -169,13 +179,13 @@ def _jobs(front: Iterable[Judged]) -> str:
 
 
 def _study(study: StragglerStudy) -> str:
-    quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
     rows = [
-        f"<tr><td>{escape(row.name)}</td><td>{escape(show_time(row.clock, float(np.median(row.makespans))))}</td>"
-        + "".join(f"<td>+{row.slowdown(share):.1%}</td>" for share in quantiles.values())
+        f"<tr><td>{escape(row.name)}</td>"
+        + "".join(f"<td>{escape(show_time(row.clock, ticks))}</td>" for ticks in (row.base, row.median))
+        + "".join(f"<td>+{row.slowdown(share):.1%}</td>" for share in QUANTILES.values())
         + "</tr>"
         for row in study.rows
     ]
-    head = "".join(f"<th>{name}</th>" for name in ("schedule", "step", *quantiles))
-    title = escape(f"{study.stragglers}, {study.num_draws} draws: how much longer a step takes")
+    head = "".join(f"<th>{name}</th>" for name in ("schedule", "step without", "median with", *QUANTILES))
+    title = escape(f"{study.stragglers}, {study.num_draws} draws: {study_text(study)}")
     return f'<section class="wide"><h2>{title}</h2><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></section>'

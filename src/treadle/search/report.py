@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
+from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
 from treadle.ir.blocks import write_layout
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
-from treadle.search.files import untrainable
+from treadle.search.files import options_text, untrainable
 from treadle.search.judged import Judged
 from treadle.search.search import Found
+from treadle.search.structure import columns
 from treadle.search.why import Alternative
 
 
@@ -22,6 +27,7 @@ def plan_object(
         "model": job.model.name,
         "cluster": job.cluster.name,
         "gpus": job.cluster.num_gpus,
+        "tokens_per_batch": job.global_batch_size * job.seq_len,
         "candidates": len(found.fitting) + len(found.too_large),
         "too_large": len(found.too_large),
         "simulated": found.num_simulated,
@@ -35,6 +41,7 @@ def plan_object(
             "exposed_communication": chosen.exposed_share,
             "clean": chosen.report.clean,
             "untrainable": untrainable(job),
+            "options": options_text(chosen.judged),
             "memory": [rank._asdict() for rank in chosen.judged.memory],
         },
         "front": [job_object(each) for each in found.front],
@@ -77,3 +84,51 @@ def job_object(judged: Judged) -> dict[str, Any]:
         "step_s": judged.step_s,
         "memory_bytes": judged.memory_bytes,
     }
+
+
+def batch_text(job: Job) -> str:
+    """Say what a step trains on."""
+    tokens = job.global_batch_size * job.seq_len
+    return f"{tokens:,} tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}, in {job.precision}"
+
+
+def count_text(found: Found, limit: int) -> str:
+    """Say how many jobs were considered, and what became of them."""
+    count = len(found.fitting) + len(found.too_large)
+    others = found.num_simulated < count and any(each.ticks is None for each in found.fitting)
+    return (
+        f"{count:,} candidates: {len(found.too_large):,} do not fit into {limit / GIB:.1f} GiB, "
+        f"{found.num_simulated:,} simulated"
+        + (", the others cannot be faster or smaller than one that was" if others else "")
+    )
+
+
+def study_text(study: StragglerStudy) -> str:
+    """Say which schedule slow GPUs slow down least, and which is the fastest with slow GPUs."""
+    least, fastest = study.least_slowed.name, study.fastest.name
+    if least == fastest:
+        return f"{least} suffers least and is the fastest with slow GPUs"
+    return f"{least} suffers least, {fastest} is the fastest with slow GPUs"
+
+
+def commands(chosen: Chosen, directory: Path) -> list[str]:
+    """Return the command lines that take the files of a plan: it is drawn and, if the trainer can, rehearsed."""
+    schedule, costs, train = (
+        shlex.quote(str(directory / each)) for each in ("schedule.txt", "costs.toml", "train.toml")
+    )
+    options = f"{schedule} --costs {costs} {options_text(chosen.judged)}"
+    run = [f"python -m treadle.train --config {train} --dry-run"] if untrainable(chosen.judged.job) is None else []
+    return [f"treadle draw {options}", *run]
+
+
+def mesh_text(job: Job) -> str | None:
+    """Say what `--ep` and `--dp` of these commands count where that is not the job's EP and DP."""
+    ep, dp = columns(job)
+    told = (
+        [f"--ep {ep}: groups of TP{job.tp} that EP{job.ep} reaches over"] if job.model.is_moe and ep != job.ep else []
+    )
+    if dp > 1 and dp != job.dp:
+        told.append(
+            f"--dp {dp}: replicas of the experts" if job.model.is_moe else f"--dp {dp}: DP{job.dp} x CP{job.cp}"
+        )
+    return "; ".join(told) or None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 from treadle.costs import Costs
 from treadle.ir import Action, Kind, Placement
 from treadle.ir.dependency import needs
+from treadle.ir.show import show_held
 from treadle.plan import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
 from treadle.synthesize.pairs import pair_times
@@ -124,7 +125,7 @@ def _budgets(limits: MemoryLimits, tasks: list[Task], sizes: StepSizes) -> Itera
         last = Kind.W if any(task.action.kind is Kind.W for task in tasks) else Kind.B
         taken = tuple(int(task.action.kind is Kind.F) for task in tasks)
         given = tuple(int(task.action.kind is last) for task in tasks)
-        yield Budget(limits.max_activations, taken, given)
+        yield Budget(limits.max_activations, taken, given, "activations")
     if limits.memory_limit is not None:
         if sizes.unit != "bytes":
             raise ValueError(
@@ -133,24 +134,37 @@ def _budgets(limits: MemoryLimits, tasks: list[Task], sizes: StepSizes) -> Itera
             )
         taken = tuple(sizes.taken[task.rank, task.action] for task in tasks)
         given = tuple(sizes.given[task.rank, task.action] for task in tasks)
-        yield Budget(limits.memory_limit, taken, given)
+        yield Budget(limits.memory_limit, taken, given, "bytes")
 
 
 def _check_room(problem: StepProblem) -> None:
     """Refuse limits that no order keeps: a micro-batch is on all chunks of a rank before its first backward there."""
     for budget in problem.budgets:
-        for rank, numbers in enumerate(problem.by_rank):
-            held: dict[tuple[int, int], int] = {}
-            for number in numbers:
-                action = problem.tasks[number].action
-                key = problem.placement.pipes[action.chunk], action.mb
-                held[key] = held.get(key, 0) + budget.taken[number]
-            least = max(held.values())
-            if least > budget.limit:
-                raise ValueError(
-                    f"rank {rank} holds {least} of one micro-batch between its forward and its backward, and the limit "
-                    f"is {budget.limit}; give it {least} or more, or fewer chunks"
-                )
+        least, rank = max(
+            (_least_held(problem, budget, numbers), -rank) for rank, numbers in enumerate(problem.by_rank)
+        )
+        if least > budget.limit:
+            holds, limit, enough = (show_held(size, budget.unit) for size in (least, budget.limit, _rounded(least)))
+            raise ValueError(
+                f"rank {-rank} holds {holds} of one micro-batch between its forward and its backward, and the limit "
+                f"is {limit}; give it {enough} or more, or fewer chunks"
+            )
+
+
+def _least_held(problem: StepProblem, budget: Budget, numbers: Iterable[int]) -> int:
+    """Return what a rank with these tasks holds at least at some time."""
+    held: dict[tuple[int, int], int] = {}
+    for number in numbers:
+        action = problem.tasks[number].action
+        key = problem.placement.pipes[action.chunk], action.mb
+        held[key] = held.get(key, 0) + budget.taken[number]
+    return max(held.values())
+
+
+def _rounded(size: int) -> int:
+    """Round up to the four digits that are shown, so that what is shown is enough."""
+    step: int = 10 ** max(0, len(str(size)) - 4)
+    return -(-size // step) * step
 
 
 def _scaled(pairs: PairTimes | None, scale: int) -> PairTimes | None:

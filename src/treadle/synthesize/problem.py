@@ -56,6 +56,8 @@ class Budget:
     limit: int
     taken: tuple[int, ...]
     given: tuple[int, ...]
+    unit: str
+    """What is limited: activations or bytes."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -17,19 +16,20 @@ from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import note, out, suggest, working
-from treadle.estimate import ModelShape, load_cluster, load_model
-from treadle.estimate.cluster import GIB
+from treadle.cli.writable import check_directory, check_file
+from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
+from treadle.estimate.cluster import GIB, PRECISIONS
 from treadle.ir.blocks import write_layout
-from treadle.ir.show import show_time
-from treadle.plan.stragglers import StragglerStudy
-from treadle.schedules import family
+from treadle.ir.show import show_bytes, show_time
+from treadle.plan.stragglers import QUANTILES, StragglerStudy
+from treadle.schedules import family, known
 from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
-from treadle.search.files import options_text, untrainable, untrainable_model, write_files
+from treadle.search.files import untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
 from treadle.search.judged import describe
 from treadle.search.page import page
-from treadle.search.report import plan_object
+from treadle.search.report import batch_text, commands, count_text, mesh_text, plan_object, study_text
 from treadle.search.stragglers import DRAWS, study_plan
 from treadle.search.why import Alternative, settle
 
@@ -59,7 +59,9 @@ def plan(
     tp: Sizes = None,
     cp: Sizes = None,
     pp: Sizes = None,
-    vpp: Sizes = None,
+    vpp: Annotated[
+        str | None, typer.Option(help="Stages on each rank, under schedules that leave a choice; only these: 2,4.")
+    ] = None,
     ep: Sizes = None,
     micro_batch_size: Sizes = None,
     cuda_graph: Annotated[str, typer.Option(help="none, partial or whole.")] = "partial",
@@ -71,7 +73,7 @@ def plan(
         typer.Option("--stragglers", help="Draw slow GPUs, so many: 0.1%. Which schedule do they slow down least?"),
     ] = None,
     straggler_factor: Annotated[float | None, typer.Option(help="By which factor they are slow; 1.2.")] = None,
-    draws: Annotated[int, typer.Option(help="How often slow GPUs are drawn.")] = DRAWS,
+    draws: Annotated[int | None, typer.Option(help=f"How often slow GPUs are drawn; {DRAWS}.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
     files: Annotated[
         Path | None, typer.Option(help="Write schedule.txt, costs.toml and train.toml to this directory.")
@@ -88,22 +90,29 @@ def plan(
     model, cluster = load_model(model_name), load_cluster(cluster_name)
     if trainable:
         _check_trainable(model, precision, tp, cp)
-    if files is not None and files.exists() and not files.is_dir():
-        raise ValueError(f"--files names a directory, and {files} is a file")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"there is no directory {output.parent}; make it, or write elsewhere")
+    _check_precision(precision, cluster)
+    limit = _limit(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    names = tuple(family(name).name for name in schedule) if schedule else None
+    vpps = _sizes(vpp, "--vpp")
+    if vpps is not None and names is not None:
+        _check_vpp(vpps, names)
     slow = Slow(0.0, straggler_share, straggler_factor, 0)
     slow.check()
     stragglers = slow.stragglers()
-    limit = parse_bytes(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    if draws is not None:
+        _check_draws(draws, straggler_share)
+    if files is not None:
+        check_directory(files)
+    if output is not None:
+        check_file(output)
     space = SearchSpace(
         tp=(1,) if trainable else _sizes(tp, "--tp"),
         cp=(1,) if trainable else _sizes(cp, "--cp"),
         pp=_sizes(pp, "--pp"),
-        vpp=_sizes(vpp, "--vpp") or SearchSpace.vpp,
+        vpp=vpps or SearchSpace.vpp,
         ep=_sizes(ep, "--ep"),
         micro_batch_size=_sizes(micro_batch_size, "--micro-batch-size") or SearchSpace.micro_batch_size,
-        schedules=tuple(family(name).name for name in schedule) if schedule else None,
+        schedules=names,
         cuda_graph=(cuda_graph,),
         precision=(precision,),
         balanced=(True,),
@@ -124,9 +133,9 @@ def plan(
     study = None
     if stragglers is not None:
         with working("drawing slow GPUs") as advance:
-            study = study_plan(found.best, others, stragglers, draws=draws, progress=advance)
+            study = study_plan(found.best, others, stragglers, draws=draws or DRAWS, progress=advance)
     if output is not None:
-        output.write_text(page(found, chosen, others, limit, study), encoding="utf-8")
+        output.write_text(page(found, chosen, others, limit, study, files or Path("plan")), encoding="utf-8")
     written = write_files(chosen, files) if files is not None else ()
     if as_json:
         print_json("plan", plan_object(found, chosen, others, study))
@@ -151,6 +160,48 @@ def _check_trainable(model: ModelShape, precision: str, tp: str | None, cp: str 
             )
 
 
+def _check_precision(precision: str, cluster: Cluster) -> None:
+    """Refuse a name that is no precision; one that the GPU lacks is refused where its rate is looked up."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"--precision is one of {', '.join(PRECISIONS)}, got {precision!r}; {cluster.name} has rates for "
+            f"{', '.join(cluster.peak_flops)}"
+        )
+
+
+def _limit(text: str) -> int:
+    limit = parse_bytes(text)
+    if limit < GIB:
+        meant = f"; write {text}GiB" if text.isdecimal() else ""
+        raise ValueError(
+            f"--memory-limit is what a GPU may hold, at least 1GiB, got {text}: {show_bytes(limit)}{meant}"
+        )
+    return limit
+
+
+def _check_vpp(vpps: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Refuse numbers of stages that none of the schedules takes; 1 may stand beside one that is taken."""
+    lost = [vpp for vpp in vpps if not any(_takes(name, vpp) for name in names)]
+    if [vpp for vpp in lost if vpp > 1] or lost == [*vpps]:
+        takers = [name for name in known() if all(_takes(name, vpp) for vpp in lost)]
+        wayout = f"; {', '.join(takers)} can" if takers else ""
+        raise ValueError(
+            f"{' and '.join(names)} cannot put {' or '.join(map(str, lost))} stages on each rank, got --vpp "
+            f"{','.join(map(str, vpps))}{wayout}; name such a schedule, or leave --vpp out"
+        )
+
+
+def _takes(name: str, vpp: int) -> bool:
+    return vpp in family(name).vpps if family(name).vpps else vpp > 1
+
+
+def _check_draws(draws: int, share: str | None) -> None:
+    if share is None:
+        raise ValueError("--draws is about stragglers; say how many there are: --stragglers 0.1%")
+    if draws < 1:
+        raise ValueError(f"--draws is a whole number from 1, got {draws}")
+
+
 def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -165,10 +216,11 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
     head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
     out.print(f"[bold]{escape(head)}[/]", soft_wrap=True)
     figures = {
+        "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
         "tokens": f"{chosen.tokens_per_s_per_gpu:,.0f} a second and GPU",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOPS of {job.precision})",
-        "bubble": f"{chosen.bubble:.1%} of the step a rank does not compute, on average",
+        "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {limit / GIB:.1f}",
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
@@ -184,13 +236,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
     _print_memory(chosen)
     _print_alternatives(others)
     _print_front(found)
-    count = len(found.fitting) + len(found.too_large)
-    out.print(
-        f"{count:,} candidates: {len(found.too_large):,} do not fit, {found.num_simulated:,} simulated, the others "
-        "cannot be faster or smaller than one that was",
-        style="dim",
-        soft_wrap=True,
-    )
+    out.print(count_text(found, limit), style="dim", soft_wrap=True)
 
 
 def _print_memory(chosen: Chosen) -> None:
@@ -227,32 +273,25 @@ def _print_front(found: Found) -> None:
 
 
 def _print_study(study: StragglerStudy) -> None:
-    table = rows_table(f"{study.stragglers}, {study.num_draws} draws", "step", "p10", "median", "p90", "max")
+    table = rows_table(f"{study.stragglers}, {study.num_draws} draws", "step", "median", *QUANTILES)
     for row in study.rows:
-        step = show_time(row.clock, float(np.median(row.makespans)))
-        table.add_row(escape(row.name), step, *(f"+{row.slowdown(share):.1%}" for share in (0.1, 0.5, 0.9, 1.0)))
+        times = (show_time(row.clock, ticks) for ticks in (row.base, row.median))
+        table.add_row(escape(row.name), *times, *(f"+{row.slowdown(share):.1%}" for share in QUANTILES.values()))
     out.print(table)
-    out.print(
-        f"{escape(study.least_slowed.name)} suffers least, {escape(study.fastest.name)} is the fastest then",
-        soft_wrap=True,
-    )
+    out.print(escape(study_text(study)), soft_wrap=True)
 
 
 def _tell_next(chosen: Chosen, model: ModelShape, files: Path | None, written: tuple[Path, ...]) -> None:
     if files is None:
         suggest(f"treadle plan --model {model.name} ... --files plan/ -o plan.html")
         return
-    options, reason = options_text(chosen.judged), untrainable(chosen.judged.job)
+    reason = untrainable(chosen.judged.job)
     if reason is not None:
         note(f"treadle.train cannot run this job: {reason}")
-    out.print(f"wrote {', '.join(map(_path, written))}; draw, simulate and verify take", style="dim", soft_wrap=True)
-    out.print(
-        escape(f"  treadle draw {_path(files / 'schedule.txt')} --costs {_path(files / 'costs.toml')} {options}"),
-        soft_wrap=True,
-    )
-    if reason is None:
-        out.print(escape(f"  python -m treadle.train --config {_path(files / 'train.toml')} --dry-run"), soft_wrap=True)
-
-
-def _path(path: Path) -> str:
-    return shlex.quote(str(path))
+    names = ", ".join(shlex.quote(str(path)) for path in written)
+    out.print(f"wrote {names}; draw, simulate and verify take", style="dim", soft_wrap=True)
+    for command in commands(chosen, files):
+        out.print(escape(f"  {command}"), soft_wrap=True)
+    told = mesh_text(chosen.judged.job)
+    if told is not None:
+        out.print(told, style="dim", soft_wrap=True)

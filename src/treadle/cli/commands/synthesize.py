@@ -13,6 +13,7 @@ from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.terminal import Advance, note, out, suggest, working
+from treadle.cli.writable import check_file
 from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.simulate import Metrics, measure
@@ -35,10 +36,15 @@ def synthesize(
     model_layers: Annotated[int | None, typer.Option(help="Layers of the whole model, cut into stages.")] = None,
     layout: Annotated[str | None, typer.Option(help="Blocks of each stage: 'Et|(tt|)*30L'.")] = None,
     dense: Annotated[int | None, typer.Option(help="Layers, from the first on, that are dense.")] = None,
-    mtp: Annotated[int | None, typer.Option(help="MTP blocks behind the layers, on the last stage.")] = None,
+    mtp: Annotated[
+        int | None, typer.Option(help="MTP blocks on the last stage; a --layout says itself where they are.")
+    ] = None,
     max_activations: Annotated[int | None, typer.Option(help="Most activations alive at once on a rank.")] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="Most bytes of activations on a rank, with --model-layers or --layout: 60GB.")
+        str | None,
+        typer.Option(
+            help="Most bytes of activations on a rank: 60GB. With --model-layers, --layout, or costs of a whole model."
+        ),
     ] = None,
     whole: Annotated[
         bool, typer.Option("--whole", help="Backwards stay whole: no weight halves of their own.")
@@ -59,8 +65,11 @@ def synthesize(
     limits = MemoryLimits(max_activations, parse_bytes(memory_limit) if memory_limit is not None else None)
     if limits.memory_limit is not None and not model.knows_layers:
         raise ValueError(
-            "--memory-limit is about bytes, which need --model-layers or --layout; --max-activations counts activations"
+            "--memory-limit is about bytes, which need layers: --model-layers, --layout, or costs with [model]; "
+            "--max-activations counts activations"
         )
+    if output is not None:
+        check_file(output)
     solver = SolverOptions(time_limit, workers, seed)
     with working("synthesizing") as advance:
         try:
