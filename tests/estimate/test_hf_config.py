@@ -121,7 +121,7 @@ def test_errors_name_what_is_lacking_or_cannot_be_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dense: \[2\]"):
         _read("qwen3_moe", tmp_path, mlp_only_layers=[2])
     assert _read("qwen3_moe", tmp_path, mlp_only_layers=[0, 1]).first_k_dense_replace == 2
-    with pytest.raises(ValueError, match="nearest: llama3-70b"):
+    with pytest.raises(ValueError, match="the nearest is llama3-70b"):
         load_model("llama-3-70b")
     with pytest.raises(ValueError, match="num_key_value_heads divides num_attention_heads"):
         _read("llama", tmp_path, num_key_value_heads=3)

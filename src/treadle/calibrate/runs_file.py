@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES, Cell
 from treadle.estimate import Cluster, Job, MeasuredRun, load_model
-from treadle.estimate.input_files import nearest_name
+from treadle.estimate.input_files import nearest_hint
 from treadle.estimate.stages import stage_rows
 from treadle.ir.blocks import parse_layout
 from treadle.schedules import family
@@ -67,10 +67,8 @@ def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
 def _header(file: Path, line: int, names: list[str]) -> list[str]:
     for name in names:
         if name not in COLUMNS:
-            near = nearest_name(name, list(COLUMNS))
-            raise ValueError(
-                f"{file}, line {line}: {name!r} is no column; the nearest is {near}, all are {', '.join(COLUMNS)}"
-            )
+            near = nearest_hint(name, list(COLUMNS))
+            raise ValueError(f"{file}, line {line}: {name!r} is no column{near}; all are {', '.join(COLUMNS)}")
         if names.count(name) > 1:
             raise ValueError(f"{file}, line {line}: column {name} is there twice; leave one")
     missing = [name for name in REQUIRED if name not in names]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.estimate.efficiency import check_efficiency, replace_constants
-from treadle.estimate.input_files import nearest_name, read_toml
+from treadle.estimate.input_files import nearest_hint, read_toml
 from treadle.estimate.rate_units import check_rate
 
 PRESETS = Path(__file__).parent / "presets" / "clusters"
@@ -99,9 +99,9 @@ class Cluster:
 
         """
         if precision not in PRECISIONS:
-            near = nearest_name(precision, list(PRECISIONS))
+            near = nearest_hint(precision, list(PRECISIONS))
             raise ValueError(
-                f"a precision is one of {', '.join(PRECISIONS)}, got {precision!r}; the nearest is {near}, and "
+                f"a precision is one of {', '.join(PRECISIONS)}, got {precision!r}{near}; "
                 f"{self.name} computes in {', '.join(self.peak_flops)}"
             )
         found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
@@ -152,8 +152,8 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
             merged[key] = replace_constants(from_preset, value) if key == "efficiency" else {**from_preset, **value}
     unknown = sorted(set(merged) - _FIELDS)
     if unknown:
-        near = nearest_name(unknown[0], sorted(_FIELDS))
-        raise ValueError(f"{source}: {unknown[0]} is no field of a cluster; the nearest is {near}")
+        near = nearest_hint(unknown[0], sorted(_FIELDS))
+        raise ValueError(f"{source}: {unknown[0]} is no field of a cluster{near}; all are {', '.join(sorted(_FIELDS))}")
     needed = [each for each in ("num_gpus", "nvlink_domain", *_POSITIVE, "peak_flops") if each not in merged]
     if needed:
         raise ValueError(f"{source}: a cluster lacks {', '.join(needed)}; give them, or gpu = a preset")
@@ -183,6 +183,5 @@ def _preset(name: str, source: str) -> dict[str, Any]:
         known = sorted(path.stem for path in PRESETS.glob("*.toml"))
         said = f"{source}: gpu is" if source.endswith(".toml") else "a cluster is a .toml file or"
         example = "" if source.endswith(".toml") else " (h100:2048)"
-        near = nearest_name(name, known)
-        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}; the nearest is {near}")
+        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}{nearest_hint(name, known)}")
     return read_toml(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from treadle.estimate.input_files import nearest_name
+from treadle.estimate.input_files import nearest_hint
 
 EFFICIENCY: dict[str, tuple[float, str]] = {
     "gemm": (0.75, "share of the peak rate that products achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
@@ -83,8 +83,8 @@ def check_efficiency(given: Mapping[str, float]) -> None:
     for name, value in given.items():
         if name not in NAMES:
             raise ValueError(
-                f"{name} is no constant of [efficiency]; the nearest is {nearest_name(name, sorted(NAMES))}, "
-                f"all are {', '.join(EFFICIENCY)}"
+                f"{name} is no constant of [efficiency]{nearest_hint(name, sorted(NAMES))}; all are "
+                f"{', '.join(EFFICIENCY)}"
             )
         number = type(value) in (int, float)
         if name.endswith("_hidden"):

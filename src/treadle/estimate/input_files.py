@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+_CLOSE = 0.65
+"""Below that, names are told apart: mi300x is not meant to be b300."""
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
@@ -38,9 +41,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def nearest_name(name: str, known: list[str]) -> str:
-    """Return the known name that is nearest to one that is not."""
-    return next(iter(get_close_matches(name, known, 1, 0.0)), "none")
+def nearest_hint(name: str, known: list[str]) -> str:
+    """Return words about the known name that a wrong one may stand for; none where no name is close."""
+    close = get_close_matches(name, known, 1, _CLOSE)
+    return f"; the nearest is {close[0]}" if close else ""
 
 
 def _text(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.estimate.cluster import PRECISIONS
-from treadle.estimate.input_files import nearest_name
+from treadle.estimate.input_files import nearest_hint
 from treadle.ir.blocks import check_blocks, with_dense
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def _check_names(job: Job) -> None:
 
 def _check_name(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        nearest = nearest_name(str(value), list(allowed))
-        raise ValueError(f"{name} is one of {', '.join(allowed)}, got {value!r}; the nearest is {nearest}")
+        near = nearest_hint(str(value), list(allowed))
+        raise ValueError(f"{name} is one of {', '.join(allowed)}, got {value!r}{near}")
 
 
 def _check_ranks(job: Job) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.estimate.hf_config import fields_of_config
-from treadle.estimate.input_files import nearest_name, read_json, read_toml
+from treadle.estimate.input_files import nearest_hint, read_json, read_toml
 
 PRESETS = Path(__file__).parent / "presets" / "models"
 _FROM_ONE = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
@@ -199,7 +199,7 @@ def load_model(name: str | Path) -> ModelShape:
     known = sorted(file.stem for file in PRESETS.glob("*.toml"))
     raise ValueError(
         f"a model is a preset ({', '.join(known)}), a .toml file, a config.json or a directory with one, "
-        f"got {str(name)!r}; nearest: {nearest_name(str(name), known)}"
+        f"got {str(name)!r}{nearest_hint(str(name), known)}"
     )
 
 
@@ -223,8 +223,8 @@ def shape_from_hf(config: Mapping[str, Any], name: str) -> ModelShape:
 def _from_fields(table: Mapping[str, Any], name: str, source: str) -> ModelShape:
     unknown = sorted(set(table) - _FIELDS)
     if unknown:
-        near = nearest_name(unknown[0], sorted(_FIELDS))
-        raise ValueError(f"{source}: {unknown[0]} is no field of a model; the nearest is {near}")
+        near = nearest_hint(unknown[0], sorted(_FIELDS))
+        raise ValueError(f"{source}: {unknown[0]} is no field of a model{near}; all are {', '.join(sorted(_FIELDS))}")
     lacking = [each for each in _FROM_ONE if each not in table]
     if lacking:
         raise ValueError(

@@ -73,6 +73,9 @@ def untrainable_model(model: ModelShape) -> str | None:
     """Say why `treadle.train` cannot train a model, or None where it can."""
     reasons = {
         "its attention is grouped-query, and this model's is MLA": model.is_mla,
+        "its shared experts are as wide as the others, and this model's are not": bool(
+            model.shared_expert_intermediate_size
+        ),
         "its MLPs are gated, and this model's are not": not model.gated_mlp,
         "its attention looks at all tokens, and this model's has a window": model.num_windowed_layers > 0,
         "its projections have no biases, and this model's have": model.attention_bias or model.mlp_bias,
