@@ -21,7 +21,7 @@ def _synthesize(step: DrawnStep) -> Synthesis:
         limits=step.limits,
         whole=step.tiny.whole,
         options=step.options,
-        solver=SolverOptions(time_limit_s=60, workers=1),
+        solver=SolverOptions(time_limit_s=300, workers=1),
     )
 
 

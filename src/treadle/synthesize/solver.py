@@ -9,6 +9,9 @@ from typing import Any
 
 from treadle.host.extras import brought_by
 
+_EARLY_S = 0.5
+"""Seconds before its time limit at which CP-SAT may end by itself: on a busy machine it is careful not to be late."""
+
 
 def cp_model() -> Any:
     """Import CP-SAT, or say which extra brings it."""
@@ -101,7 +104,7 @@ class SolverRuns:
         self.solved += 1
         status = solver.solve(cp, _callback(module, on_solution))
         undecided = status in (module.FEASIBLE, module.UNKNOWN)
-        self.interrupted = self.interrupted or (undecided and solver.wall_time < 0.9 * limit)
+        self.interrupted = self.interrupted or (undecided and solver.wall_time < limit - max(_EARLY_S, 0.1 * limit))
         bound = int(-(-solver.best_objective_bound // 1)) if status != module.INFEASIBLE else 0
         if status not in (module.OPTIMAL, module.FEASIBLE):
             return None, max(0, bound)
