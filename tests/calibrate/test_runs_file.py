@@ -75,7 +75,7 @@ HEAD = "model,pp,global_batch_size,step_s\n"
         ("", "is empty; its first line names columns: model, step_s"),
         ("# nothing\n\n", "is empty"),
         (HEAD, "has a header and no run"),
-        ("model,step,global_batch_size\n", "line 1: 'step' is no column; the nearest is step_s, all are model"),
+        ("model,step,global_batch_size\n", "line 1: 'step' is no column; the nearest is step_s; all are model"),
         ("model,pp,pp,global_batch_size,step_s\n", "column pp is there twice"),
         ("model,global_batch_size\n", "line 1: column step_s is missing: measured seconds of a step"),
         ("model,step_s\n", "a batch is global_batch_size or tokens_per_batch, got neither"),

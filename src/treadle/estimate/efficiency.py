@@ -47,10 +47,10 @@ _KINDS = {
 }
 """Constants that may differ by precision, or by how much of the step is a CUDA graph: gemm_fp8, launch_us_partial."""
 
-_LINKS = ("tp", "cp", "ep_nvlink", "ep_nic", "pp", "dp", "pcie")
-_MOST_SHARE, _MOST_LINK_SHARE, _MOST_US = 2.0, 10.0, 1e8
-"""The largest share that is taken for one: of what a GPU does itself, of links, whose messages other work can hide, and
-the longest time."""
+_PRODUCTS = ("gemm", "grouped", "attention")
+_MOST_SHARE, _MOST_HIDDEN_SHARE, _MOST_US = 2.0, 10.0, 1e8
+"""The largest share that is taken for one: of the peak rate of products; of memory and links, whose bytes fused kernels
+spare and other work hides; and the longest time."""
 
 NAMES = (*EFFICIENCY, *(f"{name}_{kind}" for name, kinds in _KINDS.items() for kind in kinds))
 """All that an [efficiency] section may have."""
