@@ -71,7 +71,7 @@ def replace_constants(preset: Mapping[str, float], given: Mapping[str, float]) -
 def check_efficiency(given: Mapping[str, float]) -> None:
     """Raise a ValueError if a name is not known, or a value is no share or time.
 
-    Shares are above 0 and up to 2, those of links up to 10; what is hidden is from 0 to 1, and microseconds are from 0.
+    Shares are above 0, of products up to 2, else up to 10; what is hidden is from 0 to 1, and microseconds are from 0.
 
     Example:
         >>> check_efficiency({"dp": 0})
@@ -92,7 +92,7 @@ def check_efficiency(given: Mapping[str, float]) -> None:
         elif "_us" in name:
             right, allowed, meant = number and 0 <= value <= _MOST_US, f"from 0 to {_MOST_US:g}", "in microseconds"
         else:
-            most = _MOST_LINK_SHARE if name in _LINKS else _MOST_SHARE
+            most = _MOST_SHARE if name.startswith(_PRODUCTS) else _MOST_HIDDEN_SHARE
             right, allowed, meant = number and 0 < value <= most, f"above 0, up to {most:g}", "1 is the whole peak rate"
         if not right:
             raise ValueError(f"efficiency.{name} of a cluster is a number {allowed}, got {value!r}; {meant}")
