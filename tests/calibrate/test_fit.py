@@ -132,7 +132,7 @@ class TestPathForm:
         _, form = self.form(recompute=("attn",))
         drawn = np.random.default_rng(3)
         for _ in range(20):
-            logs = drawn.normal(0, 0.3, len(form.keys))
+            logs = drawn.normal(0, 0.15, len(form.keys))
             said, simulated = form.seconds(logs), form.simulated(logs)
             assert said <= simulated * (1 + 1e-5)
             form.add_path(logs)

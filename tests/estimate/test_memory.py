@@ -239,7 +239,7 @@ def test_weight_halves_wait_with_output_gradients_that_nothing_offloads() -> Non
     model = replace(load_model("deepseek-v3"), num_hidden_layers=8, first_k_dense_replace=0, num_nextn_predict_layers=0)
     cluster = load_cluster("h800:64")
     jobs = [
-        Job(model, cluster, pp=4, ep=16, schedule=schedule, precision="fp8", global_batch_size=128, offload=True)
+        Job(model, cluster, pp=4, ep=16, schedule=schedule, global_batch_size=128, offload=True)
         for schedule in ("1f1b", "zb-h1")
     ]
     whole, split = (estimate_memory(job, held=(0,) * 4) for job in jobs)

@@ -234,16 +234,20 @@ def _moe(cut: ActivationCut) -> list[SavedTensor]:
 
 
 def _output_gradients(cut: ActivationCut, *, moe: bool) -> float:
-    """Return the gradients of products' outputs, which the weight half needs beside their inputs."""
+    """Return the gradients of products' outputs, which the weight half needs beside their inputs.
+
+    They wait as that product takes them, in its precision, as Transformer Engine's delayed weight gradients do.
+    """
     model, shape = cut.model, cut.model.shape
-    attention = cut.tokens * (model.query_width + model.key_width + model.value_width) * BF16 + cut.hidden
+    hidden = cut.tokens // cut.sequence_tp * shape.hidden_size
+    attention = cut.tokens * (model.query_width + model.key_width + model.value_width) + hidden
     first = 2 if shape.gated_mlp else 1
     if not moe:
-        return attention + cut.tokens * first * (shape.intermediate_size // model.tp) * BF16 + cut.hidden
+        return (attention + cut.tokens * first * (shape.intermediate_size // model.tp) + hidden) * _operand(cut)
     routed, width = _routed(cut) * model.etp, shape.moe_intermediate_size
-    experts = routed * (first * width // model.etp + shape.hidden_size) * BF16
-    shared = cut.tokens * first * (shape.shared_width // model.tp) * BF16
-    return attention + experts + shared + cut.hidden
+    experts = routed * (first * width // model.etp + shape.hidden_size)
+    shared = cut.tokens * first * (shape.shared_width // model.tp)
+    return (attention + experts + shared + hidden) * _operand(cut)
 
 
 def _mlp_peaks(cut: ActivationCut) -> tuple[float, float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.costs import durations
 from treadle.estimate.flops import model_flops
+from treadle.estimate.memory import estimate_memory
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.search.judged import Judged
@@ -54,6 +55,14 @@ class Chosen:
         """Model FLOPs utilisation: of what the GPU can do at most in this precision."""
         job = self.judged.job
         return self.flops_per_s_per_gpu / job.cluster.peak(job.precision)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a GPU's offloaded activations take on the host, at most: all that it saves at its peak."""
+        if not self.judged.job.offload:
+            return 0
+        saved = estimate_memory(replace(self.judged.job, offload=False))
+        return max(rank.activations + rank.logits for rank in saved)
 
     @property
     def bubble(self) -> float:

@@ -40,6 +40,7 @@ def plan_object(
             "bubble": chosen.bubble,
             "exposed_communication": chosen.exposed_share,
             "clean": chosen.report.clean,
+            "host_bytes": chosen.host_bytes,
             "untrainable": untrainable(job),
             "options": options_text(chosen.judged),
             "memory": [rank._asdict() for rank in chosen.judged.memory],
@@ -56,6 +57,7 @@ def plan_object(
             }
             for other in others
         ],
+        "unable": [{"schedule": name, "reason": reason} for name, reason in found.unable],
         "stragglers": study.as_dict() if study is not None else None,
     }
 
@@ -90,6 +92,11 @@ def batch_text(job: Job) -> str:
     """Say what a step trains on."""
     tokens = job.global_batch_size * job.seq_len
     return f"{tokens:,} tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}, in {job.precision}"
+
+
+def host_text(chosen: Chosen) -> str:
+    """Say what is offloaded to."""
+    return f"up to {chosen.host_bytes / GIB:.1f} GiB a GPU for what is offloaded, which nothing here limits"
 
 
 def count_text(found: Found, limit: int) -> str:

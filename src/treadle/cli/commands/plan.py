@@ -29,7 +29,7 @@ from treadle.search.files import untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
 from treadle.search.judged import describe
 from treadle.search.page import page
-from treadle.search.report import batch_text, commands, count_text, mesh_text, plan_object, study_text
+from treadle.search.report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
 from treadle.search.stragglers import DRAWS, study_plan
 from treadle.search.why import Alternative, settle
 
@@ -92,6 +92,8 @@ def plan(
         _check_trainable(model, precision, tp, cp)
     _check_precision(precision, cluster)
     limit = _limit(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    if usable_bytes(cluster) < limit <= cluster.memory_bytes:
+        note(f"CUDA, NCCL and torch's allocator usually leave {usable_bytes(cluster) / GIB:.1f} GiB of this GPU")
     names = tuple(family(name).name for name in schedule) if schedule else None
     vpps = _sizes(vpp, "--vpp")
     if vpps is not None and names is not None:
@@ -223,6 +225,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
         "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {limit / GIB:.1f}",
+        **({"host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
         "layout": write_layout(job.layout),
         "verified": "clean" if chosen.report.clean else str(chosen.report),
@@ -234,7 +237,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
         table.add_row(name, escape(value))
     out.print(table)
     _print_memory(chosen)
-    _print_alternatives(others)
+    _print_alternatives(others, found.unable)
     _print_front(found)
     out.print(count_text(found, limit), style="dim", soft_wrap=True)
 
@@ -252,7 +255,7 @@ def _print_memory(chosen: Chosen) -> None:
     out.print(table)
 
 
-def _print_alternatives(others: tuple[Alternative, ...]) -> None:
+def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str, str], ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("why not")
     table.add_column("step", justify="right", no_wrap=True)
@@ -260,6 +263,8 @@ def _print_alternatives(others: tuple[Alternative, ...]) -> None:
     for other in others:
         slower = f"+{other.slower:.1%}" if other.slower is not None else ""
         table.add_row(f"{other.knob.replace('_', '-')} {escape(other.value)}", slower, escape(other.reason))
+    for name, reason in unable:
+        table.add_row(f"schedule {escape(name)}", "", escape(reason))
     out.print(table)
 
 
