@@ -229,7 +229,7 @@ def test_offload_takes_what_a_simulation_says_is_held(schedule: str, recompute: 
     assert estimate_memory(job, held=(1 << 50,) * 4) == kept, "copies that never end"
     none, some, more = (estimate_memory(job, held=(size,) * 4) for size in (0, 1 << 20, 1 << 24))
     for least, one, other, most in zip(none, some, more, kept, strict=True):
-        assert least.temporary > 0
+        assert least.temporary > 0 or least.activations > 0
         assert least.total <= one.total <= other.total <= most.total
         assert one.total - least.total <= 1 << 20
 
@@ -246,10 +246,12 @@ def test_weight_halves_wait_with_output_gradients_that_nothing_offloads() -> Non
     assert whole[3].activations == 0
     cut = ActivationCut.of(jobs[1], "p2p", fused_loss=True)
     layer = block_activations(cut, "t")
-    waiting = (split[3].activations + split[3].logits) / (2 * (layer.split - layer.saved))
+    waiting = split[1].activations / (2 * layer.split)  # layers
     assert waiting == pytest.approx(round(waiting))
-    assert waiting >= 2
-    assert split[3].total < estimate_memory(replace(jobs[1], offload=False))[3].total
+    assert waiting >= 1
+    assert layer.split > layer.saved
+    assert whole[1].activations == 0
+    assert split[1].total < estimate_memory(replace(jobs[1], offload=False))[1].total
 
 
 def test_lower_precision_saves_smaller_inputs_of_products() -> None:

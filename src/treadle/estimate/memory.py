@@ -157,12 +157,13 @@ def _buffers(job: Job, cut: ActivationCut, held: RankParameters, rows: tuple[str
 class _RowBytes(NamedTuple):
     """Bytes of a stage for one micro-batch, as in `BlockActivations`, and those of its logits.
 
-    `more` is what `split` is larger than all that was saved. `forward` and `backward` are beside what the whole stage
-    saves; `beside_forward` and `beside_backward` beside what is saved by then.
+    `whole` is all that was saved and computed again, `more` what `split` is larger than that. `forward` and `backward`
+    are beside what the whole stage saves; `beside_forward` and `beside_backward` beside what is saved by then.
     """
 
     saved: int
     split: int
+    whole: int
     more: int
     forward: int
     backward: int
@@ -186,6 +187,7 @@ def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
     return _RowBytes(
         saved,
         sum(each.split for each in blocks),
+        sum(each.saved + each.again for each in blocks),
         sum(max(0, each.split - each.saved - each.again) for each in blocks),
         max(forward),
         max(backward),
@@ -226,7 +228,9 @@ def _activation_peaks(
         saved += _alive(found.split, by_name["split"][found.rank])
     temporary = _computing(found, by_name["forward"], by_name["backward"])
     if job.offload and held is not None:
-        there = np.array(held, np.float64)[found.rank] + _alive(found.split, by_name["more"][found.rank])
+        waiting = _alive(found.split, by_name["whole"][found.rank])  # a Program holds it up to the weight half
+        there = np.maximum(np.array(held, np.float64)[found.rank], waiting)
+        there += _alive(found.split, by_name["more"][found.rank])
         beside = _computing(found, by_name["beside_forward"], by_name["beside_backward"])
         offloaded = there + beside < saved + temporary
         saved, temporary = np.where(offloaded, there, saved), np.where(offloaded, beside, temporary)

@@ -61,15 +61,15 @@ class Judged:
 def judge(candidate: Candidate) -> Judged:
     """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
     job = candidate.job
-    blocks = layout(
-        _block_costs(replace(job, schedule="1f1b", vpp=1, offload=False)),
-        job.model.blocks,
-        job.schedule,
-        job.pp,
-        job.vpp,
-        balanced=candidate.balanced,
-    )
+    blocks = _layout(replace(job, offload=False), balanced=candidate.balanced)
     return judge_job(replace(job, layout=blocks))
+
+
+@lru_cache(maxsize=256)
+def _layout(job: Job, *, balanced: bool) -> tuple[str, ...]:
+    """Return the stages of a job; offload does not matter to that."""
+    costs = _block_costs(replace(job, schedule="1f1b", vpp=1))
+    return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced)
 
 
 def judge_job(job: Job) -> Judged:

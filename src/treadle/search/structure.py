@@ -17,6 +17,8 @@ from treadle.passes.lower import lower_layers
 from treadle.plan.lowering import LoweringOptions, choose, lower
 from treadle.schedules import generate
 
+_KEPT_SCHEDULES = 24
+"""Schedules that are kept: structures with other layouts, recomputation or offload share them."""
 _KEPT = 64
 """Programs that are kept: jobs of one structure come in a row, each with a few numbers of micro-batches."""
 
@@ -72,7 +74,7 @@ class Structure:
 
     def generate(self, microbatches: int) -> Schedule:
         """Return its schedule of so many micro-batches."""
-        return generate(self.schedule, pp=self.pp, vpp=self.vpp, microbatches=microbatches)
+        return _generated(self.schedule, self.pp, self.vpp, microbatches)
 
     def lower(self, microbatches: int, costs: Costs) -> Program:
         """Return the Program that every command makes of a job's files, with the choices that its costs lead to."""
@@ -104,6 +106,11 @@ def expert_columns(job: Job, size: int) -> int:
     """Return the groups of `size` GPUs that an expert group reaches over."""
     reach = job.ep * job.etp if job.model.is_moe else 1
     return reach // gcd(reach, size)
+
+
+@lru_cache(maxsize=_KEPT_SCHEDULES)
+def _generated(schedule: str, pp: int, vpp: int, microbatches: int) -> Schedule:
+    return generate(schedule, pp=pp, vpp=vpp, microbatches=microbatches)
 
 
 @lru_cache(maxsize=_KEPT)
