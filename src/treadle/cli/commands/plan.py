@@ -293,6 +293,8 @@ def _tell_next(chosen: Chosen, model: ModelShape, files: Path | None, written: t
     reason = untrainable(chosen.judged.job)
     if reason is not None:
         note(f"treadle.train cannot run this job: {reason}")
+    else:
+        note("treadle.train has no fused kernels and saves about twice as much; its --dry-run counts its own memory")
     names = ", ".join(shlex.quote(str(path)) for path in written)
     out.print(f"wrote {names}; draw, simulate and verify take", style="dim", soft_wrap=True)
     for command in commands(chosen, files):
