@@ -47,7 +47,7 @@ def test_gradients_are_those_of_a_single_process(placement: str, pp: int, room: 
         microbatches=8,
         placement=placement,
         limits=MemoryLimits(max_activations=room),
-        solver=SolverOptions(3),
+        solver=SolverOptions(30),
     )
     assert found.source not in SCHEDULES, "an order that no generator makes"
     path = tmp_path / "found.txt"
