@@ -141,8 +141,11 @@ class _Pool:
         """Simulate whole what is on the front, until all of it is: some turn out to be slower, or do not fit."""
         while True:
             front = self.front
-            near = [each for each in self._near if not front or each.step_s < front[0].step_s]
-            todo = near or [each for each in front if not _among(each, self.whole)]
+            near = min(self._near, key=lambda each: each.step_s, default=None)
+            if near is not None and (not front or near.step_s < front[0].step_s):
+                todo = [near]
+            else:
+                todo = [each for each in front if not _among(each, self.whole)]
             if not todo and not self.simulate():
                 self.too_large += self._near
                 return
