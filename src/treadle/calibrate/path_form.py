@@ -72,9 +72,10 @@ class PathForm:
 
         whole, spent = length(costs), np.zeros(len(self.keys))
         for place in self._own:
-            halved = logs.copy()
-            halved[place] -= np.log(2)
-            spent[place] = 2 * (whole - length(self._costs(halved)))
+            factor = 0.5 if self.keys[place].endswith("_hidden") else 2.0  # times: a share of 1 cannot be doubled
+            moved = logs.copy()
+            moved[place] += np.log(factor)
+            spent[place] = (length(self._costs(moved)) - whole) / (factor - 1)
         for hidden, partner in self._partners:
             spent[partner] -= spent[hidden]
         self._paths.append(np.maximum(0.0, spent) * np.exp(-(self._uses @ logs)))
