@@ -23,7 +23,7 @@ SPACE = SearchSpace(tp=(2,), pp=(2,), schedules=("1f1b", "zb-h1"), micro_batch_s
 def made() -> tuple[Found, Chosen, str]:
     found, others = settle(find_plan("llama3-8b", "h100:16", space=SPACE, memory_limit=LIMIT))
     chosen = Chosen.of(found.best)
-    return found, chosen, page(found, chosen, others, LIMIT, directory=Path("my plan"))
+    return found, chosen, page(found, chosen, others, directory=Path("my plan"))
 
 
 def test_front_is_a_staircase(made: tuple[Found, Chosen, str]) -> None:

@@ -12,6 +12,7 @@ from treadle.estimate.stages import is_tied, rank_rows
 from treadle.estimate.step_time import (
     GRAD_BYTES,
     PARAM_BYTES,
+    JobTimes,
     data_parallel_seconds,
     job_times,
     optimizer_seconds,
@@ -52,10 +53,10 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
         layer=layer,
         dense=dense,
         ends=ends,
-        message=_messages(job),
-        step=_step(job),
+        message=_messages(job, times),
+        step=_step(job, times),
         saved_bytes=saved_bytes(job),
-        moved_bytes=_moved(job),
+        moved_bytes=_moved(job, times),
         model=_model(job),
         about="estimated from the model's shape and the cluster's rates",
     )
@@ -86,7 +87,7 @@ def _model(job: Job) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _messages(job: Job) -> dict[str, int]:
+def _messages(job: Job, times: JobTimes) -> dict[str, int]:
     """Messages between stages, and the reduction of a chunk's gradients: of the largest chunk, as all wait for it."""
     cluster, found = job.cluster, {}
     sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in send(job))
@@ -97,7 +98,7 @@ def _messages(job: Job) -> dict[str, int]:
         one_domain = cluster.num_gpus <= cluster.nvlink_domain
         link = cluster.nvlink_bandwidth if one_domain else cluster.nic_bandwidth
         found["reduce_tied"] = round(NS * (tied / link / constant(cluster, "pp") + latency))
-    reduced = max(data_parallel_seconds(job, *_parameters(job, row), GRAD_BYTES) for row in _chunks(job))
+    reduced = max(data_parallel_seconds(job, *_parameters(times, row), GRAD_BYTES) for row in _chunks(job))
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
@@ -111,9 +112,9 @@ def _tied_bytes(job: Job) -> int:
     return GRAD_BYTES * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
 
 
-def _step(job: Job) -> dict[str, int]:
+def _step(job: Job, times: JobTimes) -> dict[str, int]:
     """What ends a step, on the rank that has most to do then."""
-    held = [_parameters(job, "".join(chunks)) for chunks in rank_rows(job)]
+    held = [_parameters(times, "".join(chunks)) for chunks in rank_rows(job)]
     gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held)
     optimizer = max(optimizer_seconds(job, *each) for each in held)
     ends = {
@@ -127,12 +128,11 @@ def _chunks(job: Job) -> set[str]:
     return {row for chunks in rank_rows(job) for row in chunks}
 
 
-def _parameters(job: Job, row: str) -> tuple[float, float]:
-    times = job_times(job)
+def _parameters(times: JobTimes, row: str) -> tuple[float, float]:
     return sum(times.parameters[letter] for letter in row), sum(times.experts[letter] for letter in row)
 
 
-def _moved(job: Job) -> dict[str, int]:
+def _moved(job: Job, times: JobTimes) -> dict[str, int]:
     sizes = {"send": sum(m.nvlink_bytes + m.nic_bytes for m in send(job))}
     if job.model.is_moe:
         token = BF16 * job.model.hidden_size
@@ -140,5 +140,5 @@ def _moved(job: Job) -> dict[str, int]:
         moved = sum(m.nvlink_bytes + m.nic_bytes for m in exchange(job, tokens, token))
         sizes |= {"dispatch": moved, "combine": moved}
     sizes["reduce_tied"] = _tied_bytes(job)
-    sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(job, row)) for row in _chunks(job))
+    sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(times, row)) for row in _chunks(job))
     return {name: round(size) for name, size in sizes.items() if size}

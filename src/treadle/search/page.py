@@ -27,7 +27,6 @@ def page(
     found: Found,
     chosen: Chosen,
     others: Sequence[Alternative],
-    limit: int,
     study: StragglerStudy | None = None,
     directory: Path = Path("plan"),
 ) -> str:
@@ -37,10 +36,10 @@ def page(
     parts = {
         "title": escape(f"{job.model.name} on {job.cluster.name}"),
         "head": escape(describe(job)),
-        "count": escape(count_text(found, limit)),
-        "figures": _figures(chosen, limit),
-        "front": _scatter(found, limit),
-        "memory": _memory(chosen, limit),
+        "count": escape(count_text(found)),
+        "figures": _figures(chosen, found.memory_limit),
+        "front": _scatter(found),
+        "memory": _memory(chosen, found.memory_limit),
         "others": _alternatives(others),
         "jobs": _jobs(found.front),
         "stragglers": _study(study) if study is not None else "",
@@ -71,13 +70,13 @@ def _figures(chosen: Chosen, limit: int) -> str:
     return "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
 
 
-def _scatter(found: Found, limit: int) -> str:
+def _scatter(found: Found) -> str:
     """Return the simulated jobs as dots over step time and memory, the front as a line."""
     timed = [each for each in found.fitting if each.ticks is not None]
     slowest = min(max(each.step_s for each in timed), 4 * found.best.step_s)
     across = _Axis(found.best.step_s, slowest, _LEFT, _WIDTH - 12)
     least = min(each.memory_bytes for each in timed) / GIB
-    up = _Axis(least, limit / GIB, _HEIGHT - _BOTTOM, 14)
+    up = _Axis(least, found.memory_limit / GIB, _HEIGHT - _BOTTOM, 14)
 
     def place(each: Judged) -> tuple[float, float]:
         return across.at(each.step_s), up.at(each.memory_bytes / GIB)

@@ -99,12 +99,12 @@ def host_text(chosen: Chosen) -> str:
     return f"up to {chosen.host_bytes / GIB:.1f} GiB a GPU for what is offloaded, which nothing here limits"
 
 
-def count_text(found: Found, limit: int) -> str:
+def count_text(found: Found) -> str:
     """Say how many jobs were considered, and what became of them."""
     count = len(found.fitting) + len(found.too_large)
     others = found.num_simulated < count and any(each.ticks is None for each in found.fitting)
     return (
-        f"{count:,} candidates: {len(found.too_large):,} do not fit into {limit / GIB:.1f} GiB, "
+        f"{count:,} candidates: {len(found.too_large):,} do not fit into {found.memory_limit / GIB:.1f} GiB, "
         f"{found.num_simulated:,} simulated"
         + (", the others cannot be faster or smaller than one that was" if others else "")
     )

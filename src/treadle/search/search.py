@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
 from treadle.search.front import Front
 from treadle.search.judged import Judged, describe, judge
 from treadle.search.space import Candidate
@@ -169,8 +170,8 @@ def _nothing_fits(too_large: list[Judged], memory_limit: int) -> ValueError:
         known.append(each.simulated() if each.job.offload else each)
     nearest = min(known, key=lambda each: each.memory_bytes)
     return ValueError(
-        f"none of {len(too_large):,} candidates fits into {memory_limit / 2**30:.1f} GiB; the least takes "
-        f"{nearest.memory_bytes / 2**30:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
+        f"none of {len(too_large):,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
+        f"{nearest.memory_bytes / GIB:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
         f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
 from treadle.schedules import family
 from treadle.search.front import Front
 from treadle.search.judged import Judged
@@ -124,7 +125,7 @@ def _alternative(best: Judged, knob: str, value: str, group: list[Judged], fits:
     if fastest is None:
         known = (fits.whole.get(each.job) or each.simulated() for each in group)
         least = min(known, key=lambda each: each.memory_bytes)
-        return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / 2**30:.1f} GiB")
+        return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / GIB:.1f} GiB")
     slower = fastest.step_s / best.step_s - 1
     return Alternative(knob, value, fastest, True, slower, _reason(best, fastest))
 
@@ -136,7 +137,7 @@ def _reason(best: Judged, other: Judged) -> str:
     scale = 1 / best.ticks
     computes = (other.least - best.least) * scale
     waits = (other.ticks - other.least - best.ticks + best.least) * scale
-    memory = (other.memory_bytes - best.memory_bytes) / 2**30
+    memory = (other.memory_bytes - best.memory_bytes) / GIB
     parts = [
         f"{what} {abs(share):.1%} {'more' if share > 0 else 'less'}"
         for what, share in (("computes", computes), ("waits", waits))

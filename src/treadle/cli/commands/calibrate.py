@@ -16,9 +16,9 @@ from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.writable import check_file
 from treadle.estimate import load_cluster
-
-GIB = 1 << 30
+from treadle.estimate.cluster import GIB
 
 
 def calibrate(
@@ -39,8 +39,8 @@ def calibrate(
     """
     if output is not None and output.suffix != ".toml":
         raise ValueError(f"a cluster's file ends in .toml, got {str(output)!r}")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"there is no directory {output.parent}; make it, or write elsewhere")
+    if output is not None:
+        check_file(output)
     cluster = load_cluster(cluster_name)
     runs = read_runs(measured, cluster)
     with working("fitting") as advance:

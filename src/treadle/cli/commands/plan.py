@@ -137,12 +137,12 @@ def plan(
         with working("drawing slow GPUs") as advance:
             study = study_plan(found.best, others, stragglers, draws=draws or DRAWS, progress=advance)
     if output is not None:
-        output.write_text(page(found, chosen, others, limit, study, files or Path("plan")), encoding="utf-8")
+        output.write_text(page(found, chosen, others, study, files or Path("plan")), encoding="utf-8")
     written = write_files(chosen, files) if files is not None else ()
     if as_json:
         print_json("plan", plan_object(found, chosen, others, study))
         return
-    _print(found, chosen, others, limit)
+    _print(found, chosen, others)
     if study is not None:
         _print_study(study)
     _tell_next(chosen, model, files, written)
@@ -212,7 +212,7 @@ def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     return tuple(map(int, text.split(",")))
 
 
-def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit: int) -> None:
+def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> None:
     job = chosen.judged.job
     assert job.layout is not None
     head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
@@ -224,7 +224,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOPS of {job.precision})",
         "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
-        "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {limit / GIB:.1f}",
+        "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
         **({"host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
         "layout": write_layout(job.layout),
@@ -239,7 +239,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...], limit:
     _print_memory(chosen)
     _print_alternatives(others, found.unable)
     _print_front(found)
-    out.print(count_text(found, limit), style="dim", soft_wrap=True)
+    out.print(count_text(found), style="dim", soft_wrap=True)
 
 
 def _print_memory(chosen: Chosen) -> None:
