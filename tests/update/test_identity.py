@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -399,3 +400,28 @@ def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
     two.give_back()
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True 0\n"
+
+
+def test_a_slot_that_is_taken_from_a_thread_that_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endpoint's thread tries to take its slot while another endpoint of the process takes the file."""
+    one = Slot(tmp_path / "worker-0.slot")
+    one.held = False  # as where another process had it
+    begun, lockf, found = threading.Event(), fcntl.lockf, []
+
+    def late(fd: int, kind: int) -> None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.2)  # whoever does not wait has the file by now
+            assert one._fd == fd
+        lockf(fd, kind)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    looks = threading.Thread(target=lambda: found.append((one.take(), one.holder())))
+    looks.start()
+    assert begun.wait(PATIENT_S)
+    two = Slot(tmp_path / "worker-0.slot")
+    looks.join(PATIENT_S)
+    assert found == [(True, 0)]
+    assert (one.held, two.held) == (False, True)
+    two.give_back()
+    assert (one.holder(), two.holder()) == (0, 0)

@@ -9,6 +9,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import treadle.update
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, served
 from tests.support.update.workers import Workers, ask_once, resident_bytes
@@ -174,6 +176,52 @@ def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
         here.send(GetStatus())
     with pytest.raises(PeerGoneError):
         there.receive(5)
+    for end in (here, there, server):
+        end.close()
+
+
+@pytest.mark.parametrize("moment", ["waits", "is about to wait", "is about to send"])
+def test_a_connection_that_is_closed_while_another_thread_sends(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader of a connection closes it at its end; whoever sends meanwhile hears that it is gone, at once."""
+    (tmp_path / "s").mkdir(mode=0o700)
+    server = listen(tmp_path / "s" / "one.sock")
+    here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
+    assert there is not None
+    begun, closing = threading.Event(), threading.Event()
+    held = {"is about to wait": "_await", "is about to send": "_send_some"}.get(moment)
+    if held is not None:
+        plain = getattr(Link, held)
+
+        def late(*args: object) -> object:
+            begun.set()
+            assert closing.wait(PATIENT_S)
+            time.sleep(0.2)  # a close that does not wait is over by now
+            return plain(*args)
+
+        monkeypatch.setattr(Link, held, late)
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            here.send(Ask(b"x" * (8 << 20)), timeout_s=PATIENT_S)
+        except BaseException as error:  # also ValueError, of a descriptor of -1
+            errors.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    if held is None:
+        time.sleep(0.2)
+    else:
+        assert begun.wait(PATIENT_S)
+    closing.set()
+    here.close()
+    sender.join(PATIENT_S)
+    assert [type(error) for error in errors] == [PeerGoneError]
+    with pytest.raises(PeerGoneError, match="is closed"):
+        here.send(GetStatus())
     for end in (here, there, server):
         end.close()
 

@@ -52,6 +52,7 @@ class Link(Generic[M]):
         self._decode: MessageDecoder[M] = MessageDecoder(takes)
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
+        self._shutting = threading.Lock()
         self._pidfd = _pidfd(self.pid)
         self._ended = False
         self._seal = seal
@@ -80,6 +81,8 @@ class Link(Generic[M]):
         if not self._sending.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self.peer} did not take the message before this one in time")
         try:
+            if self.connection.fileno() < 0:
+                raise PeerGoneError(f"the connection to {self.peer} is closed")
             whole = data = memoryview(framed(body if self._seal is None else self._seal.close(body)))
             while data:
                 try:
@@ -167,17 +170,21 @@ class Link(Generic[M]):
 
     def shut(self) -> None:
         """Ends the connection; a thread that waits in `receive` gets PeerGoneError."""
-        with suppress(OSError):
+        with self._shutting, suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection and closes its descriptors. No other thread may be in `receive`."""
+        """Ends the connection and closes its descriptors, once threads that `send` or `shut` are done with them.
+
+        A thread that waits in `send` gets PeerGoneError. No other thread may be in `receive`.
+        """
         self.shut()
-        self.drop_fds()
-        self.connection.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        with self._sending, self._shutting:
+            self.drop_fds()
+            self.connection.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
 
 def _end(error: OSError) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from msgspec.structs import replace
 
+from tests.support.patience import PATIENT_S
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.page import PageReader, ProgressPage, Snapshot
@@ -41,6 +42,7 @@ from treadle.runtime.faults.watch.messages import (
     encode,
 )
 from treadle.runtime.faults.watch.transport import Transport
+from treadle.runtime.faults.watch.watchdog import Watchdog
 from treadle.wire.errors import WireError
 from treadle.wire.frames import FIRST_BYTES, Frames
 
@@ -317,6 +319,28 @@ def test_a_neighbour_that_hangs_up_is_missed_after_its_last_words(
 
 
 # Small things.
+
+
+@pytest.mark.parametrize("delayed", ["before the goodbye", "after it"])
+def test_a_thread_that_is_quicker_to_leave_than_its_owner(delayed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`leave` asks the thread to end and wakes it: by then it may have closed everything."""
+    progress = ProgressPage(mark=42)
+    watchdog = Watchdog(0, progress, [[0]], PATIENT_S, lambda lost: pytest.fail(str(lost)))
+    transport = watchdog.start([], open_listener("127.0.0.1"), TOKEN, {})
+    wake = transport.wake
+
+    def late() -> None:
+        if delayed == "after it":
+            watchdog._thread.join(PATIENT_S)
+            assert not watchdog.is_alive
+        wake()
+
+    monkeypatch.setattr(transport, "wake", late)
+    watchdog.leave()
+    watchdog.leave()
+    assert not watchdog.is_alive
+    assert not watchdog.do(lambda now: None).is_set()  # an errand for a thread that is gone
+    progress.close()
 
 
 def test_neighbours_in_a_ring() -> None:

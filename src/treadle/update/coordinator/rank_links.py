@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import selectors
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
+from treadle.host.waker import Waker
 from treadle.update.protocol.control import Fault, Join, Joined, Stop, ToCoordinator
 from treadle.update.protocol.messages import PROTOCOL
 from treadle.wire.errors import WireError, WrongKeyError
@@ -35,9 +35,9 @@ class RankLinks:
         """When each of them is dropped, unless it says who it is."""
         self._is_called = False
         self._selector = selectors.DefaultSelector()
-        self._wake = socket.socketpair()
+        self._waker = Waker()
         self._selector.register(listener.server, selectors.EVENT_READ, None)
-        self._selector.register(self._wake[0], selectors.EVENT_READ, None)
+        self._selector.register(self._waker, selectors.EVENT_READ, None)
 
     def __iter__(self) -> Iterator[int]:
         """Ranks that have joined."""
@@ -62,8 +62,7 @@ class RankLinks:
 
     def wake(self) -> None:
         """End a wait in `ready`, from another thread."""
-        with suppress(OSError):  # closed already
-            self._wake[1].send(b"x")
+        self._waker.wake()
 
     def is_open(self, link: RankLink) -> bool:
         """True until the connection is dropped."""
@@ -148,9 +147,8 @@ class RankLinks:
         for link in (*self._ranks.values(), *self._strangers):
             link.close()
         self.listener.close()
-        for end in self._wake:
-            end.close()
         self._selector.close()
+        self._waker.close()
 
 
 def _say_why(link: RankLink, text: str) -> None:

@@ -44,21 +44,23 @@ class Slot:
 
     def take(self) -> bool:
         """Try to take the slot; whether it is held."""
-        if self._fd is not None and not self.held:
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            self.held = True
-            self.id = self._read_id()
-        return self.held
+        with self._guard:  # another thread may close the file, or another endpoint take it
+            if self._fd is not None and not self.held:
+                try:
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return False
+                self.held = True
+                self.id = self._read_id()
+            return self.held
 
     def holder(self) -> int:
         """The pid of the holder; 0 where that is this process, or unknown."""
-        if self._fd is None or self.held:
-            return 0
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        with self._guard:
+            if self._fd is None or self.held:
+                return 0
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
         return pid if kind != fcntl.F_UNLCK else 0
 
     def give_back(self) -> None:

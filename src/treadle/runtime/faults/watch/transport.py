@@ -6,7 +6,6 @@ gone. The listener is closed once all expected neighbours have connected.
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import threading
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from treadle.host.tcp import send_at_once
+from treadle.host.waker import Waker
 from treadle.runtime.faults.progress.page import Snapshot
 from treadle.runtime.faults.watch.links import MOST_UNIDENTIFIED, Neighbour, NeighbourLink, PendingConnection
 from treadle.runtime.faults.watch.messages import Goodbye, Message, encode
@@ -47,12 +47,12 @@ class Transport:
         self._listener: socket.socket | None = listener
         self._unidentified: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
-        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker = Waker()
         self._parting = False
 
     def open(self, called: Mapping[int, socket.socket]) -> None:
         """Starts with the connections to neighbours that this rank called; the other neighbours call this rank."""
-        self._selector.register(self._waker, selectors.EVENT_READ, lambda: os.eventfd_read(self._waker))
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.clear)
         if self._listener is not None:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for neighbour in self.neighbours.values():
@@ -68,8 +68,7 @@ class Transport:
 
     def wake(self) -> None:
         """Ends the current or the next `turn` at once."""
-        with suppress(OSError):  # the transport is closed
-            os.eventfd_write(self._waker, 1)
+        self._waker.wake()
 
     def turn(self, wait_s: float) -> None:
         """Handles what comes within `wait_s`; connections before pidfds, as messages sent before a death count."""
@@ -106,8 +105,7 @@ class Transport:
             self._drop(neighbour)
         self._close_listener()
         self._selector.close()
-        os.close(self._waker)
-        self._waker = -1
+        self._waker.close()
         for neighbour in self.neighbours.values():
             if neighbour.page_reader is not None:
                 neighbour.page_reader.close()
