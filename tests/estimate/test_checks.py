@@ -94,11 +94,37 @@ def test_clusters_that_cannot_be(tmp_path: Path) -> None:
         ('gpu = "h100"\n[efficiency]\ncp = 50', r"efficiency\.cp of a cluster is a number above 0, up to 10, got 50"),
         ('gpu = "h100"\n[efficiency]\ngem = 0.5', r"gem is no constant of \[efficiency\]; the nearest is gemm; all"),
         ('gpu "h100"', r"cluster\.toml is not TOML: .*line 1, column 5"),
+        ('gpu = "h100"\npeak_flops = 989e12', r"peak_flops of a cluster is a section, got 9.*write \[peak_flops\]"),
+        ('gpu = "h100"\nefficiency = 0.5', r"efficiency of a cluster is a section, got 0\.5; write \[efficiency\]"),
+        ('gpu = "h100"\n[num_gpus]\nours = 8', r"num_gpus of a cluster is a value, got a section; write num_gpus ="),
+        ('gpu = "h100"\nname = 3', r'name of a cluster is text in quotes, got 3; write name = "3"'),
+        ("gpu = 100", r'gpu of a cluster is text in quotes, got 100; write gpu = "100"'),
     ):
         file = tmp_path / "cluster.toml"
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             load_cluster(file)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("sliding_window = 128", r"give sliding_window and num_windowed_layers, or neither, got 128 and 0"),
+        ("num_windowed_layers = 2", r"give sliding_window and num_windowed_layers, or neither, got 0 and 2"),
+        ("num_experts_per_tok = 2", r"num_experts_per_tok is about experts, and the model has none; give num_experts"),
+        ("moe_intermediate_size = 64", r"moe_intermediate_size is about experts"),
+        ("n_shared_experts = 1", r"n_shared_experts is about experts"),
+        ("first_k_dense_replace = 1", r"first_k_dense_replace is about experts"),
+        ("v_head_dim = 64", r"v_head_dim is about MLA, and attention is GQA; give kv_lora_rank"),
+        ("name = 5", r"name is text, got 5"),
+    ],
+)
+def test_models_with_a_field_that_says_nothing_by_itself(more: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    sizes = "hidden_size = 64\nnum_hidden_layers = 4\nvocab_size = 320\nnum_attention_heads = 4\n"
+    file.write_text(sizes + more, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_model(file)
 
 
 def test_clusters_that_are_not_there(tmp_path: Path) -> None:

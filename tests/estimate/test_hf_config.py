@@ -328,3 +328,28 @@ def test_every_kind_of_transformers_is_counted_or_refused() -> None:
             wrong[kind] = ratio
     assert read > 50
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"text_config": 3}, "text_config of a config.json is an object, got 3"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures of a config.json is a list, got 'LlamaForCausalLM'"),
+        ({"layer_types": 5}, "layer_types of a config.json is a list, got 5"),
+        ({"attn_type_list": 1}, "attn_type_list of a config.json is a list, got 1"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers of a config.json is a whole number, got 'four'"),
+        ({"moe_layer_freq": "x"}, "moe_layer_freq of a config.json is a whole number, got 'x'"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers of a config.json is a list, got 3"),
+        ({"moe_intermediate_size": "48"}, "moe_intermediate_size of a config.json is a whole number, got '48'"),
+        ({"shared_expert_intermediate_size": 4.5}, "shared_expert_intermediate_size of a config.json is a whole"),
+        ({"num_experts": "8"}, "num_experts is a whole number from 0, got '8'"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_key(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_from_hf({**CONFIGS["qwen3_moe"], **changed}, "m")
+
+
+def test_a_dense_config_may_say_what_is_about_experts() -> None:
+    said = {"num_experts": 0, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    assert shape_from_hf({**CONFIGS["llama"], **said}, "m") == shape_from_hf(CONFIGS["llama"], "m")

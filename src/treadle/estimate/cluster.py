@@ -30,6 +30,7 @@ PRESETS = Path(__file__).parent / "presets" / "clusters"
 GIB = 1 << 30
 PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4")
 _FAMILY = {"mxfp8": "fp8"}
+_SECTIONS, _TEXTS = ("peak_flops", "efficiency"), ("name", "gpu", "source")
 _POSITIVE = ("memory_gib", "memory_bandwidth", "nvlink_bandwidth", "nic_bandwidth", "pcie_bandwidth")
 
 
@@ -144,6 +145,7 @@ def load_cluster(name: str | Path) -> Cluster:
 
 
 def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
+    _check_kinds(table, source)
     base: dict[str, Any] = _preset(str(table["gpu"]), source) if "gpu" in table else {}
     merged = {**base, **{key: value for key, value in table.items() if not isinstance(value, dict)}}
     for key, value in table.items():
@@ -162,6 +164,18 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
         count = merged["num_gpus"]
         merged["name"] = f"{merged['name']}, {count:,} GPUs" if "name" in merged else f"{count:,} {name}"
     return Cluster(**{"name": name, **merged})
+
+
+def _check_kinds(table: Mapping[str, Any], source: str) -> None:
+    """Refuse a section where a value belongs, a value where a section does, and a name that is no text."""
+    for key in sorted(_FIELDS & table.keys()):
+        value = table[key]
+        if key in _SECTIONS and not isinstance(value, dict):
+            raise ValueError(f"{source}: {key} of a cluster is a section, got {value!r}; write [{key}], a line each")
+        if key not in _SECTIONS and isinstance(value, dict):
+            raise ValueError(f"{source}: {key} of a cluster is a value, got a section; write {key} = ...")
+        if key in _TEXTS and not isinstance(value, str):
+            raise ValueError(f'{source}: {key} of a cluster is text in quotes, got {value!r}; write {key} = "{value}"')
 
 
 def _check_domain(table: Mapping[str, Any], merged: Mapping[str, Any], source: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.estimate.hf_unsupported import check_supported
+from treadle.estimate.hf_values import listed, section, whole
 
 _SPELLINGS = {
     "n_embd": "hidden_size",
@@ -54,6 +55,15 @@ _COPIED = (
     "mlp_bias",
     "qk_norm",
 )
+EXPERT_FIELDS = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+)
+"""What a model without experts has no use for."""
+
 _TIED_UNLESS_SAID = (
     *("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neox_japanese", "gemma", "vaultgemma", "opt", "bloom", "falcon", "biogpt"),
     *("openai-gpt", "starcoder2", "cohere", "ernie4_5", "smollm3"),
@@ -98,7 +108,7 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             cannot say; the message names the key.
 
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
+    text = section(config, "text_config") or config
     _check_causal(config, text, name)
     said = {_SPELLINGS.get(key, key): value for key, value in text.items() if value is not None}
     if "tie_word_embeddings" in config:  # a model with more than text may say it beside text_config
@@ -116,14 +126,14 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if found.get("num_experts"):
         found |= _experts(said, name)
     else:
-        found.pop("num_experts_per_tok", None)
+        found = {key: value for key, value in found.items() if key not in EXPERT_FIELDS}
     return found | _window(kind, said)
 
 
 def _check_causal(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> None:
     """Refuse encoders, and models that have one for text."""
     kinds = {str(each["model_type"]) for each in (config, text) if each.get("model_type")}
-    classes = [str(each) for each in config.get("architectures") or text.get("architectures") or ()]
+    classes = [str(each) for each in listed(config, "architectures") or listed(text, "architectures")]
     said = f"model_type {', '.join(sorted(kinds)) or 'none'}, architectures {', '.join(classes) or 'none'}"
     other = classes and not any(part in each for each in classes for part in _CAUSAL)
     if kinds & _NOT_CAUSAL or other or config.get("is_encoder_decoder"):
@@ -157,14 +167,14 @@ def _unsaid(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    width = said.get("moe_intermediate_size", said.get("intermediate_size", 0))
+    width = whole(said, "moe_intermediate_size" if "moe_intermediate_size" in said else "intermediate_size")
     found: dict[str, Any] = {"moe_intermediate_size": width}
-    shared = said.get("shared_expert_intermediate_size", 0)
+    shared = whole(said, "shared_expert_intermediate_size")
     if shared and width and shared % width == 0:
         found["n_shared_experts"] = shared // width
     elif shared:
         found["shared_expert_intermediate_size"] = shared
-    dense, layers = _dense_layers(said), int(said["num_hidden_layers"])
+    dense, layers = _dense_layers(said), whole(said, "num_hidden_layers")
     if dense != list(range(len(dense))):
         raise ValueError(
             f"config.json of {name} has layers with experts among dense ones ({layers - len(dense)} of {layers}, "
@@ -177,14 +187,14 @@ def _experts(said: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _dense_layers(said: Mapping[str, Any]) -> list[int]:
     """Return the layers without experts, by whichever key a kind of model says them."""
-    layers = range(int(said["num_hidden_layers"]))
+    layers = range(whole(said, "num_hidden_layers"))
     with_experts = said.get("mlp_layer_types", said.get("moe_layer_freq"))
     if isinstance(with_experts, list):
         return [layer for layer, each in zip(layers, with_experts, strict=False) if each in (0, "dense")]
     if isinstance(said.get("moe_layers"), list):
         return [layer for layer in layers if layer not in said["moe_layers"]]
-    step = max(int(said.get(key, 1)) for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"))
-    first, only = int(said.get("first_k_dense_replace", 0)), said.get("mlp_only_layers", ())
+    step = max(whole(said, key, 1) for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"))
+    first, only = whole(said, "first_k_dense_replace"), listed(said, "mlp_only_layers")
     return [layer for layer in layers if layer < first or layer in only or (layer + 1) % step]
 
 
@@ -198,13 +208,13 @@ def _window(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _windowed_layers(kind: str, said: Mapping[str, Any]) -> int:
     """Return how many layers have windowed attention, where there is some."""
-    layers = int(said["num_hidden_layers"])
+    layers = whole(said, "num_hidden_layers")
     if "layer_types" in said:
-        return sum(each == "sliding_attention" for each in said["layer_types"])
+        return sum(each == "sliding_attention" for each in listed(said, "layer_types"))
     if kind in _WINDOW_PERIODS:
-        return layers - layers // int(said.get("sliding_window_pattern", _WINDOW_PERIODS[kind]))
+        return layers - layers // whole(said, "sliding_window_pattern", _WINDOW_PERIODS[kind])
     if kind == "qwen2_moe":  # every other one of the first
-        return (min(layers, int(said.get("max_window_layers", 28))) + 1) // 2
+        return (min(layers, whole(said, "max_window_layers", 28)) + 1) // 2
     if kind.startswith("qwen") and kind != "qwen3_moe":
-        return max(0, layers - int(said.get("max_window_layers", 28)))
+        return max(0, layers - whole(said, "max_window_layers", 28))
     return layers

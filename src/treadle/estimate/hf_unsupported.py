@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from treadle.estimate.hf_values import listed
+
 _ATTENTION = ("full_attention", "sliding_attention")
 _KEYS = {
     r"mamba_.*|ssm_.*|state_size|lru_width|use_mamba_kernels": "layers with a state space",
@@ -48,11 +50,11 @@ def check_supported(said: Mapping[str, Any], kind: str, name: str) -> None:
         what = next((what for pattern, what in _KEYS.items() if re.fullmatch(pattern, key)), None)
         if what is not None and value:
             raise _refused(name, f"{key} = {_shown(value)}", what)
-    types = said.get("layer_types") or ()
+    types = listed(said, "layer_types")
     other = next((each for each in types if each not in _ATTENTION), None)
     if other is not None:
         raise _refused(name, f"layer_types with {other!r}", "layers with another kind of attention, or none")
-    if any(each != 1 for each in said.get("attn_type_list") or ()):
+    if any(each != 1 for each in listed(said, "attn_type_list")):
         raise _refused(name, "attn_type_list with 0", "layers with linear attention")
     expert = next((key for key in said if re.search("num_.*experts|experts?_num", key) and said[key]), None)
     if expert is not None and not said.get("num_experts"):

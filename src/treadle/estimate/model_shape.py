@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from treadle.estimate.hf_config import fields_of_config
+from treadle.estimate.hf_config import EXPERT_FIELDS, fields_of_config
 from treadle.estimate.input_files import nearest_hint, read_json, read_toml
 
 PRESETS = Path(__file__).parent / "presets" / "models"
+_MLA_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _FROM_ONE = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
 
 
@@ -120,6 +121,9 @@ class ModelShape:
             )
         if self.num_experts and not self.moe_intermediate_size:
             raise ValueError("a model with experts says how wide they are; give moe_intermediate_size")
+        idle = next((name for name in EXPERT_FIELDS if getattr(self, name)), None)
+        if idle is not None and not self.num_experts:
+            raise ValueError(f"{idle} is about experts, and the model has none; give num_experts, or leave it out")
         if self.shared_expert_intermediate_size and self.n_shared_experts:
             raise ValueError("shared experts are said by shared_expert_intermediate_size or n_shared_experts; give one")
 
@@ -130,6 +134,8 @@ class ModelShape:
                 raise ValueError(f"{field.name} is a whole number from {int(field.name in _FROM_ONE)}, got {value!r}")
             if field.type == "bool" and type(value) is not bool:
                 raise ValueError(f"{field.name} is true or false, got {value!r}")
+            if field.type == "str" and not isinstance(value, str):
+                raise ValueError(f"{field.name} is text, got {value!r}")
 
     def _check_attention(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -139,6 +145,14 @@ class ModelShape:
             )
         if self.is_mla and not (self.qk_nope_head_dim and self.v_head_dim):
             raise ValueError("attention with kv_lora_rank is MLA; give qk_nope_head_dim, qk_rope_head_dim, v_head_dim")
+        idle = next((name for name in _MLA_FIELDS if getattr(self, name)), None)
+        if idle is not None and not self.is_mla:
+            raise ValueError(f"{idle} is about MLA, and attention is GQA; give kv_lora_rank, or leave it out")
+        if bool(self.sliding_window) != bool(self.num_windowed_layers):
+            raise ValueError(
+                "a window has a width and layers that have it; give sliding_window and num_windowed_layers, or "
+                f"neither, got {self.sliding_window} and {self.num_windowed_layers}"
+            )
         if self.num_windowed_layers > self.num_hidden_layers:
             raise ValueError(
                 f"num_windowed_layers is 0 to num_hidden_layers ({self.num_hidden_layers}), "
