@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 import treadle
 from tests.support.json_output import read_json
 from treadle.cli.app import COMMANDS, app
+from treadle.estimate import load_cluster
+from treadle.search.find_plan import usable_bytes
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""
@@ -78,11 +81,23 @@ def test_steps_with_slow_gpus_stand_beside_those_without() -> None:
     assert row["median_s"] == pytest.approx(row["step_s"] * (1 + row["p50"]))
 
 
+def test_names_may_have_any_letter(tmp_path: Path) -> None:
+    odd = tmp_path / 'a "b" \\c'
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps(CONFIG))
+    run("--model", str(odd), "--cluster", "a100:8", "--tp", "1", "--pp", "2", "--schedule", "1f1b", "--files", str(odd))
+    made = tomllib.loads((odd / "train.toml").read_text())
+    assert (made["output"], made["costs"]) == (f"runs/{odd.name}", str(odd / "costs.toml"))
+    assert treadle.load_costs(made["costs"]).name == f"{odd.name} on 8 a100"
+
+
 def test_a_config_json_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     args = ("--model", str(tmp_path), "--cluster", "a100:8", "--tp", "1", "--pp", "2", "--schedule", "1f1b", "--json")
-    chosen = read_json("plan", run(*args))["chosen"]
+    made = read_json("plan", run(*args))
+    chosen = made["chosen"]
     assert chosen["dp"] == 4
+    assert made["memory_limit_bytes"] == usable_bytes(load_cluster("a100:8"))
     assert sum(stage.count("t") for stage in chosen["layout"].split("|")) > 0
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from treadle.calibrate.constants_of_job import value_of
 from treadle.calibrate.report import show_constant
+from treadle.costs.toml_text import quoted
 from treadle.estimate import Cluster, load_cluster
 from treadle.estimate.cluster import PRESETS
 
@@ -46,6 +47,4 @@ def _entries(table: Mapping[str, float]) -> list[str]:
 
 
 def _written(value: object) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)
+    return quoted(value) if isinstance(value, str) else repr(value)

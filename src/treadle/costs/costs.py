@@ -58,6 +58,7 @@ from typing import Any
 
 from treadle.costs.format import NUMBERED, SECTIONS, KeyKind, Section
 from treadle.costs.reading import read
+from treadle.costs.toml_text import quoted
 from treadle.ir.blocks import LAYERS
 from treadle.ir.program import STEP_END, OpKind
 from treadle.ir.trace import MICROSECONDS, Clock
@@ -276,10 +277,10 @@ def _number(value: Any, kind: KeyKind, clock: Clock) -> Any:
 
 def dump(costs: Costs, *, comments: bool = False) -> str:
     """Write TOML that `parse` reads back to the same costs; `comments` say what each entry is."""
-    lines = [f"name = {_quote(costs.name)}"]
+    lines = [f"name = {quoted(costs.name)}"]
     if costs.about:
-        lines.append(f"about = {_quote(costs.about)}")
-    lines.append(f"unit = {_quote(costs.clock.unit)}")
+        lines.append(f"about = {quoted(costs.about)}")
+    lines.append(f"unit = {quoted(costs.clock.unit)}")
     for name, section in SECTIONS.items():
         lines += _written(f"[{name}]", section, getattr(costs, name), costs.clock, comments=comments)
     for number, entries in sorted(costs.stage.items()):
@@ -304,8 +305,3 @@ def _text(value: Any, kind: KeyKind, clock: Clock) -> str:
         return repr(value)
     scale = clock.ticks if kind is KeyKind.TIME else 1
     return str(value // scale) if value % scale == 0 else repr(value / scale)
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-    return f'"{escaped}"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.costs import dump as dump_costs
+from treadle.costs.toml_text import quoted
 from treadle.estimate import Job, ModelShape
 from treadle.export import FORMATS
 from treadle.ir.blocks import write_layout
@@ -104,8 +105,8 @@ def train_file(job: Job, costs: Path) -> str:
     lines = [
         f"# {model.name} on {job.cluster.name}: torchrun ... -m treadle.train --config train.toml (--dry-run first).",
         "# The trainer's attention normalises queries and keys, as Qwen3's does, whatever the model was planned as.",
-        f'output = "runs/{model.name}"',
-        f'costs = "{costs}"',
+        f"output = {quoted(f'runs/{model.name}')}",
+        f"costs = {quoted(str(costs))}",
         "",
         "[model]",
         *(f"{name} = {value}" for name, value in fields.items()),

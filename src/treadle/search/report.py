@@ -28,6 +28,7 @@ def plan_object(
         "cluster": job.cluster.name,
         "gpus": job.cluster.num_gpus,
         "tokens_per_batch": job.global_batch_size * job.seq_len,
+        "memory_limit_bytes": found.memory_limit,
         "candidates": len(found.fitting) + len(found.too_large),
         "too_large": len(found.too_large),
         "simulated": found.num_simulated,
