@@ -122,6 +122,19 @@ def test_groups_lie_where_ranks_are_numbered() -> None:
     assert group_of(dense(tp=8, cp=2), "cp") == (2, 1)
 
 
+def test_a_group_is_spread_evenly_over_domains_that_it_does_not_fill() -> None:
+    """A domain of 72 GPUs holds 9 ranks of tp 8; a dp of 64 has 8 in each of 8 domains, not 9 in each of 7.1."""
+    dp = dense(cluster=load_cluster("gb200:512"), tp=8, global_batch_size=512)
+    assert group_of(dp, "dp") == (64, 8)
+    (gathered,) = gather(dp, "dp", 6400.0)
+    assert (gathered.nvlink_bytes, gathered.nic_bytes) == (6400 * 7 / 8, 6400 / 8 * 7 / 8)
+    ep = moe(cluster=load_cluster("gb200:512"), ep=128, global_batch_size=512)
+    assert group_of(ep, "ep") == (128, 64)
+    (sent,) = exchange(ep, 1.0, 1.0)
+    assert sent.nic_bytes == 2 * (1 - 0.5**ep.model.num_experts_per_tok) * 0.5
+    assert group_of(dense(cluster=load_cluster("h100:24"), global_batch_size=24), "dp") == (24, 8)
+
+
 def test_gather_sends_all_but_its_own_share() -> None:
     (inside,) = gather(dense(tp=8), "tp", 800.0)
     assert inside.inside

@@ -27,14 +27,17 @@ _HOLDERS = ("dp", "expert_dp")
 """Groups of all ranks that hold the same parameters."""
 
 
-def group_of(job: Job, group: str) -> tuple[int, int]:
-    """Return how many ranks a group has and how many of them, from the first on, share an NVLink domain."""
+def group_of(job: Job, group: str) -> tuple[int, float]:
+    """Return how many ranks a group has and how many of them share an NVLink domain.
+
+    A group is spread evenly over as few domains as hold it: of 72 GPUs of a domain an ep of 128 uses 64.
+    """
     size, stride = _GROUPS[group](job)
     domain = job.cluster.nvlink_domain
     pipes = job.placement.num_pipes if group in _HOLDERS else 1
     if pipes > 1 and job.cluster.num_gpus <= domain:
         return pipes * size, pipes * size
-    return pipes * size, min(size, max(1, domain // stride))
+    return pipes * size, size / -(-size // max(1, domain // stride))
 
 
 def gather(job: Job, group: str, size_bytes: float, collective: str = "all_gather") -> tuple[GroupMessage, ...]:
