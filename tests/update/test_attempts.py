@@ -83,7 +83,7 @@ def stop_for(seconds: float) -> None:
 
 
 def stall_decision(updater: Updater) -> None:
-    """Stops rank 0 in the middle of its next decision, for longer than others wait."""
+    """Stops rank 0 in the middle of its next decision, until another rank lets it go on."""
     if updater.coordinator is None:
         return
     ledger = updater.coordinator.ledger
@@ -91,24 +91,35 @@ def stall_decision(updater: Updater) -> None:
 
     def slow(version: int, epoch: int) -> None:
         ledger.commit = commit  # type: ignore[method-assign]
-        stop_for(12)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.05)
         commit(version, epoch)
 
     ledger.commit = slow  # type: ignore[method-assign]
 
 
+def let_go_on(pid: int) -> None:
+    """A process that has stopped itself, or is about to."""
+    until = time.monotonic() + SOON_S
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGCONT)
+
+
 def stalled(updater: Updater, rank: int, have: Holding) -> str:
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     assert not tried(updater, rank, have, 1)
     stall_decision(updater)
     told = tried(updater, rank, have, 2)
-    time.sleep(13 if rank else 0)  # until the coordinator goes on
+    if rank:
+        let_go_on(pids[0])
+    dist.barrier()  # the coordinator has decided
     return told
 
 
 def stalled_and_again(updater: Updater, rank: int, have: Holding) -> tuple[str, str]:
-    told = stalled(updater, rank, have)
-    dist.barrier()
-    return told, tried(updater, rank, have, 3)
+    return stalled(updater, rank, have), tried(updater, rank, have, 3)
 
 
 def test_a_worker_that_has_voted_waits_for_a_decision_however_late() -> None:
