@@ -81,12 +81,18 @@ def served(engine: Noting, spill: Path | None = None) -> tuple[Worker, TakePlan]
     """A worker that serves version 1 by attempt 1."""
     worker, plan = Worker(engine, 0, spill), plan_of(engine)
     worker.handle(plan)
+    bring_first(worker, plan)
+    return worker, plan
+
+
+def bring_first(worker: Worker, plan: TakePlan, to: str = "serving") -> None:
+    """Bring version 1 to a worker by attempt 1, until it is in the state `to`."""
     buffer = HostBuffer.make(1 << 16)
     assert buffer.fd is not None
     worker.map(Map((buffer.size_bytes,)), [os.dup(buffer.fd)])
     for message in (begin(1, 1, plan), Load(1, 0, 0), Finish(1), Commit(1, 1)):
-        worker.handle(message)
-    return worker, plan
+        if worker.state != to:
+            worker.handle(message)
 
 
 def eventually(so: Callable[[], bool]) -> bool:
