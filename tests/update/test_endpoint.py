@@ -58,7 +58,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         post = Inbox()
         post.start()
         for rank in range(3):  # one after the other; each takes over
-            beside = WorkerClient(place, 0, post, lambda text: None)
+            beside = WorkerClient(place, 0, post, lambda name, text: None)
             beside.connect(rank, 3.0)
             assert isinstance(beside.ask(GetStatus(), Status, 3.0), Status)
             beside.drop()
@@ -88,7 +88,7 @@ def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(plac
     dying = listen(path)
     post = Inbox()
     post.start()
-    beside = WorkerClient(place, 0, post, lambda text: None)
+    beside = WorkerClient(place, 0, post, lambda name, text: None)
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(beside.connect, 0, 20.0)
         dying.accept()[0].close()
@@ -113,7 +113,7 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
     """The rank hears it as the reason why its connection ended, not as the answer to a question."""
     told: SimpleQueue[str] = SimpleQueue()
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
-        first, second = (WorkerClient(place, 0, Inbox(), told.put) for _ in range(2))
+        first, second = (WorkerClient(place, 0, Inbox(), lambda name, text: told.put(text)) for _ in range(2))
         first.connect(0, 5.0)
         second.connect(1, 5.0)
         who = f"update rank 1 of process {os.getpid()} has taken worker 0 over"
@@ -142,7 +142,7 @@ def test_a_worker_that_goes_back_after_its_endpoint_was_closed_keeps_its_slot(
         endpoint.worker.handle(plan)
         if served:
             bring_first(endpoint.worker, plan)
-        rank = WorkerClient(place, 0, Inbox(), lambda text: None)
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
         rank.connect(0, PATIENT_S)
         endpoint.worker.handle(begin(2, 2, plan))
         assert endpoint.worker.state == "loading"
@@ -159,7 +159,7 @@ def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
     with Endpoint(engine, place, 0) as endpoint:
         endpoint.worker.handle(plan)
         bring_first(endpoint.worker, plan, to="prepared")
-        rank = WorkerClient(place, 0, Inbox(), lambda text: None)
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
         rank.connect(0, PATIENT_S)
 
         def late(worker: Worker, message: Any) -> FromWorker:
