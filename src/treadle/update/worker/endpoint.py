@@ -97,7 +97,7 @@ class Endpoint:
         return len(self._askers)
 
     def close(self) -> None:
-        """Stop listening; a load under way is taken back. A worker that serves keeps its slot until its process ends."""
+        """Stop listening, and take a load back. A worker that serves keeps its slot until its process ends."""
         self._over.set()
         self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps the thread
         self._leave()
