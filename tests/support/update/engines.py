@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.support.patience import PATIENT_S
+from tests.support.patience import PATIENT_S, SOON_S
 from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.messages import (
@@ -96,7 +96,7 @@ def bring_first(worker: Worker, plan: TakePlan, to: str = "serving") -> None:
 
 
 def eventually(so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + SOON_S
     while not so() and time.monotonic() < until:
         time.sleep(0.005)
     return so()
