@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +29,7 @@ from treadle.schedules import SCHEDULES
 from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, gradients, lanes
 from treadle.selfcheck.checks import Check, run_check
 from treadle.selfcheck.models import MeshShape
-from treadle.selfcheck.ranks import run_ranks
+from treadle.selfcheck.ranks import _gather, run_ranks
 from treadle.selfcheck.report import FailedError, Passed, SkippedError
 
 HERE = ("--device", "cpu", "--ranks", "2")
@@ -124,6 +128,17 @@ def test_a_rank_that_fails_is_told(how: str, said: str, capfd: pytest.CaptureFix
     assert error.value.found == said
     assert "read the first error above" in error.value.advice
     capfd.readouterr()
+
+
+def test_a_rank_that_ends_while_it_tells_is_told() -> None:
+    here, there = mp.Pipe(duplex=False)
+    os.write(there.fileno(), struct.pack("!i", 100) + bytes(10))  # a part of a message of 100 bytes
+    there.close()
+    process = SimpleNamespace(join=lambda: None, exitcode=-9)
+    with pytest.raises(FailedError) as error:
+        _gather([(process, here)], time.monotonic() + PATIENT_S)
+    assert error.value.found == "rank 0 ended with exit code -9"
+    here.close()
 
 
 def test_ranks_return_or_skip() -> None:

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
@@ -213,7 +214,8 @@ def _show_stacks(processes: Sequence[ForkServerProcess]) -> None:
     """Asks processes that hang for the stacks of their threads."""
     for process in processes:
         if process.pid is not None and process.is_alive():
-            os.kill(process.pid, SHOW_STACKS)
+            with suppress(ProcessLookupError):  # it has just ended, and the forkserver has not said so yet
+                os.kill(process.pid, SHOW_STACKS)
     connection.wait([process.sentinel for process in processes], 0.2)
 
 

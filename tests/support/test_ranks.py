@@ -9,6 +9,8 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from tests.support.paths import ROOT
 from tests.support.patience import SOON_S
-from tests.support.ranks import check, run_ranks
+from tests.support.ranks import _show_stacks, check, run_ranks
 
 
 def total(rank: int, scale: float) -> tuple[int, float]:
@@ -190,3 +192,14 @@ def test_nothing_outlives_the_session(end: str, tmp_path: Path) -> None:
     while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not left
+
+
+def test_a_rank_that_ends_while_it_is_asked_for_its_stacks() -> None:
+    """The forkserver waits for a rank that has ended, and tells of it after that."""
+    ended = subprocess.Popen(["true"])
+    ended.wait(SOON_S)
+    reading, writing = os.pipe()
+    os.close(writing)
+    process: Any = SimpleNamespace(pid=ended.pid, is_alive=lambda: True, sentinel=reading)
+    _show_stacks([process])
+    os.close(reading)

@@ -83,7 +83,7 @@ def test_a_buffer_that_is_too_small_is_refused(calls: Calls) -> None:
 
 def test_each_mapping_has_a_handle_of_its_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts users in a file for each handle: a worker that reconnects must not count down an earlier one's."""
-    client = WorkerClient(Path("nowhere"), 0, Inbox(), lambda text: None)
+    client = WorkerClient(Path("nowhere"), 0, Inbox(), lambda name, text: None)
     sent: list[Map] = []
     monkeypatch.setattr(client, "send", lambda message, fds=(): sent.append(message))
     monkeypatch.setattr(client, "expect", lambda kind, deadline_s: Mapped())

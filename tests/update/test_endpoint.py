@@ -9,18 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
 
 import treadle.update.worker.endpoint as endpoint_module
 import treadle.wire.link as link_module
-from tests.support.patience import SOON_S
-from tests.support.update.engines import eventually, out_of_descriptors
+from tests.support.patience import PATIENT_S, SOON_S
+from tests.support.update.engines import Noting, begin, bring_first, eventually, out_of_descriptors, plan_of
 from tests.support.update.workers import Asker
 from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
 from treadle.update.protocol.messages import (
+    Commit,
     FromWorker,
     GetStatus,
     Refused,
@@ -29,6 +31,7 @@ from treadle.update.protocol.messages import (
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.update.worker.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
+from treadle.update.worker.worker import Worker
 from treadle.wire.errors import PeerGoneError
 from treadle.wire.link import Link, accept
 
@@ -55,7 +58,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         post = Inbox()
         post.start()
         for rank in range(3):  # one after the other; each takes over
-            beside = WorkerClient(place, 0, post, lambda text: None)
+            beside = WorkerClient(place, 0, post, lambda name, text: None)
             beside.connect(rank, 3.0)
             assert isinstance(beside.ask(GetStatus(), Status, 3.0), Status)
             beside.drop()
@@ -85,7 +88,7 @@ def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(plac
     dying = listen(path)
     post = Inbox()
     post.start()
-    beside = WorkerClient(place, 0, post, lambda text: None)
+    beside = WorkerClient(place, 0, post, lambda name, text: None)
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(beside.connect, 0, 20.0)
         dying.accept()[0].close()
@@ -110,7 +113,7 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
     """The rank hears it as the reason why its connection ended, not as the answer to a question."""
     told: SimpleQueue[str] = SimpleQueue()
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
-        first, second = (WorkerClient(place, 0, Inbox(), told.put) for _ in range(2))
+        first, second = (WorkerClient(place, 0, Inbox(), lambda name, text: told.put(text)) for _ in range(2))
         first.connect(0, 5.0)
         second.connect(1, 5.0)
         who = f"update rank 1 of process {os.getpid()} has taken worker 0 over"
@@ -119,3 +122,57 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
         assert told.get(timeout=SOON_S) == who
         assert second.ask(GetStatus(), Status, 5.0).state == "closed"
         second.drop()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_worker_that_goes_back_after_its_endpoint_was_closed_keeps_its_slot(
+    served: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the slot, another process could take it and serve another version beside this one."""
+    engine, release = Noting(), Worker.release
+    plan, closed, released = plan_of(engine), threading.Event(), threading.Event()
+
+    def late(*args: Any) -> None:
+        assert closed.wait(PATIENT_S)
+        release(*args)
+        released.set()
+
+    monkeypatch.setattr(Worker, "release", late)
+    with Endpoint(engine, place, 0) as endpoint:
+        endpoint.worker.handle(plan)
+        if served:
+            bring_first(endpoint.worker, plan)
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
+        rank.connect(0, PATIENT_S)
+        endpoint.worker.handle(begin(2, 2, plan))
+        assert endpoint.worker.state == "loading"
+    closed.set()
+    assert released.wait(PATIENT_S)
+    assert endpoint._slot.held == (engine.gate.version is not None) == served
+
+
+def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, handle = Noting(), Worker.handle
+    plan, read, closed, handled = plan_of(engine), threading.Event(), threading.Event(), threading.Event()
+    with Endpoint(engine, place, 0) as endpoint:
+        endpoint.worker.handle(plan)
+        bring_first(endpoint.worker, plan, to="prepared")
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
+        rank.connect(0, PATIENT_S)
+
+        def late(worker: Worker, message: Any) -> FromWorker:
+            read.set()
+            assert closed.wait(PATIENT_S)
+            answer = handle(worker, message)
+            handled.set()
+            return answer
+
+        monkeypatch.setattr(Worker, "handle", late)
+        rank.send(Commit(1, 1))
+        assert read.wait(PATIENT_S)
+    closed.set()
+    assert handled.wait(PATIENT_S)
+    assert not endpoint._slot.held
+    assert engine.gate.version is None

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,18 @@ import pytest
 
 import treadle.update.adapters.vllm.replica as replica_module
 import treadle.wire.link as link_module
+from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.update.engines import eventually, out_of_descriptors
+from treadle.host.sockets import connect
 from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
 from treadle.update.adapters.vllm.line import Line, replica_path
-from treadle.update.adapters.vllm.messages import Serve, Shut
+from treadle.update.adapters.vllm.listening import Listening
+from treadle.update.adapters.vllm.messages import Reply, Serve, Shut
 from treadle.update.adapters.vllm.phases import TRANSITIONS, GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.replica import Replica
-from treadle.wire.link import accept
+from treadle.update.worker.gate import Gate
+from treadle.wire.errors import PeerGoneError
+from treadle.wire.link import Link, accept
 
 
 def test_the_table_of_the_gate_has_every_phase_and_no_dead_end() -> None:
@@ -177,6 +183,63 @@ def test_breaking_off_does_not_outlive_a_close_that_failed(
         assert lines[0].ask(Shut("drain", 1.0), 10) is None
         time.sleep(0.5)
     assert engine.said[said:] == ["pause"], "requests of a later close were broken off"
+
+
+def test_who_waits_at_a_gate_that_could_not_be_closed_is_let_in(slow: tuple[Slow, Replica, list[Line]]) -> None:
+    _, replica, lines = slow
+    serve_all(lines, 1)
+
+    def wait() -> int:
+        with replica.serving(wait_s=PATIENT_S) as version:
+            return version
+
+    with ThreadPoolExecutor() as pool, replica.serving():
+        shut = pool.submit(lines[0].ask, Shut("drain", 0.5), PATIENT_S)
+        assert eventually(lambda: replica.phase is GatePhase.DRAINING or shut.done())
+        waiting = pool.submit(wait)
+        told = shut.result(PATIENT_S)
+        assert told is not None
+        assert "1 requests still run" in told
+        assert waiting.result(SOON_S) == 1
+
+
+def test_the_last_request_may_leave_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, inside = Gate(), ExitStack()
+    gate.open(1)
+    inside.enter_context(gate.serving())
+    wait = gate._changed.wait
+
+    def late(timeout: float | None = None) -> bool:
+        """Wait in vain; before this thread is on again, the request leaves."""
+        monkeypatch.undo()
+        assert not wait(0.01)
+        inside.close()
+        return False
+
+    monkeypatch.setattr(gate._changed, "wait", late)
+    assert gate.close("drain", 0.01) is None
+    assert gate.version is None
+
+
+def test_a_line_that_is_accepted_while_its_replica_closes_ends_too(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted, path = threading.Event(), replica_path(place, 0)
+
+    def late(*args: Any) -> Any:
+        link = accept(*args)
+        accepted.set()
+        time.sleep(0.3)  # a close that does not wait is over by now
+        return link
+
+    monkeypatch.setattr(link_module, "accept", late)
+    listening = Listening(path, lambda worker, pid, message: None, lambda worker, why: None)
+    line: Link[Reply] = Link(connect(path), Reply)
+    assert accepted.wait(PATIENT_S)
+    listening.close()
+    with pytest.raises(PeerGoneError):
+        line.receive(SOON_S)
+    line.close()
 
 
 def test_a_replica_that_was_out_of_descriptors_takes_lines_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import random
+import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 import treadle.update
-from tests.support.patience import PATIENT_S
+from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, served
 from tests.support.update.workers import Workers, ask_once, resident_bytes
@@ -27,6 +30,7 @@ from treadle.update import Endpoint, Plain
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.messages import (
     PROTOCOL,
+    Answer,
     Ask,
     Begin,
     FromWorker,
@@ -224,6 +228,50 @@ def test_a_connection_that_is_closed_while_another_thread_sends(
         here.send(GetStatus())
     for end in (here, there, server):
         end.close()
+
+
+LEAVES_A_CHILD = """
+import os, socket, subprocess, sys
+
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+child = subprocess.Popen(["sleep", "1000"], pass_fds=[connection.fileno()])
+print(child.pid, flush=True)
+sys.stdin.read()
+connection.sendall(bytes.fromhex(sys.argv[2]))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("seen_by", ["whoever receives", "whoever sends"])
+def test_the_end_of_a_process_whose_child_holds_the_connection(seen_by: str, tmp_path: Path) -> None:
+    """It is noticed once, by one thread: others must not wait for what will never come."""
+    (tmp_path / "s").mkdir(mode=0o700)
+    path = tmp_path / "s" / "one.sock"
+    server = listen(path)
+    last = framed(msgspec.msgpack.encode(Ask(b"x" * 100)))
+    command = [sys.executable, "-c", LEAVES_A_CHILD, str(path), last.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        link: Link[ToWorker] | None = accept(server, ToWorker)
+        assert link is not None
+        child = int(process.stdout.readline())
+        try:
+            process.stdin.close()
+            process.wait(PATIENT_S)
+            if seen_by == "whoever sends":
+                with pytest.raises(PeerGoneError, match="ended"):
+                    link.send(Answer(1, b"x" * (8 << 20)), timeout_s=PATIENT_S)
+            assert link.receive(SOON_S) == Ask(b"x" * 100)
+            with pytest.raises(PeerGoneError, match="ended"):
+                link.receive(SOON_S)
+            with pytest.raises(PeerGoneError, match="ended"):
+                link.send(Answer(1, b"x" * (8 << 20)), timeout_s=PATIENT_S)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    link.close()
+    server.close()
 
 
 def malformed(chance: random.Random) -> bytes:

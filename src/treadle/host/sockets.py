@@ -6,11 +6,13 @@ directory first; the uid alone would let other users fill the queue.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +47,12 @@ def listen(path: Path) -> socket.socket:
         raise ValueError(f"{path} is longer than the {_LONGEST} bytes a Unix socket's path may have; use a shorter one")
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and not _is_listening(path):
-            path.unlink()
-        server.bind(os.fspath(path))
-        path.chmod(0o600)
-        server.listen(128)
+        with _alone_in(path.parent):
+            if path.exists() and not _is_listening(path):
+                path.unlink()
+            server.bind(os.fspath(path))
+            path.chmod(0o600)
+            server.listen(128)
     except OSError as error:
         server.close()
         if path.exists() and _is_listening(path):
@@ -103,10 +106,25 @@ def refuse_strangers(connection: socket.socket) -> Peer:
     return peer
 
 
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One process at a time: a socket that is bound and does not listen yet looks like that of one that has ended."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(os.fspath(path))
+        except BlockingIOError:  # its queue is full: the process is stopped, or busy
+            return True
         except OSError:
             return False
         return True

@@ -89,7 +89,7 @@ def _gather(ranks: Sequence[tuple[Any, Any]], until_s: float) -> list[Any]:
             rank = waiting.pop(here)
             try:
                 error, values[rank] = pickle.loads(here.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
+            except (EOFError, OSError):  # it ended before it had told, or while it told
                 ranks[rank][0].join()
                 raise FailedError(f"rank {rank} ended with exit code {ranks[rank][0].exitcode}", LOST) from None
             if error is not None:

@@ -160,7 +160,6 @@ class Updater:
         if context.coordinator.lost:
             text = f"lost before this attempt: {context.coordinator.why_lost}; start the update ranks again"
             raise failure(0, context.coordinator.name, "enter", text)
-        context.inbox.start()
         self.attempt = attempt = AttemptRun(context, request)
         began = time.perf_counter()
         try:
@@ -193,18 +192,16 @@ class Updater:
 
     def _break_off(self) -> None:
         """End waits in the process group. Before the attempt has its number nobody is in it."""
-        if self.attempt is not None and self.attempt.epoch:
+        attempt = self.attempt
+        if attempt is not None and attempt.epoch:
             self.context.broadcasts.break_off()
 
-    def _worker_lost(self, text: str) -> None:
+    def _worker_lost(self, name: str, text: str) -> None:
         """Report a lost worker at once, from the thread that reads from it: the updating thread may wait elsewhere."""
-        context = self.context
-        name = context.worker.name
-        context.worker.drop()
         attempt = self.attempt
         if attempt is not None and attempt.epoch:
             fault = failure(attempt.epoch, name, attempt.phase, f"lost: {text}", attempt.bucket).fault
-            context.coordinator.report(fault)
+            self.context.coordinator.report(fault)
 
     def close(self) -> None:
         """Disconnect from the worker, which goes on serving, and from the other ranks. May be called again."""

@@ -148,9 +148,12 @@ class Link(Generic[M]):
         self._frames.feed(data)
 
     def _await(self, event: int, until: float | None, what: str) -> None:
+        if self._ended:  # also seen by another thread, or with the message before
+            self._raise_ended(event)
+            return
         poll = select.poll()
         poll.register(self.connection, event)
-        if self._pidfd is not None and not self._ended:
+        if self._pidfd is not None:
             poll.register(self._pidfd, select.POLLIN)
         left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
         ready = poll.poll(left_ms)
@@ -158,9 +161,13 @@ class Link(Generic[M]):
             why = stopped(self.pid) if left_ms else ""  # a caller that only polls is told nothing
             raise TimeoutError(f"{self.peer} did not {what} in time{why}")
         if any(fd == self._pidfd for fd, _ in ready):
-            self._ended = True  # messages sent before its end are read first
-            if event == select.POLLOUT:
-                raise PeerGoneError(f"{self.peer} ended")
+            self._ended = True
+            self._raise_ended(event)
+
+    def _raise_ended(self, event: int) -> None:
+        """Raises for whoever sends. Messages that the process sent before its end are read first."""
+        if event == select.POLLOUT:
+            raise PeerGoneError(f"{self.peer} ended")
 
     def drop_fds(self) -> None:
         """Closes descriptors that were not taken."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.support.patience import PATIENT_S
+from tests.support.patience import PATIENT_S, SOON_S
 from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.messages import (
@@ -81,16 +81,22 @@ def served(engine: Noting, spill: Path | None = None) -> tuple[Worker, TakePlan]
     """A worker that serves version 1 by attempt 1."""
     worker, plan = Worker(engine, 0, spill), plan_of(engine)
     worker.handle(plan)
+    bring_first(worker, plan)
+    return worker, plan
+
+
+def bring_first(worker: Worker, plan: TakePlan, to: str = "serving") -> None:
+    """Bring version 1 to a worker by attempt 1, until it is in the state `to`."""
     buffer = HostBuffer.make(1 << 16)
     assert buffer.fd is not None
     worker.map(Map((buffer.size_bytes,)), [os.dup(buffer.fd)])
     for message in (begin(1, 1, plan), Load(1, 0, 0), Finish(1), Commit(1, 1)):
-        worker.handle(message)
-    return worker, plan
+        if worker.state != to:
+            worker.handle(message)
 
 
 def eventually(so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + SOON_S
     while not so() and time.monotonic() < until:
         time.sleep(0.005)
     return so()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tests.support.patience import PATIENT_S
 from tests.support.ranks import server
 from treadle.host.sockets import connect
 from treadle.update import Endpoint, Plain
@@ -181,7 +182,7 @@ class Workers:
         theirs.close()
 
     def await_up(self, worker: int) -> None:
-        assert self.pipes[worker].poll(60)
+        assert self.pipes[worker].poll(PATIENT_S)
         assert self.pipes[worker].recv() == "up"
 
     def restart(self, worker: int) -> None:
@@ -197,7 +198,7 @@ class Workers:
     def tell(self, worker: int, order: Trouble | str | Callable[[Troubled], Any]) -> Any:
         """Have a worker do something and return the answer; `order` must be importable."""
         self.pipes[worker].send(order)
-        assert self.pipes[worker].poll(60)
+        assert self.pipes[worker].poll(PATIENT_S)
         return self.pipes[worker].recv()
 
     def __enter__(self) -> Workers:
@@ -247,7 +248,7 @@ class Spawned:
 
 
 def _await_up(pipe: Connection) -> None:
-    assert pipe.poll(120)
+    assert pipe.poll(PATIENT_S)
     assert pipe.recv() == "up"
 
 

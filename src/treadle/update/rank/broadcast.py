@@ -139,11 +139,12 @@ class Broadcasts:
     def break_off(self) -> None:
         """End all waits in the group, which then raise. The group cannot be used again."""
         self.made = 0
-        if self.waiter is not None:
-            self.waiter.void = True
+        waiter, group = self.waiter, self._group  # the thread that updates may drop them
+        if waiter is not None:
+            waiter.void = True
         self._sockets.shut()
-        if self._group is not None:
-            JointAbort([self._group.communicator])
+        if group is not None:
+            JointAbort([group.communicator])
 
     def drop(self) -> bool:
         """Forget the group. True where a wait in it goes on, which may still write to its buffer."""

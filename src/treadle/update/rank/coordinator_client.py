@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -28,6 +29,7 @@ class CoordinatorClient:
         self.epoch = 0
         self.stop: Stop | None = None
         """The coordinator's Stop of this attempt, if it has sent one."""
+        self._stopping = threading.Lock()
         self.lost = False
         self.why_lost = ""
         join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
@@ -36,9 +38,10 @@ class CoordinatorClient:
 
     def _take(self, message: Any) -> bool:
         if isinstance(message, Stop):
-            if message.epoch in (0, self.epoch):
-                self.stop = message
-                self.inbox.fail(UpdateError(message.fault, committed=message.committed))
+            with self._stopping:
+                if message.epoch in (0, self.epoch):
+                    self.stop = message
+                    self.inbox.fail(UpdateError(message.fault, committed=message.committed))
             return True
         if isinstance(message, Go) and not self.epoch:
             self.epoch = message.epoch  # at once: the next message may belong to this attempt
@@ -46,7 +49,9 @@ class CoordinatorClient:
 
     def begin(self) -> None:
         """Begin an attempt; late messages of earlier ones are dropped."""
-        self.epoch, self.stop = 0, None
+        with self._stopping:  # a Stop that is being taken ends the attempt before, not this one
+            self.epoch, self.stop = 0, None
+            self.inbox.start()
 
     def _gone(self, text: str) -> None:
         self.lost, self.why_lost = True, text

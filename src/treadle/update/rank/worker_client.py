@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,12 +43,16 @@ M = TypeVar("M", bound=FromWorker)
 
 
 class WorkerClient:
-    """Sends messages to one worker, and reconnects where the connection was lost. `lost(text)` hears of its end."""
+    """Sends messages to one worker, and reconnects where the connection was lost.
 
-    def __init__(self, directory: Path, worker: int, inbox: Inbox, lost: Callable[[str], None]) -> None:
+    `lost(name, text)` hears of its end, in the thread that reads it and before another connection is made.
+    """
+
+    def __init__(self, directory: Path, worker: int, inbox: Inbox, lost: Callable[[str, str], None]) -> None:
         self.path, self.worker, self.inbox = worker_path(directory, worker), worker, inbox
         self.can_export = False
         self._lost = lost
+        self._losing = threading.Lock()
         self._link: Link[FromWorker] | None = None
         self._place: tuple[int, int] | None = None
         self._plans: list[str] = []
@@ -57,7 +62,8 @@ class WorkerClient:
     @property
     def name(self) -> str:
         """The worker's name for error messages."""
-        return f"worker {self.worker}" + (f" (process {self._link.pid})" if self._link is not None else "")
+        link = self._link  # another thread may drop it
+        return f"worker {self.worker}" + (f" (process {link.pid})" if link is not None else "")
 
     def connect(self, rank: int, deadline_s: float) -> None:
         """Connect, unless the connection stands and no other process has taken the worker's place."""
@@ -106,20 +112,24 @@ class WorkerClient:
         return failure(0, f"worker {self.worker}", "enter", text)
 
     def _gone(self, link: Link[FromWorker], text: str) -> None:
-        if self._link is link:
-            self._lost(text)
+        with self._losing:
+            if self._link is link:
+                name, self._link = self.name, None
+                self._lost(name, text)
 
     def drop(self) -> None:
         """Close the connection; a worker that has not voted goes back then."""
-        link, self._link = self._link, None
+        with self._losing:  # whoever connects next does so after the loss of this connection was told
+            link, self._link = self._link, None
         if link is not None:
             link.shut()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message. Raises PeerGoneError."""
-        if self._link is None:
+        link = self._link
+        if link is None:
             raise PeerGoneError(f"worker {self.worker} is not connected")
-        self._link.send(message, fds=fds, timeout_s=5.0)
+        link.send(message, fds=fds, timeout_s=5.0)
 
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
         """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news."""

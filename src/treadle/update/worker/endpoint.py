@@ -97,11 +97,11 @@ class Endpoint:
         return len(self._askers)
 
     def close(self) -> None:
-        """Stop listening; the engine stays as it is. A worker that serves keeps its slot until its process ends."""
+        """Stop listening, and take a load back. A worker that serves keeps its slot until its process ends."""
         self._over.set()
         self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps the thread
         self._leave()
-        if self.worker.state != "serving":
+        if self.worker.depart(2 * RETIRE_S):
             self._slot.give_back()
 
     def _leave(self) -> None:

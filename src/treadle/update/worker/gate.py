@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -62,12 +61,11 @@ class Gate:
             was = self._version
             self._version = None
             self._hurry = how == "abort"
-            until = time.monotonic() + deadline_s
-            while self._inside:
-                if not self._changed.wait(until - time.monotonic()):
-                    self._version, self._hurry = was, False
-                    return f"{self._inside} requests still run after {deadline_s:g} s; allow more, or close='abort'"
+            empty = self._changed.wait_for(lambda: not self._inside, deadline_s)
             self._hurry = False
+            if not empty:
+                self._version = was
+                return f"{self._inside} requests still run after {deadline_s:g} s; allow more, or close='abort'"
         return None
 
     def open(self, version: int) -> None:

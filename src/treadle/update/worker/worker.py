@@ -136,11 +136,13 @@ class Worker:
         Does nothing where another rank has taken over: that one settles, and maps its own buffers.
         """
         with self._one:
-            if taken_over():
-                return
-            with suppress(Exception):  # an engine that raises stays closed
-                self._make(deciding.release(self.now, can_restore=self._rollback.can_restore))
-            self._unmap()
+            if not taken_over():
+                self._go_back()
+
+    def _go_back(self) -> None:
+        with suppress(Exception):  # an engine that raises stays closed
+            self._make(deciding.release(self.now, can_restore=self._rollback.can_restore))
+        self._unmap()
 
     def place(self, *, holds_slot: bool) -> None:
         """Set whether this process holds the worker's slot; without it the worker is neither settled nor loaded."""
@@ -155,6 +157,22 @@ class Worker:
             except Exception:  # the engine's code may raise anything
                 return False
             return True
+
+    def depart(self, deadline_s: float) -> bool:
+        """The endpoint is closed: go back as in `release`. True where the engine serves nothing, and never will again.
+
+        False also where it is not done with a message by the deadline: it may serve after that.
+        """
+        if not self._one.acquire(timeout=deadline_s):
+            return False
+        try:
+            self._go_back()
+            if self.state == "serving":
+                return False
+            self._make(deciding.retire(self.now))  # a message that came before the end is refused from now on
+            return True
+        finally:
+            self._one.release()
 
     def _alone(self, doing: str, step: Callable[[], FromWorker]) -> FromWorker:
         if not self._one.acquire(timeout=BUSY_S):

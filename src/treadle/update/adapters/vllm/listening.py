@@ -22,12 +22,14 @@ class Listening:
         self._closing = False
         self._links: set[Link[FromVllm]] = set()
         self._server = listen(path)
-        threading.Thread(target=self._accept, name="treadle replica", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="treadle replica", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Close all connections; `lose` is not called any more."""
         self._closing = True
         close_server(self._server, self.path)
+        self._thread.join()  # the last connection that it accepted is among them
         for link in list(self._links):
             link.shut()
 

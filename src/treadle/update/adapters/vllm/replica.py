@@ -121,8 +121,10 @@ class Replica:
                         version = stack.enter_context(self._gate.serving())
                         break
                     except ClosedError:
-                        if not self._changed.wait(max(0.0, until - time.monotonic())):
+                        left = until - time.monotonic()
+                        if left <= 0:
                             raise
+                        self._changed.wait(left)
             yield version
 
     def close(self) -> None:
@@ -167,6 +169,7 @@ class Replica:
             with self._changed:
                 if self._phase is GatePhase.DRAINING and self._drained is drained:
                     self._move(GateEvent.DRAINED if error is None else GateEvent.NOT_DRAINED)
+                self._changed.notify_all()  # a gate that could not be closed is open again
             drained.set_result(error)
         error = drained.result()
         if error is not None and version is not None:

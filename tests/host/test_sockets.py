@@ -1,0 +1,65 @@
+"""Servers at a path: one process at a time listens there, however many start at once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.patience import PATIENT_S, SOON_S
+from treadle.host.sockets import close_server, connect, listen
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "s").mkdir(mode=0o700)
+    return tmp_path / "s" / "one.sock"
+
+
+def test_a_server_that_is_about_to_listen_is_not_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, real = threading.Event(), socket.socket.listen
+
+    def late(server: socket.socket, *args: Any) -> None:
+        bound.set()
+        time.sleep(0.3)  # whoever does not wait takes this one for the socket of a process that has ended
+        real(server, *args)
+
+    monkeypatch.setattr(socket.socket, "listen", late)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(listen, path)
+        assert bound.wait(PATIENT_S)
+        with pytest.raises(FileExistsError, match="another process listens"):
+            listen(path)
+        server = first.result(PATIENT_S)
+    with connect(path):
+        server.accept()[0].close()
+    close_server(server, path)
+    assert not path.exists()
+
+
+def test_a_server_whose_queue_is_full_is_not_waited_for(path: Path) -> None:
+    """As that of a process that is stopped."""
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(os.fspath(path))
+        stopped.listen(0)
+        with connect(path), ThreadPoolExecutor() as pool:
+            coming = pool.submit(listen, path)
+            try:
+                with pytest.raises(FileExistsError, match="another process listens"):
+                    coming.result(SOON_S)
+            finally:
+                stopped.close()  # ends whoever waits
+
+
+def test_the_socket_of_a_process_that_has_ended_is_replaced(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(os.fspath(path))
+    server = listen(path)
+    connect(path).close()
+    close_server(server, path)
