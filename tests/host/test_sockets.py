@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -63,3 +64,26 @@ def test_the_socket_of_a_process_that_has_ended_is_replaced(path: Path) -> None:
     server = listen(path)
     connect(path).close()
     close_server(server, path)
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, children, other = socket.socket.listen, [], ThreadPoolExecutor()
+
+    def forking(server: socket.socket, *args: Any) -> None:
+        child = os.fork()
+        if not child:
+            time.sleep(PATIENT_S)
+            os._exit(0)
+        children.append(child)
+        real(server, *args)
+
+    monkeypatch.setattr(socket.socket, "listen", forking)
+    try:
+        close_server(listen(path), path)
+        monkeypatch.undo()
+        close_server(other.submit(listen, path.with_name("two.sock")).result(SOON_S), path.with_name("two.sock"))
+    finally:
+        for child in children:  # before the executor waits for its thread
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        other.shutdown()

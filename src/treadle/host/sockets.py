@@ -115,6 +115,8 @@ def _alone_in(directory: Path) -> Iterator[None]:
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(opened)
 
 
