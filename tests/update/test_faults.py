@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, Flip
-from tests.support.update.faults import Case, draw, fresh, play, shared_memory
+from tests.support.update.faults import HANG_S, Case, draw, fresh, play, shared_memory
 from tests.support.update.models import SourceMaker, expected, model
 from tests.support.update.workers import Trouble, Workers
 from treadle.weights.layouts import Parallel
@@ -63,7 +63,7 @@ NAMED: dict[str, Callable[[], Case]] = {
     "worker raises": lambda: Case(1, worker=1, trouble=Trouble("raise", "load", 2)),
     "worker killed": lambda: Case(2, worker=2, trouble=Trouble("kill", "load", 1)),
     "worker killed when prepared": lambda: Case(3, worker=1, trouble=Trouble("kill", "open")),
-    "worker hangs": lambda: Case(4, worker=0, trouble=Trouble("hang", "load", 1, hang_s=2.5)),
+    "worker hangs": lambda: Case(4, worker=0, trouble=Trouble("hang", "load", 1, hang_s=HANG_S)),
     "worker loses its socket": lambda: Case(5, worker=2, trouble=Trouble("socket", "load", 3)),
     "rank killed": lambda: Case(6, crash=Crash(2, "bucket", bucket=3)),
     "rank killed after its vote": lambda: Case(7, crash=Crash(1, "after", "finish")),

@@ -25,6 +25,10 @@ from treadle.update.protocol.messages import Answer
 from treadle.wire.errors import PeerGoneError
 
 
+HANG_S = 4.5
+"""How long a worker hangs: longer than the deadline of its case, which all others keep on a busy machine."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One fault."""
@@ -47,7 +51,7 @@ class Case:
     @property
     def deadline_s(self) -> float:
         """Short only for a process that hangs: other faults are noticed at once."""
-        return 1.5 if self.trouble is not None and self.trouble.act == "hang" else 15.0
+        return 3.0 if self.trouble is not None and self.trouble.act == "hang" else 15.0
 
 
 def draw(number: int, world: int, num_buckets: int) -> Case:
@@ -64,7 +68,7 @@ def draw(number: int, world: int, num_buckets: int) -> Case:
         return Case(number, flip=Flip(chance.randrange(world), chance.randrange(num_buckets)))
     method = chance.choice((*METHODS, "load", "load", "load"))
     at = chance.randrange(num_buckets) if method == "load" else 0
-    return Case(number, worker=chance.randrange(world), trouble=Trouble(kind, method, at, hang_s=2.5))
+    return Case(number, worker=chance.randrange(world), trouble=Trouble(kind, method, at, hang_s=HANG_S))
 
 
 @dataclass
