@@ -24,7 +24,6 @@ from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.protocol.messages import Answer
 from treadle.wire.errors import PeerGoneError
 
-
 HANG_S = 4.5
 """How long a worker hangs: longer than the deadline of its case, which all others keep on a busy machine."""
 
