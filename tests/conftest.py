@@ -29,11 +29,8 @@ settings.load_profile("treadle")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers of `-n auto`: none where a file or a test is named, else at most four (tests start ranks).
-
-    One more than cores: tests wait for connections, deadlines and disks for about a quarter of their time.
-    """
-    return 0 if _is_named(config) else min(4, 1 + (os.cpu_count() or 1))
+    """Workers of `-n auto`: none where a file or a test is named, else at most four (tests start ranks)."""
+    return 0 if _is_named(config) else min(4, os.cpu_count() or 1)
 
 
 def _is_named(config: pytest.Config) -> bool:
