@@ -23,6 +23,7 @@ def noise(number: int, share: float = 0.02) -> list[float]:
     return [float(each) for each in np.exp(np.random.default_rng(7).normal(0, share, number))]
 
 
+@pytest.mark.slow
 def test_constants_put_in_are_found_again() -> None:
     before, truth = h100(), h100(constants=TRUE)
     jobs = dense_jobs(before)
@@ -88,6 +89,7 @@ def test_a_run_as_estimated_moves_nothing() -> None:
     assert found.cluster == before
 
 
+@pytest.mark.slow
 def test_many_runs_win_over_the_prior() -> None:
     before, jobs = h100(), dense_jobs(h100())
     few, many = (calibrate(before, measure_all(chosen, before, [2.0] * len(chosen))) for chosen in (jobs[:1], jobs))

@@ -44,6 +44,7 @@ def write(job: dict[str, object], *factors: float) -> None:
     Path("runs.csv").write_text("\n".join(rows) + "\n")
 
 
+@pytest.mark.slow
 def test_estimates_before_and_after_are_those_of_plan() -> None:
     """With the plan's own layout the same job has the same step, before and with the written file."""
     job = chosen("h100:16")

@@ -124,6 +124,7 @@ def dropout_sizes(pp: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_dropout_does_not_depend_on_the_schedule(pp: int, dp: int) -> None:
     listed = dropout_sizes(pp)

@@ -126,6 +126,7 @@ def test_a_rank_that_kills_itself_and_peers_that_notice() -> None:
         check(outcomes)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_killed_and_shows_where_it_was() -> None:
     begin_s = time.monotonic()
     outcomes = run_ranks(3, hang_on_two, timeout_s=10.0)

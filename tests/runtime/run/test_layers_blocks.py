@@ -81,6 +81,7 @@ def run_one(rank: int, config: Config) -> Ran:
     return Ran(loss, grads, by_name, lanes, heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
