@@ -1,8 +1,9 @@
-"""What holds for all tests: two tiers, one schedule, one device, a thread a worker, hypothesis without seconds.
+"""What holds for all tests: three tiers, one schedule, one device, a thread a worker, hypothesis without seconds.
 
 `pytest` alone runs the quick tier: tests that are not marked `slow`, and of a test with parameters its first case.
-`pytest -m all` runs everything; naming a file or a test runs all of it. `pytest --schedule NAME` runs every test that
-has that schedule among its parameters.
+`pytest -m all` runs what a change must pass, and naming a file or a test that part of it. `pytest -m "all or nightly"
+--budget 10` has the rest of each grid too (`support/grid.py`), and ten times the draws (`support/budget.py`).
+`pytest --schedule NAME` runs every test that has that schedule among its parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.budget import Budget
+from tests.support.cpu_time import CpuTimes
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +26,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported, and for the processes that tests start. With as many threads as cores in each, threads
     # wait for one another while they keep the cores busy: a test of 5 s then takes 60.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+COVERED = "covered"
 
 settings.register_profile("treadle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("treadle")
@@ -38,21 +44,35 @@ def _is_named(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--schedule`."""
+    """Adds `--schedule`, `--budget` and `--cpu`."""
     parser.addoption("--schedule", metavar="NAME", help="run every test that has this schedule among its parameters")
+    parser.addoption("--budget", metavar="N", type=float, default=1.0, help="N times the draws of tests that draw")
+    parser.addoption(
+        "--cpu", metavar="N", type=int, help="print CPU seconds, children included, of the N dearest files and tests"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts CPU seconds where they were asked for, in every process that runs tests."""
+    num_shown: int | None = config.getoption("--cpu")
+    if num_shown is not None:
+        config.pluginmanager.register(CpuTimes(num_shown))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the tests of one schedule, or the quick tier, unless a marker, a file or a test was asked for."""
     for item in items:
-        item.add_marker("all")
+        if item.get_closest_marker("nightly") is None:
+            item.add_marker("all")
     schedule: str | None = config.getoption("--schedule")
     if schedule is not None:
         kept = [item for item in items if schedule in set(_schedules_of(item))]
         if not kept:
             raise pytest.UsageError(f"no test has a schedule {schedule!r}; `treadle schedules` lists them")
-    elif config.option.markexpr or _is_named(config):
+    elif config.option.markexpr:
         return
+    elif _is_named(config):
+        kept = [item for item in items if item.get_closest_marker("nightly") is None]
     else:
         kept = list(_quick(items))
     chosen = set(kept)
@@ -64,7 +84,7 @@ def _quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     seen: set[str] = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if name not in seen and item.get_closest_marker("slow") is None:
+        if name not in seen and not {"slow", "nightly"} & {mark.name for mark in item.iter_markers()}:
             yield item
         seen.add(name)
 
@@ -81,6 +101,29 @@ def _schedules_of(item: pytest.Item) -> Iterator[str]:
             yield value.stem.partition("_p")[0]
         elif isinstance(value, Schedule):
             yield value.name
+
+
+@pytest.fixture
+def budget(request: pytest.FixtureRequest) -> Iterator[Budget]:
+    """What a test that draws may use; `--budget` times as much."""
+    made = Budget(request.config.getoption("--budget"))
+    yield made
+    request.node.user_properties += [(COVERED, told) for told in made.told]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests that draw have covered."""
+    told = [
+        f"{report.nodeid.partition('::')[2]}: {value}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == COVERED and report.when == "teardown"
+    ]
+    if told:
+        terminalreporter.section("covered by draws")
+        for line in sorted(told):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -4,60 +4,42 @@
 
     values = check(run_ranks(4, ring, 3))
 
-`run_ranks` waits for every rank and tells what became of each: a value, an exception, a signal, no end in time. No
-process outlives the call, nor the forkserver the test session, whatever happens to either.
+`run_ranks` waits for every rank and returns what became of each: a value, an exception, a signal, no end in time. A
+process stays up for the next call if it is as it was (`rank_pool.py`); none outlives the test session, whatever comes.
 """
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from tests.support import devices
-from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
+from tests.support.rank_pool import POOL, SHOW_STACKS, Done, PoolProcess
 from treadle.dist.nccl_settings import NEEDED
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",
-    "pytest",
-    "hypothesis",
-    "treadle.runtime",
-    "treadle.update.updater",
-    "treadle.update.rank.source",
-]
-"""Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""
-
 MOST_ATTRIBUTE_BYTES = 64 * 1024
 """An attribute of an exception that is larger than this, pickled, stays behind."""
-
-SHOW_STACKS = signal.SIGURG  # ignored by default, so it does no harm to a rank that does not listen yet
 
 
 @dataclass(frozen=True)
@@ -122,14 +104,8 @@ class _Place:
         return self.directory / f"rank{self.rank}.stderr"
 
     @property
-    def result(self) -> Path:
-        return self.directory / f"rank{self.rank}.pickle"
-
-    def leave(self, value: Any, error: Failure | None) -> None:
-        """All or nothing: a rank may be killed at any time."""
-        part = self.result.with_suffix(".part")
-        part.write_bytes(pickle.dumps((value, error)))
-        part.rename(self.result)
+    def failure(self) -> Path:
+        return self.directory / f"rank{self.rank}.failure"
 
 
 def run_ranks(
@@ -139,55 +115,40 @@ def run_ranks(
     stuck: Collection[int] = (),
     timeout_s: float = HUNG_S,
     group_timeout_s: float | None = None,
+    new: bool = False,
 ) -> list[Outcome[T]]:
     """`fn(rank, *args)` on each of `world` processes, with a process group of them all as the default group.
 
     Ranks still alive after `timeout_s` are killed; those in `stuck`, which a test stops for good, as soon as all others
-    have ended. `group_timeout_s` is the group's own, `timeout_s` if not given.
-    The store is in this process, so that no rank takes it away with it.
+    have ended. `group_timeout_s` is the group's own, `timeout_s` if not given. `new`: on processes that nobody had
+    before and nobody gets after. The store is in this process, so that no rank takes it away with it.
     """
     devices.skip_beyond_devices(world)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group_timeout_s = group_timeout_s if group_timeout_s is not None else timeout_s
-    context = server()
     task = pickle.dumps((fn, args))  # by multiprocessing's own pickler, all ranks would share the memory of tensors
-    processes: list[ForkServerProcess] = []
+    new = new or devices.DEVICE_TYPE != "cpu"  # a rank's device is set once
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         places = [_Place(rank, world, store.port, group_timeout_s, Path(directory)) for rank in range(world)]
+        members = POOL.take(world, new=new)
         try:
-            for place in places:
+            for place, member in zip(places, members, strict=True):
                 place.stderr.touch()
-                process = context.Process(target=_rank_main, args=(place, task), name=f"rank {place.rank}")
-                processes.append(process)
-                process.start()  # returns when the rank was forked: what the forkserver preloads is not counted
-            ended_s = _wait_all(processes, stuck, time.monotonic() + timeout_s)
-            late = [end_s is None for end_s in ended_s]
-            if any(late):
-                _show_stacks([process for process, is_late in zip(processes, late, strict=True) if is_late])
+                member.begin(place.stderr, partial(_run_rank, place, task))
+            ends = _wait_all(members, stuck, time.monotonic() + timeout_s)
+            for member, end in zip(members, ends, strict=True):
+                if end.done is not None and (new or end.done.left) and not member.leave():
+                    end.at_s = None
+            _show_stacks([member.process for member, end in zip(members, ends, strict=True) if end.at_s is None])
+            kept = [m for m, end in zip(members, ends, strict=True) if end.done and not (new or end.done.left)]
+            POOL.give_back(kept)
+            POOL.left.update(what for end in ends if end.done for what in end.done.left)
+        except BaseException:
+            kept = []
+            raise
         finally:
-            _kill_all(processes)
-        return [
-            _outcome(place, process, end_s) for place, process, end_s in zip(places, processes, ended_s, strict=True)
-        ]
-
-
-_starting = threading.Lock()
-
-
-def server() -> ForkServerContext:
-    """The forkserver, started if it was not yet. It finds what lies beside this file as tests do."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with _starting:  # tests run ranks from several threads
-        given = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([given] if given else [])])
-        try:
-            forkserver.ensure_running()
-        finally:
-            del os.environ["PYTHONPATH"]
-            if given is not None:
-                os.environ["PYTHONPATH"] = given
-    return context
+            codes = [0 if member in kept else member.end() for member in members]
+        return [_outcome(place, end, code) for place, end, code in zip(places, ends, codes, strict=True)]
 
 
 def check(outcomes: Sequence[Outcome[T]]) -> list[T]:
@@ -199,15 +160,32 @@ def check(outcomes: Sequence[Outcome[T]]) -> list[T]:
     return [cast(T, outcome.value) for outcome in outcomes]
 
 
-def _wait_all(processes: Sequence[ForkServerProcess], stuck: Collection[int], deadline_s: float) -> list[float | None]:
-    """When each process ended, or None for those that did not by the deadline or are stuck."""
-    ended_s: dict[int, float] = {}
-    free = {process.sentinel for rank, process in enumerate(processes) if rank not in stuck}
-    while free - ended_s.keys() and (left_s := deadline_s - time.monotonic()) > 0:
-        alive = [process.sentinel for process in processes if process.sentinel not in ended_s]
-        ready = connection.wait(alive, left_s)
-        ended_s |= {cast(int, sentinel): time.monotonic() for sentinel in ready}
-    return [ended_s.get(process.sentinel) for process in processes]
+@dataclass
+class _End:
+    """When a rank was seen to have ended, if it was, and what it answered."""
+
+    at_s: float | None = None
+    done: Done | None = None
+
+
+def _wait_all(members: Sequence[PoolProcess], stuck: Collection[int], deadline_s: float) -> list[_End]:
+    """The end of each: its answer, or that of its process; none by the deadline, and of those that are stuck."""
+    ends = {member: _End() for member in members}
+    free = {member for rank, member in enumerate(members) if rank not in stuck}
+    waited: dict[Any, PoolProcess] = {member.pipe: member for member in members} | {
+        member.process.sentinel: member for member in members
+    }
+    while any(ends[member].at_s is None for member in free) and (left_s := deadline_s - time.monotonic()) > 0:
+        for ready in connection.wait(waited, left_s):
+            member = waited.pop(ready)
+            end = ends[member]
+            if ready is member.pipe:
+                with suppress(EOFError, ConnectionResetError):  # its process is about to end
+                    end.done = cast(Done, member.pipe.recv())
+            if end.at_s is None and (end.done is not None or ready == member.process.sentinel):
+                end.at_s = time.monotonic()
+                waited.pop(member.process.sentinel, None)
+    return list(ends.values())
 
 
 def _show_stacks(processes: Sequence[ForkServerProcess]) -> None:
@@ -216,48 +194,31 @@ def _show_stacks(processes: Sequence[ForkServerProcess]) -> None:
         if process.pid is not None and process.is_alive():
             with suppress(ProcessLookupError):  # it has just ended, and the forkserver has not said so yet
                 os.kill(process.pid, SHOW_STACKS)
-    connection.wait([process.sentinel for process in processes], 0.2)
+    connection.wait([process.sentinel for process in processes], 0.2 if processes else 0)
 
 
-def _kill_all(processes: Sequence[ForkServerProcess]) -> None:
-    for process in processes:
-        if process.pid is not None:
-            process.kill()
-    for process in processes:
-        if process.pid is not None:
-            process.join()
-
-
-def _outcome(place: _Place, process: ForkServerProcess, ended_s: float | None) -> Outcome[Any]:
-    left = pickle.loads(place.result.read_bytes()) if place.result.exists() else None
-    value, error = left if left is not None else (None, None)
-    assert process.exitcode is not None
-    outcome: Outcome[Any] = Outcome(
+def _outcome(place: _Place, end: _End, exitcode: int) -> Outcome[Any]:
+    error = pickle.loads(place.failure.read_bytes()) if place.failure.exists() else None
+    return Outcome(
         rank=place.rank,
-        returned=left is not None and error is None,
-        value=value,
+        returned=end.done is not None,
+        value=pickle.loads(end.done.value) if end.done is not None else None,
         error=error,
-        exitcode=process.exitcode,
-        ended_s=ended_s if ended_s is not None else time.monotonic(),
-        timed_out=ended_s is None,
+        exitcode=exitcode,
+        ended_s=end.at_s if end.at_s is not None else time.monotonic(),
+        timed_out=end.at_s is None,
         stderr=place.stderr.read_text(errors="replace"),
     )
-    process.close()
-    return outcome
 
 
-def _rank_main(place: _Place, task: bytes) -> None:
-    """What a rank does. What is raised here goes on up: its traceback on stderr and exit code 1, as in a script."""
-    with place.stderr.open("ab") as file:
-        os.dup2(file.fileno(), 2)
-    faulthandler.enable()
-    faulthandler.register(SHOW_STACKS)
-    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    torch.set_num_threads(1)
+def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes:
+    """What a rank does. What is raised here ends its process, with a traceback on stderr, as it would end a script."""
+    given, excepthook = dict(os.environ), sys.excepthook
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else a rank that ends at once fails those that still connect to it
     try:
         fn, args = pickle.loads(task)
+        imported()
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
         os.environ.update(NEEDED if devices.backend() == "nccl" else {})
@@ -268,10 +229,17 @@ def _rank_main(place: _Place, task: bytes) -> None:
         value = fn(place.rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        place.leave(value, None)
+        answer = pickle.dumps(value)
     except BaseException as error:
-        place.leave(None, _failure(error))
+        part = place.failure.with_suffix(".part")
+        part.write_bytes(pickle.dumps(_failure(error)))
+        part.rename(place.failure)  # all or nothing: a rank may be killed at any time
         raise
+    for name in os.environ.keys() - given.keys():
+        del os.environ[name]
+    os.environ.update(given)
+    sys.excepthook = excepthook  # torch's, which names the rank, stays after its group
+    return answer
 
 
 def _failure(error: BaseException) -> Failure:
@@ -283,20 +251,3 @@ def _failure(error: BaseException) -> Failure:
         except Exception:  # whatever pickling someone's object does: the failure itself must get through
             continue
     return Failure(type(error).__name__, str(error), attributes, "".join(traceback.format_exception(error)))
-
-
-def _end_with_parent() -> None:
-    """A rank's parent is the forkserver, so nothing else tells it that the test process was killed."""
-    parent = mp.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _stop_servers() -> None:
-    """Waits until multiprocessing's own processes have ended; by themselves they do so some time after this one."""
-    cast(Any, forkserver)._forkserver._stop()
-    cast(Any, resource_tracker)._resource_tracker._stop()
-
-
-atexit.register(_stop_servers)

@@ -91,7 +91,7 @@ def test_values_in_the_order_of_ranks() -> None:
 
 
 def test_tensors_come_back_from_eight_processes_that_are_gone() -> None:
-    got = check(run_ranks(8, pass_on))
+    got = check(run_ranks(8, pass_on, new=True))
     assert [int(tensor[0]) for tensor in got] == [7, 0, 1, 2, 3, 4, 5, 6]
 
 
@@ -157,7 +157,7 @@ SESSION = """
     import os, sys, time
     from pathlib import Path
 
-    from tests.support import ranks
+    from tests.support import rank_pool, ranks
 
     def report_and_stay(rank: int, directory: Path, stay_s: float) -> None:
         part = directory / f"{rank}.part"
@@ -166,7 +166,7 @@ SESSION = """
         time.sleep(stay_s)
 
     if __name__ == "__main__":
-        ranks.PRELOAD[:] = ["torch"]
+        rank_pool.PRELOAD[:] = ["torch"]
         ranks.run_ranks(2, report_and_stay, Path(sys.argv[1]), float(sys.argv[2]))
 """
 

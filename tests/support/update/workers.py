@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tests.support.patience import PATIENT_S
-from tests.support.ranks import server
+from tests.support.rank_pool import server
 from treadle.host.sockets import connect
 from treadle.update import Endpoint, Plain
 from treadle.update.adapters.plain import digest_of
