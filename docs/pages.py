@@ -17,9 +17,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from unittest.mock import patch
 
 DOCS = Path(__file__).parent
@@ -30,7 +31,11 @@ _BLOCK = re.compile(
     r"```(?P<language>[a-z]*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-_SHELL = re.compile(r"[|<>&;$*`\\]")
+_SHELL = re.compile(r"[<&;$*`\\\"()]|\d>|>>")
+"""What only a shell reads, outside of quotes."""
+
+COLUMNS = 80
+"""The width of a terminal that is not there."""
 
 
 @dataclass(frozen=True)
@@ -76,37 +81,99 @@ def pages() -> list[Path]:
 def run(line: str, directory: Path, timeout_s: float = 1200) -> tuple[int, str]:
     """Run a command line in a directory; return its exit code and what it printed.
 
-    Plain `treadle` commands run in this process, so that imports are paid for once; the rest runs in a shell.
+    `treadle` commands run in this process, so that imports are paid for once, with pipes between them and a file at the
+    end if the line has these; the rest runs in a shell.
     """
-    if line.startswith("treadle ") and _SHELL.search(line) is None:
-        return _run_here(shlex.split(line), directory)
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    pipeline = _pipeline(line)
+    if pipeline is not None:
+        return _run_pipeline(pipeline, directory)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": str(COLUMNS)}
     env.pop("FORCE_COLOR", None)
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would set it, with a warning
     done = subprocess.run(
         line, shell=True, cwd=directory, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    return done.returncode, _settled(done.stdout + done.stderr)
+    return done.returncode, settled(done.stdout + done.stderr)
 
 
-def _settled(printed: str) -> str:
+def settled(printed: str) -> str:
     """Leave out what only the first run of an installation says: that it compiles."""
     return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("compiling, once for"))
 
 
-def _run_here(words: list[str], directory: Path) -> tuple[int, str]:
-    from treadle.cli import main
+@dataclass(frozen=True)
+class _Pipeline:
+    """Commands that read each other's output, and the file that gets the last one's."""
 
-    printed, code, before = io.StringIO(), 0, Path.cwd()
-    os.chdir(directory)
-    try:
-        with patch.object(sys, "argv", words), redirect_stdout(printed), redirect_stderr(printed):
+    commands: list[list[str]]
+    output: str | None
+
+
+def _pipeline(line: str) -> _Pipeline | None:
+    """Read a line of `treadle` commands; None if it has others, or more than a shell is not needed for."""
+    if _SHELL.search(re.sub(r"'[^']*'", "", line)):
+        return None
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|>")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    words = iter(lexer)
+    for word in words:
+        if word == "|":
+            commands.append([])
+        elif word == ">":
+            output, *more = words
+            return _Pipeline(commands, output) if _are_ours(commands) and not more else None
+        else:
+            commands[-1].append(word)
+    return _Pipeline(commands, None) if _are_ours(commands) else None
+
+
+def _are_ours(commands: list[list[str]]) -> bool:
+    return all(words[:1] == ["treadle"] for words in commands)
+
+
+def _run_pipeline(pipeline: _Pipeline, directory: Path) -> tuple[int, str]:
+    printed, handed_on, code = io.StringIO(), "", 0
+    *earlier, last = pipeline.commands
+    for words in earlier:
+        between = io.StringIO()
+        run_here(words, directory, stdin=handed_on, stdout=between, stderr=printed)
+        handed_on = between.getvalue()
+    written = printed if pipeline.output is None else io.StringIO()
+    code = run_here(last, directory, stdin=handed_on, stdout=written, stderr=printed)
+    if pipeline.output is not None:
+        (directory / pipeline.output).write_text(written.getvalue(), "utf-8")
+    return code, settled(printed.getvalue())
+
+
+def run_here(words: list[str], directory: Path, *, stdin: str = "", stdout: TextIO, stderr: TextIO) -> int:
+    """Run `treadle ...` in this process as a process of its own would, its streams not on a terminal.
+
+    Returns the exit code. What is not an error of a user's is raised.
+    """
+    from treadle.cli import main
+    from treadle.cli.terminal import err, out
+    from treadle.ir.kernel import Compiled
+
+    before, widths = Path.cwd(), (out.width, err.width)
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {**environment, "COLUMNS": str(COLUMNS)}, clear=True))
+        stack.enter_context(patch.object(sys, "argv", words))
+        stack.enter_context(patch.object(sys, "stdin", io.StringIO(stdin)))
+        stack.enter_context(redirect_stdout(stdout))
+        stack.enter_context(redirect_stderr(stderr))
+        stack.enter_context(patch.object(Compiled, "compiling"))  # `main` sets it
+        stack.callback(os.chdir, before)
+        os.chdir(directory)
+        out.width = err.width = COLUMNS
+        try:
             main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
-    finally:
-        os.chdir(before)
-    return code, _settled(printed.getvalue())
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        finally:
+            out.width, err.width = widths
+    return 0
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""The command line as a person or a script meets it: real processes, exit codes, what goes to which stream."""
+"""The command line as a person or a script meets it: exit codes, what goes to which stream, what a terminal shows."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,29 +13,51 @@ import pytest
 import typer
 
 import treadle
+from tests.support.command import TREADLE, real_treadle
+from tests.support.command import treadle as run
 from tests.support.patience import HUNG_S
 from treadle.cli.app import COMMANDS
 from treadle.verify import CODES
 
-TREADLE = str(Path(sys.executable).parent / "treadle")
+BAR_AT_ONCE = """
+import sys
+import threading
+import treadle.cli.terminal as terminal
+from treadle.cli import main
+
+class Timer(threading.Timer):
+    def start(self):
+        self.function()
+
+threading.Timer = Timer
+main()
+"""
+"""The command line with a progress bar from the start of all work, however soon it is done."""
 
 
-def run(*args: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run(
-        [TREADLE, *args], input=stdin, cwd=cwd, env=env, capture_output=True, text=True, timeout=HUNG_S
-    )
-
-
-def on_a_terminal(*args: str) -> str:
+def on_a_terminal(*command: str) -> str:
     """What a person sees, both streams on one terminal."""
     done = subprocess.run(
-        ["script", "--quiet", "--return", "--command", " ".join([TREADLE, *args]), "/dev/null"],
+        ["script", "--quiet", "--return", "--command", " ".join(command), "/dev/null"],
         capture_output=True,
         text=True,
         timeout=HUNG_S,
     )
-    return done.stdout
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
+
+
+def test_an_installed_command_has_the_same_end_as_one_that_runs_here(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 F1.0 (F2.0|B0.0) B1.0 B2.0\n")
+    for code, args, stdin in (
+        (0, ("verify", "-"), "0: F0.0 B0.0\n"),
+        (1, ("verify", "mine.txt", "--all"), ""),
+        (2, ("verify", "nothing.txt"), ""),
+    ):
+        done = real_treadle(*args, stdin=stdin, cwd=tmp_path)
+        assert done.returncode == code
+        assert done == run(*args, stdin=stdin, cwd=tmp_path)
+        assert bool(done.stdout) == (code != 2)
+        assert bool(done.stderr) == (code == 2)
 
 
 @pytest.mark.slow
@@ -163,28 +184,25 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.slow
 def test_a_person_gets_the_next_command_and_a_script_does_not() -> None:
-    assert "next: treadle explain T301" in _plain(
-        on_a_terminal("verify", "1f1b", "--pp", "4", "-m", "8", "--max-activations", "1")
-    )
-    assert "next:" not in run("verify", "1f1b", "--pp", "4", "-m", "8").stderr
+    args = ("verify", "1f1b", "--pp", "4", "-m", "8", "--max-activations", "1")
+    assert "next: treadle explain T301" in on_a_terminal(TREADLE, *args)
+    assert "next:" not in run(*args).stderr
 
 
-@pytest.mark.slow
-def test_long_work_shows_progress() -> None:
-    seen = _plain(on_a_terminal("verify", "zb-h1", "--pp", "256", "-m", "2048"))
+def test_a_terminal_shows_progress_and_a_script_does_not(tmp_path: Path) -> None:
+    (tmp_path / "bar_at_once.py").write_text(BAR_AT_ONCE)
+    command = (sys.executable, str(tmp_path / "bar_at_once.py"), "verify", "zb-h1", "--pp", "2", "-m", "4")
+    seen = on_a_terminal(*command)
     assert "generating zb-h1" in seen
-    assert "clean: 256 ranks" in seen
+    assert "clean: 2 ranks" in seen
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S, check=True)
+    assert (done.stdout, done.stderr) == ("clean: 2 ranks, 24 cells, peak 2 activations\n", "")
 
 
 @pytest.mark.parametrize("command", ["schedules", "show", "verify", "explain"])
 def test_every_help_has_an_example(command: str) -> None:
     assert f"treadle {command}" in run(command, "--help").stdout.split("Example")[1]
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 @pytest.mark.slow
@@ -402,7 +420,8 @@ def test_a_deadlock_is_drawn_up_to_where_it_hangs(tmp_path: Path) -> None:
         (("draw", "1f1b", "--pp", "2", "-m", "2", "-o", "no/x.png"), ["there is no folder 'no'"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--fold", "2"), ["--fold is for a figure", "add -o figure.svg"]),
         (("draw", "1f1b", "--pp", "2", "-m", "2", "--width", "3", "-o", "x.html"), ["--width", "not for a page"]),
-        (("show", "dualpipe", "--pp", "1000000001", "-m", "8"), ["at most 65536 ranks"]),
+        (("show", "1f1b", "--pp", "1000000001", "-m", "8"), ["at most 65536 ranks", "nearest size", "pp=65536"]),
+        (("show", "dualpipe", "--pp", "8001", "-m", "8"), ["even number of ranks", "it needs even P"]),
         (("show", "gpipe", "--pp", "4", "-m", "5000000"), ["at most 1000000 micro-batches"]),
     ],
 )
