@@ -6,7 +6,8 @@
 
 Compared are threads, children, descriptors, the environment, signals, torch's own settings, and by identity every
 attribute of Treadle's and the tests' modules and of their classes, with the code of their functions: what a test
-replaced and did not put back is found. A list or dict that a module keeps and changes is not looked into.
+replaced and did not put back is found. Into what a module keeps and changes is not looked, but for dicts in
+capitals, such as `HANDLERS`.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class _Module:
         classes = [v for v in own.values() if issubclass(type(v), type) and v.__module__ == module.__name__]
         self._places: list[tuple[Any, dict[str, Any]]] = [(vars(module), own)]
         self._places += [(vars(cls), dict(vars(cls))) for cls in classes]
+        self._places += [(v, dict(v)) for name, v in own.items() if name.isupper() and type(v) is dict]  # registries
         # By `type`: `isinstance` asks the part, and torch's deprecated ones then warn.
         parts = [part for _, values in self._places for part in values.values()]
         self._functions = [part for part in parts if type(part) is FunctionType]

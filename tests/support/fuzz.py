@@ -271,7 +271,7 @@ def parse_only(text: str) -> dict[str, list[str]]:
 
 def run_life(life: Life) -> Record:
     """A life on its processes; a rank that has no record is a finding too."""
-    outcomes = run_ranks(life.config.world, live, life)
+    outcomes = run_ranks(life.config.world, live, life, new=life.plant is not None)
     whole = Record()
     for outcome in outcomes:
         record = outcome.value if outcome.value is not None else _lost(life, outcome)

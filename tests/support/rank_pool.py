@@ -39,12 +39,15 @@ PRELOAD = [
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.fx.experimental.symbolic_shapes",
+    "numba",
     "numpy.ma",
     "pytest",
     "hypothesis",
+    "torch._dynamo",
     "treadle.runtime",
     "treadle.update.updater",
     "treadle.update.rank.source",
+    "tests.support.warm",
 ]
 """Imported once, in the forkserver: four ranks then start in 0.2 s, where `spawn` takes 25."""
 

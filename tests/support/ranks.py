@@ -10,6 +10,7 @@ process stays up for the next call if it is as it was (`rank_pool.py`); none out
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -34,6 +35,7 @@ from tests.support import devices
 from tests.support.patience import HUNG_S
 from tests.support.rank_pool import POOL, SHOW_STACKS, Done, PoolProcess
 from treadle.dist.nccl_settings import NEEDED
+from treadle.runtime import Pipeline
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -226,10 +228,10 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
         dist.init_process_group(
             devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout
         )
-        value = fn(place.rank, *args)
+        answer = pickle.dumps(fn(place.rank, *args))
+        _close_pipelines()
         if dist.is_initialized():
             dist.destroy_process_group()
-        answer = pickle.dumps(value)
     except BaseException as error:
         part = place.failure.with_suffix(".part")
         part.write_bytes(pickle.dumps(_failure(error)))
@@ -240,6 +242,13 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
     os.environ.update(given)
     sys.excepthook = excepthook  # torch's, which names the rank, stays after its group
     return answer
+
+
+def _close_pipelines() -> None:
+    """Closes what the function has left open, as the end of a process would."""
+    gc.collect()
+    for pipe in [thing for thing in gc.get_objects() if type(thing) is Pipeline]:
+        pipe.close()
 
 
 def _failure(error: BaseException) -> Failure:

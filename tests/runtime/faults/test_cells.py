@@ -267,7 +267,7 @@ def run_case(case: Case, directory: Path) -> float:
     fault = directory / f"fault{case.rank}"
 
     def run(deadline_s: float) -> list[Outcome[None]]:
-        outcomes = run_ranks(case.world, take_part, case, deadline_s, directory)
+        outcomes = run_ranks(case.world, take_part, case, deadline_s, directory, new=True)
         nothing_left(directory)
         return outcomes
 
@@ -432,7 +432,7 @@ def run_scene(scene: Scene, directory: Path) -> float:
     fault = directory / f"fault{VICTIM}"
 
     def run(deadline_s: float) -> list[Outcome[None]]:
-        outcomes = run_ranks(WORLD, scene.fn, scene.fault, deadline_s, directory)
+        outcomes = run_ranks(WORLD, scene.fn, scene.fault, deadline_s, directory, new=True)
         nothing_left(directory)
         return outcomes
 

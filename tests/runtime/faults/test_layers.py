@@ -172,7 +172,7 @@ def run_case(case: Case, directory: Path) -> float:
     fault = directory / f"fault{VICTIM}"
 
     def run(deadline_s: float) -> list[Outcome[None]]:
-        outcomes = run_ranks(WORLD, take_part, case, deadline_s, directory)
+        outcomes = run_ranks(WORLD, take_part, case, deadline_s, directory, new=True)
         nothing_left(directory)
         return outcomes
 
@@ -228,7 +228,10 @@ def test_a_rank_whose_own_lane_hangs_tells_so_before_it_leaves(where: str, tmp_p
                 assert took_s <= deadline_s + SOON_S, f"rank {outcome.rank} raised {took_s:.1f} s after the fault"
 
     hold_to(
-        fault, IMPATIENT_S, lambda deadline_s: run_ranks(WORLD, be_impatient, case, deadline_s, tmp_path), judge_all
+        fault,
+        IMPATIENT_S,
+        lambda deadline_s: run_ranks(WORLD, be_impatient, case, deadline_s, tmp_path, new=True),
+        judge_all,
     )
 
 
