@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 import treadle
+from tests.synthesize.conftest import WorkClock
 from tests.synthesize.costs_of import PUBLISHED, cell_costs
 from treadle.costs import Costs
 from treadle.ir import Placement
 from treadle.synthesize import MemoryLimits, SolverOptions
+from treadle.synthesize import repair as repair_module
 from treadle.synthesize import search as search_module
 from treadle.synthesize.bound import lower_bound
 from treadle.synthesize.evaluate import as_order, as_schedule, start_times, weigh
@@ -39,6 +41,7 @@ STEPS = {
     "tight": lambda: _problem(Placement.loop(4), 8, SLOW_STAGE, room=2),
     "whole": lambda: _problem(Placement.loop(4), 6, LONG_MESSAGES, whole=True),
     "v": lambda: _problem(Placement.v(4), 8, LONG_MESSAGES, room=5),
+    "small v": lambda: _problem(Placement.v(2), 8, LONG_MESSAGES, room=5),
     "two chunks": lambda: _problem(Placement.loop(2, 2), 8, SLOW_STAGE, room=3),
     "two pipes": lambda: _problem(Placement.bidirectional(4), 8),
 }
@@ -87,8 +90,9 @@ def _one_at_a_time(problem: StepProblem) -> tuple[Budget, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tight", "v", "two chunks"])
-def test_repair_only_improves(name: str) -> None:
+@pytest.mark.parametrize("name", ["tight", "small v", "two chunks"])
+def test_repair_only_improves(name: str, by_work: WorkClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repair_module, "_WINDOW_S", 0.02)
     problem = STEPS[name]()
     serial = as_schedule(problem, next(iter(greedy_orders(replace(problem, budgets=_one_at_a_time(problem))))))
     order = as_order(problem, serial)
@@ -96,7 +100,7 @@ def test_repair_only_improves(name: str) -> None:
     start = weigh(problem, as_schedule(problem, order))
     assert start is not None
     told: list[int] = []
-    runs = SolverRuns(SolverOptions(120, seed=1))
+    runs = SolverRuns(SolverOptions(120, workers=1, seed=1), by_work.now)
     enough = max(lower_bound(problem), start.makespan * 9 // (10 * problem.scale))  # where it may stop
     found = repair(problem, order, start.makespan, runs, bound=enough, until_s=120, tell=told.append)
     weighed = weigh(problem, as_schedule(problem, found))
@@ -132,11 +136,20 @@ def test_few_microbatches_are_none_where_they_differ() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_past_what_is_solved_at_once_is_repeated_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "MOST_EXACT", 100)
-    problem = _problem(Placement.loop(4), 24, SLOW_STAGE, room=4)
-    found = OrderSearch(problem, SolverOptions(24)).run()
-    assert found.source in ("pattern", "repair", "greedy")  # greedy where the solver had no core to run on
-    assert found.ours_makespan is not None
-    assert found.lower_bound <= found.makespan < found.ours_makespan
-    assert treadle.verify(found.schedule, max_activations=4).clean
+@pytest.mark.usefixtures("by_work")
+@pytest.mark.parametrize(("most_exact", "room", "limit_s"), [(60, 3, 0.1), (100, 4, 0.2)])
+def test_a_step_past_what_is_solved_at_once_is_repeated_and_repaired(
+    most_exact: int, room: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first the pattern of few micro-batches is the best that is found, in the second its repair."""
+    monkeypatch.setattr(search_module, "MOST_EXACT", most_exact)
+    problem = _problem(Placement.loop(4), 12, SLOW_STAGE, room=room)
+    assert len(problem.tasks) > most_exact
+    by_rule = [weigh(problem, as_schedule(problem, order)) for order in greedy_orders(problem)]
+    found = OrderSearch(problem, SolverOptions(limit_s, workers=1)).run()
+    assert found.source in ("pattern", "repair")
+    assert found.ours == ("zb-h1" if room == 4 else None)
+    assert all(found.makespan < weighed.makespan for weighed in by_rule if weighed is not None)
+    assert found.lower_bound <= found.makespan
+    assert found.makespan < (found.ours_makespan or problem.work * problem.scale)
+    assert treadle.verify(found.schedule, max_activations=room).clean
