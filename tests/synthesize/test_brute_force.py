@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import pytest
 
 import treadle
+from tests.support.budget import Budget
 from tests.synthesize.drawn_steps import PLACEMENTS, DrawnStep, draw_step
 from treadle.synthesize import SolverOptions, Synthesis, synthesize_schedule
 
@@ -25,7 +29,7 @@ def _synthesize(step: DrawnStep) -> Synthesis:
     )
 
 
-def _check(step: DrawnStep) -> None:
+def _check(step: DrawnStep) -> Synthesis:
     found = _synthesize(step)
     program = treadle.lower(found.schedule, step.costs, step.options)
     assert treadle.simulate(program, step.costs).makespan == found.makespan, step.text
@@ -38,20 +42,25 @@ def _check(step: DrawnStep) -> None:
     assert found.lower_bound <= best + step.slack, step.text
     assert not found.proven or found.makespan <= best + step.slack, step.text
     assert found.proven or not step.may_prove, step.text
+    return found
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_bounds_hold_and_proofs_are_true(name: str) -> None:
-    _check_draws(name, range(6))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_bounds_hold_and_proofs_are_true_of_more_steps(name: str) -> None:
-    _check_draws(name, range(6, 20))
-
-
-def _check_draws(name: str, seeds: range) -> None:
+def test_bounds_hold_and_proofs_are_true(name: str, budget: Budget) -> None:
     sizes = MICROBATCHES.get(name, (1, 2))
-    for seed in seeds:
-        _check(draw_step(f"{name} {seed}", PLACEMENTS[name](), sizes[seed % len(sizes)]))
+    seen: Counter[str] = Counter()
+    for seed in budget.draws(least=10):
+        step = draw_step(f"{name} {seed}", PLACEMENTS[name](), sizes[seed % len(sizes)])
+        found = _check(step)
+        seen += Counter(_kinds(step, found))
+    assert seen.keys() >= {"proven", "limited", "pairs"}
+    budget.covered(", ".join(f"{kind} {count}" for kind, count in sorted(seen.items())))
+
+
+def _kinds(step: DrawnStep, found: Synthesis) -> Iterator[str]:
+    """What there was to get wrong."""
+    yield from ("proven",) if found.proven else ()
+    yield from ("by the solver",) if found.source == "solver" else ()
+    yield from ("pairs",) if step.tiny.pairs else ()
+    yield from ("limited",) if step.tiny.rooms else ()
+    yield from ("whole",) if step.tiny.whole else ()
