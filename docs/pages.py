@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +193,12 @@ class Ran:
         return doctest.OutputChecker().check_output(self.expected, self.printed, doctest.ELLIPSIS)
 
 
-def replay(text: str, directory: Path, elsewhere: Collection[str] = ()) -> Iterator[Ran]:
+def replay(
+    text: str,
+    directory: Path,
+    elsewhere: Collection[str] = (),
+    run_line: Callable[[str, Path], tuple[int, str]] = run,
+) -> Iterator[Ran]:
     """Do what a page says, block by block; `examples`, `docs` and `configs` are in the directory, as in a checkout.
 
     Commands that install, and those that are run `elsewhere`, are passed over.
@@ -209,7 +214,7 @@ def replay(text: str, directory: Path, elsewhere: Collection[str] = ()) -> Itera
         elif block.language == "console":
             for command in block.commands():
                 if not (command.line.startswith("pip install") or command.line in elsewhere):
-                    code, printed = run(command.line, directory)
+                    code, printed = run_line(command.line, directory)
                     yield Ran(command.line, command.expected, _trimmed(printed), code)
         elif block.language in ("python", "pycon"):
             yield _run_code(block, namespace, directory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.command import Finished, real_treadle, treadle
 from tests.support.json_output import read_json
-from tests.support.paths import ROOT
-from tests.support.patience import HUNG_S
+from tests.support.ranks import check
+from tests.support.torchrun import run_under_torchrun
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from treadle.cli.commands.update import _take_device
@@ -22,12 +21,6 @@ from treadle.weights.layouts import Parallel
 from treadle.weights.pieces import Box
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = """
-import typer
-from treadle.cli.commands.update import update
-typer.run(update)
-"""
 
 TRAINER = """
 import torch.distributed as dist
@@ -46,10 +39,17 @@ def workers() -> Iterator[Workers]:
         yield made
 
 
-def treadle_update(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (cwd / "update.py").write_text(SCRIPT)
-    command = [sys.executable, str(cwd / "update.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=HUNG_S, check=False)
+def as_ranks(workers: Workers, cwd: Path, *arguments: str) -> Finished:
+    """What rank 0 says of an update by one rank for each worker, under torchrun; all of them end alike."""
+    command = (cwd, "update", *arguments, "--to", str(workers.sockets))
+    ends = check(run_under_torchrun(len(workers.processes), _treadle, *command))
+    assert {end.returncode for end in ends} == {ends[0].returncode}
+    assert {end.stdout for end in ends[1:]} == {""}
+    return ends[0]
+
+
+def _treadle(cwd: Path, *arguments: str) -> Finished:
+    return treadle(*arguments, cwd=cwd)
 
 
 def save(directory: Path, version: int) -> Path:
@@ -62,14 +62,16 @@ def save(directory: Path, version: int) -> Path:
 
 
 def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Path) -> None:
-    to = ("--to", str(workers.sockets), "--bucket", "64KiB")
-    done = treadle_update(tmp_path, "--from", str(save(tmp_path / "one", 1)), *to, "--json")
+    """The first update is by ranks that the command itself starts."""
+    bucket = ("--bucket", "64KiB")
+    to = ("--to", str(workers.sockets))
+    done = real_treadle("update", "--from", str(save(tmp_path / "one", 1)), *to, *bucket, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = read_json("update", done.stdout)
     assert (shown["version"], shown["attempt"]) == (1, 1)
     assert shown["bytes"] >= sum(tensor.size_bytes for tensor in model(1, 32))
     workers.tell(1, Trouble("raise", "finish"))
-    done = treadle_update(tmp_path, "--from", str(save(tmp_path / "two", 2)), *to)
+    done = as_ranks(workers, tmp_path, "--from", str(save(tmp_path / "two", 2)), *bucket)
     assert done.returncode == 1
     told = " ".join(done.stderr.split())
     assert "worker 1" in told
@@ -78,8 +80,8 @@ def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Pa
 
 
 def test_a_trainer_into_an_engine(workers: Workers, tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{TRAINER}")
-    done = treadle_update(tmp_path, "--from", "trainer:source", "--to", str(workers.sockets), "--version", "5")
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    done = as_ranks(workers, tmp_path, "--from", "trainer:source", "--version", "5")
     assert done.returncode == 0, done.stderr
     assert "version 5 is served by all workers" in done.stdout
     assert [workers.tell(worker, Compare(5)) for worker in range(2)] == [[]] * 2
@@ -93,22 +95,23 @@ def test_a_trainer_into_an_engine(workers: Workers, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    done = treadle_update(tmp_path, *arguments)
-    assert done.returncode != 0
+    done = treadle("update", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
     assert told in done.stderr
 
 
 def test_a_trainer_that_is_not_there_is_told(workers: Workers, tmp_path: Path) -> None:
-    told = []
-    for trainer in ("nobody.here:source", "json:source"):
-        done = treadle_update(tmp_path, "--from", trainer, "--to", str(workers.sockets), "--compare-sources", "all")
-        told.append(" ".join(done.stderr.replace("[rank0]: ", "").split()))  # lines are wrapped
-    assert "--from nobody.here:source: there is no module 'nobody' here" in told[0]
-    assert "has no 'source'; name the function that makes a Source" in told[1]
+    for trainer, told in (
+        ("nobody.here:source", "--from nobody.here:source: there is no module 'nobody' here"),
+        ("json:source", "has no 'source'; name the function that makes a Source"),
+    ):
+        done = as_ranks(workers, tmp_path, "--from", trainer, "--compare-sources", "all")
+        assert done.returncode == 2
+        assert told in done.stderr
 
 
 def test_nothing_to_recover(workers: Workers, tmp_path: Path) -> None:
-    done = treadle_update(tmp_path, "--recover", "--to", str(workers.sockets))
+    done = as_ranks(workers, tmp_path, "--recover")
     assert done.returncode == 1
     assert "no version was ever committed" in done.stderr.replace("\n", " ")
     assert isinstance(ask_once(workers.sockets, 0), Refused)

@@ -25,6 +25,9 @@ ELSEWHERE = {
 ONCE = {"torchrun --nproc-per-node 4 examples/any_model.py": "docs/run.md"}
 """Commands that several pages show and one runs."""
 
+ON_RANKS = "torchrun --nproc-per-node 4 -m treadle.train "
+"""So begin commands for ranks that are up already; in tests/train/test_faults.py torchrun itself starts the trainer."""
+
 RUN = {"console", "python", "pycon"}
 SHOWN = {"text", "toml"}
 """Languages of blocks: those that are run, and those that are only shown (or, with a title, written into a file)."""
@@ -61,8 +64,16 @@ def _cases() -> list[object]:
 @pytest.mark.parametrize("page", _cases())
 def test_page_does_what_it_shows(page: str, tmp_path: Path) -> None:
     elsewhere = {*ELSEWHERE, *(command for command, runs in ONCE.items() if runs != page)}
-    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path, elsewhere):
+    for ran in replay((ROOT / page).read_text("utf-8"), tmp_path, elsewhere, _run):
         assert ran.is_right, f"$ {ran.what}\n{ran.printed}"
+
+
+def _run(line: str, directory: Path) -> tuple[int, str]:
+    if line.startswith(ON_RANKS):
+        from tests.support.torchrun import run_line  # torch, which few pages need
+
+        return 0, run_line(line, directory)
+    return run(line, directory)
 
 
 def test_commands_that_another_test_runs_are_there() -> None:

@@ -1,16 +1,14 @@
-"""examples/rl_loop.py, run as its first line says."""
+"""examples/rl_loop.py, on ranks as its first line says."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.patience import HUNG_S
+from tests.support.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -25,12 +23,9 @@ LINE = re.compile(
 
 
 def test_each_version_of_the_loop_is_newer_and_writes_better(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = done.stdout.splitlines()
-    shown = [LINE.fullmatch(line) for line in lines]
-    assert all(shown), done.stdout
+    printed = torchrun(2, SCRIPT, cwd=tmp_path)
+    shown = [LINE.fullmatch(line) for line in printed.splitlines()]
+    assert all(shown), printed
     versions, losses, right, size_kb = zip(*(match.groups() for match in shown if match is not None), strict=True)
     assert versions == ("1", "2", "3")
     assert float(losses[0]) > float(losses[1]) > float(losses[2])
