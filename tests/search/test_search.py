@@ -29,23 +29,43 @@ def some(name: str, gpus: str, space: SearchSpace, *, global_batch_size: int) ->
     return list(candidates(model, cluster, space, global_batch_size=global_batch_size, seq_len=4096))
 
 
+TWICE = ((), ("attn", "mlp"))
+"""Recomputation of nothing and of all there is."""
+
+
 @pytest.mark.slow
-def test_bounding_keeps_the_best_and_the_front() -> None:
-    """On 500 points of two models."""
-    moe = some("qwen3-30b-a3b", "h100:64", SearchSpace(pp=(2, 4), ep=(4, 8)), global_batch_size=512)
-    dense = some("llama3-70b", "h100:64", SearchSpace(offload=(False,)), global_batch_size=256)
-    for points in (moe[:: max(1, len(moe) // 250)][:250], dense[:: max(1, len(dense) // 250)][:250]):
-        assert len(points) == 250
-        bounded, all_of_them = search(points, LIMIT), search(points, LIMIT, bounded=False)
-        assert bounded.best == all_of_them.best
-        assert bounded.front == all_of_them.front
-        assert bounded.num_simulated < all_of_them.num_simulated
-        assert all(each.ticks is not None for each in all_of_them.fitting)
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3-8b"])
+def test_bounding_keeps_the_best_and_the_front(name: str) -> None:
+    """Of so many jobs that bounds that are 20 % too high, of the dense model 5 %, would lose some of the front."""
+    if name == "llama3-8b":
+        schedules, limit = ("1f1b", "zb-h1", "interleaved"), 40 << 30
+        space = SearchSpace(pp=(1, 2, 4), vpp=(2,), schedules=schedules, recompute=TWICE, balanced=(True,))
+    else:
+        schedules, limit = ("1f1b", "zb-v", "dualpipev"), 45 << 30
+        space = SearchSpace(tp=(1, 2), pp=(2, 4), ep=(4, 8), schedules=schedules, recompute=TWICE, balanced=(False,))
+    points = some(name, "h100:32", space, global_batch_size=64)
+    bounded, all_of_them = search(points, limit), search(points, limit, bounded=False)
+    assert bounded.best == all_of_them.best
+    assert bounded.front == all_of_them.front
+    assert len(bounded.front) > 5
+    assert bounded.too_large
+    assert bounded.num_simulated < all_of_them.num_simulated
+    assert all(each.ticks is not None for each in all_of_them.fitting)
 
 
 @pytest.fixture(scope="module")
 def found() -> Chosen:
-    space = SearchSpace(tp=(1,), pp=(2,), vpp=(2,), ep=(4,), micro_batch_size=(1,), recompute=((), ("attn", "mlp")))
+    schedules = ("zb-h1", "interleaved", "zb-v", "interleaved-overlap")
+    space = SearchSpace(
+        tp=(1,),
+        pp=(2,),
+        vpp=(2,),
+        ep=(4,),
+        micro_batch_size=(1,),
+        recompute=TWICE,
+        balanced=(True,),
+        schedules=schedules,
+    )
     return Chosen.of(search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT).best)
 
 
@@ -170,8 +190,16 @@ def test_columns_of_an_expert_group(sizes: dict[str, Any], wanted: tuple[int, in
 @pytest.mark.slow
 def test_a_front_holds_only_what_was_simulated_whole_and_fits() -> None:
     """At every limit, of jobs that offload: what they hold is known once they are simulated."""
-    space = SearchSpace(tp=(1,), pp=(2, 4), ep=(4, 8), micro_batch_size=(1,), schedules=("1f1b", "zb-h1"))
-    points = some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256)
+    space = SearchSpace(
+        tp=(1,),
+        pp=(2, 4),
+        ep=(4, 8),
+        micro_batch_size=(1,),
+        schedules=("1f1b", "zb-h1"),
+        recompute=TWICE,
+        balanced=(True,),
+    )
+    points = some("qwen3-30b-a3b", "h100:32", space, global_batch_size=128)
     whole = [judge(point).simulated_whole() for point in points]
     for limit in sorted(each.memory_bytes for each in whole)[5 :: len(whole) // 3]:
         found = search(points, limit)
