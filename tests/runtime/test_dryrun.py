@@ -16,7 +16,7 @@ from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements, expected, host_order, lower_running
 from treadle.runtime.dryrun import Rehearsal, Sent, Toy, differences, rehearse
 
-WORLD, PP, MB = 256, 8, 32
+WORLD, PP, MB = 256, 8, 16
 SMALL = Toy(width=64, layers=2, tokens=128)
 
 

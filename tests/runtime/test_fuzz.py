@@ -27,7 +27,7 @@ PARTS = 5
 SEED = 54
 """Of a lap that has expert parallelism, recomputation and unequal micro-batches too."""
 
-STEPS = 4
+STEPS = 3
 """Draws of a pipeline: the first learns the shapes, and two batches take turns."""
 
 

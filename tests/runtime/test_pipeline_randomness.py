@@ -114,10 +114,17 @@ def whole_dropout(dp: int, step: int, layers: Sequence[nn.Module]) -> tuple[floa
     return sum(losses) / len(losses), grads_of(dict(enumerate(layers)))
 
 
-def dropout_sizes(pp: int) -> list[tuple[str, int]]:
+SOME = ("1f1b", "interleaved-overlap", "dualpipe", "zb-v")
+"""A schedule of each placement."""
+
+
+def dropout_sizes(pp: int, dp: int) -> list[tuple[str, int]]:
+    """Every schedule and number of chunks for two ranks, some schedules for four."""
     found = []
     for name, family in SCHEDULES.items():
-        for vpp in family.vpps or (1, 2, 3):
+        if pp * dp > 2 and name not in SOME:
+            continue
+        for vpp in family.vpps or ((1, 2, 3) if pp * dp == 2 else (3,)):
             schedule = nearest(name, pp, 8, vpp)
             if schedule is not None and NUM_LAYERS % schedule.placement.num_stages == 0:
                 found.append((name, vpp))
@@ -127,8 +134,8 @@ def dropout_sizes(pp: int) -> list[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_dropout_does_not_depend_on_the_schedule(pp: int, dp: int) -> None:
-    listed = dropout_sizes(pp)
-    if pp == 2:
+    listed = dropout_sizes(pp, dp)
+    if pp * dp == 2:
         assert {name for name, _ in listed} == set(SCHEDULES)
     wanted = [whole_dropout(dp, step, dropout_layers(False)) for step in range(2)]
     assert wanted[0][0] != pytest.approx(wanted[1][0], rel=1e-3)

@@ -212,7 +212,7 @@ def test_tied_tables_in_bfloat16_stay_equal_and_near_one_process(name: str) -> N
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
-ENDS = {"ends": {0: "0.weight", -1: "2.weight"}}
+ENDS = {"ends": {0: "0.weight", -1: "1.weight"}}
 """The linears before the layers of the first stage, and behind those of the last."""
 
 
@@ -223,8 +223,10 @@ def tied_model(case: Case) -> list[nn.Sequential]:
 
 
 def layered_cases(name: str) -> list[Case]:
+    """A pipe of four, or two replicas: 1f1b has both, and the others one of them in turn."""
     lanes = {"1f1b": "thread", "zb-v": "serial"}.get(name, "virtual")
-    return [Case(name, pp=4, lanes="virtual"), Case(name, pp=2, dp=2, lanes=lanes)]
+    both = [Case(name, pp=4, lanes="virtual", layers=1), Case(name, pp=2, dp=2, lanes=lanes, layers=1)]
+    return both if name == "1f1b" else [both[SCHEDULES.index(name) % 2]]
 
 
 def layered_rank(rank: int, name: str) -> list[tuple[float, dict[tuple[int, str], Tensor], dict[str, Any]]]:

@@ -27,7 +27,7 @@ from tests.support.oracle import (
     worst,
 )
 from tests.support.patience import SOON_S
-from tests.support.ranks import Outcome, check, run_ranks
+from tests.support.ranks import Outcome, check, close_at_end, run_ranks
 from treadle.schedules import SCHEDULES, Size
 
 MOST_DIFFERENCE = 1e-10
@@ -49,7 +49,7 @@ def pipeline(
     schedule: treadle.Schedule, stages: Sequence[nn.Module], mesh: DeviceMesh, loss_fn: Any = mean_loss, **more: Any
 ) -> treadle.Pipeline:
     own = chunks_of(schedule, mesh.get_local_rank("pp"), stages)
-    return treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn, **more)
+    return close_at_end(treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn, **more))
 
 
 def own_grads(schedule: treadle.Schedule, mesh: DeviceMesh, stages: Sequence[nn.Module]) -> Grads:

@@ -36,7 +36,7 @@ class CheckedRank:
 def config_of(schedule: str, kind: str, **changes: Any) -> Config:
     """A configuration with everything that has an order: MoE and its loss, a head, two layers a stage."""
     layered = kind != "cells"
-    num_mb = 6 if schedule.startswith(("inter", "dualpipe")) else 5
+    num_mb = 4 if schedule.startswith(("inter", "dualpipe")) else 3
     made = Config(
         schedule=schedule,
         kind=kind,

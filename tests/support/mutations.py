@@ -11,11 +11,13 @@ from treadle.ir.program import LaneKind
 from treadle.passes.cells import lower_cells
 
 Rows = list[list[Cell]]
+Mutation = Callable[[Schedule, Random], Schedule]
 
 
-def mutate(schedule: Schedule, random: Random) -> Schedule:
-    """One to three random mutations."""
-    for _ in range(random.choice((1, 1, 1, 2, 3))):
+def mutate(schedule: Schedule, random: Random, first: Mutation) -> Schedule:
+    """One to three random mutations, the first of this kind."""
+    schedule = first(schedule, random)
+    for _ in range(random.choice((0, 0, 0, 1, 2))):
         schedule = random.choice(MUTATIONS)(schedule, random)
     return schedule
 
@@ -123,7 +125,7 @@ def receive(schedule: Schedule, random: Random) -> Schedule:
     return replace(schedule, receives={**schedule.receives, channel: tuple(labels)})
 
 
-MUTATIONS: tuple[Callable[[Schedule, Random], Schedule], ...] = (
+MUTATIONS: tuple[Mutation, ...] = (
     drop,
     double,
     swap,

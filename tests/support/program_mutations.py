@@ -74,14 +74,16 @@ Mutation = Callable[[Draft, Random], bool]
 """Changes a draft, or says False where it has nothing to change."""
 
 
-def mutate_program(program: Program, random: Random) -> Program:
-    """One to three random mutations."""
+def mutate_program(program: Program, random: Random, first: Mutation | None = None) -> Program:
+    """One to three random mutations, the first of this kind if it has something to change."""
     draft = thaw(program)
     left = random.choice((1, 1, 1, 2, 3))
+    if first is not None:
+        left -= first(draft, random)
     for _ in range(100):
-        left -= random.choice(MUTATIONS)(draft, random)
         if left == 0 or not draft.ops:
             break
+        left -= random.choice(MUTATIONS)(draft, random)
     # else hardly a launch order would stay one, and none of those that cannot be would be seen
     if draft.given and random.random() < 0.8:
         _renumber(draft)

@@ -72,13 +72,12 @@ class PoolProcess:
     process: ForkServerProcess
     pipe: Connection
 
-    def begin(self, stderr: Path, task: Task) -> None:
-        """Has it run a task; its answer is a `Done` in the pipe."""
-        self.pipe.send_bytes(pickle.dumps((stderr, task)))
+    def begin(self, stderr: Path, task: Task, *, last: bool) -> None:
+        """Has it run a task; its answer is a `Done` in the pipe. It ends after the last one, or if it left anything."""
+        self.pipe.send_bytes(pickle.dumps((stderr, task, last)))
 
-    def leave(self) -> bool:
-        """Has it end by itself, as a script does after its last line; False if it does not."""
-        self.pipe.close()
+    def has_ended(self) -> bool:
+        """Did it end by itself after its last task, as a script does after its last line."""
         self.process.join(SOON_S)
         return not self.process.is_alive()
 
@@ -174,7 +173,7 @@ def _stay_up(pipe: Connection) -> None:
     state = ProcessState()
     while True:
         try:
-            stderr, task = pickle.loads(pipe.recv_bytes())
+            stderr, task, last = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         random.setstate(drawn[0])
@@ -185,7 +184,10 @@ def _stay_up(pipe: Connection) -> None:
             value = task(state.see_modules)  # a test's modules as they are before it replaces parts of them
         del task
         gc.collect()
-        pipe.send(Done(value, state.changes()))
+        left = [] if last else state.changes()
+        pipe.send(Done(value, left))
+        if last or left:
+            return
 
 
 def _write_stderr_to(path: Path) -> None:

@@ -10,7 +10,6 @@ process stays up for the next call if it is as it was (`rank_pool.py`); none out
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
@@ -26,7 +25,7 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Generic, TypeVar, TypeVarTuple, cast
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -35,7 +34,6 @@ from tests.support import devices
 from tests.support.patience import HUNG_S
 from tests.support.rank_pool import POOL, SHOW_STACKS, Done, PoolProcess
 from treadle.dist.nccl_settings import NEEDED
-from treadle.runtime import Pipeline
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -136,10 +134,10 @@ def run_ranks(
         try:
             for place, member in zip(places, members, strict=True):
                 place.stderr.touch()
-                member.begin(place.stderr, partial(_run_rank, place, task))
+                member.begin(place.stderr, partial(_run_rank, place, task), last=new)
             ends = _wait_all(members, stuck, time.monotonic() + timeout_s)
             for member, end in zip(members, ends, strict=True):
-                if end.done is not None and (new or end.done.left) and not member.leave():
+                if end.done is not None and (new or end.done.left) and not member.has_ended():
                     end.at_s = None
             _show_stacks([member.process for member, end in zip(members, ends, strict=True) if end.at_s is None])
             kept = [m for m, end in zip(members, ends, strict=True) if end.done and not (new or end.done.left)]
@@ -151,6 +149,22 @@ def run_ranks(
         finally:
             codes = [0 if member in kept else member.end() for member in members]
         return [_outcome(place, end, code) for place, end, code in zip(places, ends, codes, strict=True)]
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closes)
+
+_open: list[_Closes] = []
+"""Of this rank."""
+
+
+def close_at_end(thing: C) -> C:
+    """Has it closed when the rank's function has returned, as the end of a process would: the process may stay up."""
+    _open.append(thing)
+    return thing
 
 
 def check(outcomes: Sequence[Outcome[T]]) -> list[T]:
@@ -229,7 +243,8 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
             devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout
         )
         answer = pickle.dumps(fn(place.rank, *args))
-        _close_pipelines()
+        while _open:
+            _open.pop().close()
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
@@ -242,13 +257,6 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
     os.environ.update(given)
     sys.excepthook = excepthook  # torch's, which names the rank, stays after its group
     return answer
-
-
-def _close_pipelines() -> None:
-    """Closes what the function has left open, as the end of a process would."""
-    gc.collect()
-    for pipe in [thing for thing in gc.get_objects() if type(thing) is Pipeline]:
-        pipe.close()
 
 
 def _failure(error: BaseException) -> Failure:

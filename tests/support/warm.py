@@ -13,7 +13,6 @@ from treadle.plan.lowering import LoweringOptions
 from treadle.runtime.build import plan, plan_forward
 from treadle.schedules import generate
 
-
 SPLIT = (OpKind.MLP_W, OpKind.ATTN_W)
 
 

@@ -172,7 +172,7 @@ def test_each_class_of_order_is_needed_or_says_why_not() -> None:
     found: set[str] = set()
     overlapped = "interleaved-overlap"
     for schedule, kind in ((overlapped, "layers"), (overlapped, "offload"), ("dualpipe", "offload")):
-        ranks = check_pipeline(config_of(schedule, kind, num_layers=1), with_log=True)
+        ranks = check_pipeline(config_of(schedule, kind, num_layers=1, num_mb=6), with_log=True)
         for rank in (ranks[0], ranks[-1]):  # those between are like these
             unseen, classes = missed(rank.log, rank.streams)
             every |= classes

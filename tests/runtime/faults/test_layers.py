@@ -201,10 +201,16 @@ def judge(case: Case, fault: Path, outcomes: list[Outcome[None]], deadline_s: fl
     return max(took_s)
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise", "stop", "sleep"])
-def test_whatever_lane_it_happens_in(fault: str, tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:
+FAULTS = ["kill", "raise", "stop", "sleep"]
+
+
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_lane_it_happens_in(fault: str, half: int, tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:
+    """Each fault in one half of the places, each place with one half of the faults; at night all of both."""
     kinds = [("1f1b", 0), ("interleaved-overlap", 1)]
-    cases = [Case(where, fault, *kinds[at % 2]) for at, where in enumerate(PLACES)]
+    places = [(at, where) for at, where in enumerate(PLACES) if (at + FAULTS.index(fault)) % 2 == half]
+    cases = [Case(where, fault, *kinds[at // 2 % 2]) for at, where in places]
     all_hold(side_by_side, {str(case): partial(run_case, case, tmp_path / case.where) for case in cases})
 
 

@@ -187,7 +187,7 @@ def all_tell(scene: Scene, kind: str) -> list[Outcome[Told | None]]:
     return hold_to(
         fault,
         deadlines_for(scene.fault),
-        lambda deadline_s: run_ranks(4, member, replace(scene, deadline_s=deadline_s)),
+        lambda deadline_s: run_ranks(4, member, replace(scene, deadline_s=deadline_s), new=True),
         partial(judge, scene, kind, fault),
     )
 
@@ -275,7 +275,7 @@ def goes_in_turn(rank: int) -> bool:
 
 
 def test_goodbyes_are_no_losses() -> None:
-    assert check(run_ranks(4, goes_in_turn)) == [True] * 4
+    assert check(run_ranks(4, goes_in_turn, new=True)) == [True] * 4
 
 
 def goes_on_between_steps(rank: int) -> str:
@@ -292,7 +292,7 @@ def goes_on_between_steps(rank: int) -> str:
 
 
 def test_a_loss_between_steps_is_told_at_the_next() -> None:
-    outcomes = run_ranks(2, goes_on_between_steps)
+    outcomes = run_ranks(2, goes_on_between_steps, new=True)
     assert outcomes[0].value == (
         "rank 1 was lost first: killed before its first step. This rank (0) was between steps."
     )

@@ -22,7 +22,7 @@ from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
 from treadle.runtime.ties import Tied
 
-WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS, MB = 8, 12, 4, 6, 2, 8
+WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS = 8, 12, 4, 6, 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,12 @@ class Case:
     layers: int = LAYERS
 
     @property
+    def num_mb(self) -> int:
+        return 2 * self.pp if self.pp > 1 else 4
+
+    @property
     def schedule(self) -> treadle.Schedule:
-        return treadle.generate(self.name, pp=self.pp, microbatches=MB)
+        return treadle.generate(self.name, pp=self.pp, microbatches=self.num_mb)
 
     @property
     def world(self) -> int:
@@ -99,7 +103,7 @@ def renumbered(name: str, number: int) -> str:
 
 def batch(case: Case) -> tuple[Tensor, Tensor]:
     torch.manual_seed(9)
-    shape = (case.dp * case.ep, MB, TOKENS, WIDTH)
+    shape = (case.dp * case.ep, case.num_mb, TOKENS, WIDTH)
     return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
 
 
@@ -111,7 +115,7 @@ def one_process(
     x, target = batch(case)
     total, replicas = 0.0, case.dp * case.ep
     for replica in range(replicas):
-        for mb in range(MB):
+        for mb in range(case.num_mb):
             h, aux = x[replica, mb], torch.zeros((), dtype=torch.float64)
             for part in (part for stage in model for part in stage):
                 if isinstance(part, MoELayer):
@@ -119,7 +123,7 @@ def one_process(
                     aux = aux + loss
                 else:
                     h = part(h)
-            share = (nn.functional.mse_loss(h, target[replica, mb]) + aux) / (MB * replicas)
+            share = (nn.functional.mse_loss(h, target[replica, mb]) + aux) / (case.num_mb * replicas)
             torch.autograd.backward(share)
             total += share.item()
     grads = [{name: grad for name, grad in named_grads(stage) if grad is not None} for stage in model]
@@ -167,15 +171,15 @@ CASES = [
     Case("1f1b"),
     Case("interleaved-overlap"),
     Case("dualpipe"),
-    Case("dualpipev"),
-    Case("zb-h1"),
+    Case("dualpipev", layers=1),
+    Case("zb-h1", layers=1),
     Case("1f1b", pp=1),
-    Case("interleaved-overlap", dp=2),
-    Case("interleaved-overlap", pp=4, lanes="virtual"),
-    Case("dualpipe", pp=4, lanes="virtual"),
-    Case("1f1b", ep=1),
-    Case("interleaved-overlap", route="one expert"),
-    Case("dualpipev", route="none to a rank"),
+    Case("interleaved-overlap", dp=2, layers=1),
+    Case("interleaved-overlap", pp=4, lanes="virtual", layers=1),
+    Case("dualpipe", pp=4, lanes="virtual", layers=1),
+    Case("1f1b", ep=1, layers=1),
+    Case("interleaved-overlap", route="one expert", layers=1),
+    Case("dualpipev", route="none to a rank", layers=1),
 ]
 
 
