@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.brute_force_program import Machine, Op, Outcome, Step, execute
+from tests.support.grid import pairs
 from tests.support.program_mutations import MUTATIONS, Mutation, freeze, mutate_program, thaw
 from tests.support.written_blocks import SOUND_BLOCKS
 from tests.support.written_programs import (
@@ -121,7 +122,7 @@ def small_programs() -> Iterator[tuple[Random, Program]]:
         spread(lower_layers(generate("gpipe", pp=1, microbatches=2), shape(blocks=("t",)), reduce=True), ep=2, dp=1)
     )
     made += [read(layout, text)[0] for layout, text in SOUND[-3:] + SOUND_BLOCKS]
-    for program in made * 8:
+    for program in made * 4:
         yield random, mutate_program(program, random)
 
 
@@ -282,26 +283,28 @@ def test_generated_cells(name: str) -> None:
         assert sound(launched(program, dur), dur) == sound(program, dur)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_generated_layers(name: str, number: int) -> None:
-    """Two sizes of each schedule and case, the next in turn; so each schedule has each size in several cases."""
+@pytest.mark.parametrize(("name", "number", "reduce"), pairs(SCHEDULES, range(len(CASES)), (False, True)))
+def test_generated_layers(name: str, number: int, reduce: bool) -> None:
+    """A size of each schedule and case, the next in turn; so each schedule has each size in several cases."""
     random, case, made = Random(name), CASES[number], list(schedules(name))
-    for turn, reduce in ((number, False), (number + len(made) // 2, True)):
-        schedule = made[turn % len(made)]
-        program = lower_layers(schedule, case.shape(schedule), reduce=reduce)
-        dur = random_dur(program, random)
-        outcome = sound(program, dur)
-        assert sound(launched(program, dur), dur) == outcome
-        if program.num_ops <= 120:
-            _check_spread(program, dur, outcome)
+    turn = number + len(made) // 2 * reduce
+    schedule = made[turn % len(made)]
+    program = lower_layers(schedule, case.shape(schedule), reduce=reduce)
+    dur = random_dur(program, random)
+    outcome = sound(program, dur)
+    assert sound(launched(program, dur), dur) == outcome
+    if program.num_ops <= 120:
+        _check_spread(program, dur, outcome, *MESHES[turn % len(MESHES)])
 
 
-def _check_spread(program: Program, dur: list[int], alone: Outcome) -> None:
-    for ep, dp in ((2, 2), (2, 1), (1, 2)):
-        mesh = spread(program, ep=ep, dp=dp)
-        times = dur * (ep * dp)
-        outcome = sound(launched(mesh, times), times)
-        assert outcome.makespan == alone.makespan
-        assert alone.peak is not None
-        assert outcome.peak == tuple(peak for peak in alone.peak for _ in range(ep * dp))
+MESHES = ((2, 2), (2, 1), (1, 2))
+"""Sizes of EP and DP."""
+
+
+def _check_spread(program: Program, dur: list[int], alone: Outcome, ep: int, dp: int) -> None:
+    mesh = spread(program, ep=ep, dp=dp)
+    times = dur * (ep * dp)
+    outcome = sound(launched(mesh, times), times)
+    assert outcome.makespan == alone.makespan
+    assert alone.peak is not None
+    assert outcome.peak == tuple(peak for peak in alone.peak for _ in range(ep * dp))

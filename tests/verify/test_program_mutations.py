@@ -1,7 +1,8 @@
-"""The verifier of Programs against an executor written from the semantics alone: 160 damaged programs of each."""
+"""The verifier of Programs against an executor written from the semantics alone, on damaged programs and sound ones."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -12,7 +13,9 @@ import pytest
 
 import treadle
 from tests.support.brute_force_program import execute
-from tests.support.program_mutations import mutate_program
+from tests.support.budget import Budget
+from tests.support.program_mutations import MUTATIONS, mutate_program
+from tests.verify.test_mutations import told
 from treadle.ir.program import STEP_ENDS, OpKind, Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
@@ -24,7 +27,8 @@ from treadle.passes.tied import with_tied
 from treadle.schedules import SCHEDULES, Family
 from treadle.verify import verify_program
 
-MUTATIONS_EACH = 160
+MOST_OPS = 300
+"""Of a program, which are enough for several layers, chunks and ranks of any kind."""
 
 COVERED_BY = {
     "hang": {"T201", "T202", "T203", "T205"},
@@ -82,9 +86,9 @@ def random_program(family: Family, random: Random) -> Program:
         program = lower_layers(schedule, random_shape(schedule, random), reduce=random.random() < 0.5)
     if random.random() < 0.5:
         program = order_launches(program, random_durations(program, random))
-    if program.num_ops < 150 and random.random() < 0.6:
+    if program.num_ops <= MOST_OPS // 2 and random.random() < 0.8:
         program = spread(program, ep=random.choice((1, 2)), dp=random.choice((1, 2)))
-    return program if program.num_ops <= 700 else random_program(family, random)
+    return program if program.num_ops <= MOST_OPS else random_program(family, random)
 
 
 def random_cells(schedule: treadle.Schedule, random: Random) -> Program:
@@ -179,25 +183,28 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
     return report.clean, codes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_mutations(name: str) -> None:
+def test_mutations(name: str, budget: Budget) -> None:
+    """Each kind of damage in turn; two and two draws damage the same program."""
     random = Random(name)
-    seen: set[str] = set()
-    num_clean = 0
-    for _ in range(MUTATIONS_EACH):
-        damaged = mutate_program(random_program(SCHEDULES[name], random), random)
-        clean, codes = judge(damaged, random)
-        num_clean += clean
-        seen |= codes
+    seen: Counter[str] = Counter()
+    verdicts: Counter[bool] = Counter()
+    program = random_program(SCHEDULES[name], random)
+    for number in budget.draws(least=4 * len(MUTATIONS)):
+        if number % 2 == 0:
+            program = random_program(SCHEDULES[name], random)
+        clean, codes = judge(mutate_program(program, random, MUTATIONS[number % len(MUTATIONS)]), random)
+        verdicts[clean] += 1
+        seen.update(codes)
     # The damage is varied enough that both verdicts and every code come up.
-    assert 0 < num_clean < MUTATIONS_EACH
-    assert seen >= {"T101", "T102", "T105", "T201", "T202", "T203", "T204", "T205", "T206", "T401"}
+    assert verdicts.keys() == {False, True}
+    assert seen.keys() >= {"T101", "T102", "T105", "T201", "T202", "T203", "T204", "T205", "T206", "T401"}
+    budget.covered(f"{len(set(MUTATIONS))} kinds of damage in turn, {told(seen)}, {verdicts[True]} unharmed")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_sound_programs(name: str) -> None:
+def test_sound_programs(name: str, budget: Budget) -> None:
     random = Random(name)
-    for _ in range(30):
+    for _ in budget.draws(least=15):
         clean, codes = judge(random_program(SCHEDULES[name], random), random)
         assert clean, codes
