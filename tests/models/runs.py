@@ -31,7 +31,7 @@ class Layout:
     pp: int
     dp: int = 1
     ep: int = 1
-    microbatches: int = 8
+    microbatches: int = 4
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -175,22 +175,23 @@ def test_what_cannot_be_cut_is_refused(trouble: str, match: str) -> None:
 
 
 CASES = [
-    ("Llama", "zb-v", 4, 1),
-    ("GPT2", "1f1b", 4, 1),
-    ("Gemma2", "dualpipe", 2, 2),
-    ("GPT2", "interleaved", 2, 2),
+    ("Llama", "zb-v", 2, 1),
+    ("GPT2", "1f1b", 2, 1),
+    ("Gemma2", "dualpipe", 2, 1),
+    ("GPT2", "interleaved", 1, 2),
 ]
+"""On two ranks: each has transformers to import, which takes longer than all that it does then."""
 
 
 def _run(rank: int) -> list[tuple[str, float, str]]:
     found = []
     for name, schedule_name, pp, dp in CASES:
-        whole, batch = _make(name), tokens(16)
+        whole, batch = _make(name), tokens(8)
         model = copy.deepcopy(whole)
         inputs, targets = batch[:, :-1], batch[:, 1:]
         _backward(loss_fn(whole(inputs, use_cache=False).logits, targets) / targets.numel())
         mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
-        schedule = treadle.generate(schedule_name, pp=pp, microbatches=8)
+        schedule = treadle.generate(schedule_name, pp=pp, microbatches=4)
         num = schedule.placement.num_stages
         layers = [(at + 1) * 4 // num - at * 4 // num for at in range(num)]
         held = dict(enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]))
@@ -207,6 +208,6 @@ def _run(rank: int) -> list[tuple[str, float, str]]:
 
 @pytest.mark.slow
 def test_pipelines_of_cut_models_have_the_gradients_of_the_whole() -> None:
-    for of_rank in check(run_ranks(4, _run)):
+    for of_rank in check(run_ranks(2, _run)):
         assert len(of_rank) == len(CASES)
         assert max(difference for _, difference, _ in of_rank) <= 1e-5, of_rank

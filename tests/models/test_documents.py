@@ -132,10 +132,10 @@ def _reference(config: ModelConfig, batch: Batch) -> tuple[dict[str, Tensor], di
 LAYOUTS = [
     Layout("interleaved-overlap", pp=2, ep=2),
     Layout("interleaved-overlap", pp=2, ep=2, options={"saved": "offload", "recompute": ("attn", "mlp")}),
-    Layout("1f1b", pp=4, microbatches=16),
+    Layout("1f1b", pp=4, microbatches=8),
     Layout("dualpipev", pp=2, dp=2),
     Layout("dualpipe", pp=2, dp=2),
-    Layout("gpipe", pp=1, ep=2, dp=2, microbatches=4),
+    Layout("gpipe", pp=1, ep=2, dp=2, microbatches=2),
 ]
 
 
@@ -153,7 +153,7 @@ def _run(
 @pytest.mark.slow
 def test_pipelines_of_packed_documents_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     """With MTP, a tied head, a dense first layer, and a balance loss in every other."""
-    batch = _packed(16)
+    batch = _packed(8)
     assert int(batch.inputs.max()) < VOCAB
     expected, losses = _reference(EVERYTHING, batch)
     torch.save(expected, tmp_path / "gradients.pt")

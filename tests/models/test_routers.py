@@ -134,17 +134,17 @@ def _train(rank: int) -> list[dict[int, Tensor]]:
     found = []
     for name, pp, dp, ep, recompute in CASES:
         mesh = init_device_mesh("cpu", (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
-        schedule = treadle.generate(name, pp=pp, microbatches=16 // (dp * ep))
+        schedule = treadle.generate(name, pp=pp, microbatches=8 // (dp * ep))
         rows = rows_of(SIGMOID, schedule.placement.num_stages)
         at = dict(enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]))
         stages = build_stages(SIGMOID, rows, at, ep=ep, ep_rank=mesh.get_local_rank("ep"))
         pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, recompute=recompute)
         for step in range(3):
-            batch = tokens(16, seed=step).chunk(dp * ep)[mesh.get_local_rank("dp") * ep + mesh.get_local_rank("ep")]
+            batch = tokens(8, seed=step).chunk(dp * ep)[mesh.get_local_rank("dp") * ep + mesh.get_local_rank("ep")]
             inputs = batch[:, :-1]
             side = {"documents": torch.zeros_like(inputs), "positions": positions_in(torch.zeros_like(inputs))}
-            pipe.step(inputs, batch[:, 1:], side=side, num_tokens=16 * 12)
-            pipe.evaluate(inputs, batch[:, 1:], side=side, num_tokens=16 * 12)
+            pipe.step(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)
+            pipe.evaluate(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)
             update_bias(stages, SIGMOID.bias_update_rate, pipe.groups.reduce_group)
         pipe.close()
         found.append({number: bias for stage in stages.values() for number, bias in _biases(stage).items()})
@@ -161,7 +161,7 @@ def _biases(stage: nn.Sequential) -> dict[int, Tensor]:
 def test_ranks_move_biases_as_one_process_does() -> None:
     stages = build_stages(SIGMOID, (SIGMOID.blocks,), {0: 0})
     for step in range(3):
-        for sample in tokens(16, seed=step):
+        for sample in tokens(8, seed=step):
             run_stage(stages[0], sample[:-1].unsqueeze(0))
         update_bias(stages, SIGMOID.bias_update_rate)
     expected = _biases(stages[0])

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _train(output: Path, layout: dict[str, Any], steps: int, **groups: dict[str, Any]) -> float:
     """Run up to a step; return the held-out loss then."""
-    config = tiny(output, parallel=layout, training={"steps": steps, "eval_every": 3}, **groups)
+    config = tiny(output, parallel=layout, training={"steps": steps, "eval_every": 2}, **groups)
     trainer = Trainer(config)
     before, seen = trainer.step, []
     trainer.run(after_step=lambda facts: seen.append((facts.step, trainer.step, facts.peak_bytes > 0)))
@@ -39,15 +39,15 @@ def _train(output: Path, layout: dict[str, Any], steps: int, **groups: dict[str,
 
 
 def _layouts(rank: int, directory: Path) -> dict[str, float]:
-    """Three steps on PP2 x EP2; the next three there, on EP2 x DP2 and on PP4, each from the same checkpoint."""
+    """Two steps on PP2 x EP2; the next two there, on EP2 x DP2 and on PP4, each from the same checkpoint."""
     held_out = {}
     first = directory / "first"
-    _train(first, LAYOUTS["pp2 x ep2"], 3)
+    _train(first, LAYOUTS["pp2 x ep2"], 2)
     for name, layout in LAYOUTS.items():
         if rank == 0:
             shutil.copytree(first / "checkpoints", directory / name / "checkpoints")
         dist.barrier()
-        held_out[name] = _train(directory / name, layout, 6, data={"cache": str(first / "data")})
+        held_out[name] = _train(directory / name, layout, 4, data={"cache": str(first / "data")})
     return held_out
 
 
@@ -56,8 +56,8 @@ def test_a_run_resumes_on_other_layouts_with_the_same_losses(tmp_path: Path) -> 
     assert all(each == held_out[0] for each in held_out)
     losses = {name: losses_of(tmp_path / name) for name in LAYOUTS}
     same = losses["pp2 x ep2"]
-    assert sorted(same) == [4, 5, 6]
-    assert losses_of(tmp_path / "first")[3] > same[6]
+    assert sorted(same) == [3, 4]
+    assert losses_of(tmp_path / "first")[1] > same[4]
     for name in LAYOUTS:
         assert [losses[name][step] for step in same] == pytest.approx([same[step] for step in same], abs=1e-5), name
         assert held_out[0][name] == pytest.approx(held_out[0]["pp2 x ep2"], abs=1e-5), name
@@ -80,13 +80,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _variants(rank: int, directory: Path) -> dict[str, list[list[float]]]:
-    """Loss and gradient norm of three steps, on two layouts."""
+    """Loss and gradient norm of two steps, on two layouts."""
     found: dict[str, list[list[float]]] = {}
     for name, groups in VARIANTS.items():
         for layout in ({"pp": 2, "ep": 2, "schedule": "dualpipev"}, {"ep": 4}):
-            saved = {"every": 0, "resume": False}
-            trainer = Trainer(tiny(directory / name, parallel=layout, checkpoint=saved, **groups))
-            facts = [trainer.train_step() for _ in range(3)]
+            saved, data = {"every": 0, "resume": False}, {"cache": str(directory / "data")}
+            trainer = Trainer(tiny(directory / name, parallel=layout, checkpoint=saved, data=data, **groups))
+            facts = [trainer.train_step() for _ in range(2)]
             found.setdefault(name, []).append([each.loss for each in facts] + [each.grad_norm for each in facts])
             trainer.close()
     return found
@@ -95,49 +95,51 @@ def _variants(rank: int, directory: Path) -> dict[str, list[list[float]]]:
 def test_models_and_optimizers_train_alike_on_two_layouts(tmp_path: Path) -> None:
     found = check(run_ranks(4, _variants, tmp_path))[0]
     for (name, (one, other)), within in zip(found.items(), (1e-3, 5e-3), strict=True):  # torch's Muon uses bfloat16
-        assert [one[0], one[3]] == pytest.approx([other[0], other[3]], rel=1e-5 if name != "bfloat16" else within), name
+        assert [one[0], one[2]] == pytest.approx([other[0], other[2]], rel=1e-5 if name != "bfloat16" else within), name
         assert one == pytest.approx(other, rel=within), name
-        assert one[2] < one[0] - 0.05, name
+        assert one[1] < one[0] - 0.05, name
 
 
 def _not_finite(rank: int, directory: Path) -> list[str]:
+    """What each spoilt step of one run says: a step that fails changes nothing, so the next begins as it did."""
     told = []
     layout = {"pp": 2, "ep": 2, "schedule": "interleaved-overlap"}
-    for case in ("parameter", "output", "gradient"):
-        trainer = Trainer(tiny(directory / case, parallel=layout, training={"steps": 4}))
-        trainer.train_step()
-        _spoil(trainer, case, rank)
+    trainer = Trainer(tiny(directory, parallel=layout, training={"steps": 4}))
+    trainer.train_step()
+    for case in ("gradient", "output", "parameter"):
+        hook = _spoil(trainer, case, rank)
         try:
             trainer.run()
             told.append("nothing")
         except NonFiniteError as error:
             told.append(str(error))
-        trainer.close()
+        if hook is not None:
+            hook.remove()
+        trainer.optimizer.zero_grad()
+    trainer.close()
     return told
 
 
-def _spoil(trainer: Trainer, case: str, rank: int) -> None:
-    """Spoil the second step of rank 1, which has expert 2 and 3 of layers 0 and 2."""
+def _spoil(trainer: Trainer, case: str, rank: int) -> Any:
+    """Spoil the second step of rank 1, which has expert 2 and 3 of layers 0 and 2; return the hook that does."""
     if rank != 1:
-        return
-    views = {view.name: view for view in trainer.views}
-    if case == "parameter":
-        view = views["model.layers.2.mlp.experts.3.up_proj.weight"]
-        view.of(view.tensor.detach())[0, 0] = math.nan
-    elif case == "output":
-        norm = next(m for name, m in trainer.stages[1].named_modules() if name.endswith("post_attention_layernorm"))
-        norm.register_forward_hook(lambda _m, _i, made: made * math.inf)
-    else:
-        view = views["model.layers.2.mlp.experts.3.up_proj.weight"]
-        view.tensor.register_hook(  # type: ignore[no-untyped-call]
+        return None
+    view = next(view for view in trainer.views if view.name == "model.layers.2.mlp.experts.3.up_proj.weight")
+    if case == "gradient":
+        return view.tensor.register_hook(  # type: ignore[no-untyped-call]
             lambda grad: grad.index_fill(0, torch.tensor(1), math.inf)
         )
+    if case == "output":
+        norm = next(m for name, m in trainer.stages[1].named_modules() if name.endswith("post_attention_layernorm"))
+        return norm.register_forward_hook(lambda _m, _i, made: made * math.inf)
+    view.of(view.tensor.detach())[0, 0] = math.nan
+    return None
 
 
 def test_what_is_not_finite_stops_with_rank_layer_and_parameter(tmp_path: Path) -> None:
     first, *others = check(run_ranks(4, _not_finite, tmp_path))
     assert all(each == first for each in others)
-    parameter, output, gradient = first
+    gradient, output, parameter = first
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     assert parameter == f"step 2: the loss is nan; first: rank 1, layer 2: parameter {name} is not finite"
     assert output.startswith("step 2: the loss is nan; first: rank 1, stage 2, layer 2: attn made leaving not finite")
