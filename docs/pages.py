@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -87,13 +87,18 @@ def run(line: str, directory: Path, timeout_s: float = 1200) -> tuple[int, str]:
     pipeline = _pipeline(line)
     if pipeline is not None:
         return _run_pipeline(pipeline, directory)
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": str(COLUMNS)}
+    env = {**os.environ, "PATH": _path(), "COLUMNS": str(COLUMNS)}
     env.pop("FORCE_COLOR", None)
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would set it, with a warning
     done = subprocess.run(
         line, shell=True, cwd=directory, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return done.returncode, settled(done.stdout + done.stderr)
+
+
+def _path() -> str:
+    """Return PATH with the commands of this installation first."""
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def settled(printed: str) -> str:
@@ -155,7 +160,7 @@ def run_here(words: list[str], directory: Path, *, stdin: str = "", stdout: Text
     from treadle.cli.terminal import err, out
     from treadle.ir.kernel import Compiled
 
-    before, widths = Path.cwd(), (out.width, err.width)
+    widths = out.width, err.width
     environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {**environment, "COLUMNS": str(COLUMNS)}, clear=True))
@@ -164,8 +169,7 @@ def run_here(words: list[str], directory: Path, *, stdin: str = "", stdout: Text
         stack.enter_context(redirect_stdout(stdout))
         stack.enter_context(redirect_stderr(stderr))
         stack.enter_context(patch.object(Compiled, "compiling"))  # `main` sets it
-        stack.callback(os.chdir, before)
-        os.chdir(directory)
+        stack.enter_context(chdir(directory))
         out.width = err.width = COLUMNS
         try:
             main()
@@ -221,10 +225,11 @@ def replay(
 
 
 def _run_code(block: Block, namespace: dict[str, object], directory: Path) -> Ran:
-    before = Path.cwd()
-    os.chdir(directory)
-    sys.path.insert(0, str(directory))  # modules that the page has written
-    try:
+    with (
+        chdir(directory),
+        patch.dict(os.environ, PATH=_path()),
+        patch.object(sys, "path", [str(directory), *sys.path]),  # modules that the page has written
+    ):
         if block.language == "pycon":
             test = doctest.DocTestParser().get_doctest(block.text, namespace, "page", None, None)
             told: list[str] = []
@@ -235,9 +240,6 @@ def _run_code(block: Block, namespace: dict[str, object], directory: Path) -> Ra
         with redirect_stdout(io.StringIO()):
             exec(compile(block.text, "page", "exec"), namespace)
         return Ran(block.text, "", "", 0)
-    finally:
-        sys.path.remove(str(directory))
-        os.chdir(before)
 
 
 def _trimmed(output: str) -> str:

@@ -6,8 +6,6 @@ import json
 import multiprocessing as mp
 import os
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,8 +19,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import treadle.selfcheck
+from tests.support.command import treadle as run_treadle
 from tests.support.json_output import read_json
-from tests.support.patience import HUNG_S, PATIENT_S
+from tests.support.patience import PATIENT_S
+from tests.support.rank_pool import server
 from treadle.cli.app import app
 from treadle.runtime.model.gradients import Gradients
 from treadle.schedules import SCHEDULES
@@ -36,10 +36,15 @@ HERE = ("--device", "cpu", "--ranks", "2")
 TWO = Setup(num_ranks=2, quick=True, device_type="cpu", deadline_s=PATIENT_S)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forkserver() -> None:
+    """Ranks of selfcheck are forked from the server of all tests, which has more imported than their own would."""
+    server()
+
+
 @pytest.mark.slow
 def test_selfcheck_passes_here(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "treadle", "selfcheck", "--quick", *HERE, "-o", "report.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=False)
+    done = run_treadle("selfcheck", "--quick", *HERE, "-o", "report.json", cwd=tmp_path)
     report = read_json("selfcheck", (tmp_path / "report.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert (report["ok"], report["num_failed"], report["backend"]) == (True, 0, "gloo")
