@@ -42,10 +42,10 @@ SHOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_everything_is_drawn_and_shows_itself(name: str, tmp_path: Path) -> None:
-    for form in (".svg", ".png", ".pdf"):
-        path = treadle.draw(SHOWN[name], tmp_path / f"a{form}", width="column")
-        assert path == tmp_path / f"a{form}"
-        assert (tmp_path / f"a{form}").stat().st_size > 1000
+    form = (".svg", ".png", ".pdf")[list(SHOWN).index(name) % 3]  # test_figures.py has one trace in every form
+    path = treadle.draw(SHOWN[name], tmp_path / f"a{form}", width="column")
+    assert path == tmp_path / f"a{form}"
+    assert (tmp_path / f"a{form}").stat().st_size > 1000
     picture = treadle.draw(SHOWN[name])
     assert isinstance(picture, Picture)
     assert picture.svg.startswith("<svg ")

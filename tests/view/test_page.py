@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def _name(kind: OpKind) -> str:
     return kind.name.lower()
 
 
+@cache
 def layers() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
     return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=2, offload=True)), COSTS)
@@ -448,6 +450,7 @@ def test_names_are_text(window: Browser, tmp_path: Path) -> None:
     assert window.complaints() == []
 
 
+@cache
 def large() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
     return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=4)), COSTS)
