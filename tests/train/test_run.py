@@ -35,33 +35,33 @@ def test_a_run_of_one_process_prints_a_line_a_step_and_writes_its_files(
     config = tiny(
         output,
         parallel={"schedule": "interleaved-overlap"},
-        training={"steps": 12, "eval_every": 6},
+        training={"steps": 6, "eval_every": 3, "lr": 1e-2},
         checkpoint={"every": 5, "keep": 1, "export": True},
-        logging={"tensorboard": True, "measure_every": 4, "trace_every": 6},
+        logging={"tensorboard": True, "measure_every": 2, "trace_every": 3},
     )
     run = _command(*flags_of(config))
     assert run.returncode == 0, run.stderr
     about, *lines = run.stdout.splitlines()
     assert about.startswith("Ett|ttL  pp 1 x dp 1 x ep 1  interleaved-overlap  8 micro-batches, 256 tokens a step")
     steps = [line for line in lines if "held-out" not in line]
-    assert len(steps) == 12
+    assert len(steps) == 6
     assert len({len(line) for line in steps}) == 1
     measured = re.compile(r"bubble +[\d.]+%  hidden +[\d.]+%")
-    assert [number for number, line in enumerate(steps, 1) if measured.search(line)] == [4, 8, 12]
+    assert [number for number, line in enumerate(steps, 1) if measured.search(line)] == [2, 4, 6]
     losses = losses_of(output)
-    assert losses[12] < losses[1] - 1
-    assert list(held_out_of(output)) == [6, 12]
+    assert losses[6] < losses[1] - 1
+    assert list(held_out_of(output)) == [3, 6]
     assert rows_of(output)[0].keys() >= {"loss", "aux_loss", "tokens_per_s", "peak_bytes", "grad_norm", "lr"}
-    assert sorted(path.name for path in (output / "traces").iterdir()) == ["step12.json.gz", "step6.json.gz"]
+    assert sorted(path.name for path in (output / "traces").iterdir()) == ["step3.json.gz", "step6.json.gz"]
     trace = treadle.load_any(output / "traces" / "step6.json.gz")
     assert isinstance(trace, treadle.Trace)
     assert trace.measured
     assert list((output / "tensorboard").glob("events.*"))
-    assert complete_steps(output / "checkpoints") == [12]
+    assert complete_steps(output / "checkpoints") == [6]
     assert ModelConfig.from_hf(output / "model") == config.model
 
     assert main(flags_of(config)) == 0  # there is nothing left to do
-    assert capfd.readouterr().out.splitlines()[0].endswith("resumed at step 12")
+    assert capfd.readouterr().out.splitlines()[0].endswith("resumed at step 6")
     assert losses_of(output) == losses
 
     assert main([*flags_of(config), "--model.rope_theta", "5000"]) == 2

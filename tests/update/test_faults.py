@@ -1,18 +1,15 @@
-"""Faults in the middle of updates: no mixture is served, every survivor hears who failed, and the next try succeeds.
-
-TREADLE_UPDATE_FAULTS says how many cases are played; they are the same for the same number.
-"""
+"""Faults in the middle of updates: no mixture is served, every survivor hears who failed, and the next try succeeds."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 
+from tests.support.budget import Budget
 from tests.support.ranks import check, run_ranks
-from tests.support.update.crashes import Crash, Flip
+from tests.support.update.crashes import KINDS, Crash, Flip
 from tests.support.update.faults import HANG_S, Case, draw, fresh, play, shared_memory
 from tests.support.update.models import SourceMaker, expected, model
 from tests.support.update.workers import Trouble, Workers
@@ -21,10 +18,10 @@ from treadle.weights.pieces import Holding
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES = int(os.environ.get("TREADLE_UPDATE_FAULTS", "24"))
-BATCH = 8
 WORLD = 3
 NUM_BUCKETS = 6
+LEAST = 12
+"""Cases that are drawn at least: every kind of fault, and all that take no time a second time at another place."""
 
 
 @cache
@@ -39,24 +36,31 @@ def right(worker: int, version: int) -> str:
     return expected(layouts()[1], worker, version)
 
 
-def start(workers: Workers, make: SourceMaker) -> None:
-    check(run_ranks(WORLD, fresh, (workers.sockets, workers.ledger), make, 1, Case(-1)))
+class Served:
+    """A set of workers that lives through many faults, and the version that it serves."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.version = workers, 1
+        self.make = SourceMaker(layouts()[0])
+        check(run_ranks(WORLD, fresh, (workers.sockets, workers.ledger), self.make, 1, Case(-1)))
+
+    def play(self, case: Case) -> None:
+        self.version = play(self.workers, case, self.version, self.make, right)
 
 
-def play_all(cases: list[Case]) -> None:
-    have, want = layouts()
-    make, before = SourceMaker(have), shared_memory()
-    with Workers(want) as workers:
-        start(workers, make)
-        version = 1
-        for case in cases:
-            version = play(workers, case, version, make, right)
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    before = shared_memory()
+    with Workers(layouts()[1]) as workers:
+        yield Served(workers)
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, BATCH))
-def test_faults_anywhere(first: int) -> None:
-    play_all([draw(number, WORLD, NUM_BUCKETS) for number in range(first, min(first + BATCH, NUM_CASES))])
+def test_faults_anywhere(served: Served, budget: Budget) -> None:
+    assert len(KINDS) <= LEAST
+    for number in budget.draws(LEAST):
+        served.play(draw(number, WORLD, NUM_BUCKETS))
+    budget.covered(f"{len(KINDS)} kinds of faults")
 
 
 NAMED: dict[str, Callable[[], Case]] = {
@@ -76,5 +80,5 @@ NAMED: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_fault(name: str) -> None:
-    play_all([NAMED[name]()])
+def test_fault(name: str, served: Served) -> None:
+    served.play(NAMED[name]())

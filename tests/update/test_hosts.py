@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, arm
 from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
+from tests.support.update.passing import expire
+from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Trouble, Workers
 from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
@@ -46,8 +48,6 @@ from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 pytestmark = pytest.mark.slow
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
-KEPT_OUT_S = 20.0
-"""The deadline of ranks that wait for one that is not let in, all of it: others come within a second or two."""
 CLONE_NEWNET = 0x40000000
 
 
@@ -117,11 +117,11 @@ class Hosts:
     sockets: tuple[Path, ...]
     ledger: Path
     keys: tuple[Path | None, ...]
-    deadline_s: float = PATIENT_S
 
     def updater(self, rank: int, address: str | None = None) -> Updater:
-        options = replace(OPTIONS, deadline_s=self.deadline_s)
-        return Updater(self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=options)
+        return make_updater(
+            self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=OPTIONS
+        )
 
 
 def two_hosts(workers: Workers) -> Hosts:
@@ -183,11 +183,15 @@ def test_a_killed_rank_is_named_with_its_host(lost: int, tmp_path: Path) -> None
 
 
 def error_of(rank: int, hosts: Hosts) -> str:
+    told, updater = "", None
     try:
-        hosts.updater(rank).close()
+        updater = hosts.updater(rank)
     except (ValueError, RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        told = f"{type(error).__name__}: {error}"
+    dist.barrier()  # the coordinator is there until all have been
+    if updater is not None:
+        updater.close()
+    return told
 
 
 def test_some_with_a_key_and_some_without_are_told() -> None:
@@ -195,9 +199,10 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
     with Workers(want) as workers:
         hosts = two_hosts(workers)
         (key,) = set(hosts.keys)
-        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (key, key, None, key), KEPT_OUT_S)))
+        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (key, key, None, key))))
         assert "update rank 0 was given a key and this rank none" in told[2]
-        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (None, None, None, key), KEPT_OUT_S)))
+        one_host = (*hosts.sockets[:2], hosts.sockets[0], hosts.sockets[3])  # without a key there is one directory
+        told = check(run_ranks(4, error_of, Hosts(one_host, hosts.ledger, (None, None, None, key))))
         assert "this rank was given a key and update rank 0 none" in told[3]
         (hosts.ledger / "ledger.json").write_text("{")
         told = check(run_ranks(4, error_of, hosts))
@@ -208,6 +213,8 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
 def one_wrong_key(rank: int, hosts: Hosts, have: Holding) -> str:
     try:
         with hosts.updater(rank) as updater:
+            links = updater.coordinator.links if updater.coordinator is not None else None
+            expire(updater, 3, lambda: links is not None and bool(links.turned_away))
             updater.update(source_of(have, rank, 1), 1)
     except UpdateError as error:
         return str(error)
@@ -221,7 +228,7 @@ def test_a_rank_with_another_key_is_not_let_in() -> None:
         other = workers.directory / "other"
         other.write_text(secrets.token_hex(32))
         other.chmod(0o600)
-        mixed = Hosts(hosts.sockets, hosts.ledger, (*hosts.keys[:3], other), KEPT_OUT_S)
+        mixed = Hosts(hosts.sockets, hosts.ledger, (*hosts.keys[:3], other))
         told = check(run_ranks(4, one_wrong_key, mixed, have))
         assert "not made with this key, so it has another one; give all ranks the same key file" in told[3]
         assert all("update rank 3" in text and "not heard of" in text for text in told[:3]), told
@@ -358,7 +365,7 @@ def move_to(space: str) -> None:
 def over_a_link(
     rank: int, link: ShapedLink, port: int, hosts: Hosts, have: Holding, versions: list[int], mark: Path
 ) -> tuple[list[int], str, float]:
-    """Updates from a rank that has moved to its host; the last one may fail."""
+    """Updates from a rank that has moved to its host, for good; the last one may fail."""
     dist.destroy_process_group()
     move_to(link.space(rank // 2))
     os.environ["GLOO_SOCKET_IFNAME"] = link.interface(rank // 2)
@@ -383,7 +390,7 @@ def test_over_a_real_link_and_when_its_cable_is_pulled(tmp_path: Path) -> None:
     have, want = layouts()
     with Workers(want) as workers, ShapedLink("1gbit") as link:
         hosts = two_hosts(workers)
-        done = check(run_ranks(4, over_a_link, link, 29500, hosts, have, [1, 2], tmp_path / "none"))
+        done = check(run_ranks(4, over_a_link, link, 29500, hosts, have, [1, 2], tmp_path / "none", new=True))
         assert [made for made, _, _ in done] == [[1, 2]] * 4
         assert all(workers.tell(worker, Compare(2)) == [] for worker in range(4))
 
@@ -403,7 +410,7 @@ def test_over_a_real_link_and_when_its_cable_is_pulled(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=pull)
         thread.start()
-        outcomes = run_ranks(4, over_a_link, link, 29501, hosts, have, [3], mark)
+        outcomes = run_ranks(4, over_a_link, link, 29501, hosts, have, [3], mark, new=True)
         over.set()
         thread.join()
         for outcome in outcomes:

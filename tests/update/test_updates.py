@@ -19,9 +19,10 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
+from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Workers, ask_once, resident_bytes
 from treadle.ir.program import NEVER, OpKind
-from treadle.update import Source, Updated, UpdateOptions, Updater
+from treadle.update import Source, Updated, UpdateOptions
 from treadle.update.protocol.messages import Answer, Rollback
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
@@ -35,7 +36,7 @@ def update_ranks(
     rank: int, sockets: Path, ledger: Path, have: Holding, versions: list[int], options: UpdateOptions
 ) -> list[Updated]:
     done = []
-    with Updater(sockets, ledger=ledger, options=options) as updater:
+    with make_updater(sockets, ledger=ledger, options=options) as updater:
         for version in versions:
             done.append(bare(updater.update(source_of(have, rank, version), version)))
     return done
@@ -69,7 +70,7 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
 
 def changed_options(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> list[int]:
     """Bytes that rollback copies held in two updates, the second without one."""
-    with Updater(sockets, ledger=ledger, options=options) as updater:
+    with make_updater(sockets, ledger=ledger, options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         first = updater.update(source_of(have, rank, 2), 2).rollback_bytes
         updater.options = replace(options, rollback="none")
@@ -87,15 +88,19 @@ def test_options_that_are_assigned_hold_from_the_next_update_on() -> None:
 
 
 @pytest.mark.slow
-def test_a_gibibyte_of_pp_ep_into_tp() -> None:
-    tensors = model(8, 1024, experts=28)
+@pytest.mark.parametrize("width", [192, pytest.param(1024, marks=pytest.mark.nightly)], ids=["36 MiB", "a gibibyte"])
+def test_many_experts_of_pp_ep_into_tp(width: int) -> None:
+    """Buckets are a sixteenth of it, as many as of a large model."""
+    tensors = model(8, width, experts=28)
     have, want = trained(tensors, 8), served(tensors)
-    assert sum(tensor.size_bytes for tensor in tensors) >= 1 << 30
-    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=PATIENT_S, rollback="none")
+    size_bytes = sum(tensor.size_bytes for tensor in tensors)
+    assert size_bytes >= width**2 << 10
+    memory = Memory(size_bytes // 4, target_bytes=size_bytes // 16, least_bytes=size_bytes // 64)
+    options = UpdateOptions(memory, deadline_s=PATIENT_S, rollback="none")
     with Workers(want) as workers:
         args = workers.sockets, workers.ledger, have, [1], options
         done = check(run_ranks(4, update_ranks, *args))
-        assert all(updated[0].size_bytes >= 1 << 30 for updated in done)
+        assert all(updated[0].size_bytes >= size_bytes for updated in done)
         for worker in range(4):
             assert workers.tell(worker, Compare(1)) == []
 
@@ -126,7 +131,7 @@ def fsdp_ranks(
     fully_shard(net, mesh=mesh)
     net.to_empty(device=torch.get_default_device())
     shown = []
-    with Updater(sockets, ledger=ledger, options=options) as updater:
+    with make_updater(sockets, ledger=ledger, options=options) as updater:
         for version in (1, 2):
             state: dict[str, Any] = net.state_dict()
             source = Source.of(state)
@@ -141,11 +146,17 @@ def fsdp_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(64, 50, 3), (4096, 16386, 8)], ids=["uneven", "a gibibyte"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(64, 50, 3), (512, 1026, 8), pytest.param((4096, 16386, 8), marks=pytest.mark.nightly)],
+    ids=["uneven", "in buckets", "a gibibyte"],
+)
 def test_from_an_fsdp_source(sizes: tuple[int, int, int]) -> None:
     tensors = net_tensors(*sizes)
+    size_bytes = sum(tensor.size_bytes for tensor in tensors)
     want = Parallel(tp=4, dim=lambda name: 1 if "weight" in name else None).holding(tensors)
-    options = UpdateOptions(Memory(256 * MiB, target_bytes=64 * MiB), deadline_s=PATIENT_S, rollback="none")
+    memory = Memory(size_bytes // 4, target_bytes=size_bytes // 16, least_bytes=size_bytes // 64)
+    options = UpdateOptions(memory, deadline_s=PATIENT_S, rollback="none")
     with Workers(want) as workers:
         check(run_ranks(4, fsdp_ranks, workers.sockets, workers.ledger, sizes, options))
         for worker in range(4):
@@ -162,7 +173,7 @@ def many_updates(
 ) -> list[tuple[int, int]]:
     held = []
     source = source_of(have, rank, 0)
-    with Updater(sockets, ledger=ledger, options=options) as updater:
+    with make_updater(sockets, ledger=ledger, options=options) as updater:
         for version in versions:
             if version == versions[-1]:  # the one that is compared
                 for piece, local in source.held.items():
@@ -179,7 +190,8 @@ def worker_holds(adapter: Any) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_fifty_updates() -> None:
+@pytest.mark.parametrize("num_updates", [16, pytest.param(50, marks=pytest.mark.nightly)])
+def test_memory_is_flat_over_many_updates(num_updates: int) -> None:
     tensors = model(4, 384)
     have, want, before = trained(tensors, 4), served(tensors), shared_memory()
     options = UpdateOptions(Memory(8 * MiB, target_bytes=2 * MiB), deadline_s=PATIENT_S)
@@ -187,12 +199,12 @@ def test_memory_is_flat_over_fifty_updates() -> None:
         places = workers.sockets, workers.ledger, have
         check(run_ranks(4, many_updates, *places, range(1, 4), options))
         first = [workers.tell(worker, worker_holds) for worker in range(4)]
-        ranks = check(run_ranks(4, many_updates, *places, range(4, 54), options))
+        ranks = check(run_ranks(4, many_updates, *places, range(4, 4 + num_updates), options))
         last = [workers.tell(worker, worker_holds) for worker in range(4)]
-        assert [workers.tell(worker, Compare(53)) for worker in range(4)] == [[]] * 4
-    processes = [*zip(first, last, strict=True), *((held[9], held[-1]) for held in ranks)]
+        assert [workers.tell(worker, Compare(3 + num_updates)) for worker in range(4)] == [[]] * 4
+    processes = [*zip(first, last, strict=True), *((held[5], held[-1]) for held in ranks)]
     for (early_bytes, early_files), (late_bytes, late_files) in processes:
-        assert late_bytes - early_bytes < 10 * MiB  # a buffer that leaks at each update would be 80 at the least
+        assert late_bytes - early_bytes < 10 * MiB  # a buffer that leaks at each update would be 20 at the least
         assert late_files <= early_files + 1
     assert shared_memory() <= before
 
@@ -202,7 +214,7 @@ def as_bfloat16(array: Any) -> torch.Tensor:
 
 
 def traced(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> Any:
-    with Updater(sockets, ledger=ledger, options=options) as updater:
+    with make_updater(sockets, ledger=ledger, options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         done = updater.update(source_of(have, rank, 2), 2)
         trace = updater.trace(done)

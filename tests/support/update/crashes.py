@@ -16,7 +16,7 @@ from treadle.update.protocol.messages import Load
 
 METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
 PHASES = ("enter", "settle", "plan", "begin", "finish", "open")
-KINDS = ("raise", "kill", "hang", "socket", "raise", "kill", "socket", "rank", "rank", "decision", "flip")
+KINDS = ("raise", "kill", "socket", "rank", "decision", "flip", "hang")
 DECISIONS = ("before commit", "after commit", "amid telling")
 
 
