@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import check, run_ranks
 from treadle.update.coordinator.commit_log import CommitLog
 
-HOLD = """
-import sys
-from pathlib import Path
-from treadle.update.coordinator.commit_log import CommitLog
-CommitLog(Path(sys.argv[1]))
-"""
+
+def hold(rank: int, path: Path) -> str:
+    try:
+        CommitLog(path).close()
+    except BlockingIOError as error:
+        return str(error)
+    return "held"
 
 
 def test_one_coordinator_holds_the_ledger_in_one_process_too(tmp_path: Path) -> None:
@@ -25,8 +25,8 @@ def test_one_coordinator_holds_the_ledger_in_one_process_too(tmp_path: Path) -> 
     for path in (tmp_path / "l", tmp_path / "a" / "l"):
         with pytest.raises(BlockingIOError, match="another coordinator holds"):
             CommitLog(path)
-    other = subprocess.run([sys.executable, "-c", HOLD, tmp_path / "l"], capture_output=True, text=True, check=False)
-    assert "another coordinator holds" in other.stderr, "a second try released it"
+    (told,) = check(run_ranks(1, hold, tmp_path / "l"))
+    assert "another coordinator holds" in told, "a second try released it"
     held.close()
     held.close()
     again = CommitLog(tmp_path / "l")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -394,13 +392,18 @@ def test_one_process_at_a_time_has_a_slot(tmp_path: Path) -> None:
     assert held == (True, two.id)
     assert two.held
     assert not one.take()
-    look = (
-        "import sys; from pathlib import Path; from treadle.update.worker.slot import Slot; s = Slot(Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", look + "; print(s.held, s.holder())", str(tmp_path / "worker-0.slot")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"False {os.getpid()}\n"
+    path = tmp_path / "worker-0.slot"
+    assert check(run_ranks(1, look_at_slot, path)) == [(False, os.getpid())]
     two.give_back()
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True 0\n"
+    assert check(run_ranks(1, look_at_slot, path)) == [(True, 0)]
+
+
+def look_at_slot(rank: int, path: Path) -> tuple[bool, int]:
+    """Whether another process gets it, and who has it."""
+    slot = Slot(path)
+    seen = slot.held, slot.holder()
+    slot.give_back()
+    return seen
 
 
 def test_a_slot_that_is_taken_from_a_thread_that_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, source_of
+from tests.support.update.passing import await_stopped, expire
 from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Workers
 from treadle.host.processes import stopped
@@ -195,7 +198,14 @@ def twice(updater: Updater, rank: int) -> str:
     Path(updater.context.worker.path.parent.parent / f"first {rank}").touch()
     while not (updater.context.worker.path.parent.parent / "stopped").exists():
         time.sleep(0.02)
+    be_impatient(updater, rank)
     return error_of(lambda: updater.update(source_of(layouts()[0], rank, 2), 2))
+
+
+def be_impatient(updater: Updater, rank: int) -> None:
+    """The rank whose worker is stopped waits a second for it; all others keep a deadline of minutes."""
+    if rank == 1:
+        updater.options = replace(updater.options, deadline_s=1)
 
 
 def stop_worker(workers: Workers, worker: int) -> None:
@@ -223,7 +233,7 @@ def test_a_stopped_worker_is_called_stopped(again: bool) -> None:
             stop_worker(workers, 1)
         else:
             threading.Thread(target=stop_worker, args=(workers, 1), daemon=True).start()
-        told = run(workers, first_or_error if again else twice, UpdateOptions(SMALL, deadline_s=2, drain_s=1))
+        told = run(workers, impatient if again else twice)
         for text in told:
             assert text.startswith("worker 1"), text
             assert (
@@ -238,23 +248,31 @@ def first_or_error(updater: Updater, rank: int) -> str:
     return error_of(lambda: updater.update(source_of(layouts()[0], rank, 1), 1))
 
 
-def rank_that_stops(updater: Updater, rank: int) -> tuple[str, int]:
-    pid = os.getpid()
+def impatient(updater: Updater, rank: int) -> str:
+    be_impatient(updater, rank)
+    return first_or_error(updater, rank)
+
+
+def rank_that_stops(updater: Updater, rank: int) -> str:
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     if rank == 1:
-        os.kill(pid, signal.SIGSTOP)
-    return first_or_error(updater, rank), pid
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        await_stopped(pids[1])
+        expire(updater, 1)
+    return first_or_error(updater, rank)
 
 
 def test_a_stopped_rank_is_called_stopped() -> None:
     """It joins, and is stopped before it enters."""
     _, want = layouts()
     with Workers(want) as workers:
-        args = (workers.sockets, workers.ledger), rank_that_stops, UpdateOptions(SMALL, deadline_s=2, drain_s=1)
-        outcomes = run_ranks(2, _run, *args, stuck=[1])
-        assert outcomes[0].value is not None, outcomes
-        told, _ = outcomes[0].value
+        outcomes = run_ranks(2, _run, (workers.sockets, workers.ledger), rank_that_stops, OPTIONS, stuck=[1])
+        told = outcomes[0].value
+        assert told is not None, outcomes
         assert told.startswith("update rank 1")
-        assert "not heard of within 3 s of the others (process " in told
+        assert f"not heard of within {OPTIONS.phase_s:g} s of the others (process " in told
         assert "is stopped, by SIGSTOP or from a terminal; let it go on with: kill -CONT" in told
 
 
