@@ -30,6 +30,7 @@ def test_times_of_a_device_are_on_the_hosts_clock_and_in_order(device: torch.dev
     assert times[-1] <= perf_counter_ns()
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_told_at_once() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/dist/test_device.py", "-k", "clock"]
     environment = os.environ | {"TREADLE_TEST_DEVICE": "tpu"}

@@ -88,6 +88,7 @@ def _mean(found: StageFootprint, config: ModelConfig) -> dict[str, float]:
     return {part: sum(of_part) / len(of_part) for part, of_part in sizes.items()}
 
 
+@pytest.mark.slow
 def test_a_micro_batch_leaves_nothing_but_gradients() -> None:
     for row in ("Ed", "dt", "tmL"):
         for recompute in ((), ("attn", "mlp")):

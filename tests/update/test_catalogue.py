@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
@@ -62,7 +62,6 @@ def listed(has: list[WeightLayout], wants: list[WeightLayout]) -> bytes:
     return list_layouts(told, [*map(layout_digest, has)], [*map(layout_digest, wants)], range(len(has)))
 
 
-@settings(max_examples=200)
 @given(st.lists(st.tuples(layouts(), layouts()), min_size=1, max_size=5))
 def test_what_was_told_is_what_is_known(sides: list[tuple[WeightLayout, WeightLayout]]) -> None:
     has, wants = ([*side] for side in zip(*sides, strict=True))
@@ -81,7 +80,7 @@ def wants_of(holding: Holding) -> list[WeightLayout]:
 
 
 def test_replicas_cost_nothing() -> None:
-    """PP4 x EP8 into TP8: a hundred times as many devices are a few bytes a device more."""
+    """PP4 x EP8 into TP8: thirty times as many devices are a few bytes a device more."""
     tensors = [Tensor(f"layers.{i}.experts.{j}.w", (64, 64), "bfloat16") for i in range(8) for j in range(16)]
     number = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.")
 
@@ -95,10 +94,11 @@ def test_replicas_cost_nothing() -> None:
         assert found is not None
         return int(found[part])
 
-    many = read_layouts(of(100))
-    assert len(many.has) == 3200
+    told = of(30)
+    many = read_layouts(told)
+    assert len(many.has) == 960
     assert len({id(side) for side in (*many.has, *many.wants)}) == 32 + 8, "ranks that are alike share one layout"
-    assert len(of(100)) <= len(of(1)) + 4 * len(many.has)
+    assert len(told) <= len(of(1)) + 4 * len(many.has)
 
 
 @pytest.mark.parametrize(

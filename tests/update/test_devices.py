@@ -121,6 +121,7 @@ def recovered(updater: Updater, rank: int, places: Places) -> tuple[int, bool]:
     return done.size_bytes, served(places[0], rank) == (1, expected(places[3], rank, 1))
 
 
+@pytest.mark.slow
 def test_peers_give_what_their_devices_hold() -> None:
     """Worker 1 of each of two replicas: the ranks' weights are gone, and a worker exports into a device's buffer."""
     have = layouts()[0]
