@@ -244,7 +244,7 @@ LENGTH = 11_000  # of good_npz, about; places are taken modulo
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 2 * LENGTH), st.integers(1, 255)), min_size=1, max_size=8))
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     content = bytearray(good_npz())
     for place, mask in flips:
@@ -254,7 +254,7 @@ def test_flipped_bytes_do_not_get_through(tmp_path: Path, flips: list[tuple[int,
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1800), st.integers(1, 255)), min_size=1, max_size=8))
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bytes_of_the_directory_do_not_get_through(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     """The end of a zip file says where everything is."""
     content = bytearray(good_npz())
@@ -264,14 +264,14 @@ def test_flipped_bytes_of_the_directory_do_not_get_through(tmp_path: Path, flips
 
 
 @given(st.integers(0, LENGTH), st.binary(max_size=40))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_cut_short_does_not_get_through(tmp_path: Path, length: int, tail: bytes) -> None:
     loads_equal_or_is_refused(good_npz()[: length % len(good_npz())] + tail, tmp_path / "mine.npz")
 
 
 @pytest.mark.slow
 @given(st.sampled_from((*COLUMNS, "treadle", "start", "end")), st.integers(0, 4000), st.integers(1, 255))
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_under_a_right_checksum_is_refused_or_sound(tmp_path: Path, name: str, place: int, mask: int) -> None:
     """A hostile file has right checksums: what loads has passed every check, and is not always what was written."""
 

@@ -170,7 +170,8 @@ def test_a_span_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_trace_is_read_back(tmp_path: Path) -> None:
-    trace = trace_of("1f1b", 8, 4600, "deepseek-v3-h800")
-    assert trace.program.num_ops > 200_000
+    """Of three of the pieces that are written."""
+    trace = trace_of("1f1b", 8, 2400, "deepseek-v3-h800")
+    assert trace.program.num_ops > 2 * write._PIECE
     chrome.dump(trace, tmp_path / "trace.json")
     assert_same_trace(chrome.load(tmp_path / "trace.json"), trace)

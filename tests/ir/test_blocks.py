@@ -10,15 +10,20 @@ from hypothesis import strategies as st
 
 from treadle.ir.blocks import MOST_LETTERS, check_blocks, parse_layout, with_dense, write_layout
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine, which layouts do not need
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
 LETTER_OF = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
+@cache
+def megatron_parser() -> Any:
+    """Imported by the tests that ask it: that takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine, which layouts do not need
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    return PipelineParallelLayerLayout
+
+
 def megatron_reads(text: str) -> tuple[str, ...]:
-    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    stages = megatron_parser().parse_str_to_list(text)
     return tuple("".join(LETTER_OF[layer.name] for layer in stage) for stage in stages)
 
 
@@ -30,6 +35,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "blocks"), PUBLISHED.items())
 def test_published_layouts(text: str, blocks: tuple[str, ...]) -> None:
     assert parse_layout(text) == megatron_reads(text) == blocks
@@ -47,6 +53,7 @@ GROUP = st.builds(lambda inside, times: f"({inside})*{times}", ITEMS, st.integer
 LAYOUT = st.lists(ITEMS | GROUP | st.just(","), max_size=6).map("".join)
 
 
+@pytest.mark.slow
 @given(LAYOUT)
 def test_any_text_is_read_as_megatron_reads_it(text: str) -> None:
     """Megatron has empty stages, Treadle has none."""
@@ -58,6 +65,7 @@ def test_any_text_is_read_as_megatron_reads_it(text: str) -> None:
             parse_layout(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.text(st.sampled_from("Etm|()*,2"), max_size=12))
 def test_what_is_read_at_all_is_what_megatron_reads(text: str) -> None:

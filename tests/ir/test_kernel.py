@@ -73,11 +73,10 @@ def programs() -> Iterator[Program]:
     """Sound programs of every schedule, and what damage makes of them."""
     for number, family in enumerate(SCHEDULES.values()):
         random = Random(number)
-        for _ in range(2):
-            program = random_program(family, random)
-            yield program
-            for _ in range(3):
-                yield mutate_program(program, random)
+        program = random_program(family, random)
+        yield program
+        for _ in range(3):
+            yield mutate_program(program, random)
 
 
 @pytest.mark.slow
@@ -89,7 +88,7 @@ def test_both_ways_give_the_same(seen: set[str]) -> None:
         execute(program, ticks, own_ends=True)
         makespans(program, np.stack([ticks, ticks - 2]))
     for number, name in enumerate(SCHEDULES):
-        schedule = treadle.generate(name, pp=4, microbatches=8)
+        schedule = treadle.generate(name, pp=2, microbatches=4)
         costs = treadle.load_costs("deepseek-v3-h800")
         options = treadle.LoweringOptions(layers=(2, *(1,) * (schedule.placement.num_stages - 1)), moe=True)
         for program in (treadle.lower(schedule, costs), treadle.lower(schedule, costs, options)):

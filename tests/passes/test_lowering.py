@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treadle
+from tests.support.grid import pairs
 from tests.support.paths import GOLDEN
 from treadle.costs import UNIT_COSTS, Costs, durations, load_costs
 from treadle.ir.execute import execute
@@ -69,17 +70,16 @@ def test_a_weight_half_held_back_runs_in_the_next_slot() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("moe", [False, True])
-@pytest.mark.parametrize("layers", [1, 3])
-def test_programs_of_all_schedules_verify_clean(name: str, moe: bool, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "moe", "layers", "hold", "offload"),
+    pairs(SCHEDULES, (False, True), (1, 3), (False, True), (False, True)),
+)
+def test_programs_of_all_schedules_verify_clean(name: str, moe: bool, layers: int, hold: bool, offload: bool) -> None:
     schedule = treadle.generate(name, pp=4, microbatches=8)
-    for hold in (False, True):
-        for offload in (False, True):
-            options = LoweringOptions(layers=layers, moe=moe, hold=hold, offload=offload, dp=2, every_gpu=True)
-            program = lower(schedule, DEEPSEEK, options)
-            report = verify_program(program, durations(program, DEEPSEEK))
-            assert report.clean, report
+    options = LoweringOptions(layers=layers, moe=moe, hold=hold, offload=offload, dp=2, every_gpu=True)
+    program = lower(schedule, DEEPSEEK, options)
+    report = verify_program(program, durations(program, DEEPSEEK))
+    assert report.clean, report
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

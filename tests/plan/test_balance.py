@@ -41,7 +41,7 @@ MODEL = st.tuples(st.text("td", max_size=7), st.sampled_from(("L", "mL", "mmL"))
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data(), MODEL, st.booleans())
 def test_no_cut_is_better(data: st.DataObject, blocks: str, layer_in_each: bool) -> None:
     layers = blocks.count("t") + blocks.count("d")

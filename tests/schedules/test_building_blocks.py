@@ -13,7 +13,7 @@ from treadle.schedules.building_block import INTERVAL
 from treadle.simulate import measure, simulate
 
 BLOCKS = {"v-half": v_half.block, "v-min": v_min.block}
-SIZES = [(pp, num_mb) for pp in range(1, 17) for num_mb in (pp, 2 * pp + 1, 4 * pp)]
+SIZES = [(pp, num_mb) for pp in range(1, 13) for num_mb in (pp, 2 * pp + 1, 4 * pp)]
 
 
 def idle(name: str, pp: int, num_mb: int, times: tuple[int, int, int] = (1, 1, 1)) -> int:

@@ -22,7 +22,7 @@ def generated(family: Family, pp: int, vpp: int, num_mb: int) -> treadle.Schedul
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(size=ANY_SIZE)
 def test_any_valid_size_is_clean(name: str, size: tuple[int, int, int]) -> None:
     schedule = generated(SCHEDULES[name], *size)
