@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings

@@ -61,5 +61,5 @@ def test_the_seconds_of_children_count_while_they_run_and_after() -> None:
         child.stdout.readline()
         running = tree_seconds(os.getpid())
         child.communicate(b"\n")
-    assert running - before >= 0.2
+    assert running - before > 0.15  # of 0.2, in ticks
     assert tree_seconds(os.getpid()) >= running

@@ -27,6 +27,7 @@ from treadle.runtime.options import RunOptions
 from treadle.schedules import SCHEDULES
 
 BOTH = "attn+mlp"
+BLOCKS = ("1f1b", "interleaved-overlap", "dualpipe", "dualpipev", "zb-v")
 COMPUTES = {kind for kind, lane in LANE_OF.items() if lane is LaneKind.COMPUTE}
 
 
@@ -48,10 +49,18 @@ def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
     )
 
 
+AGAIN = ("attn", "mlp", BOTH)
+
+
 def variants(config: Config) -> list[Config]:
-    """The same pipeline, with segments that are computed again."""
-    again = [replace(config, recompute="attn"), replace(config, recompute="mlp"), replace(config, recompute=BOTH)]
-    return [config, *again, replace(config, recompute=BOTH, kind="offload")]
+    """The same pipeline, with segments that are computed again: some, the next schedule others, and all, offloaded."""
+    some = AGAIN[list(SCHEDULES).index(config.schedule) % len(AGAIN)]
+    return [config, replace(config, recompute=some), replace(config, recompute=BOTH, kind="offload")]
+
+
+def test_every_segment_is_computed_again_alone_and_with_the_other() -> None:
+    drawn = {config.recompute for name in BLOCKS for config in variants(config_of(name))[1:2]}
+    assert drawn == set(AGAIN)
 
 
 @dataclass(frozen=True)
@@ -84,15 +93,7 @@ def run_one(rank: int, config: Config) -> Ran:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [
-        config_of("1f1b"),
-        pytest.param(config_of("interleaved-overlap"), marks=pytest.mark.slow),
-        config_of("dualpipe"),
-        pytest.param(config_of("dualpipev"), marks=pytest.mark.slow),
-        pytest.param(config_of("zb-v"), marks=pytest.mark.slow),
-        pytest.param(config_of("interleaved-overlap", ep=1, pp=4), marks=pytest.mark.slow),
-        pytest.param(config_of("zb-v", ep=1, pp=4), marks=pytest.mark.slow),
-    ],
+    [*map(config_of, BLOCKS), config_of("interleaved-overlap", ep=1, pp=4), config_of("zb-v", ep=1, pp=4)],
     ids=str,
 )
 def test_gradients_of_one_process_and_the_same_bits_when_computed_again(config: Config) -> None:
