@@ -161,6 +161,7 @@ def test_what_stands_where_it_cannot_is_refused(blocks: tuple[str, ...], message
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 @given(STAGES)
 def test_checked_blocks_are_valid_for_megatron(blocks: tuple[str, ...]) -> None:
     """On one rank for each stage. Megatron besides wants all MTP blocks in one stage."""
@@ -171,7 +172,7 @@ def test_checked_blocks_are_valid_for_megatron(blocks: tuple[str, ...]) -> None:
     else:
         checked = True
     text = write_layout(blocks)
-    layout = PipelineParallelLayerLayout(text, len(blocks))
+    layout = megatron_parser()(text, len(blocks))
     together = sum("m" in stage for stage in blocks) <= 1
     count = "".join(megatron_reads(text)).count
     try:
