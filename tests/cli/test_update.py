@@ -41,14 +41,14 @@ def workers() -> Iterator[Workers]:
 
 def as_ranks(workers: Workers, cwd: Path, *arguments: str) -> Finished:
     """What rank 0 says of an update by one rank for each worker, under torchrun; all of them end alike."""
-    command = (cwd, "update", *arguments, "--to", str(workers.sockets))
-    ends = check(run_under_torchrun(len(workers.processes), _treadle, *command))
+    command = ("update", *arguments, "--to", str(workers.sockets))
+    ends = check(run_under_torchrun(len(workers.processes), _treadle, cwd, command))
     assert {end.returncode for end in ends} == {ends[0].returncode}
     assert {end.stdout for end in ends[1:]} == {""}
     return ends[0]
 
 
-def _treadle(cwd: Path, *arguments: str) -> Finished:
+def _treadle(cwd: Path, arguments: tuple[str, ...]) -> Finished:
     return treadle(*arguments, cwd=cwd)
 
 

@@ -26,7 +26,7 @@ ONCE = {"torchrun --nproc-per-node 4 examples/any_model.py": "docs/run.md"}
 """Commands that several pages show and one runs."""
 
 ON_RANKS = "torchrun --nproc-per-node 4 -m treadle.train "
-"""So begin commands for ranks that are up already; in tests/train/test_faults.py torchrun itself starts the trainer."""
+"""So begin commands for ranks of the forkserver; in tests/train/test_faults.py torchrun itself starts the trainer."""
 
 RUN = {"console", "python", "pycon"}
 SHOWN = {"text", "toml"}

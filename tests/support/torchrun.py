@@ -1,4 +1,4 @@
-"""Runs scripts and commands on ranks that are up already, in the environment that torchrun gives.
+"""Runs scripts and commands on ranks that have torch imported, in the environment that torchrun gives.
 
     shown = torchrun(4, EXAMPLES / "moe_layer.py", cwd=tmp_path)
     ends = check(run_under_torchrun(2, treadle, "update", "--recover", "--to", "sockets"))
@@ -43,9 +43,12 @@ def run_line(line: str, cwd: Path) -> str:
 
 
 def run_under_torchrun(num_ranks: int, fn: Callable[[*Ts], T], *args: *Ts) -> list[Outcome[T]]:
-    """`fn(*args)` on each of so many ranks, which join no process group before: the environment says how to."""
+    """`fn(*args)` on each of so many ranks, which join no process group before: the environment says how to.
+
+    Their processes are new, as torchrun's are: a script may count on what a process has one of (an updater's number).
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
-    return run_ranks(num_ranks, _enter, num_ranks, store.port, fn, args)
+    return run_ranks(num_ranks, _enter, num_ranks, store.port, fn, args, new=True)
 
 
 def _enter(rank: int, num_ranks: int, port: int, fn: Callable[[*Ts], T], args: tuple[*Ts]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -423,7 +423,7 @@ def uneven() -> Trace:
 @needs_browser
 @pytest.mark.parametrize("name", ["layers", "jittered", "uneven", "dualpipe", "zb-v"])
 def test_memory_and_totals_are_the_library_s(window: Browser, tmp_path: Path, name: str) -> None:
-    made = {"layers": layers, "jittered": jittered_layers, "uneven": uneven}
+    made: dict[str, Callable[[], Trace]] = {"layers": layers, "jittered": jittered_layers, "uneven": uneven}
     trace = made.get(name, lambda: cells(name, 4, 12))()
     opened(window, tmp_path, trace)
     want = peaks(trace.program, Times(trace.start, trace.end))
