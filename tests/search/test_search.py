@@ -201,7 +201,8 @@ def test_a_front_holds_only_what_was_simulated_whole_and_fits() -> None:
     )
     points = some("qwen3-30b-a3b", "h100:32", space, global_batch_size=128)
     whole = [judge(point).simulated_whole() for point in points]
-    for limit in sorted(each.memory_bytes for each in whole)[5 :: len(whole) // 3]:
+    # at the first of these a job is too large by the simulation of few micro-batches, and fits
+    for limit in sorted(each.memory_bytes for each in whole)[3 :: len(whole) // 3]:
         found = search(points, limit)
         exact = {each.job: each for each in whole}
         assert all(each == exact[each.job] for each in (found.best, *found.front))
