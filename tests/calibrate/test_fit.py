@@ -106,6 +106,7 @@ def test_a_run_that_is_repeated_counts_once() -> None:
     assert often.runs[1].left_out == pytest.approx(planned(run.run.job).step_s)  # its repeats are left out with it
 
 
+@pytest.mark.slow
 def test_a_wild_run_is_pointed_out_and_bends_others_little() -> None:
     before, jobs = h100(), dense_jobs(h100())[:9]
     factors = [1.0] * 8 + [3.0]

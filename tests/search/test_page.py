@@ -15,6 +15,8 @@ from treadle.search.files import options_text
 from treadle.search.page import page
 from treadle.search.why import settle
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 60 << 30
 SPACE = SearchSpace(tp=(2,), pp=(2,), schedules=("1f1b", "zb-h1"), micro_batch_size=(1,), balanced=(True,))
 

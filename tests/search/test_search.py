@@ -144,6 +144,7 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
     assert "MLA" in str(untrainable(job))
 
 
+@pytest.mark.slow
 def test_alternatives_differ_in_one_knob() -> None:
     space = SearchSpace(
         tp=(1, 2),

@@ -21,7 +21,6 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Flip, arm
 from tests.support.update.models import Compare, model, source_of
 from tests.support.update.passing import await_stopped, expire, go_on, in_vain
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Trouble, Workers
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.control import FromCoordinator, Phase
@@ -55,7 +54,7 @@ def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS) -> list[Any]
 
 
 def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: UpdateOptions) -> Any:
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
 
@@ -229,7 +228,7 @@ def test_a_rank_that_came_too_late_is_in_the_next_attempt() -> None:
 
 def recovers_twice(rank: int, places: tuple[Path, Path], have: Holding, mark: Path) -> tuple[int, int]:
     """Once where nothing is to do, once after the test has started worker 1 again."""
-    with make_updater(places[0], ledger=places[1], options=OPTIONS) as updater:
+    with Updater(places[0], ledger=places[1], options=OPTIONS) as updater:
         nothing = updater.recover().size_bytes
         mark.touch()
         while not mark.with_suffix(".done").exists():
@@ -372,8 +371,8 @@ def two_sets(rank: int, one: tuple[Path, Path], other: tuple[Path, Path], have: 
 
     with (
         patch.object(Buckets, "__init__", late),
-        make_updater(one[0], ledger=one[1], options=OPTIONS) as first,
-        make_updater(other[0], ledger=other[1], options=OPTIONS) as second,
+        Updater(one[0], ledger=one[1], options=OPTIONS) as first,
+        Updater(other[0], ledger=other[1], options=OPTIONS) as second,
     ):
         return [tried(first, rank, have, 1), tried(second, rank, have, 1), tried(first, rank, have, 2)]
 

@@ -14,7 +14,6 @@ import torch
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import OPTIONS, SMALL, Noting, eventually, served, state, whole
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Troubled, Workers
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import (
@@ -36,7 +35,7 @@ def run(workers: Workers, do: Callable[..., Any], *args: Any, options: UpdateOpt
 def _run(
     rank: int, places: tuple[Path, Path], do: Callable[..., Any], options: UpdateOptions, args: tuple[Any, ...]
 ) -> Any:
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, *args)
 
 

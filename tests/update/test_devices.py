@@ -17,7 +17,6 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update import far
 from tests.support.update.models import SMALL, expected, model, source_of
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Spawned
 from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.plain import digest_of
@@ -79,7 +78,7 @@ Places = tuple[Path, Path, Holding, Holding]
 
 def updates(rank: int, places: Places, where: torch.device, options: UpdateOptions, do: Callable[..., Any]) -> Any:
     far.enter()
-    with make_updater(places[0], ledger=places[1], options=options, device=where) as updater:
+    with Updater(places[0], ledger=places[1], options=options, device=where) as updater:
         return do(updater, rank, places)
 
 

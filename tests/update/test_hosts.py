@@ -28,7 +28,6 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, arm
 from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
 from tests.support.update.passing import expire
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Trouble, Workers
 from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
@@ -119,9 +118,7 @@ class Hosts:
     keys: tuple[Path | None, ...]
 
     def updater(self, rank: int, address: str | None = None) -> Updater:
-        return make_updater(
-            self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=OPTIONS
-        )
+        return Updater(self.sockets[rank], ledger=self.ledger, key=self.keys[rank], address=address, options=OPTIONS)
 
 
 def two_hosts(workers: Workers) -> Hosts:

@@ -17,7 +17,6 @@ import torch
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import Compare, model, source_of
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Workers
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog, peek
@@ -49,7 +48,7 @@ def run(workers: Workers, world: int, do: Do, ledger: Path | None = None, **name
 
 
 def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Do, named: dict[str, Any]) -> Any:
-    with make_updater(places[0], ledger=places[1], options=OPTIONS, **named) as updater:
+    with Updater(places[0], ledger=places[1], options=OPTIONS, **named) as updater:
         return do(updater, rank, have)
 
 
@@ -229,7 +228,7 @@ def test_a_worker_that_was_replaced_and_cannot_close_is_named_and_nothing_is_upd
 
 
 def _run_with(rank: int, places: tuple[Path, Path], have: Holding, do: Do, options: UpdateOptions) -> Any:
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
 
@@ -254,8 +253,8 @@ def test_another_runs_log_is_refused_though_it_has_the_same_version() -> None:
 
 
 def two_logs(rank: int, sockets: Path, logs: tuple[Path, Path], key: Path, have: Holding) -> list[str]:
-    one = make_updater(sockets, ledger=logs[0], key=key, options=OPTIONS)
-    other = make_updater(sockets, ledger=logs[1], key=key, options=OPTIONS)
+    one = Updater(sockets, ledger=logs[0], key=key, options=OPTIONS)
+    other = Updater(sockets, ledger=logs[1], key=key, options=OPTIONS)
     with one, other:
         return [
             first(one, rank, have),

@@ -20,7 +20,6 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import model, source_of
 from tests.support.update.passing import await_stopped, expire
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Workers
 from treadle.host.processes import stopped
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
@@ -49,7 +48,7 @@ def run(workers: Workers, do: Do, options: UpdateOptions = OPTIONS) -> list[Any]
 
 
 def _run(rank: int, places: tuple[Path, Path], do: Do, options: UpdateOptions) -> Any:
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank)
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Workers
-from treadle.update import Source, UpdateError, UpdateOptions, WeightSource
+from treadle.update import Source, UpdateError, UpdateOptions, Updater, WeightSource
 from treadle.update.memory.copying import opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.options import CompareSources
@@ -91,7 +90,7 @@ def update(
 ) -> list[Any]:
     """The first version is the same on all ranks, the second may not be, the third is again."""
     told: list[Any] = []
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         try:
             source = wrong.source(have, rank, 2) if wrong is not None else source_of(have, rank, 2)

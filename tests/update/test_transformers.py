@@ -15,9 +15,8 @@ import torch
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Spawned
-from treadle.update import ClosedError, Endpoint, Source, UpdateOptions
+from treadle.update import ClosedError, Endpoint, Source, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -69,7 +68,7 @@ def serve(sockets: Path, worker: int, name: str) -> Endpoint:
 def train(rank: int, sockets: Path, ledger: Path, name: str) -> list[tuple[int, bool]]:
     """Every rank has the whole model; each sends its share, and compares what its worker answers then."""
     seen = []
-    with make_updater(sockets, ledger=ledger, options=OPTIONS) as updater:
+    with Updater(sockets, ledger=ledger, options=OPTIONS) as updater:
         for version in (1, 2, 3):
             updater.update(Source.of(named_weights(make(name, version))), version)
             asker = Asker(sockets, rank)

@@ -19,10 +19,9 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Workers, ask_once, resident_bytes
 from treadle.ir.program import NEVER, OpKind
-from treadle.update import Source, Updated, UpdateOptions
+from treadle.update import Source, Updated, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer, Rollback
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel
@@ -36,7 +35,7 @@ def update_ranks(
     rank: int, sockets: Path, ledger: Path, have: Holding, versions: list[int], options: UpdateOptions
 ) -> list[Updated]:
     done = []
-    with make_updater(sockets, ledger=ledger, options=options) as updater:
+    with Updater(sockets, ledger=ledger, options=options) as updater:
         for version in versions:
             done.append(bare(updater.update(source_of(have, rank, version), version)))
     return done
@@ -70,7 +69,7 @@ def test_every_byte_arrives(rollback: Rollback) -> None:
 
 def changed_options(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> list[int]:
     """Bytes that rollback copies held in two updates, the second without one."""
-    with make_updater(sockets, ledger=ledger, options=options) as updater:
+    with Updater(sockets, ledger=ledger, options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         first = updater.update(source_of(have, rank, 2), 2).rollback_bytes
         updater.options = replace(options, rollback="none")
@@ -131,7 +130,7 @@ def fsdp_ranks(
     fully_shard(net, mesh=mesh)
     net.to_empty(device=torch.get_default_device())
     shown = []
-    with make_updater(sockets, ledger=ledger, options=options) as updater:
+    with Updater(sockets, ledger=ledger, options=options) as updater:
         for version in (1, 2):
             state: dict[str, Any] = net.state_dict()
             source = Source.of(state)
@@ -173,7 +172,7 @@ def many_updates(
 ) -> list[tuple[int, int]]:
     held = []
     source = source_of(have, rank, 0)
-    with make_updater(sockets, ledger=ledger, options=options) as updater:
+    with Updater(sockets, ledger=ledger, options=options) as updater:
         for version in versions:
             if version == versions[-1]:  # the one that is compared
                 for piece, local in source.held.items():
@@ -214,7 +213,7 @@ def as_bfloat16(array: Any) -> torch.Tensor:
 
 
 def traced(rank: int, sockets: Path, ledger: Path, have: Holding, options: UpdateOptions) -> Any:
-    with make_updater(sockets, ledger=ledger, options=options) as updater:
+    with Updater(sockets, ledger=ledger, options=options) as updater:
         updater.update(source_of(have, rank, 1), 1)
         done = updater.update(source_of(have, rank, 2), 2)
         trace = updater.trace(done)

@@ -18,7 +18,6 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import Watcher, mixtures
 from tests.support.update.models import SMALL, Compare, expected, model, source_of
 from tests.support.update.passing import expire
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Trouble, Troubled, Workers, ask_once
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
@@ -59,7 +58,7 @@ def run(
 
 
 def _run(rank: int, places: tuple[Path, Path], have: Holding, do: Any, options: UpdateOptions) -> Any:
-    with make_updater(places[0], ledger=places[1], options=options) as updater:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
         return do(updater, rank, have)
 
 

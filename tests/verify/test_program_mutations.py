@@ -183,6 +183,7 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
     return report.clean, codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_mutations(name: str, budget: Budget) -> None:
     """Each kind of damage in turn; two and two draws damage the same program."""

@@ -17,7 +17,6 @@ from typing import Any
 from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
 from tests.support.update.crashes import DECISIONS, KINDS, METHODS, PHASES, Crash, Flip, arm
-from tests.support.update.updaters import make_updater
 from tests.support.update.workers import Asker, Trouble, Workers
 from tests.support.watching import Watching
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
@@ -89,7 +88,7 @@ def attempt(
     """Update with a fault, then try until an update succeeds."""
     options = _options(case)
     report = Report()
-    with make_updater(workers[0], ledger=workers[1], options=options) as updater:
+    with Updater(workers[0], ledger=workers[1], options=options) as updater:
         arm(updater, case.crash, case.flip, marks)
         try:
             updater.update(make(rank, version), version)
@@ -123,7 +122,7 @@ def fresh(
 ) -> Report:
     """Update from new ranks, after some were lost."""
     report = Report()
-    with make_updater(workers[0], ledger=workers[1], options=_options(case)) as updater:
+    with Updater(workers[0], ledger=workers[1], options=_options(case)) as updater:
         again(updater, make(rank, version), version, report)
     return report
 

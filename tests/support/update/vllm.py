@@ -26,9 +26,8 @@ import torch
 from tests.support.paths import ROOT
 from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
-from tests.support.update.updaters import make_updater
 from tests.support.watching import Watching
-from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions
+from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -199,7 +198,7 @@ def update(
     close: Close = "drain",
 ) -> list[int]:
     """Brings these versions, one after the other."""
-    with make_updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, close=close)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, close=close)) as updater:
         made = []
         for version in versions:
             source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
@@ -209,7 +208,7 @@ def update(
 
 def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> int:
     """Brings the committed version to workers that have lost it."""
-    with make_updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         return updater.recover(read_checkpoint(checkpoints[seed_of(version)], rank, world), version).version
 
 
@@ -222,7 +221,7 @@ def update_from_parts(rank: int, places: tuple[Path, Path], checkpoints: list[Pa
         if rank:
             stack.enter_context(Endpoint(Plain({}), places[0], rank))
         options = UpdateOptions(SMALL)
-        updater = stack.enter_context(make_updater(places[0], ledger=places[1], options=options, new_set=True))
+        updater = stack.enter_context(Updater(places[0], ledger=places[1], options=options, new_set=True))
         return updater.update(Source.of(part), version).version
 
 
@@ -236,7 +235,7 @@ def _is_of_rank(rank: int, name: str) -> bool:
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
     """Update with one changed tensor; the notes."""
-    with make_updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
         source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
         changed = ["model.layers.0.self_attn.q_proj.weight"]
         return "\n".join(updater.update(source, version, changed=changed, base=version - 1).notes)
@@ -248,7 +247,7 @@ def attempt(
     """Update with a fault."""
     hangs = case.trouble is not None and case.trouble.act == "hang"
     report = Report()
-    with make_updater(
+    with Updater(
         places[0], ledger=places[1], options=UpdateOptions(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30)
     ) as updater:
         arm(updater, case.crash, case.flip, mark)

@@ -5,7 +5,6 @@ Without a key the coordinator listens at a Unix socket in the directory of socke
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.addresses import own_address
@@ -22,9 +22,6 @@ from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator
 from treadle.wire.link import Link
 from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
-
-_NUMBERS = itertools.count()
-"""Numbers updaters. All ranks make them in the same order, so the numbers agree."""
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +36,16 @@ class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Rendezvous:
-    """Connects the updaters of all ranks that were made together; `name` is the same on all of them."""
+    """Connects the updaters of all ranks that were made together; `name` is the same on all of them.
+
+    All ranks of a process group make their updaters in the same order. The group's store counts them: a process may be
+    older than the group, and have made updaters in another.
+    """
 
     def __init__(self, directory: Path, key: bytes | None, address: str | None) -> None:
         self.path, self.key, self.address = directory / "coordinator.sock", key, address
         self._store = PrefixStore("treadle/update/coordinator", _get_default_store())
-        self.name = str(next(_NUMBERS))
+        self.name = str(self._store.add(f"made by rank {dist.get_rank()}", 1))
 
     def host(self, make: Callable[[Listener], Any]) -> Any:
         """On rank 0: open the listener, make the coordinator, and publish the contact, or the failure."""
