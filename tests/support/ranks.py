@@ -131,6 +131,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         places = [_Place(rank, world, store.port, group_timeout_s, Path(directory)) for rank in range(world)]
         members = POOL.take(world, new=new)
+        kept: list[PoolProcess] = []
         try:
             for place, member in zip(places, members, strict=True):
                 place.stderr.touch()
@@ -141,11 +142,8 @@ def run_ranks(
                     end.at_s = None
             _show_stacks([member.process for member, end in zip(members, ends, strict=True) if end.at_s is None])
             kept = [m for m, end in zip(members, ends, strict=True) if end.done and not (new or end.done.left)]
-            POOL.give_back(kept)
             POOL.left.update(what for end in ends if end.done for what in end.done.left)
-        except BaseException:
-            kept = []
-            raise
+            POOL.give_back(kept)
         finally:
             codes = [0 if member in kept else member.end() for member in members]
         return [_outcome(place, end, code) for place, end, code in zip(places, ends, codes, strict=True)]
@@ -193,14 +191,17 @@ def _wait_all(members: Sequence[PoolProcess], stuck: Collection[int], deadline_s
     }
     while any(ends[member].at_s is None for member in free) and (left_s := deadline_s - time.monotonic()) > 0:
         for ready in connection.wait(waited, left_s):
-            member = waited.pop(ready)
+            member = waited.pop(ready, None)
+            if member is None:  # its answer and the end of its process came together
+                continue
             end = ends[member]
-            if ready is member.pipe:
-                with suppress(EOFError, ConnectionResetError):  # its process is about to end
+            with suppress(EOFError, ConnectionResetError):  # it has ended, or is about to
+                if member.pipe.poll():
                     end.done = cast(Done, member.pipe.recv())
-            if end.at_s is None and (end.done is not None or ready == member.process.sentinel):
+            if end.done is not None or ready == member.process.sentinel:
                 end.at_s = time.monotonic()
-                waited.pop(member.process.sentinel, None)
+                for part in (member.pipe, member.process.sentinel):
+                    waited.pop(part, None)
     return list(ends.values())
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,20 @@ def test_a_value_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
     (outcome,) = run_ranks(1, unsendable)
     assert outcome.error is not None
     assert "pickle" in outcome.error.message
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_an_answer_that_is_read_when_its_process_may_have_ended(new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are there at once then: what this process waits for is late, as on a machine with other work."""
+    wait = connection.wait
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.5)
+        return wait(*args)
+
+    monkeypatch.setattr(connection, "wait", late)
+    outcomes = run_ranks(2, raise_on_one, new=new)
+    assert [(outcome.value, outcome.exitcode) for outcome in outcomes] == [("rank 0", 0), (None, 1)]
 
 
 SESSION = """

@@ -45,7 +45,7 @@ def run_line(line: str, cwd: Path) -> str:
 def run_under_torchrun(num_ranks: int, fn: Callable[[*Ts], T], *args: *Ts) -> list[Outcome[T]]:
     """`fn(*args)` on each of so many ranks, which join no process group before: the environment says how to.
 
-    Their processes are new, as torchrun's are: a script may count on what a process has one of (an updater's number).
+    Their processes are new, as torchrun's are.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
     return run_ranks(num_ranks, _enter, num_ranks, store.port, fn, args, new=True)
