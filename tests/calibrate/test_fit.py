@@ -48,6 +48,7 @@ def test_other_jobs_are_predicted_from_a_few() -> None:
     assert abs(fitted / true - 1) < 0.4 * abs(guessed / true - 1)
 
 
+@pytest.mark.slow
 def test_what_runs_do_not_see_stays_exactly() -> None:
     """A dense run inside a host says nothing of experts, of the host's link, nor of links between hosts."""
     before = h100(64)
@@ -68,6 +69,7 @@ def test_links_inside_a_host_tell_a_cluster_of_one_host() -> None:
     assert "pp" not in found.untold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.8, 1.25, 2.0])
 def test_one_run_moves_towards_it_and_not_past_it(factor: float) -> None:
     before = h100()
@@ -97,6 +99,7 @@ def test_many_runs_win_over_the_prior() -> None:
     assert (many.median("after") or 1) < 0.03
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_counts_once() -> None:
     before = h100()
     run, other = measure(make_job(before, tp=2), before, 1.5), measure(make_job(before, pp=2), before)

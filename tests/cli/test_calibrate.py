@@ -76,6 +76,7 @@ def test_table_has_every_run_medians_and_constants() -> None:
     assert "suspicious" not in printed
 
 
+@pytest.mark.slow
 def test_a_run_far_off_is_pointed_out() -> None:
     write(chosen("h100:16"), 1.0, 1.0, 3.0)
     printed, _ = run("calibrate", "--cluster", "h100:16", "--measured", "runs.csv", "-o", "ours.toml")

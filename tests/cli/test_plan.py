@@ -68,6 +68,7 @@ def test_options_of_the_json_give_the_same_step_to_simulate(tmp_path: Path, monk
     assert read_json("simulate", done.stdout)["makespan"] / 1e6 == pytest.approx(made["chosen"]["step_s"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_steps_with_slow_gpus_stand_beside_those_without() -> None:
     args = (*SMALL, "--schedule", "1f1b", "--schedule", "zb-h1", "--stragglers", "10%", "--draws", "3")
     lines = [line.split() for line in run(*args).splitlines()]

@@ -91,6 +91,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
         run("synthesize", "--pp", "2", "-m", "4", "-o", output)
 
 
+@pytest.mark.slow
 def test_the_limit_that_is_proposed_is_enough() -> None:
     """It is that of the rank that needs most, and rounded up."""
     args = ("synthesize", "--pp", "4", "-m", "4", "--costs", "deepseek-v3-model", "--time-limit", "1")

@@ -179,6 +179,7 @@ def several_under_way(rank: int, backend: Backend) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_number_may_be_under_way(backend: Backend) -> None:
     assert all(check(run_ranks(2, several_under_way, backend)))

@@ -202,6 +202,7 @@ def step_aux(rank: int, dp: int, num_tokens: float | None) -> list[tuple[float, 
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "num_tokens"), [(1, None), (2, None), (1, 23.0), (2, 48.0)])
 def test_auxiliary_losses_and_sums_over_tokens(dp: int, num_tokens: float | None) -> None:
     ranks = check(run_ranks(2 * dp, step_aux, dp, num_tokens))

@@ -113,6 +113,7 @@ def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
         assert reduces == (pp * dp * schedule.vpp if dp > 1 or copies else 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_reduce_has_no_reductions() -> None:
     for traces in check(run_ranks(4, local_traced, 2, 2)):
         for trace in traces:

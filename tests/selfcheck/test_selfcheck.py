@@ -146,6 +146,7 @@ def test_a_rank_that_ends_while_it_tells_is_told() -> None:
     here.close()
 
 
+@pytest.mark.slow
 def test_ranks_return_or_skip() -> None:
     assert run_ranks(TWO, 2, one_fails, "not") == [0, 1]
     with pytest.raises(SkippedError, match="not here"):

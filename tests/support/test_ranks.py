@@ -91,6 +91,7 @@ def test_values_in_the_order_of_ranks() -> None:
     assert len({*pids, os.getpid()}) == 5
 
 
+@pytest.mark.slow
 def test_tensors_come_back_from_eight_processes_that_are_gone() -> None:
     got = check(run_ranks(8, pass_on, new=True))
     assert [int(tensor[0]) for tensor in got] == [7, 0, 1, 2, 3, 4, 5, 6]

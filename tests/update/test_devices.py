@@ -241,6 +241,7 @@ def measured(updater: Updater, rank: int, places: Places) -> tuple[list[str], in
     return first_asked, sum(b.size_bytes for b in buffers), served(places[0], rank) == (1, expected(places[3], rank, 1))
 
 
+@pytest.mark.slow
 def test_memory_is_measured_when_the_group_has_its_own() -> None:
     with Spawned(2, serve, layouts()[1]) as workers:
         for asked, size_bytes, right in run(workers, measured, options=replace(OPTIONS, memory=None)):
@@ -257,6 +258,7 @@ def timed(updater: Updater, rank: int, places: Places) -> tuple[int, int]:
     return sum(end - start for start, end in times.h2d.values()), far.copied_ns["h2d"]
 
 
+@pytest.mark.slow
 def test_a_copy_is_timed_where_it_runs_on_a_stream_of_its_own() -> None:
     with Spawned(2, serve, layouts()[1]) as workers:
         for noted_ns, copied_ns in run(workers, timed, options=replace(OPTIONS, checked=False)):

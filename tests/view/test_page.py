@@ -156,6 +156,7 @@ def waiters(program: Program, op: int) -> set[int]:
     return found | ({mine[-1] + 1} if mine[-1] + 1 < program.lane_ptr[program.lane_of[op] + 1] else set())
 
 
+@pytest.mark.slow
 @needs_browser
 def test_nothing_leaves_the_page_and_nothing_goes_wrong(window: Browser, tmp_path: Path) -> None:
     window.requests()
