@@ -166,7 +166,7 @@ sys.modules[__name__].__class__ = _Treadle
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name, or raise an ImportError that says which extra to install."""
+    """Import a name, or raise an ImportError that says what to install."""
     if name not in _MODULE_OF and name not in _PACKAGES:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
     with brought_by(_EXTRAS.get(name, "run"), needed_by=f"treadle.{name}"):

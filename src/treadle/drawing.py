@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.costs import Costs, durations, load_costs
+from treadle.host.extras import brought_by
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from treadle.view.sheet import Sheet
 
 PAGE = ".html"
-HINT = "figures need matplotlib: pip install 'treadle[view]'"
 
 Drawable = Schedule | Program | Trace | UpdatePlan
 
@@ -120,8 +120,7 @@ def draw(
             raise ValueError("a page shows all of a step in its own size; width, fold and the like are for figures")
         return _page(found, target, style)
     chosen = _range(ranks)
-    if find_spec("matplotlib") is None:
-        raise ImportError(HINT)
+    require_matplotlib()
     from treadle.view.figure import FigureContent
 
     sheet = _sheet(found, FigureContent(grain, memory, chosen, window), style)
@@ -129,6 +128,13 @@ def draw(
         return Picture(_svg(sheet))
     sheet.save(target)
     return target
+
+
+def require_matplotlib() -> None:
+    """Raise a MissingPackageError if figures cannot be drawn; pages need nothing."""
+    with brought_by("view", needed_by="a figure (not a page, .html)"):
+        if find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(name="matplotlib")
 
 
 def picture(shown: Shown) -> Picture:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from html import escape
 from importlib.util import find_spec
 
-from treadle.drawing import HINT, Shown, picture, prepared
+from treadle.drawing import Shown, picture, prepared
 from treadle.export import FORMATS
+from treadle.host.extras import install_command
 from treadle.ir import Schedule
 
 _MOST_OPS = 20_000
@@ -22,7 +23,7 @@ def html(shown: object) -> str:
     drawable = found.trace.program.num_ops > 0
     if drawable and find_spec("matplotlib") is not None and found.trace.program.num_ops <= _MOST_OPS:
         return picture(found).svg
-    why = HINT if find_spec("matplotlib") is None else ""
+    why = f"figures need matplotlib: {install_command('view')}" if find_spec("matplotlib") is None else ""
     if drawable and not why:
         why = f"{found.trace.program.num_ops:,} ops are too many for a figure here; treadle.draw(x, 'page.html')"
     return f"<pre>{escape(_text(shown, found))}</pre>" + (f"<p>{escape(why)}</p>" if why else "")

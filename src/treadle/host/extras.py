@@ -1,22 +1,54 @@
-"""What `pip install treadle` leaves out: an import that needs it says which extra brings it."""
+"""What `pip install .` leaves out: whoever needs it says which command brings it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-BROUGHT = ("torch", "msgspec", "xxhash", "safetensors", "ortools")
-"""The packages that extras bring and modules import at once."""
+BROUGHT = (
+    *("torch", "msgspec", "xxhash", "safetensors", "ortools", "matplotlib"),
+    *("tensorboard", "tokenizers", "torchdata", "transformers", "tyro"),
+)
+"""The packages that extras bring."""
+
+_OF_EXTRA = re.compile(r"""(?P<package>([\w-]+)[^;\s]*)\s*;\s*extra\s*==\s*['"](?P<extra>\w+)['"]""")
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs what these extras bring and is not there.
+
+    It names packages and not `treadle[extra]`: Treadle itself is not on the package index.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+    from importlib.util import find_spec
+
+    try:
+        lines = [_OF_EXTRA.fullmatch(line) for line in requires("treadle") or ()]
+    except PackageNotFoundError:  # run from its sources
+        return f"pip install '.[{','.join(extras)}]' in a checkout of Treadle"
+    wanted = {found[2]: found["package"] for found in lines if found is not None and found["extra"] in extras}
+    lacking = [f"'{package}'" for name, package in wanted.items() if find_spec(name) is None]
+    return " ".join(["pip install", *(lacking or (f"'{package}'" for package in wanted.values()))])
+
+
+class MissingPackageError(ModuleNotFoundError, ValueError):
+    """A package that an extra brings is not there; the message has the command that installs it."""
 
 
 @contextmanager
-def brought_by(extra: str, needed_by: str) -> Iterator[None]:
-    """Turn the failed import of such a package into one that names the extra to install."""
+def brought_by(*extras: str, needed_by: str) -> Iterator[None]:
+    """Turn the failed import of such a package into one that says how to install it.
+
+    Raises:
+        MissingPackageError: it is not there.
+
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in BROUGHT:
             raise
-        text = f"{needed_by} needs {missing}; install it with: pip install 'treadle[{extra}]'"
-        raise ModuleNotFoundError(text, name=missing) from error
+        text = f"{needed_by} needs {missing}; install it with: {install_command(*extras)}"
+        raise MissingPackageError(text, name=missing) from None

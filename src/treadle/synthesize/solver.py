@@ -14,7 +14,7 @@ _EARLY_S = 0.5
 
 
 def cp_model() -> Any:
-    """Import CP-SAT, or say which extra brings it."""
+    """Import CP-SAT, or say how it is installed."""
     with brought_by("plan", needed_by="synthesizing a schedule"):
         from ortools.sat.python import cp_model as imported
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from treadle.train.app import main
+from treadle.host.extras import brought_by
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with brought_by("train", needed_by="treadle.train"):
+        from treadle.train.app import main
+
+        sys.exit(main())

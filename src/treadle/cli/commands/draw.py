@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import err, out, suggest, working
 from treadle.cli.update_target import Update
-from treadle.drawing import PAGE, stopped, with_assumptions
+from treadle.drawing import PAGE, require_matplotlib, stopped, with_assumptions
 from treadle.ir.trace import Trace
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
@@ -175,8 +174,8 @@ def _check(output: Path | None, figure: FigureOptions, palette_name: str) -> Non
     """Refuse what cannot be drawn before anything is computed."""
     if output is not None:
         checked_path(output, (*SUFFIXES, PAGE))
-        if output.suffix != PAGE and find_spec("matplotlib") is None:
-            raise ValueError("figures need matplotlib; pip install 'treadle[view]', or -o page.html")
+        if output.suffix != PAGE:
+            require_matplotlib()
     figure.check_for(output)
     figure.style("", palette_name)
     _parse_window(figure.window)

@@ -11,6 +11,7 @@ from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, suggest, working
+from treadle.host.extras import brought_by
 from treadle.ir.show import show_bytes
 from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements
@@ -35,12 +36,8 @@ def dryrun(
 
     Exits with 1 if that differs from the program that was verified.
     """
-    try:
+    with brought_by("run", needed_by="a dry run"):
         from treadle.runtime.dryrun import Toy, differences, rehearse
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ValueError("a dry run is a run on torch; install it with: pip install 'treadle[run]'") from None
     for option, value in (("--width", width), ("--layers", layers), ("--tokens", tokens)):
         if value < 1:
             raise ValueError(f"{option} is a whole number from 1, got {value}")

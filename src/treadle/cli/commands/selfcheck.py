@@ -14,6 +14,7 @@ from rich.table import Table
 from treadle.cli.options import Json
 from treadle.cli.output import VERSIONS, print_json
 from treadle.cli.terminal import err, out, suggest
+from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
     from treadle.selfcheck import CheckResult, SelfcheckReport
@@ -32,12 +33,8 @@ def selfcheck(
     as_json: Json = False,
 ) -> None:
     """Checks this machine: lanes, gradients of all schedules, overlap, offload, a weight update. Exits with 0 or 1."""
-    try:
+    with brought_by("run", "update", needed_by="selfcheck"):
         from treadle.selfcheck import Setup, run_checks
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "xxhash", "msgspec"):
-            raise
-        raise ValueError("selfcheck runs ranks and an update; install: pip install 'treadle[run,update]'") from None
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"-o {output}: there is no directory {output.absolute().parent}")
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(READ_BY_BACKENDS)}

@@ -72,23 +72,18 @@ def synthesize(
         check_file(output)
     solver = SolverOptions(time_limit, workers, seed)
     with working("synthesizing") as advance:
-        try:
-            found = synthesize_schedule(
-                pp=pp,
-                microbatches=microbatches,
-                vpp=vpp,
-                placement=placement,
-                costs=model.costs,
-                limits=limits,
-                whole=whole,
-                options=model.options(),
-                solver=solver,
-                progress=lambda standing: _show(standing, model.costs.clock, advance),
-            )
-        except ModuleNotFoundError as error:
-            if error.name != "ortools":
-                raise
-            raise ValueError(str(error)) from None
+        found = synthesize_schedule(
+            pp=pp,
+            microbatches=microbatches,
+            vpp=vpp,
+            placement=placement,
+            costs=model.costs,
+            limits=limits,
+            whole=whole,
+            options=model.options(),
+            solver=solver,
+            progress=lambda standing: _show(standing, model.costs.clock, advance),
+        )
     metrics = measure(model.trace(found.schedule))
     if output is not None:
         output.write_text(files.dumps(found.schedule, _FORMS.get(output.suffix, "text")), encoding="utf-8")

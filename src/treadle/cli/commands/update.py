@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from treadle.cli.options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.terminal import err, out
+from treadle.host.extras import brought_by
 from treadle.ir.show import show_bytes
 
 if TYPE_CHECKING:
@@ -124,12 +125,8 @@ def update(where: UpdateTarget, how: UpdateManner, scope: UpdateScope, as_json: 
 
 
 def _require_torch() -> None:
-    try:
+    with brought_by("update", needed_by="an update"):
         import torch.distributed  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ValueError("an update runs on torch; install it with: pip install 'treadle[update]'") from None
 
 
 def _memory(bucket: str) -> Any:

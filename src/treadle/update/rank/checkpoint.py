@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from treadle.host.extras import brought_by
 from treadle.update.rank.source import Source
 from treadle.weights.layouts import spread
 from treadle.weights.pieces import Piece, Tensor
@@ -79,13 +80,7 @@ def _header(file: Path) -> list[Tensor]:
 
 
 def _read(file: Path, pieces: list[Piece]) -> dict[Piece, torch.Tensor]:
-    try:
+    with brought_by("update", needed_by="reading checkpoints"):
         from safetensors import safe_open
-    except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise
-        raise ValueError(
-            "reading checkpoints needs safetensors; install it with: pip install 'treadle[update]'"
-        ) from None
     with safe_open(file, "pt") as opened:
         return {piece: opened.get_tensor(piece.tensor) for piece in pieces}
