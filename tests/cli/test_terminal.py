@@ -10,14 +10,8 @@ from contextlib import redirect_stderr
 import pytest
 from rich.console import Console
 
+from tests.support.command import Screen
 from treadle.cli import terminal
-
-
-class Screen(io.StringIO):
-    """A terminal that keeps what is written on it."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 class Timer:

@@ -126,5 +126,5 @@ def test_dualpipes_two_directions_are_not_taken_for_replicas() -> None:
         assemble(recording)
     replicas = recorded(traced(treadle.generate("dualpipev", pp=2, microbatches=4), dp=2))
     assert assemble(replicas).schedule.name == "dualpipev"
-    with pytest.raises(ValueError, match="for replicas 'treadle import --dp 2' reads them"):
+    with pytest.raises(ValueError, match="for replicas give --dp 2 to 'treadle import', for DualPipe"):
         assemble(replace(replicas, dp=None))

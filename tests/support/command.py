@@ -28,9 +28,19 @@ class Finished:
     stderr: str
 
 
-def treadle(*args: str, stdin: str = "", cwd: Path | None = None) -> Finished:
-    """Runs a command in this process. What a user would see as a traceback is raised."""
-    stdout, stderr = io.StringIO(), io.StringIO()
+class Screen(io.StringIO):
+    """A terminal that keeps what is written on it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def treadle(*args: str, stdin: str = "", cwd: Path | None = None, at_terminal: bool = False) -> Finished:
+    """Runs a command in this process. What a user would see as a traceback is raised.
+
+    At a terminal it says what to type next, on stderr.
+    """
+    stdout, stderr = (Screen(), Screen()) if at_terminal else (io.StringIO(), io.StringIO())
     directory = cwd if cwd is not None else Path.cwd()
     code = run_here(["treadle", *args], directory, stdin=stdin, stdout=stdout, stderr=stderr)
     return Finished(code, stdout.getvalue(), settled(stderr.getvalue()))

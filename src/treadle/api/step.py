@@ -106,7 +106,7 @@ def verify(
     if around:
         raise ValueError(
             f"this is a measured run with {' and '.join(around)} around its cells, of which no rule says anything; "
-            "verify the schedule that ran: treadle import ... --schedule ran.txt writes it"
+            "verify the schedule that ran: `treadle import PROFILE --schedule ran.txt` writes it"
         )
     return verify_program(target, durations(target, _costs(costs)), ring=ring, memory_limit=memory_limit)
 

@@ -69,13 +69,13 @@ COMMANDS = {
     "plan": CommandHelp(
         "Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.",
         "Examples: treadle plan --model kimi-k2 --cluster h800:2048   |   "
-        "treadle plan --model config.json --cluster mine.toml --tokens-per-batch 4194304 -o plan.html   |   "
+        "treadle plan --model config.json --cluster ours.toml --tokens-per-batch 4194304 -o plan.html   |   "
         "treadle plan --model qwen3-30b-a3b --cluster h100:32 --trainable --files plan/",
     ),
     "calibrate": CommandHelp(
         "Fits a cluster's constants to runs that you measured, so that plans for it fit them too.",
         "Examples: treadle calibrate --cluster h800:256 --measured runs.csv -o ours.toml   |   "
-        "treadle plan --model kimi-k2 --cluster ours.toml",
+        "treadle plan --model qwen3-30b-a3b --cluster ours.toml",
     ),
     "synthesize": CommandHelp(
         "Finds an order of cells that is no slower than any schedule here, and says how much faster one could be.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,15 +27,19 @@ def load_steps(paths: Sequence[Path]) -> Steps:
         OSError: a file cannot be read.
 
     """
-    found = [path for path, _ in files_of(paths)]
-    if any(_is_trace(path) for path in found):
+    if holds_traces(paths):
         if len(paths) > 1:
             raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
         with working(f"reading {paths[0]}"):
             return Steps.of(files.load_traces(paths[0])) if paths[0].is_dir() else files.load_steps(paths[0])
     imported = import_run(paths)
-    tell(imported)
+    tell(imported, paths)
     return imported.steps
+
+
+def holds_traces(paths: Sequence[Path]) -> bool:
+    """Return True if the files are traces of Treadle, and not a profile of another trainer."""
+    return any(_is_trace(path) for path, _ in files_of(paths))
 
 
 def import_run(
@@ -57,12 +62,13 @@ def import_run(
         return import_profile(paths, dp=dp, microbatches=microbatches, blocks=blocks, advance=more)
 
 
-def tell(imported: Imported) -> None:
+def tell(imported: Imported, paths: Sequence[Path]) -> None:
     """Print the remarks on a profile, on stderr."""
     for remark in imported.remarks[:_SHOWN_REMARKS]:
         note(str(remark))
     if len(imported.remarks) > _SHOWN_REMARKS:
-        note(f"and {len(imported.remarks) - _SHOWN_REMARKS} more remarks; 'treadle import --json' has them all")
+        more, files = len(imported.remarks) - _SHOWN_REMARKS, " ".join(shlex.quote(str(path)) for path in paths)
+        note(f"and {more} more remarks; `treadle import {files} --json` has them all")
 
 
 def choose_steps(steps: Steps, text: str | None) -> Steps:

@@ -5,6 +5,7 @@ Methods import what they need: to show a schedule none of it is needed.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -223,5 +224,5 @@ class Model:
         words += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
         words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) > 1]
         words += [f"--hold {self.hold.value}"] if self.hold is not Hold.AUTO else []
-        words += [f"--costs {self.costs_name}"] if self.costs_name != "unit" else []
+        words += [f"--costs {shlex.quote(self.costs_name)}"] if self.costs_name != "unit" else []
         return " ".join(words)

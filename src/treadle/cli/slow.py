@@ -55,13 +55,6 @@ class Slow:
             return random_factors(num_ranks, self.slowness, self.seed) if self.slowness else None
         return stragglers.factors(num_ranks, self.seed) * random_factors(num_ranks, self.slowness, self.seed)
 
-    def __str__(self) -> str:
-        words = [f"--slowness {self.slowness:g}"] if self.slowness else []
-        words += [f"--stragglers {self.share}"] if self.share is not None else []
-        words += [f"--straggler-factor {self.factor:g}"] if self.factor is not None else []
-        words += [f"--seed {self.seed}"] if self.seed else []
-        return " ".join(words)
-
 
 def parse_share(text: str) -> float:
     """`0.1%`, or `0.001`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class Target:
 
     def __str__(self) -> str:
         options = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
-        return " ".join([self.name, *(f"{option} {value}" for option, value in options if value is not None)])
+        given = (f"{option} {shlex.quote(str(value))}" for option, value in options if value is not None)
+        return " ".join([shlex.quote(self.name), *given])
 
     def is_name(self) -> bool:
         """True for a schedule's name, False for a file."""

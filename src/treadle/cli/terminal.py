@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,11 @@ def plain(text: str) -> None:
     """Output that others read: no colour, no wrapping."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def again(more: str) -> str:
+    """The command as it was typed, with more options."""
+    return " ".join(["treadle", *map(shlex.quote, sys.argv[1:]), more])
 
 
 def suggest(command: str) -> None:

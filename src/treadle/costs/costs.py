@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any
 
 from treadle.costs.format import NUMBERED, SECTIONS, KeyKind, Section
@@ -254,7 +255,7 @@ def parse(text: str, source: str = "<text>") -> Costs:
     """
     table, problems = read(text)
     if problems:
-        more = f" (and {len(problems) - 1} more: treadle costs check {source})" if len(problems) > 1 else ""
+        more = f" (and {len(problems) - 1} more: treadle costs check {quote(source)})" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0].at(source)}{more}")
     clock = _CLOCKS[table.get("unit", "us")]
     sections = {name: _numbers(table.get(name, {}), SECTIONS[name], clock) for name in SECTIONS}

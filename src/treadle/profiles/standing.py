@@ -88,8 +88,8 @@ def _refuse_two_directions(ranks: Sequence[RankRecording], held: Sequence[set[in
     if len(ends) > 1 and last > 1:
         raise ValueError(
             f"{ends[0].source} and {ends[1].source} both have stages 0 and {last}: replicas of a V placement, or the "
-            f"two directions of DualPipe, whose names do not tell them apart; for replicas 'treadle import --dp "
-            f"{len(ends)}' reads them, for DualPipe give Treadle's own trace"
+            f"two directions of DualPipe, whose names do not tell them apart; for replicas give "
+            f"--dp {len(ends)} to 'treadle import', for DualPipe Treadle's own trace"
         )
 
 

@@ -1,14 +1,19 @@
-"""The cause of a slow run: of several things made ordinary, one at a time, the one that recovers most.
+"""The cause of a slow run: of several things made ordinary, one at a time, the one that costs a step most.
 
+    gaps           no op waits for anything but other ops: hosts that do not keep up, cores that are shared
+    steps          every step takes as long as the median step: what happens in a few of them only
     microbatches   every micro-batch of a worker takes that worker's mean: unequal sequences, data that differs
     stage          every stage's computation is scaled to the mean over stages: a cut that is not balanced
     worker         the slowest workers (the top 3 % by score) compute like the others of their stage: a machine
     replica        the slowest replica computes like the others: a node or a network that all its workers share
     communication  every message and collective takes the median of its type
 
-A worker is a rank of the pipeline in one replica. Scaling keeps how the durations vary, so that long sequences on the
-last stage count as unequal micro-batches, and not as a slow stage. There is no cause where S is below 1.05, and none
-that explains it where nothing recovers 30 % of the lost time (`several`).
+Gaps and steps are of the measured time; the others, stragglers, are of the time without gaps. A worker is a rank of the
+pipeline in one replica. Scaling keeps how the durations vary, so that long sequences on the last stage count as unequal
+micro-batches, and not as a slow stage.
+
+Gaps or steps are the cause where they cost more than any straggler, and 5 %. Otherwise there is no cause where S is
+below 1.05, and none that explains it where nothing recovers 30 % of the time lost to stragglers (`several`).
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.ir.placement import Placement
 from treadle.ir.program import Bools, Longs
+from treadle.ir.show import show_time
+from treadle.ir.steps import Steps
 from treadle.simulate.grouping import work_of
 from treadle.why.whatif import WhatIf
 
 SLOW = 1.05
 """S from which on a run is called slow."""
+
+UNEVEN = 1.2
+"""How much longer than the fastest step the slowest one takes, from which on steps are said to vary."""
 
 EXPLAINS = 0.3
 """The least share of the lost time that a cause recovers."""
@@ -31,7 +40,10 @@ EXPLAINS = 0.3
 
 @dataclass(frozen=True)
 class StragglerCause:
-    """`what` is none, several, or one of the five; `stage`, or `pp` and `dp`, say where; `recovers` the share."""
+    """`what` is none, several, or one of the seven; `stage`, or `pp` and `dp`, say where.
+
+    `recovers` is the share of the time lost to stragglers that comes back; of gaps and steps their share of the step.
+    """
 
     what: str
     stage: int | None
@@ -67,8 +79,28 @@ def recoveries(whatif: WhatIf, suspects: Suspects) -> dict[str, float]:
     return found
 
 
-def name_cause(whatif: WhatIf, suspects: Suspects, recovered: dict[str, float]) -> StragglerCause:
-    """Choose the what-if that recovers most, and say what to do about it."""
+def step_shares(whatif: WhatIf, steps: Steps, recovered: dict[str, float]) -> dict[str, float]:
+    """The share of the measured step that each costs, the largest first."""
+    measured = float(steps.makespans.mean())
+    if not measured:
+        return {}
+    straggled = whatif.no_gaps.mean() - whatif.ideal
+    shares = {
+        "gaps": float(1 - whatif.no_gaps.mean() / measured),
+        "steps": float(1 - np.median(steps.makespans) / measured),
+        **{name: float(share * straggled / measured) for name, share in recovered.items()},
+    }
+    return dict(_sorted(shares))
+
+
+def name_cause(
+    whatif: WhatIf, suspects: Suspects, recovered: dict[str, float], steps: Steps, shares: dict[str, float]
+) -> StragglerCause:
+    """Choose what costs a step most, and say what to do about it."""
+    first = next(iter(shares), "")
+    if first in ("gaps", "steps") and shares[first] >= 1 - 1 / SLOW:
+        sentence = _gaps_sentence(steps, shares[first]) if first == "gaps" else _steps_sentence(steps, shares[first])
+        return StragglerCause(first, None, None, None, shares[first], sentence)
     slowdown = whatif.slowdown(whatif.no_gaps)
     if slowdown < SLOW:
         much = _percent(slowdown - 1) if slowdown > 1 else "nothing"
@@ -177,8 +209,34 @@ def _stage_sentence(whatif: WhatIf, stage: int) -> str:
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
     return (
         f"stage {stage}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} off it "
-        f"makes the step {_percent(gain)} shorter: 'treadle balance{_sizes(layout.placement)}' finds the cut"
+        f"makes the step {_percent(gain)} shorter; 'treadle balance' finds the cut"
     )
+
+
+def _gaps_sentence(steps: Steps, share: float) -> str:
+    shortest, _, longest = _spans(steps)
+    uneven = steps.makespans.max() > UNEVEN * steps.makespans.min()
+    varies = f", and steps take from {shortest} to {longest}" if uneven else ""
+    return (
+        f"gaps between ops take {_percent(share)} of a step, more than any straggler{varies}: the run is host-bound "
+        "(launches, Python, data loading, garbage collection), or its cores are oversubscribed: give each rank cores "
+        "of its own, and look at what its host does between ops"
+    )
+
+
+def _steps_sentence(steps: Steps, share: float) -> str:
+    _, median, longest = _spans(steps)
+    number = steps.numbers[int(steps.makespans.argmax())]
+    return (
+        f"a few steps are slow and take {_percent(share)} of the time: step {number} takes {longest}, the median "
+        f"{median}: look at what happens in those alone (checkpoints, evaluation, garbage collection, other jobs)"
+    )
+
+
+def _spans(steps: Steps) -> tuple[str, ...]:
+    """The shortest, the median and the longest step."""
+    spans = steps.makespans
+    return tuple(show_time(steps.clock, float(each)) for each in (spans.min(), np.median(spans), spans.max()))
 
 
 def _microbatches_sentence(whatif: WhatIf, share: float) -> str:
@@ -196,10 +254,6 @@ def _communication_sentence(whatif: WhatIf) -> str:
     names = [name for name, ops in whatif.types.items() if (ops & whatif.communicates).any()]
     slowest = max(names, key=lambda name: whatif.only(whatif.types[name]).mean())
     return f"communication varies, {slowest} most: look at the network between the ranks that come last there"
-
-
-def _sizes(placement: Placement) -> str:
-    return f" --pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.vpp > 1 else "")
 
 
 def _sorted(recovered: dict[str, float]) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ def page(report: WhyReport, name: str) -> str:
         "sentence": escape(sentence[:1].upper() + sentence[1:] + "."),
         "words": escape(f"{name}: {report.in_words}"),
         "figures": _figures(report),
-        "recovered": _bars(report.recovered.items(), "{:.1%}", largest=1.0),
+        "shares": _bars(report.shares.items(), "{:.1%}", largest=max([0.1, *report.shares.values()])),
         "kinds": _kinds(report),
         "heat": _heat(report),
         "steps": _steps(report),

@@ -19,7 +19,7 @@ from treadle.ir.program import Bools
 from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock
-from treadle.why.cause import StragglerCause, Suspects, name_cause, recoveries
+from treadle.why.cause import StragglerCause, Suspects, name_cause, recoveries, step_shares
 from treadle.why.whatif import WhatIf
 
 SHARE_OF_WORKERS = 3
@@ -36,7 +36,9 @@ class Recovered:
 
 @dataclass(frozen=True)
 class WhyReport:
-    """Times are means over the steps, in ticks of the clock; `workers[dp][pp]` are scores.
+    """Times are means over the steps, in ticks of the clock; `shortest` and `longest` are of steps as measured.
+
+    `workers[dp][pp]` are scores. `shares` are those of the measured step that each cause costs, the largest first.
 
     `gaps` is the share of the measured time between ops and what they wait for; `messages` and `communication` are the
     shares of the time without gaps that go when messages, or all communication, take no time.
@@ -48,6 +50,8 @@ class WhyReport:
     dp: int
     num_mb: int
     measured: float
+    shortest: float
+    longest: float
     no_gaps: float
     ideal: float
     slowdown: float
@@ -60,6 +64,7 @@ class WhyReport:
     last_stage: Recovered
     slowest_workers: Recovered
     recovered: dict[str, float]
+    shares: dict[str, float]
     gaps: float
     messages: float
     communication: float
@@ -72,11 +77,18 @@ class WhyReport:
         chunks = f"{stages} stages" + (f" on {self.pp} ranks" if stages > self.pp else "")
         steps, replicas = len(self.by_step), f" x {self.dp} replicas" if self.dp > 1 else ""
         return (
-            f"a step takes {show_time(self.clock, self.measured)}, {show_time(self.clock, self.no_gaps)} without gaps "
-            f"between ops ({self.gaps:.1%}), {show_time(self.clock, self.ideal)} if all ops were ordinary; waiting for "
-            f"messages {self.messages:.1%}, exposed communication {self.communication:.1%}; "
+            f"a step takes {show_time(self.clock, self.measured)}{self._range}, "
+            f"{show_time(self.clock, self.no_gaps)} without gaps between ops ({self.gaps:.1%}), "
+            f"{show_time(self.clock, self.ideal)} if all ops were ordinary; waiting for messages {self.messages:.1%}, "
+            f"exposed communication {self.communication:.1%}; "
             f"{chunks}{replicas}, {self.num_mb} micro-batches, {steps} step{'s' if steps > 1 else ''}"
         )
+
+    @property
+    def _range(self) -> str:
+        if len(self.by_step) < 2:
+            return ""
+        return f" ({show_time(self.clock, self.shortest)} to {show_time(self.clock, self.longest)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; times are in the clock's unit."""
@@ -86,7 +98,13 @@ class WhyReport:
             "unit": self.clock.unit,
             "size": {"pp": self.pp, "dp": self.dp, "microbatches": self.num_mb, "steps": len(self.by_step)},
             "S": self.slowdown,
-            "times": {"measured": show(self.measured), "no_gaps": show(self.no_gaps), "ideal": show(self.ideal)},
+            "times": {
+                "measured": show(self.measured),
+                "shortest": show(self.shortest),
+                "longest": show(self.longest),
+                "no_gaps": show(self.no_gaps),
+                "ideal": show(self.ideal),
+            },
             "cause": asdict(self.cause),
             "by_kind": self.by_kind,
             "by_stage": list(self.by_stage),
@@ -98,6 +116,7 @@ class WhyReport:
             "M_W": self.slowest_workers.removed,
             "added": {"M_S": self.last_stage.added, "M_W": self.slowest_workers.added},
             "recovered": self.recovered,
+            "shares": self.shares,
             "gaps": self.gaps,
             "messages": self.messages,
             "communication": self.communication,
@@ -124,6 +143,7 @@ def analyse(steps: Steps) -> WhyReport:
     for replica, place in suspects.workers:
         chosen |= (whatif.replica == replica) & (whatif.place == place)
     recovered = recoveries(whatif, suspects)
+    shares = step_shares(whatif, steps, recovered)
     took, measured = whatif.no_gaps, steps.makespans
     return WhyReport(
         about=steps.about,
@@ -132,6 +152,8 @@ def analyse(steps: Steps) -> WhyReport:
         dp=dp,
         num_mb=layout.num_microbatches,
         measured=float(measured.mean()),
+        shortest=float(measured.min()),
+        longest=float(measured.max()),
         no_gaps=float(took.mean()),
         ideal=whatif.ideal,
         slowdown=whatif.slowdown(took),
@@ -144,10 +166,11 @@ def analyse(steps: Steps) -> WhyReport:
         last_stage=_recovered(whatif, whatif.stage == num_stages - 1),
         slowest_workers=_recovered(whatif, chosen),
         recovered=recovered,
+        shares=shares,
         gaps=_lost(measured.mean(), took.mean()),
         messages=_lost(took.mean(), whatif.free(whatif.is_message).mean()),
         communication=_lost(took.mean(), whatif.free(whatif.communicates).mean()),
-        cause=name_cause(whatif, suspects, recovered),
+        cause=name_cause(whatif, suspects, recovered, steps, shares),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -98,9 +99,10 @@ def balance(
             weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement),
             costs.clock,
         )
-    target = Target(schedule_name or "interleaved", pp, vpp, microbatches or 4 * placement.pp)
+    usual = "interleaved" if placement.num_stages > placement.pp else "1f1b"
+    target = Target(schedule_name or usual, pp, vpp, microbatches or 4 * placement.pp)
     denses = f" --dense {model.count('d')}" if "d" in model else ""
-    suggest(f"treadle simulate {target} --layout '{layout}'{denses} --costs {costs_name}")
+    suggest(f"treadle simulate {target} --layout '{layout}'{denses} --costs {shlex.quote(costs_name)}")
 
 
 def _schedule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +16,11 @@ from treadle.calibrate.report import SUSPICIOUS, show_constant
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.tables import rows_table
-from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working
 from treadle.cli.writable import check_file
 from treadle.estimate import load_cluster
 from treadle.estimate.cluster import GIB
+from treadle.estimate.model_shape import PRESETS
 
 
 def calibrate(
@@ -59,9 +61,12 @@ def calibrate(
         _point_out(each)
     if output is None:
         note("the constants are not kept; -o ours.toml writes them")
+        suggest(again("-o ours.toml"))
     else:
         out.print(f"wrote {escape(str(output))}; every --cluster takes it", style="dim", soft_wrap=True)
-    suggest(f"treadle plan --model ... --cluster {output if output is not None else 'ours.toml'}")
+        names = [each.named.run.job.model.name for each in report.runs]
+        for name in [name for name in names if (PRESETS / f"{name}.toml").is_file()][:1]:
+            suggest(f"treadle plan --model {name} --cluster {shlex.quote(str(output))}")
 
 
 def _print_runs(report: CalibrationReport) -> None:

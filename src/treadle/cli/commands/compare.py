@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +11,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.cli.compared import hold_model, load_all
-from treadle.cli.model import Model
+from treadle.cli.model import Model, layout_blocks
 from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import out, suggest, working
+from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
 from treadle.ir.show import show_held, show_time
+from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Comparison, Difference, OpGroup, fit
 from treadle.simulate import compare as compare_traces
+from treadle.simulate.stage_fitting import fit_stages
 
 
 @spread_options
@@ -55,9 +59,11 @@ def compare(
     model = hold_model(loaded, model)
     traces = [(name, model.trace(thing)) for name, thing in loaded]
     if fit_to is not None:
-        fit_to.write_text(dump_costs(fit(traces[-1][1])), encoding="utf-8")
+        fit_to.write_text(dump_costs(_fitted(traces[-1][1], model)), encoding="utf-8")
+        layout = traces[-1][1].program.layout
+        size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}"
+        suggest(f"treadle simulate 1f1b {size} --costs {shlex.quote(str(fit_to))}")
     if len(names) < 2:
-        suggest(f"treadle simulate ... --costs {fit_to}")
         return
     with working("comparing"):
         comparison = compare_traces(traces)
@@ -71,7 +77,15 @@ def compare(
         _print_difference(comparison.ops, comparison.clock)
     elif comparison.why_not and len(traces) == 2:
         out.print(f"not compared op by op: {escape(comparison.why_not)}", style="dim", soft_wrap=True)
-    suggest(f"treadle simulate ... --costs {fit_to}" if fit_to is not None else f"treadle simulate {names[0]} --help")
+    if fit_to is None:
+        suggest("treadle simulate --help")
+
+
+def _fitted(trace: Trace, model: Model) -> Costs:
+    """Costs of the ops as they ran; of the model's blocks, where a layout says which ran in each stage."""
+    if model.layout is None or trace.program.layout.by_layer:
+        return fit(trace)
+    return fit_stages(Steps.of(trace), layout_blocks(model.layout, model.dense, model.costs))
 
 
 def _layer_time(model: Model, clock: Clock) -> str:

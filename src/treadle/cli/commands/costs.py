@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def check(
     out.print(f"[green]right:[/] {escape(str(path))}, costs {escape(repr(checked.name))}", soft_wrap=True)
     for lack in lacking:
         out.print(escape(str(lack)), soft_wrap=True)
-    suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {path}")
+    suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {shlex.quote(str(path))}")
 
 
 @costs.command(epilog="Example: treadle costs show deepseek-v3-h800 > mine.toml")

@@ -15,7 +15,7 @@ from treadle.cli.compared import Loaded, hold_model
 from treadle.cli.model import Model
 from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import err, out, suggest, working
+from treadle.cli.terminal import again, err, out, suggest, working
 from treadle.cli.update_target import Update
 from treadle.drawing import PAGE, require_matplotlib, stopped, with_assumptions
 from treadle.ir.trace import Trace
@@ -155,14 +155,11 @@ def draw(
     drawn = [_drawn(name, each, held) for name, each in loaded]
     if against is not None:
         drawn.append(_drawn(str(against), Target(str(against)).load(), Model()))
-    options = f"{' '.join(names[1:])} {str(targets[0])[len(names[0]) :]} {model} {update}"
-    told = " ".join(f"treadle draw {names[0]} {options}".split())
     if output is None:
         _terminal(drawn, grain, palette_name)
-        suggest(f"{told} -o figure.svg")
+        suggest(again("-o figure.svg"))
     else:
         _write(drawn, output, figure, grain, palette_name)
-        suggest(f"{told} -o page.html" if output.suffix != PAGE else f"{told} -o figure.svg")
     hanging = [each.finding for each in drawn if each.finding is not None]
     for finding in hanging:
         _tell(finding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from treadle.api import files
 from treadle.cli.measured import import_run, tell
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import out, suggest, working
+from treadle.cli.terminal import again, out, suggest, working
 from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
 from treadle.ir.blocks import parse_layout
@@ -63,11 +64,8 @@ def import_(
     if as_json:
         print_json("import", _as_dict(imported, metrics, step))
         return
-    _print(imported, metrics, step)
-    written = str(output) if output is not None else "trace.json.gz"
-    suggest(
-        f"treadle why {written}" if output is not None else f"treadle import {paths[0]} -o {written} --fit fitted.toml"
-    )
+    _print(imported, metrics, step, paths)
+    suggest(f"treadle why {shlex.quote(str(output))}" if output is not None else again("-o trace.json.gz"))
 
 
 def _many(number: int, name: str) -> str:
@@ -102,7 +100,7 @@ def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str
     }
 
 
-def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
+def _print(imported: Imported, metrics: Metrics, step: int | None, paths: list[Path]) -> None:
     schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
     layout = imported.program.layout
     name = schedule.name if imported.named else "a schedule that is none of those here"
@@ -126,4 +124,4 @@ def _print(imported: Imported, metrics: Metrics, step: int | None) -> None:
     for number, rank in enumerate(metrics.ranks[:16]):
         table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
     out.print(table)
-    tell(imported)
+    tell(imported, paths)

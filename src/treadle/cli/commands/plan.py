@@ -15,7 +15,7 @@ from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
-from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working
 from treadle.cli.writable import check_directory, check_file
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
@@ -145,7 +145,7 @@ def plan(
     _print(found, chosen, others)
     if study is not None:
         _print_study(study)
-    _tell_next(chosen, model, files, written)
+    _tell_next(chosen, files, written)
 
 
 def _check_trainable(model: ModelShape, precision: str, tp: str | None, cp: str | None) -> None:
@@ -286,9 +286,9 @@ def _print_study(study: StragglerStudy) -> None:
     out.print(escape(study_text(study)), soft_wrap=True)
 
 
-def _tell_next(chosen: Chosen, model: ModelShape, files: Path | None, written: tuple[Path, ...]) -> None:
+def _tell_next(chosen: Chosen, files: Path | None, written: tuple[Path, ...]) -> None:
     if files is None:
-        suggest(f"treadle plan --model {model.name} ... --files plan/ -o plan.html")
+        suggest(again("--files plan"))
         return
     reason = untrainable(chosen.judged.job)
     if reason is not None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from treadle.cli.options import Json
 from treadle.cli.output import VERSIONS, print_json
-from treadle.cli.terminal import err, out, suggest
+from treadle.cli.terminal import again, err, out, suggest
 from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def selfcheck(
         print_json("selfcheck", report.as_dict())
     else:
         _print(report)
-        suggest("treadle selfcheck -o report.json" if output is None else f"cat {output}")
+        if output is None:
+            suggest(again("-o report.json"))
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeGuard
@@ -75,7 +76,7 @@ def show(
     program = model.lower(schedule)
     if output is not None:
         npz.save_program(program, output)
-        suggest(f"treadle verify {output}")
+        suggest(f"treadle verify {shlex.quote(str(output))}")
         return
     cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
     plain(lanes_text(program, rank, cells))

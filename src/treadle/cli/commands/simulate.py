@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ from treadle.cli.options import Json, parse_ranks, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.target import Target
-from treadle.cli.terminal import out, suggest, working
+from treadle.cli.terminal import again, out, suggest, working
 from treadle.cli.update_target import Update
 from treadle.ir import Schedule
 from treadle.ir.show import show_bytes, show_held, show_time
@@ -66,8 +67,7 @@ def simulate(
     else:
         _print(step.metrics, step.about)
     _print_path(step.path, step.metrics.clock)
-    again = f"treadle simulate {target} {model} {update} {slow} -o trace.json"
-    suggest(f"treadle compare {output} ..." if output is not None else " ".join(again.split()))
+    suggest(again("-o trace.json") if output is None else f"treadle draw {shlex.quote(str(output))} -o page.html")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from treadle.api import files
 from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
-from treadle.cli.terminal import Advance, note, out, suggest, working
+from treadle.cli.terminal import Advance, again, note, out, suggest, working
 from treadle.cli.writable import check_file
 from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
@@ -95,7 +96,9 @@ def synthesize(
     _print(found, metrics)
     if output is None:
         note("the schedule is not kept; -o schedule.txt writes it")
-    suggest(f"treadle simulate {output if output is not None else 'schedule.txt'} {model}".rstrip())
+        suggest(again("-o schedule.txt"))
+    else:
+        suggest(f"treadle simulate {shlex.quote(str(output))} {model}".rstrip())
 
 
 def _show(standing: Standing, clock: Clock, advance: Advance) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +12,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.measured import choose_steps, load_steps
+from treadle.cli.measured import choose_steps, holds_traces, load_steps
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working
+from treadle.ir.blocks import write_layout
+from treadle.ir.program import Layout
 from treadle.why import WhyReport, analyse
 from treadle.why.heat import Heat
 from treadle.why.page import page
 
 SHOWN_REPLICAS = 16
+ASSUMED_LAYERS = 4
+"""Layers of a stage in a layout that is printed for the reader to change."""
 
 
 def why(
@@ -45,14 +50,49 @@ def why(
     if as_json:
         print_json("why", report.as_dict())
         return
-    _print(report)
-    suggest(f"treadle why {paths[0]} -o why.html" if output is None else f"treadle draw {paths[0]} -o page.html")
+    _print(report, _cut_commands(measured.program.layout, paths) if report.cause.what == "stage" else ())
+    if report.cause.what == "stage" and not any(measured.program.layout.blocks):
+        note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
+    if output is None:
+        suggest(again("-o why.html"))
+    elif holds_traces(paths):
+        suggest(f"treadle draw {shlex.quote(str(paths[0]))} -o page.html")
+    else:
+        suggest(f"treadle import {_quoted(paths)} -o trace.json.gz")
 
 
-def _print(report: WhyReport) -> None:
+def _cut_commands(layout: Layout, paths: list[Path]) -> tuple[str, str]:
+    """Return the commands that find the cut: the first fits costs to the run, the second cuts the model by them."""
+    placement = layout.placement
+    fit = f"treadle compare {_quoted(paths)}" if holds_traces(paths) else f"treadle import {_quoted(paths)}"
+    sizes = f"--pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.num_stages > placement.pp else "")
+    sizes += " --placement v" if placement.name == "v" else ""
+    if layout.by_layer:
+        letters = "".join(layout.blocks)
+        counts = {"model-layers": layout.model_layers, "dense": letters.count("d"), "mtp": letters.count("m")}
+        sizes += "".join(f" --{name} {count}" for name, count in counts.items() if count)
+        return f"{fit} --fit job.toml", f"treadle balance {sizes} --costs job.toml"
+    cut = shlex.quote(write_layout(layout.blocks if all(layout.blocks) else _assumed(layout), dense=True))
+    return f"{fit} --layout {cut} --fit job.toml", f"treadle balance {sizes} --costs job.toml"
+
+
+def _assumed(layout: Layout) -> tuple[str, ...]:
+    """Return the blocks of stages whose layers nobody has said."""
+    first, *others = ["t" * ASSUMED_LAYERS] * layout.placement.num_stages
+    *others, last = [f"E{first}", *others]
+    return *others, f"{last}L"
+
+
+def _quoted(paths: list[Path]) -> str:
+    return " ".join(shlex.quote(str(path)) for path in paths)
+
+
+def _print(report: WhyReport, commands: tuple[str, ...]) -> None:
     out.print(f"[bold]{escape(_capital(report.cause.sentence))}.[/]", soft_wrap=True)
+    for command in commands:
+        out.print(escape(f"  {command}"), soft_wrap=True)
     out.print(f"S = {report.slowdown:.3f}: {escape(report.in_words)}", soft_wrap=True)
-    _print_table("what comes back of the lost time", report.recovered.items(), "{:.1%}")
+    _print_table("share of the step that each costs", report.shares.items(), "{:.1%}")
     kinds = sorted(report.by_kind.items(), key=lambda item: -item[1])
     _print_table("slowdown by one kind of op alone", kinds, "{:.4f}")
     _print_steps(report)
