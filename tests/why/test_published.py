@@ -95,7 +95,7 @@ def test_command_says_what_to_do(tmp_path: Path) -> None:
     assert done.output.startswith(
         "Stage 3, the last, takes 63% longer than the others for a micro-batch: moving 47% of"
     )
-    assert "'treadle balance --pp 4'" in done.output
+    assert "  treadle balance --pp 4 --costs job.toml\n" in done.output
     assert "dp 1" in done.output
     assert "slowest of 23 steps: 23 (1.2" in done.output
     written = page.read_text()
