@@ -1,6 +1,8 @@
-"""MLPerf Training's Llama 3.1 405B, 256 to 8,192 GPUs: other sizes of a machine from two, and all from other runs.
+"""MLPerf Training's Llama 3.1 405B, 256 to 8,192 GPUs, through the closed form that presets are fitted with.
 
-Sizes: the step of a machine takes
+Blind: `treadle.estimate.calibration` is fitted to Megatron-Bridge's runs of the same GPU and precision alone.
+
+`fitted` is where the constant `ring_us` comes from: the step of a machine is taken to be
 
     T = a (M + (P-1)/V) + c + 2 r B (n-1)
 
@@ -8,9 +10,7 @@ with M micro-batches through P = 8 ranks of V = 8 chunks. a is what the slowest 
 step takes besides. The last term is what rings of gradients and parameters take besides their bytes: n ranks of data
 and context parallelism, B buckets of Megatron's default size (40 million parameters, or a million a rank if that is
 more). a and c are a machine's own, from its first two rows; r is one constant for all machines, from the same rows.
-None is negative. The other rows are predicted.
-
-Blind: `treadle.estimate.calibration` is fitted to Megatron-Bridge's runs of the same GPU and precision alone.
+None is negative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from treadle.estimate.constants import MeasuredRun
 from treadle.estimate.parameters import count_parameters
 
 FITTED = 2
-"""Rows of a machine that are fitted; the others are held out."""
+"""Rows of a machine that are fitted."""
 
 
 def machine(run: MeasuredRun) -> str:
@@ -75,20 +75,6 @@ def _row(run: MeasuredRun, names: list[str]) -> np.ndarray:
 
 
 @cache
-def held_out() -> tuple[Prediction, ...]:
-    """Return the predictions of all rows but the first two of each machine."""
-    own, ring = fitted()
-    found = []
-    for name, runs in machines().items():
-        each, besides = own[name]
-        for run in runs[FITTED:]:
-            job = run.job
-            pipe = job.num_microbatches + (job.pp - 1) / job.vpp
-            found.append(Prediction(title(run), each * pipe + besides + ring * bucket_steps(job), run.seconds))
-    return tuple(found)
-
-
-@cache
 def blind() -> tuple[Prediction, ...]:
     """Return the predictions of all rows from Megatron-Bridge's runs of the same GPU and precision."""
     found = []
@@ -105,17 +91,14 @@ def _machine_kind(run: MeasuredRun) -> tuple[str, str]:
 
 def run() -> dict[str, float]:
     """Return the figures of this data set, in percent."""
-    return {
-        "mlperf_max": 100 * spread(held_out())["max"],
-        "mlperf_blind_median": 100 * statistics.median(abs(each.error) for each in blind()),
-    }
+    return {"mlperf_blind_median": 100 * statistics.median(abs(each.error) for each in blind())}
 
 
 def distributions() -> dict[str, dict[str, float]]:
     """Return median, mean, 90th percentile and maximum of the absolute errors, by protocol."""
-    return {"held out": spread(held_out()), "blind": spread(blind())}
+    return {"blind": spread(blind())}
 
 
 def misses() -> list[Miss]:
     """Return the rows off by more than 15 %, with causes."""
-    return misses_of([*held_out(), *blind()], lambda _: "not known")
+    return misses_of(blind(), lambda _: "not known")

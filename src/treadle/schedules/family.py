@@ -31,8 +31,8 @@ class Family:
 
     `row(size, rank)` yields the rank's cells in order. `refuse(size)` says why a size cannot be done, or
     nothing. `vpps` are the chunk counts it takes, the first one the default; an empty tuple means any, 2
-    by default. The texts use P, V, M, r for the sizes and F, I, W, B=I+W, FB for the times of a cell; `bubble` begins with
-    the formula of what the rank that idles least idles, which a test evaluates.
+    by default. The texts use P, V, M, r for the sizes and F, I, W, B=I+W, FB for the times of a cell. `bubble`
+    begins with a formula: what the rank that idles least idles. A test evaluates it.
     """
 
     name: str
