@@ -1,5 +1,7 @@
 """Any model, in a pipeline: torchrun --nproc-per-node 4 examples/any_model.py
 
+It needs: pip install '.[run]'
+
 Four ranks with two chunks each train a small residual network by zb-v, and print the loss as it falls.
 """
 

@@ -1,5 +1,7 @@
 """A schedule of your own, from a text file: torchrun --nproc-per-node 2 examples/custom_schedule.py
 
+It needs: pip install '.[run]'
+
 `treadle verify examples/my_schedule.txt` checks it and `treadle draw` shows it; this runs it, and compares the
 gradients with those of the same model in one process.
 """

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/moe_layer.py
 
+It needs: pip install '.[run]'
+
 Two ranks along the pipe, an expert group of two at each. An overlapped cell runs the forward of one micro-batch and the
 backward of another, as `treadle show interleaved-overlap --pp 2 -m 8 --lower --rank 0 --layers 1 --moe` prints it.
 """

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/profile_pipelining.py --schedule Interleaved1F1B --output profile
 treadle import profile
+
+It needs: pip install '.[run]'
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Train a little, update the engine, generate; three times: torchrun --nproc-per-node 2 examples/rl_loop.py
 
+It needs: pip install '.[update]'
+
 Each rank trains beside an engine in a process of its own. The engine starts closed, with random weights, and gets every
 version by an update. The task: token t is followed by 5 t + 7 (mod 32). The engine's answers get better with each
 version.

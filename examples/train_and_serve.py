@@ -1,5 +1,7 @@
 """Serve a model while it trains: torchrun --nproc-per-node 4 examples/train_and_serve.py [--engine vllm] [--steps 150]
 
+It needs: pip install '.[train,update]'
+
 Four ranks train configs/moe_tiny.toml PP2 x EP2: each has its stages and its experts. An engine in a process of its own
 continues a prompt all the time. Every few steps the ranks copy their parts of the model, train on, and a thread beside
 the training puts the copies together in the engine. Version 1 is the untrained model.

@@ -1,5 +1,7 @@
 """A vLLM engine that takes new weights while it runs: see docs/vllm.md for the launch lines.
 
+It needs: pip install '.[update]' beside vLLM
+
 python examples/vllm_serve.py checkpoints   writes two versions of a small model: v1 and v2
 python examples/vllm_serve.py serve engine  serves from the directory `engine` until version 2 has answered
 """
