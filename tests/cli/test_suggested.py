@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ treadle simulate zb-v --pp 4 -m 8 --layers 1,1,1,1,1,1,1,4 --costs deepseek-v3-h
 treadle simulate 1f1b --pp 2 -m 2 --costs 'two mistakes.toml'
 treadle compare 1f1b zb-h1 --pp 4 -m 8
 treadle compare 'my v.json' --fit 'my fitted.toml'
+treadle compare 'my layers.npz' --fit 'my parts.toml'
 treadle import 'my profile'
 treadle import 'my profile' -o 'my run.json.gz'
 treadle import littered
@@ -108,7 +110,7 @@ NOT_RUN = {
     "treadle synthesize --pp 8": "takes its time limit; docs/synthesize.md has a smaller one",
 }
 
-_TREADLE = re.compile(rf"treadle (?:{'|'.join(COMMANDS)})\b")
+_TREADLE = re.compile(rf"(?:treadle (?:{'|'.join(COMMANDS)})|python -m treadle\.train)\b")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -242,8 +244,10 @@ def test_examples_of_help_texts_run(directory: Path) -> None:
         _run(expanded, directory)
 
 
-def _templates() -> Iterator[tuple[Path, str]]:
+@cache
+def _templates() -> list[tuple[Path, str]]:
     """Every text of the sources that is not documentation; what is filled in is a zero."""
+    found: list[tuple[Path, str]] = []
     for path in sorted(SOURCES.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         nodes = list(ast.walk(tree))
@@ -251,9 +255,11 @@ def _templates() -> Iterator[tuple[Path, str]]:
         parts = {id(each) for node in nodes if isinstance(node, ast.JoinedStr) for each in node.values}
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                yield path, "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in node.values)
+                text = "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in node.values)
+                found.append((path, text))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented | parts:
-                yield path, node.value
+                found.append((path, node.value))
+    return found
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def compare(
     if fit_to is not None:
         fit_to.write_text(dump_costs(_fitted(traces[-1][1], model)), encoding="utf-8")
         layout = traces[-1][1].program.layout
-        size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}"
+        size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}" + (" --layers 1" if layout.by_layer else "")
         suggest(f"treadle simulate 1f1b {size} --costs {shlex.quote(str(fit_to))}")
     if len(names) < 2:
         return
