@@ -1,1 +1,1 @@
-"""Measured step times and memory that `treadle.estimate` and the simulator are held to, one module a data set."""
+"""Published step times and memory: the rows as jobs, what a plan prints for them, and the fit of presets to them."""

@@ -9,6 +9,7 @@ import pytest
 
 import treadle
 from docs.pages import DOCS, ROOT, blocks, pages, replay, run
+from treadle.cli.app import COMMANDS, make_command
 from treadle.schedules import SCHEDULES
 
 QUICK = ("docs/own_schedule.md",)
@@ -118,6 +119,18 @@ def test_command_line_has_every_command() -> None:
     shown = set(re.findall(r"^<!-- help: treadle (\w+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
     listed = run("treadle --help", ROOT)[1].partition("Commands:")[2]
     assert shown == set(re.findall(r"^  (\w+)  ", listed, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", pages(), ids=_name)
+def test_options_of_commands_in_sentences_exist(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for line in re.findall(r"`(treadle [a-z]+ [^`]+)`", prose):
+        _, name, *words = line.split()
+        assert name in COMMANDS, line
+        command = make_command(name)
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        for word in words if not hasattr(command, "commands") else ():
+            assert not re.match(r"--?[a-z]", word) or word.partition("=")[0] in known | {"--help"}, line
 
 
 def test_every_schedule_has_a_page_in_the_site() -> None:
