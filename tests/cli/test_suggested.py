@@ -63,7 +63,7 @@ treadle verify 'my schedule.txt' --model-layers 4 --costs 'my costs.toml'
 treadle verify hangs.txt
 treadle simulate 1f1b --pp 4 -m 8 --stragglers 25% --seed 3 --costs 'my costs.toml'
 treadle simulate zb-v --pp 4 -m 8 --costs 'slow last.toml' -o 'my v.json'
-treadle simulate zb-v --pp 4 -m 8 --layers 1,1,1,1,1,1,1,4 --costs deepseek-v3-h800 -o 'my layers.npz'
+treadle simulate zb-v --pp 4 -m 8 --layers 1 --costs deepseek-v3-h800 -o 'my layers.npz'
 treadle simulate 1f1b --pp 2 -m 2 --costs 'two mistakes.toml'
 treadle compare 1f1b zb-h1 --pp 4 -m 8
 treadle compare 'my v.json' --fit 'my fitted.toml'
@@ -198,7 +198,6 @@ def test_advice_on_a_cut_is_two_commands_that_run_one_after_the_other(suggested:
         "'my profile'": "--pp 4",
         "torch": "--pp 4 --vpp 2",
         "'my v.json'": "--pp 4 --vpp 2 --placement v",
-        "'my layers.npz'": "--pp 4 --vpp 2 --placement v --model-layers 11",
     }.items():
         told = run("why", *shlex.split(measured), cwd=directory).stdout
         fit, balance = (line.strip() for line in told.splitlines()[1:3])

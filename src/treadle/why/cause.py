@@ -207,9 +207,10 @@ def _stage_sentence(whatif: WhatIf, stage: int) -> str:
     else:
         what = f"{_percent(moved)} of a stage's layers"
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
+    finds = "" if layout.by_layer else "; 'treadle balance' finds the cut"
     return (
         f"stage {stage}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} off it "
-        f"makes the step {_percent(gain)} shorter; 'treadle balance' finds the cut"
+        f"makes the step {_percent(gain)} shorter{finds}"
     )
 
 

@@ -50,8 +50,10 @@ def why(
     if as_json:
         print_json("why", report.as_dict())
         return
-    _print(report, _cut_commands(measured.program.layout, paths) if report.cause.what == "stage" else ())
-    if report.cause.what == "stage" and not any(measured.program.layout.blocks):
+    layout = measured.program.layout
+    cut = report.cause.what == "stage" and not layout.by_layer  # layers that are alike cannot be cut better
+    _print(report, _cut_commands(layout, paths) if cut else ())
+    if cut and not any(layout.blocks):
         note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
     if output is None:
         suggest(again("-o why.html"))
@@ -67,11 +69,6 @@ def _cut_commands(layout: Layout, paths: list[Path]) -> tuple[str, str]:
     fit = f"treadle compare {_quoted(paths)}" if holds_traces(paths) else f"treadle import {_quoted(paths)}"
     sizes = f"--pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.num_stages > placement.pp else "")
     sizes += " --placement v" if placement.name == "v" else ""
-    if layout.by_layer:
-        letters = "".join(layout.blocks)
-        counts = {"model-layers": layout.model_layers, "dense": letters.count("d"), "mtp": letters.count("m")}
-        sizes += "".join(f" --{name} {count}" for name, count in counts.items() if count)
-        return f"{fit} --fit job.toml", f"treadle balance {sizes} --costs job.toml"
     cut = shlex.quote(write_layout(layout.blocks if all(layout.blocks) else _assumed(layout), dense=True))
     return f"{fit} --layout {cut} --fit job.toml", f"treadle balance {sizes} --costs job.toml"
 
