@@ -18,7 +18,7 @@ _OF_EXTRA = re.compile(r"""(?P<package>([\w-]+)[^;\s]*)\s*;\s*extra\s*==\s*['"](
 def install_command(*extras: str) -> str:
     """Return the command that installs what these extras bring and is not there.
 
-    It names packages and not `treadle[extra]`: Treadle itself is not on the package index.
+    It names packages, and no extra of Treadle, which is not on the package index.
     """
     from importlib.metadata import PackageNotFoundError, requires
     from importlib.util import find_spec
