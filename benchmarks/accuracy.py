@@ -78,7 +78,6 @@ def _print_ranked() -> dict[str, dict[str, float]]:
     for name, rows in {
         "bridge_ranked": [row for part in ("bridge_dense", "bridge_dense_25", "bridge_moe") for row in sets[part]],
         "vtrain_ranked": sets["vtrain"],
-        "simumax_ranked": sets["simumax"],
     }.items():
         right, total = printed.ranked(rows, printed.same_machine)
         found[name] = {"right": right, "pairs": total}
