@@ -38,9 +38,10 @@ def test_rows_of_every_data_set() -> None:
     }
 
 
-@pytest.mark.parametrize("wanted", ["qwen3-30b-a3b 8 b200", "qwen3-30b-a3b 16 h100 fp8 tp1 cp1 pp1"])
-def test_figures_are_of_the_step_that_the_command_prints(wanted: str) -> None:
-    row = next(row for row in printed.data_sets()["bridge_moe"] if wanted in row.name and row.job.pp == 1)
+def test_figures_are_of_the_step_that_the_command_prints() -> None:
+    """Of the first run that the search has: one stage, nothing recomputed."""
+    rows = printed.data_sets()["bridge_moe"]
+    row = next(row for row in rows if row.job.pp == 1 and not row.job.recompute and row.fits)
     job = row.job
     sizes = {"tp": job.tp, "cp": job.cp, "pp": job.pp, "ep": job.ep, "micro-batch-size": job.micro_batch_size}
     options = {
@@ -52,7 +53,6 @@ def test_figures_are_of_the_step_that_the_command_prints(wanted: str) -> None:
         "tokens-per-batch": job.global_batch_size * job.seq_len,
         "cuda-graph": job.cuda_graph,
         "schedule": job.schedule,
-        "memory-limit": "1000GiB",
     }
     done = treadle("plan", *(word for name, value in options.items() for word in (f"--{name}", str(value))), "--json")
     assert done.returncode == 0, done.stderr
