@@ -15,6 +15,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import treadle
+from tests.support.paths import GOLDEN
 from treadle.export import FORMATS, format_of, json_form, parse_any, torch_csv
 from treadle.ir import Action, B, Cell, Channel, F, I, Kind, Pair, Placement, Row, Schedule, W, text
 from treadle.ir.text import ParseError
@@ -267,7 +269,75 @@ def test_labels_name_the_readers_chunk() -> None:
     assert schedule.receives == {(0, 1): (B(0, 1), F(0, 0))}
 
 
+WAITS = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0,1WAIT_SEND_B1\n"
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        WAITS,
+        WAITS.replace("0SEND_F0", "0SEND_F0,0WAIT_SEND_F0").replace("0B0,0WAIT_SEND_F0", "0B0"),
+        WAITS.replace(",0WAIT_SEND_F0,", ",").replace("0B1,", "0B1,0WAIT_SEND_F0,"),
+    ],
+    ids=["after the backward", "at once", "at the end"],
+)
+def test_waits_that_end_say_no_more_than_the_cells(content: str) -> None:
+    assert torch_csv.parse(content) == torch_csv.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+
+
+def test_a_deadlock_of_the_cells_is_left_to_the_verifier_where_there_are_waits() -> None:
+    """Rank 0 has B0 before F1, rank 1 has F1 before B0."""
+    content = (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1,0WAIT_SEND_F0,0WAIT_SEND_F1\n"
+        "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1\n"
+    )
+    codes = {finding.code for finding in treadle.verify(torch_csv.parse(content)).findings}
+    assert codes == {"T201"}
+
+
+ALL_WAIT_AT_ONCE = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F0,0WAIT_SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1WAIT_SEND_B1\n"
+)
+WAITS_FOR_A_DEADLOCK = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2,0WAIT_SEND_F0,0WAIT_SEND_F1,0WAIT_SEND_F2,0RECV_B0,0B0,0RECV_B1,0B1,"
+    "0RECV_B2,0B2\n"
+    "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,1WAIT_SEND_F0,1WAIT_SEND_F1,1RECV_B0,1B0,1SEND_B0,1RECV_F2,1F2,1SEND_F2,"
+    "1RECV_B1,1B1,1SEND_B1,1RECV_B2,1B2,1SEND_B2,1WAIT_SEND_F2,1WAIT_SEND_B0,1WAIT_SEND_B1,1WAIT_SEND_B2\n"
+    "2RECV_F0,2F0,2B0,2SEND_B0,2WAIT_SEND_B0,2RECV_F1,2F1,2B1,2SEND_B1,2RECV_F2,2F2,2B2,2SEND_B2,2WAIT_SEND_B1,"
+    "2WAIT_SEND_B2\n"
+)
+"""Rank 0 stops at a wait too, and for the other two only."""
+
 REFUSED = [
+    ("0F0,0WAIT_SEND_F\n", 1, 4, "'0WAIT_SEND_F' is not an entry"),
+    ("0F0,0WAIT_REDUCE_GRAD0\n", 1, 20, "is not an entry"),
+    (WAITS.replace("0SEND_F0,0F1", "0WAIT_SEND_F0,0SEND_F0,0F1"), 1, 4, "0WAIT_SEND_F0 waits for no send: .*0SEND_F0;"),
+    (WAITS.replace("0WAIT_SEND_F0", "0WAIT_SEND_F0,0WAIT_SEND_F0"), 1, 60, "0WAIT_SEND_F0 waits for no send"),
+    (
+        WAITS.replace(",1WAIT_SEND_B0", ""),
+        2,
+        26,
+        "nothing waits for 1SEND_B0; add 1WAIT_SEND_B0 after it, or leave out",
+    ),
+    ("0F0,1WAIT_SEND_F0\n1F0\n", 1, 4, "1WAIT_SEND_F0 is of a stage that rank 0 does not compute"),
+    ("0F0\n1F0,1WAIT_SEND_F0\n", 2, 4, "1WAIT_SEND_F0 needs a stage 2, and the stages are 0 to 1"),
+    (
+        ALL_WAIT_AT_ONCE,
+        1,
+        40,
+        "0WAIT_SEND_F1 is part of a deadlock: it lasts until rank 1 does 1RECV_F1, which comes after 1WAIT_SEND_B0, "
+        "which needs this rank to go on; move 0WAIT_SEND_F1 to the end of its line",
+    ),
+    (
+        WAITS_FOR_A_DEADLOCK,
+        2,
+        61,
+        "1WAIT_SEND_F1 is part of a deadlock: it lasts until rank 2 does 2RECV_F1, which comes after 2WAIT_SEND_B0",
+    ),
     ("0F0,0F1x,0B0\n", 1, 7, "'0F1x' is not an entry of torch's CSV; entries are 0F0"),
     ("0F0,0B0\n1F0,  1Q0\n", 2, 6, "'1Q0' is not an entry"),
     ("0F0,0B0\n1F0,1B\n", 2, 4, "'1B' is not an entry"),
@@ -367,6 +437,26 @@ def test_torch_deferred_receives_are_read_as_they_stand(torch_schedules: Any, tm
     read = torch_csv.parse((tmp_path / "theirs.csv").read_text())
     assert read.rows == schedule.rows
     assert read.receives
+
+
+KEPT = sorted((GOLDEN / "torch").glob("*/*.csv"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_files_of_each_version_of_torch_are_read(path: Path) -> None:
+    """With its options too: each changes what stands around the cells."""
+    name, _, option = path.stem.partition("_")
+    read, schedule = parse_any(path.read_text(), str(path)), custom(generate(name, pp=2, microbatches=4))
+    assert replace(read, receives={}) == schedule
+    assert bool(read.receives) == (option == "defer_pp_recv")
+    assert ("WAIT_SEND" in path.read_text()) == (path.parent.name != "2.13")
+
+
+def test_torch_writes_what_is_kept_of_its_version(torch_schedules: Any) -> None:
+    """A newer one that writes something else: read it, and keep it with tests/support/torch_texts.py."""
+    from tests.support.torch_texts import kept_for_this_torch, texts
+
+    assert texts() == {path.stem: path.read_text() for path in sorted(kept_for_this_torch().glob("*.csv"))}
 
 
 def test_torch_takes_junk_that_we_refuse(torch_schedules: Any) -> None:

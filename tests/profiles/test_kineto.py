@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import GOLDEN, ROOT
 from treadle.costs import costs_text, read
 from treadle.ir.program import OpKind
 from treadle.profiles.attribution import NOBODY, attribute, busy_ns, table
+from treadle.profiles.importing import import_profile
 from treadle.profiles.kineto_file import read_file
 from treadle.profiles.names import op_of
 from treadle.profiles.reader import Opening
@@ -56,6 +57,15 @@ def rows(rank: RankRecording) -> list[tuple[str, int, int, int, int]]:
     return [
         (OpKind(kind).name, *numbers)
         for kind, *numbers in zip(rank.kind.tolist(), *(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def times(rank: RankRecording) -> list[tuple[str, int, int]]:
+    """Kind, start and end of each mark, in microseconds after the base of a file that is made here."""
+    columns = (rank.kind, (rank.start - 10**9) // 1000, (rank.end - 10**9) // 1000)
+    return [
+        (OpKind(kind).name, start, end)
+        for kind, start, end in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
@@ -217,6 +227,51 @@ def test_a_single_stage_receives_and_sends_inside_its_computation(tmp_path: Path
     assert rows(rank) == [(kind, 3, -1, 0, 0) for kind in ("RECV_F", "F", "SEND_F")]
     assert ((rank.start - 10**9) // 1000).tolist() == [0, 50, 80]
     assert ((rank.end - 10**9) // 1000).tolist() == [50, 80, 90]
+
+
+def test_waits_of_torch_are_of_the_op_that_they_wait_for(tmp_path: Path) -> None:
+    """A send has left when it is waited for; a reduction ends there. What was sent before the recording has no mark."""
+    events = [
+        span("PP:0WAIT_SEND_B7", 0, 1),
+        span("PP:0F0", 1, 10),
+        span("PP:0SEND_F0", 10, 11),
+        span("PP:0B0", 20, 30),
+        span("PP:0WAIT_SEND_F0", 30, 31),
+        span("PP:0REDUCE_GRAD", 40, 41),
+        span("PP:0WAIT_REDUCE_GRAD", 50, 60),
+    ]
+    recording = recording_of(kineto(tmp_path / "trace.json", events))
+    (rank,) = recording.ranks
+    assert recording.remarks == ()
+    assert times(rank) == [
+        ("F", 1, 10),
+        ("SEND_F", 10, 11),
+        ("B", 20, 30),
+        ("REDUCE_GRAD", 40, 60),
+    ]
+
+
+def test_kernels_of_a_wait_are_of_the_op_that_it_waits_for(tmp_path: Path) -> None:
+    """FSDP has a range of its own in it."""
+    events = [
+        *(span("PP:0F0", 0, 5), *kernel(2, 9, launched=1)),
+        *(span("PP:0REDUCE_GRAD", 10, 11), *kernel(12, 40, launched=10.5, name="ncclDevKernel_ReduceScatter")),
+        *(span("PP:0WAIT_REDUCE_GRAD", 20, 25), span("FSDP::post_backward", 21, 24), *kernel(40, 45, launched=22)),
+        span("PP:0WAIT_SEND_F0", 26, 27),
+    ]
+    recording = recording_of(kineto(tmp_path / "trace.json", events))
+    (rank,) = recording.ranks
+    assert recording.remarks == ()
+    assert times(rank) == [
+        ("F", 2, 9),
+        ("REDUCE_GRAD", 12, 45),
+    ]
+
+
+@pytest.mark.parametrize("directory", sorted((GOLDEN / "torch").glob("*/profile")), ids=lambda path: path.parent.name)
+def test_a_profile_of_each_version_of_torch_is_imported_without_a_remark(directory: Path) -> None:
+    imported = import_profile([directory])
+    assert (imported.schedule.name, imported.named, imported.remarks) == ("interleaved", True, ())
 
 
 def test_steps_are_profiler_steps_or_begin_where_an_op_comes_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from treadle import LoweringOptions, generate, load_costs
 from treadle.ir.program import OpKind
 from treadle.plan.lowering import lower
-from treadle.profiles.names import PPOp, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
+from treadle.profiles.names import PPOp, begun_as, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
 
 NAMES = {
     "attn(F)": (OpKind.ATTN_F, -1),
@@ -33,6 +33,7 @@ NOT_OPS = [
         "PP:0F3 ",
         "PP:01F3",
         "PP:0UNSHARD",
+        "PP:0WAIT_SEND_F3",
         "PP:(0F4)OVERLAP_F_B",
         "Forward",
         "pp:0F3",
@@ -118,3 +119,12 @@ def test_fsdp_is_known_by_name() -> None:
     assert is_sharding("PP:0UNSHARD")
     assert is_sharding("PP:3RESHARD")
     assert not is_sharding("PP:0F3")
+
+
+def test_a_wait_of_torch_and_a_later_call_of_treadle_go_on_with_an_op() -> None:
+    assert begun_as("PP:0WAIT_SEND_F3") == "PP:0SEND_F3"
+    assert begun_as("PP:12WAIT_SEND_B10") == "PP:12SEND_B10"
+    assert begun_as("PP:0WAIT_REDUCE_GRAD") == "PP:0REDUCE_GRAD"
+    assert begun_as("PP:1RECV_F0 continued") == "PP:1RECV_F0"
+    for name in ("PP:0SEND_F3", "PP:0WAIT_RECV_F3", "PP:0WAIT_SEND_F", "0WAIT_SEND_F3", "PP:0WAIT_UNSHARD", ""):
+        assert begun_as(name) is None, name

@@ -8,8 +8,9 @@ torch's own files may hold the messages too (its compute_comms form), and what F
     0F0,0SEND_F0,0RECV_B0,0B0           0SEND_F0: stage 0 sends what it made of micro-batch 0
     1RECV_F0,1F0,1B0,1SEND_B0           1RECV_F0: stage 1 takes what its forward reads
 
-`dump` writes cells only: torch adds the rest when it loads the file. `parse` reads both. A rank's chunks are
-its stages from the lowest up. The form has one rank for each stage and counts nothing that no entry names:
+torch 2.15 and later also write where a rank waits for the end of a send: `0WAIT_SEND_F0`, until stage 1 has posted
+`1RECV_F0`. `dump` writes cells only: torch adds the rest when it loads the file. `parse` reads all of them. A rank's
+chunks are its stages from the lowest up. The form has one rank for each stage and counts nothing that no entry names:
 `dump` refuses what it would lose. torch takes `0F0x` for `0F0`; here an entry is read whole or not at all.
 """
 
@@ -30,11 +31,11 @@ from treadle.passes.cells import lower_cells
 _NUMBER = "(0|[1-9][0-9]*)"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 _PAIR = re.compile(rf"\({_NUMBER}(F){_NUMBER};{_NUMBER}(B){_NUMBER}\)OVERLAP_F_B")
-_MESSAGE = re.compile(f"{_NUMBER}(SEND|RECV)_([FB]){_NUMBER}")
-_SHARDING = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)")
+_MESSAGE = re.compile(f"{_NUMBER}(SEND|RECV|WAIT_SEND)_([FB]){_NUMBER}")
+_SHARDING = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
 _ENTRIES = (
-    "0F0, 0B0, 0I0, 0W0, (1F1;0B0)OVERLAP_F_B, 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, "
-    "0UNSHARD, 0RESHARD or 0REDUCE_GRAD"
+    "0F0, 0B0, 0I0, 0W0, (1F1;0B0)OVERLAP_F_B, 0SEND_F0, 1RECV_F0, 0WAIT_SEND_F0, 1SEND_B0, 0RECV_B0, 1WAIT_SEND_B0, "
+    "0UNSHARD, 0RESHARD, 0REDUCE_GRAD or 0WAIT_REDUCE_GRAD"
 )
 
 _STEP = {kind: need.step for kind in (Kind.F, Kind.B) for need in RULE[kind] if need.step != 0}
@@ -106,7 +107,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One entry: a cell (`verb` is empty), a message (SEND, RECV), or what FSDP does at `stage`."""
+    """One entry: a cell (`verb` is empty), a message (SEND, RECV, WAIT_SEND), or what FSDP does at `stage`."""
 
     verb: str
     stage: int
@@ -126,7 +127,7 @@ def parse(text: str, source: str = "<text>") -> Schedule:
     """Reads torch's and torchtitan's files, with messages or without; bubbles and FSDP's entries are dropped.
 
     RECV entries become `receives` where they differ from the sender's order. SEND entries must say what a
-    schedule does anyway: send in the order in which the actions run.
+    schedule does anyway: send in the order in which the actions run. WAIT_SEND entries must not hold it up for ever.
     """
     ranks = [_read_line(_Line(source, number, line)) for number, line in enumerate(text.splitlines(), 1)]
     if not any(entries for _, entries in ranks):
@@ -225,7 +226,7 @@ def _posts(placement: Placement, ranks: list[_Rank], verb: str) -> _Posts:
 
 
 def _message(placement: Placement, entry: _Entry) -> tuple[Channel, Action]:
-    """The channel and the label of a SEND, which names the maker's stage, or of a RECV, the reader's."""
+    """The channel and the label of a SEND or WAIT_SEND, which name the maker's stage, or of a RECV, the reader's."""
     stage, kind, mb = entry.parts[0]
     reader = stage if entry.verb == "RECV" else stage - _STEP[kind]
     maker = reader + _STEP[kind]
@@ -243,9 +244,11 @@ def _message(placement: Placement, entry: _Entry) -> tuple[Channel, Action]:
 
 def _with_messages(schedule: Schedule, ranks: list[_Rank]) -> Schedule:
     """Checks the sends and takes over the receives of a file that has them."""
-    sends, receives = (_posts(schedule.placement, ranks, verb) for verb in ("SEND", "RECV"))
+    sends, receives, waits = (_posts(schedule.placement, ranks, verb) for verb in ("SEND", "RECV", "WAIT_SEND"))
     if sends:
         _check_sends(schedule, sends, [line for line, _ in ranks])
+    if waits:
+        _check_waits(schedule.placement, ranks)
     if not receives:
         return schedule
     schedule = _with_receives(schedule, receives)
@@ -319,3 +322,85 @@ def _check_receives(schedule: Schedule, posted: _Posts) -> None:
         for op, (_, num_before, entry) in zip(ops, posted[channel], strict=True):
             if op in reader and num_before > program.cell[reader[op]]:
                 raise entry.error(f"{entry.word} stands behind the action that reads it; move it before")
+
+
+_Post: TypeAlias = tuple[str, _Part]
+"""A SEND or a RECV."""
+
+
+class _Blocked(NamedTuple):
+    """An entry at which a rank stops for ever, and the post of another rank that it waits for."""
+
+    entry: _Entry
+    post: _Post
+
+
+def _check_waits(placement: Placement, ranks: list[_Rank]) -> None:
+    """Each SEND is waited for once, after it, and no wait is part of a deadlock."""
+    for _, entries in ranks:
+        pending: dict[_Part, _Entry] = {}
+        for entry in entries:
+            if entry.verb == "SEND":
+                pending[entry.parts[0]] = entry
+            elif entry.verb == "WAIT_SEND" and pending.pop(entry.parts[0], None) is None:
+                send = entry.word.replace("WAIT_", "")
+                raise entry.error(
+                    f"{entry.word} waits for no send: it stands once, after {send}; move it, or leave it out"
+                )
+        for entry in pending.values():
+            wait = entry.word.replace("SEND", "WAIT_SEND")
+            raise entry.error(
+                f"nothing waits for {entry.word}; add {wait} after it, or leave out all WAIT_SEND entries"
+            )
+    blocked = _run(ranks, waits=True)
+    if blocked and not _run(ranks, waits=False):  # else the cells are a deadlock without waits: the verifier reports it
+        _refuse_wait(placement, blocked)
+
+
+def _run(ranks: list[_Rank], *, waits: bool) -> dict[int, _Blocked]:
+    """Run the entries of all ranks in order, with waits or without, and return the ranks that do not end."""
+    rows = [[e for e in entries if e.parts and (waits or e.verb != "WAIT_SEND")] for _, entries in ranks]
+    missing = {(entry.verb, entry.parts[0]) for row in rows for entry in row if entry.verb in ("SEND", "RECV")}
+    at = [0] * len(rows)
+    blocked: dict[int, _Blocked] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            blocked.pop(rank, None)
+            while at[rank] < len(row) and rank not in blocked:
+                entry = row[at[rank]]
+                for post in _awaited(entry):
+                    if post in missing:
+                        blocked[rank] = _Blocked(entry, post)
+                        break
+                else:
+                    missing.discard((entry.verb, entry.parts[0]))
+                    at[rank] += 1
+                    moved = True
+    return blocked
+
+
+def _awaited(entry: _Entry) -> Iterator[_Post]:
+    """The posts without which an entry does not end; those that are not in the file never hold it up."""
+    for stage, kind, mb in entry.parts:
+        if entry.verb == "WAIT_SEND":
+            yield "RECV", _Part(stage - _STEP[kind], kind, mb)
+        for need in RULE[kind] if not entry.verb else ():
+            if need.step != 0:
+                yield "SEND", _Part(stage + need.step, need.kinds[0], mb)
+
+
+def _refuse_wait(placement: Placement, blocked: dict[int, _Blocked]) -> None:
+    """Name a wait in a circle of ranks that wait for each other."""
+    rank, passed = min(blocked), list[int]()
+    while rank not in passed:
+        passed.append(rank)
+        rank = placement.holder(blocked[rank].post[1].stage)[0]
+    circle = [blocked[rank] for rank in passed[passed.index(rank) :]]
+    entry, (_, (stage, kind, mb)) = next(each for each in circle if each.entry.verb == "WAIT_SEND")
+    peer = placement.holder(stage)[0]
+    raise entry.error(
+        f"{entry.word} is part of a deadlock: it lasts until rank {peer} does {stage}RECV_{kind.name}{mb}, which comes "
+        f"after {blocked[peer].entry.word}, which needs this rank to go on; move {entry.word} to the end of its line"
+    )

@@ -16,7 +16,7 @@ import numpy as np
 
 from treadle.ir.program import COMMUNICATION, LANE_OF, Ints, Longs
 from treadle.profiles.kineto_file import NO_LAUNCH, Annotation, KinetoFile
-from treadle.profiles.names import op_of, pp_ops
+from treadle.profiles.names import begun_as, op_of, pp_ops
 
 NOBODY = -1
 """Stands for no annotation."""
@@ -75,7 +75,7 @@ def _around(annotations: Sequence[Annotation], times: Longs, threads: Ints) -> I
 
 def names_op(name: str) -> bool:
     """Return whether a name stands for an op."""
-    return bool(pp_ops(name)) or op_of(name) is not None
+    return bool(pp_ops(begun_as(name) or name)) or op_of(name) is not None
 
 
 def innermost(annotations: Sequence[Annotation], chosen: Iterable[int], times: Longs) -> Ints:

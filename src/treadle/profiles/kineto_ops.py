@@ -19,7 +19,7 @@ import numpy as np
 from treadle.ir.program import COMMUNICATION, LANE_OF, OpKind
 from treadle.profiles.attribution import NOBODY, attribute, extents, innermost
 from treadle.profiles.kineto_file import SENDS, Annotation, KinetoFile
-from treadle.profiles.names import CONTINUED, LANES, PPOp, is_sharding, op_of, pp_ops
+from treadle.profiles.names import LANES, PPOp, begun_as, is_sharding, op_of, pp_ops
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -47,7 +47,7 @@ class _Range(NamedTuple):
 
 def marks_of(file: KinetoFile, remarks: list[Remark]) -> list[Mark]:
     """The marks of a rank, whichever way its work is annotated."""
-    exact = {at: ops for at, a in enumerate(file.annotations) if (ops := pp_ops(a.name.removesuffix(CONTINUED)))}
+    exact = {at: ops for at, a in enumerate(file.annotations) if (ops := pp_ops(begun_as(a.name) or a.name))}
     shards = [a.end - a.start for a in file.annotations if is_sharding(a.name)]
     if sum(shards) > _WORTH_TELLING_NS:
         took = f"{sum(shards) / 1e6:,.1f} ms in all"
@@ -83,7 +83,7 @@ def _timed(file: KinetoFile, exact: dict[int, tuple[PPOp, ...]], remarks: list[R
         spans = extents(file, owner, computes)
         is_op = np.array([at in exact for at in range(len(file.annotations))] + [False])  # the last is NOBODY's
         lost = int(np.count_nonzero(~is_op[owner]))
-        ordered = [at for at in ordered if at in spans or not file.annotations[at].name.endswith(CONTINUED)]
+        ordered = [at for at in ordered if at in spans or begun_as(file.annotations[at].name) is None]
         idle = sum(at not in spans for at in ordered)
         if lost:
             remarks.append(Remark("an event of the device belongs to no op", file.source, lost))
@@ -97,10 +97,12 @@ def _in_one(file: KinetoFile, ranges: list[_Range]) -> list[_Range]:
     made: list[_Range] = []
     last: dict[tuple[PPOp, ...], int] = {}
     for each in ranges:
-        if file.annotations[each.at].name.endswith(CONTINUED) and each.ops in last:
+        goes_on = begun_as(file.annotations[each.at].name) is not None
+        if goes_on and each.ops[0].kind.is_send:
+            continue
+        if goes_on and each.ops in last:
             at = last[each.ops]
-            if not each.ops[0].kind.is_send:
-                made[at] = made[at]._replace(end=max(each.end, made[at].end))
+            made[at] = made[at]._replace(end=max(each.end, made[at].end))
             continue
         last[each.ops] = len(made)
         made.append(each)

@@ -82,6 +82,7 @@ _PP_ACTION = re.compile(f"{_NUMBER}(F|B|I|W|SEND_F|SEND_B|RECV_F|RECV_B){_NUMBER
 _PP_REDUCE = re.compile(f"{_NUMBER}REDUCE_GRAD")
 _PP_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _PP_SHARDING = re.compile(f"PP:{_NUMBER}(UNSHARD|RESHARD)")
+_PP_WAIT = re.compile("(PP:[0-9]+)WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 _SINGLE = re.compile(f"(Forward|Backward) {_NUMBER}")
 _LABELLED = {
     kind.name.lower(): kind
@@ -194,6 +195,21 @@ def pp_ops(name: str) -> tuple[PPOp, ...]:
         return ()
     op = _pp_action(word) or _labelled(word)
     return (op,) if op is not None else ()
+
+
+def begun_as(name: str) -> str | None:
+    """Return the name of the range in which an op began that this range goes on with, None for one that begins an op.
+
+    torch waits for its sends and reductions in ranges of their own, Treadle for what it posted before.
+
+    Example:
+        >>> begun_as("PP:0WAIT_SEND_F3"), begun_as("PP:1RECV_F3 continued"), begun_as("PP:1F3")
+        ('PP:0SEND_F3', 'PP:1RECV_F3', None)
+
+    """
+    if match := _PP_WAIT.fullmatch(name):
+        return match[1] + match[2]
+    return name.removesuffix(CONTINUED) if name.endswith(CONTINUED) else None
 
 
 def pp_name(op: Op, placement: Placement) -> str:
