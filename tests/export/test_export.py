@@ -314,9 +314,9 @@ WAITS_FOR_A_DEADLOCK = (
 
 REFUSED = [
     ("0F0,0WAIT_SEND_F\n", 1, 4, "'0WAIT_SEND_F' is not an entry"),
-    ("0F0,0WAIT_REDUCE_GRAD0\n", 1, 20, "is not an entry"),
+    ("0F0,0WAIT_REDUCE_GRAD0\n", 1, 21, "is not an entry"),
     (WAITS.replace("0SEND_F0,0F1", "0WAIT_SEND_F0,0SEND_F0,0F1"), 1, 4, "0WAIT_SEND_F0 waits for no send: .*0SEND_F0;"),
-    (WAITS.replace("0WAIT_SEND_F0", "0WAIT_SEND_F0,0WAIT_SEND_F0"), 1, 60, "0WAIT_SEND_F0 waits for no send"),
+    (WAITS.replace("0WAIT_SEND_F0", "0WAIT_SEND_F0,0WAIT_SEND_F0"), 1, 53, "0WAIT_SEND_F0 waits for no send"),
     (
         WAITS.replace(",1WAIT_SEND_B0", ""),
         2,
@@ -335,7 +335,7 @@ REFUSED = [
     (
         WAITS_FOR_A_DEADLOCK,
         2,
-        61,
+        58,
         "1WAIT_SEND_F1 is part of a deadlock: it lasts until rank 2 does 2RECV_F1, which comes after 2WAIT_SEND_B0",
     ),
     ("0F0,0F1x,0B0\n", 1, 7, "'0F1x' is not an entry of torch's CSV; entries are 0F0"),

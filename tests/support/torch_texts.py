@@ -34,11 +34,11 @@ class Written(NamedTuple):
 
 WRITTEN = {
     "interleaved": Written("ScheduleInterleaved1F1B", 2, {}),
-    "interleaved_defer_pp_recv": Written("ScheduleInterleaved1F1B", 2, {"defer_pp_recv": True}),
     "interleaved_defer_reduce_grad_wait": Written("ScheduleInterleaved1F1B", 2, {"defer_reduce_grad_wait": True}),
     "interleaved_max_outstanding_sends": Written("ScheduleInterleaved1F1B", 2, {"max_outstanding_sends": 1}),
     "zb-h1": Written("ScheduleInterleavedZeroBubble", 1, {}),
     "zb-v": Written("ScheduleZBVZeroBubble", 2, {}),
+    "zb-v_defer_pp_recv": Written("ScheduleZBVZeroBubble", 2, {"defer_pp_recv": True}),
     "dualpipev": Written("ScheduleDualPipeV", 2, {}),
 }
 
