@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ import pytest
 
 from tests.support.patience import PATIENT_S, SOON_S
 from treadle.host.sockets import close_server, connect, listen
+from treadle.wire.errors import PeerGoneError
+from treadle.wire.link import Link
 
 
 @pytest.fixture
@@ -87,3 +90,70 @@ def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(path: Path, monkeypat
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         other.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["forked", "given the socket"])
+def test_a_socket_that_a_child_of_its_process_holds_is_that_of_a_process_that_has_ended(kind: str, path: Path) -> None:
+    reads, writes = os.pipe()
+    process = os.fork()
+    if not process:
+        server = listen(path)
+        if kind == "forked":
+            child = os.fork()
+            if not child:
+                time.sleep(PATIENT_S)
+                os._exit(0)
+        else:  # as by a program that closes nothing after a fork
+            child = subprocess.Popen(["sleep", str(PATIENT_S)], pass_fds=[server.fileno()]).pid
+        os.write(writes, str(child).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(os.read(reads, 100))
+    os.close(reads)
+    os.close(writes)
+    try:
+        os.waitpid(process, 0)
+        if kind == "forked":
+            assert _is_refused(path), "the child holds the socket"
+        else:
+            link: Link[Any] = Link(connect(path), Any)
+            with pytest.raises(PeerGoneError, match=f"process {process} ended"):
+                link.receive(PATIENT_S)
+            link.close()
+        server = listen(path)
+        with connect(path):
+            server.accept()[0].close()
+        close_server(server, path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _is_refused(path: Path) -> bool:
+    """True once nobody listens any more: the child closes its copy when it first runs."""
+    until = time.monotonic() + SOON_S
+    while time.monotonic() < until:
+        try:
+            connect(path).close()
+        except ConnectionRefusedError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_forked_child_closes_connections_so_that_their_end_is_heard(path: Path) -> None:
+    """Between hosts nothing else tells that a process has ended."""
+    server = listen(path)
+    here: Link[Any] = Link(connect(path), Any)
+    there, _ = server.accept()
+    child = os.fork()
+    if not child:
+        time.sleep(PATIENT_S)
+        os._exit(0)
+    try:
+        here.connection.close()  # as the end of this process does
+        there.settimeout(SOON_S)
+        assert there.recv(1) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        there.close()
+        close_server(server, path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.ranks import check, run_ranks
-from treadle.update.coordinator.commit_log import CommitLog
+from treadle.update.coordinator.commit_log import CommitLog, peek
+from treadle.update.protocol.record import Member, Record
 
 
 def hold(rank: int, path: Path) -> str:
@@ -45,3 +47,37 @@ def test_a_new_ledger_has_its_directories_synced(tmp_path: Path, monkeypatch: py
     synced.clear()
     CommitLog(tmp_path / "a" / "b").close()
     assert synced == []
+
+
+def test_a_log_with_a_changed_byte_is_refused_whichever_it_is(tmp_path: Path) -> None:
+    ledger = CommitLog(tmp_path / "l")
+    ledger.begin(7, members=(Member(0, "slot", "incarnation", 123, "host"),))
+    ledger.commit(71, 8)
+    ledger.close()
+    path = tmp_path / "l" / "ledger.json"
+    written = path.read_bytes()
+    assert b'"version":71,"epochs":[8]' in written
+    for at in range(len(written)):
+        for bit in (0, 1, 5):
+            path.write_bytes(written[:at] + bytes([written[at] ^ (1 << bit)]) + written[at + 1 :])
+            try:
+                assert peek(tmp_path / "l") == ledger.record, path.read_bytes()  # as where a space became a tab
+            except ValueError as error:
+                assert "is not a ledger" in str(error)  # noqa: PT017
+    path.write_bytes(written.replace(b"[8]", b"[9]"))
+    with pytest.raises(ValueError, match=r"its digest is not that of its content.*newest copy back.*takeover=True"):
+        CommitLog(tmp_path / "l")
+    path.write_bytes(written)
+    assert peek(tmp_path / "l") == ledger.record
+
+
+def test_a_log_without_a_digest_is_read_and_gets_one_with_the_next_decision(tmp_path: Path) -> None:
+    (tmp_path / "l").mkdir(mode=0o700)
+    path, before = tmp_path / "l" / "ledger.json", Record(3, (5,), "id")
+    path.write_bytes(msgspec.json.encode(before))
+    ledger = CommitLog(tmp_path / "l")
+    assert ledger.record == before
+    ledger.commit(4, ledger.begin(0))
+    ledger.close()
+    assert b'"digest":"' in path.read_bytes()
+    assert peek(tmp_path / "l") == ledger.record == Record(4, (6,), "id")

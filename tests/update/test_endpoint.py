@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import treadle.update.rank.worker_client as worker_client
 import treadle.update.worker.endpoint as endpoint_module
 import treadle.wire.link as link_module
 from tests.support.patience import PATIENT_S, SOON_S
@@ -22,18 +24,26 @@ from tests.support.update.workers import Asker
 from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
 from treadle.update.protocol.messages import (
+    PROTOCOL,
     Commit,
+    Finish,
     FromWorker,
     GetStatus,
+    Hello,
+    Prepared,
     Refused,
+    Settle,
     Status,
+    Welcome,
 )
 from treadle.update.rank.inbox import Inbox
-from treadle.update.rank.worker_client import WorkerClient
-from treadle.update.worker.endpoint import MOST_ASKERS, MOST_STRANGERS, worker_path
+from treadle.update.rank.worker_client import WorkerClient, WorkerRefusedError
+from treadle.update.worker.asking import ask
+from treadle.update.worker.endpoint import MOST_ASK_BYTES, MOST_ASKERS, MOST_STRANGERS, worker_path
 from treadle.update.worker.worker import Worker
-from treadle.wire.errors import PeerGoneError
+from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link, accept
+from treadle.wire.listeners import call_path
 
 
 def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
@@ -66,20 +76,65 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         assert eventually(lambda: endpoint.num_askers < MOST_ASKERS)
         askers.append(Asker(place, 0))
         strangers = [connect(worker_path(place, 0)) for _ in range(MOST_STRANGERS + 1)]
-        strangers[-1].settimeout(3.0)
-        told = b"".join(iter(lambda: strangers[-1].recv(1000), b""))  # one beyond these is turned away at once
-        assert b"32 others have not said yet who they are" in told
-        with ThreadPoolExecutor() as pool:
-            coming = pool.submit(beside.connect, 3, 20.0)  # an update rank that is turned away comes again
-            time.sleep(0.3)
-            assert not coming.done()
-            strangers.pop(0).close()
-            coming.result()
+        strangers[0].settimeout(PATIENT_S)
+        told = b"".join(iter(lambda: strangers[0].recv(1000), b""))  # one more than these closes the oldest
+        assert b"32 others came that have not said yet who they are" in told
+        beside.connect(3, PATIENT_S)  # nobody has to wait until strangers say who they are
+        assert isinstance(beside.ask(GetStatus(), Status, PATIENT_S), Status)
+        beside.drop()
         for asker in askers:
             assert asker.status().state == "closed"
             asker.close()
         for stranger in strangers:
             stranger.close()
+
+
+def test_an_update_rank_that_is_closed_among_strangers_comes_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "MOST_STRANGERS", 1)
+    calls: list[Link[FromWorker]] = []
+    strangers = []
+
+    def crowded(path: Path, *args: Any) -> Link[FromWorker]:
+        link = call_path(path, *args)
+        calls.append(link)
+        if len(calls) <= 2:
+            strangers.append(connect(path))
+            poll = select.poll()
+            poll.register(link.connection, select.POLLIN)
+            assert poll.poll(PATIENT_S * 1000), "it was not closed"
+        return link
+
+    monkeypatch.setattr(worker_client, "call_path", crowded)
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
+        beside = WorkerClient(place, 0, Inbox(), lambda name, text: None)
+        beside.connect(0, PATIENT_S)
+        assert len(calls) == 3
+        beside.drop()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_question_is_no_larger_than_an_engine_can_spare(place: Path) -> None:
+    """An asker that announces more is refused before a byte of it is held; update ranks send layouts of any size."""
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0, answer=lambda body: (1, str(len(body)).encode())):
+        assert ask(place, 0, b"x" * MOST_ASK_BYTES) == (1, str(MOST_ASK_BYTES).encode())
+        with pytest.raises(ValueError, match=f"a question has up to {MOST_ASK_BYTES} bytes, got {MOST_ASK_BYTES + 1}"):
+            ask(place, 0, b"x" * (MOST_ASK_BYTES + 1))
+        for role, told in (("ask", Refused), ("update", None)):
+            link: Link[FromWorker] = Link(connect(worker_path(place, 0)), FromWorker)
+            link.send(Hello(PROTOCOL, role))  # type: ignore[arg-type]
+            assert isinstance(link.receive(PATIENT_S), Welcome)
+            link.connection.send(struct.pack("!I", MOST_ASK_BYTES + (1 << 20)))
+            if told is None:
+                with pytest.raises(TimeoutError):
+                    link.receive(0.5)
+            else:
+                refused = link.receive(PATIENT_S)
+                assert isinstance(refused, told)
+                assert f"has {MOST_ASK_BYTES + (1 << 20)} bytes, the limit is" in refused.text
+            link.close()
 
 
 def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(place: Path) -> None:
@@ -176,3 +231,33 @@ def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
     assert handled.wait(PATIENT_S)
     assert not endpoint._slot.held
     assert engine.gate.version is None
+
+
+def test_an_answer_of_another_attempt_is_not_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a connection used again on which an answer is outstanding."""
+    lost: SimpleQueue[str] = SimpleQueue()
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: lost.put(text))
+        rank.connect(0, PATIENT_S)
+        assert rank.ask(Settle(5, None, ()), Status, PATIENT_S).epoch == 5
+        told = rank.ask(Settle(6, None, ()), Status, PATIENT_S)
+        monkeypatch.setattr(Worker, "handle", lambda worker, message: told)
+        with pytest.raises(WireError, match="Status of attempt 6 came in attempt 7"):
+            rank.ask(Settle(7, None, ()), Status, PATIENT_S)
+        monkeypatch.setattr(Worker, "handle", lambda worker, message: Refused("busy", "later", 6))
+        with pytest.raises(WireError, match="Refused of attempt 6 came in attempt 7"):
+            rank.ask(Settle(7, None, ()), Status, PATIENT_S)
+        monkeypatch.undo()
+        with pytest.raises(WorkerRefusedError, match="attempt 4 is over") as refused:
+            rank.ask(Finish(4), Prepared, PATIENT_S)
+        assert refused.value.refused.epoch == 4
+        link = rank._link
+        rank.connect(0, PATIENT_S)
+        assert rank._link is link
+        rank.send(GetStatus())
+        assert rank.is_answering
+        rank.connect(0, PATIENT_S)
+        assert rank._link is not link
+        assert not rank.is_answering
+        assert rank.layout(PATIENT_S) == endpoint.worker.adapter.layout()
+        rank.drop()

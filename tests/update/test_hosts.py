@@ -207,6 +207,40 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
         assert all("update rank 0 could not start its coordinator: " in text for text in told[1:]), told
 
 
+def updates_or_not(rank: int, hosts: Hosts, have: Holding) -> str:
+    updater, told = None, ""
+    try:
+        updater = hosts.updater(rank)
+        updater.update(source_of(have, rank, 1), 1)
+    except (ValueError, OSError, UpdateError) as error:
+        told = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    if updater is not None:
+        updater.close()
+    return told
+
+
+def test_a_rank_that_cannot_start_is_named_by_those_that_wait_for_it() -> None:
+    """One rank has no key, or none that it can read: it never joins."""
+    have, want = layouts()
+    with Workers(want) as workers:
+        hosts = two_hosts(workers)
+        (key,) = set(hosts.keys)
+        for wrong, why in ((None, "update rank 0 was given a key and this rank none"), (Path("none"), "No such file")):
+            told = check(run_ranks(4, updates_or_not, Hosts(hosts.sockets, hosts.ledger, (key, key, wrong, key)), have))
+            assert why in told[2]
+            for rank in (0, 1, 3):
+                assert told[rank].startswith(
+                    "UpdateError: update rank 2, in phase enter of attempt 0: it could not start"
+                )
+                assert why in told[rank]
+        told = check(
+            run_ranks(4, updates_or_not, Hosts(hosts.sockets, hosts.ledger, (Path("none"), key, key, key)), have)
+        )
+        assert all("No such file" in text for text in told), told
+        assert check(run_ranks(4, twice, hosts, have)) == [[1, 2]] * 4
+
+
 def one_wrong_key(rank: int, hosts: Hosts, have: Holding) -> str:
     try:
         with hosts.updater(rank) as updater:

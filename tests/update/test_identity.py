@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,27 @@ def _run_with(rank: int, places: tuple[Path, Path], have: Holding, do: Do, optio
         return do(updater, rank, have)
 
 
+def fork_child(engine: Any) -> int:
+    """In a worker's process: a child that lives on, as of a pool of processes."""
+    child = os.fork()
+    if not child:
+        time.sleep(PATIENT_S)
+        os._exit(0)
+    return child
+
+
+def test_a_worker_that_was_killed_is_started_again_though_its_child_lives() -> None:
+    with Workers(whole(2)) as workers:
+        run(workers, 2, first)
+        child = workers.tell(1, fork_child)
+        try:
+            workers.restart(1)
+            assert all(told == "" and moved > 0 for told, moved in run(workers, 2, recovers))
+            assert served(workers) == [1, 1]
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 # ---- logs ------------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +334,37 @@ def test_a_log_that_is_lost_is_replaced_by_one_that_takes_over() -> None:
         assert run(workers, 2, second, new) == ["", ""]
         assert all("another log" in told for told in run(workers, 2, second))
         assert served(workers) == [2, 2]
+
+
+def updates_to(version: int, weights: int, updater: Updater, rank: int, have: Holding) -> str:
+    return error_of(lambda: updater.update(source_of(have, rank, weights), version))
+
+
+def test_a_log_that_was_put_back_from_a_backup_is_refused_and_its_workers_go_on() -> None:
+    """It is the workers' own log, of which they have a later version."""
+    with Workers(whole(2)) as workers:
+        log, kept, newest = workers.ledger, workers.directory / "kept", workers.directory / "newest"
+        run(workers, 2, first)
+        shutil.copytree(log, kept)
+        assert run(workers, 2, partial(updates_to, 2, 2)) == run(workers, 2, partial(updates_to, 3, 3)) == ["", ""]
+        log.rename(newest)
+        kept.rename(log)
+        for named in ({}, {"takeover": True}):
+            for told in run(workers, 2, partial(updates_to, 2, 12), **named):
+                assert (
+                    "workers 0, 1, in phase enter of attempt 0: worker 0 has version 3, committed by attempt 3" in told
+                )
+                assert f"the log in {log} ends with attempt 1: it is an older copy" in told
+                assert "an empty directory (takeover=True, --takeover)" in told
+            assert all("it is an older copy" in told for told, _ in run(workers, 2, recovers, **named))
+            assert served(workers) == [3, 3]
+        workers.restart(1)
+        assert all("workers 0, in phase enter" in told for told, _ in run(workers, 2, recovers)), "one is enough"
+        assert served(workers) == [3, None]
+        assert all(told == "" and moved > 0 for told, moved in run(workers, 2, recovers, newest))
+        assert run(workers, 2, recovers, workers.directory / "empty", takeover=True) == [("", 0)] * 2
+        assert served(workers) == [3, 3]
+        assert workers.tell(0, Compare(3)) == workers.tell(1, Compare(3)) == []
 
 
 # ---- one worker and one log, without processes -----------------------------------------------------------------------

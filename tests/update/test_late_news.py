@@ -38,6 +38,9 @@ class Coordinating:
         self.link.send(Joined())
         return link, "the coordinator"
 
+    def start_failure(self) -> None:
+        """All ranks have started."""
+
     def stop(self, epoch: int) -> None:
         self.link.send(Stop(epoch, Fault(epoch, "worker 0", "load", 0, "trouble"), committed=False))
 

@@ -116,7 +116,7 @@ def test_a_tensor_that_two_ranks_describe_differently_is_told_in_words() -> None
 def recovered(updater: Updater, rank: int) -> list[str]:
     with pytest.raises(ValueError, match=r"recover\(source, version=7\) from a source that has it; got a version and"):
         updater.recover(version=3)
-    with pytest.raises(ValueError, match=rf"versions are numbers from 1 to {MOST}, got {2**64}"):
+    with pytest.raises(ValueError, match=rf"version is a whole number from 1 to {MOST}, got int {2**64}"):
         updater.update(Source.of({}), 2**64)
     return [error_of(updater.recover)]
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.budget import Budget
 from tests.support.update.model_checker import explore
 from tests.support.update.world import RULES, Sizes
-from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol import attempt, coordinator, rank, worker
 from treadle.update.protocol.worker import WorkerState
 
 SMALL = {
@@ -23,6 +23,8 @@ SMALL = {
     "mistake": Sizes(updates=1, crashes=0, mistakes=1),
     "two updates": Sizes(updates=2, crashes=0),
     "one worker": Sizes(ranks=1, workers=1, updates=1, crashes=1, replacements=1),
+    "restored": Sizes(updates=2, crashes=0, restores=1),
+    "a child": Sizes(updates=1, crashes=0, children=1),
 }
 
 
@@ -37,7 +39,7 @@ def test_no_state_is_wrong(name: str, budget: Budget) -> None:
 
 def test_no_state_of_all_kinds_of_trouble_together_is_wrong(budget: Budget) -> None:
     """There are too many of them: the nearest are explored, as many as the budget allows."""
-    found = explore(Sizes(replacements=1, mistakes=1), round(NEAREST * budget.factor))
+    found = explore(Sizes(replacements=1, mistakes=1, restores=1, children=1), round(NEAREST * budget.factor))
     budget.covered(f"the nearest {found.states} states")
     assert not found.wrong, "\n".join((found.wrong, *found.trace))
     assert found.whole or found.states > NEAREST
@@ -122,3 +124,16 @@ def test_a_planted_fault_is_found(plant: Callable[[Any], None], monkeypatch: pyt
     plant(monkeypatch)
     found = explore(Sizes(updates=1, crashes=1, recoveries=0))
     assert found.wrong
+
+
+def test_an_older_copy_of_the_log_serves_a_version_twice_where_nothing_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, budget: Budget
+) -> None:
+    """Version 2 is committed and served; then the log of before is put back, and other weights become version 2."""
+    sizes = Sizes(updates=2, crashes=0, recoveries=0, restores=1)
+    assert not explore(sizes).wrong
+    monkeypatch.setattr(attempt, "is_outdated", lambda record, status: False)
+    found = explore(sizes)
+    budget.covered(f"{found.wrong}, {len(found.trace)} steps, {found.states} states")
+    assert found.wrong.startswith("once: worker")
+    assert any("put back from a backup" in step for step in found.trace)

@@ -16,7 +16,7 @@ import torch
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.workers import Asker, Spawned
-from treadle.update import ClosedError, Endpoint, Source, UpdateOptions, Updater
+from treadle.update import ClosedError, Endpoint, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffers import Memory
@@ -24,7 +24,7 @@ from treadle.weights.buffers import Memory
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
-from treadle.update.adapters.transformers import Transformers, named_weights  # noqa: E402
+from treadle.update.adapters.transformers import Transformers, named_weights, tied_names  # noqa: E402
 
 SMALL = {
     "vocab_size": 512,
@@ -86,6 +86,31 @@ def test_logits_are_those_of_a_fresh_load_three_times(name: str) -> None:
     assert seen == [[(1, True), (2, True), (3, True)]] * 2
 
 
+def untied(rank: int, sockets: Path, ledger: Path) -> tuple[str, tuple[str, ...], bool]:
+    """A trainer that does not tie what the engine ties; then one whose state dict has both names of one tensor."""
+    with Updater(sockets, ledger=ledger, options=OPTIONS) as updater:
+        told = ""
+        try:
+            updater.update(Source.of(named_weights(make("qwen3", 1))), 1)
+        except UpdateError as error:
+            told = str(error)
+        torch.distributed.barrier()
+        model = make("qwen3-tied", 2)
+        notes = updater.update(Source.of(model.state_dict()), 2).notes
+        asker = Asker(sockets, rank)
+        answer = asker.ask()
+        asker.close()
+        assert isinstance(answer, Answer)
+        return told, notes, answer.body == logits(model).numpy().tobytes()
+
+
+def test_a_trainer_that_does_not_tie_what_the_engine_ties_is_refused() -> None:
+    with Spawned(2, serve, "qwen3-tied") as workers:
+        for told, notes, same in check(run_ranks(2, untied, workers.sockets, workers.ledger)):
+            assert "engines have tied 'lm_head.weight' to 'model.embed_tokens.weight'" in told
+            assert (notes, same) == ((), True)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen3-moe"])
 def test_weights_have_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model = make(name, 1)
@@ -94,6 +119,7 @@ def test_weights_have_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> 
     mine = named_weights(model)
     assert {piece.tensor for piece in source.held} == set(mine)
     assert all(torch.equal(mine[piece.tensor], held) for piece, held in source.held.items())
+    assert tied_names(model) == ({"lm_head.weight": "model.embed_tokens.weight"} if name == "qwen3-tied" else {})
 
 
 def test_a_checkpoint_is_read_once_by_all_ranks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import random
+import resource
 import signal
 import socket
 import stat
@@ -227,6 +228,34 @@ def test_a_connection_that_is_closed_while_another_thread_sends(
     with pytest.raises(PeerGoneError, match="is closed"):
         here.send(GetStatus())
     for end in (here, there, server):
+        end.close()
+
+
+def test_descriptors_that_a_process_has_no_room_for_are_not_said_to_be_too_many(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir(mode=0o700)
+    server = listen(tmp_path / "s" / "one.sock")
+    here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
+    assert there is not None
+    buffers = [HostBuffer.make(100) for _ in range(2)]
+    here.send(Map((100, 100)), fds=[buffer.fd for buffer in buffers if buffer.fd is not None])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(server.fileno())
+    mapped = os.dup(buffers[0].fd or 0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
+        os.close(spare)  # room for one
+        with pytest.raises(
+            WireError, match=rf"process {os.getpid()} has as many files open as it may, {spare + 1}; raise"
+        ):
+            there.receive(PATIENT_S)
+        assert there.fds == []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, limits[1]))
+        with pytest.raises(ValueError, match=r"a buffer cannot be mapped: process .* raise its limit \(ulimit -n\)"):
+            HostBuffer.map(mapped, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for end in (here, there, server, *buffers):
         end.close()
 
 

@@ -15,9 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
+
+from treadle.host.processes import ended
 
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 107  # bytes of sun_path, less the terminating zero
+
+_own: WeakSet[socket.socket] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,26 @@ def own_directory(path: Path, why: str = "others could reach the sockets in it")
     return path
 
 
+def close_in_children(own: socket.socket) -> None:
+    """Has processes that this one forks close their copy: a child that outlives it would keep the socket open."""
+    _own.add(own)
+
+
+def _close_copies() -> None:
+    for copy in list(_own):
+        copy.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 def listen(path: Path) -> socket.socket:
     """Returns a server at `path`. The socket of a process that has ended is replaced."""
     own_directory(path.parent)
     if len(os.fsencode(path)) > _LONGEST:
         raise ValueError(f"{path} is longer than the {_LONGEST} bytes a Unix socket's path may have; use a shorter one")
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(server)
     try:
         with _alone_in(path.parent):
             if path.exists() and not _is_listening(path):
@@ -129,4 +148,5 @@ def _is_listening(path: Path) -> bool:
             return True
         except OSError:
             return False
-        return True
+        pid = peer_of(probe).pid  # of the process that listens; 0 where it is in another pid namespace
+        return pid <= 0 or not ended(pid)  # a child of one that has ended may hold its socket

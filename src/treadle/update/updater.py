@@ -9,6 +9,8 @@ every rank that lives, and can be tried again unless a rank was lost. `AttemptRu
 
 from __future__ import annotations
 
+import operator
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.dist.clock import clock_offset
+from treadle.host.errors import named
 from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator import Coordinator
@@ -36,7 +39,7 @@ from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.update.updated import Updated
-from treadle.wire.seal import read_key
+from treadle.weights.pieces import is_text
 
 
 class Updater:
@@ -77,17 +80,19 @@ class Updater:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.takeover, self.new_set = takeover, new_set
         self.attempt: AttemptRun | None = None
+        self._running = threading.Lock()
         self._trace_group: Buckets | None = None
-        rendezvous = Rendezvous(directory, read_key(key) if key is not None else None, address)
-        self.coordinator = self._host(rendezvous, ledger, options.phase_s)
-        inbox = Inbox()
+        rendezvous, inbox = Rendezvous(directory, key, address), Inbox()
+        with rendezvous.published():
+            self.coordinator = self._host(rendezvous, ledger, options.phase_s)
+            client = CoordinatorClient(rendezvous, self.rank, self.world, inbox, options)
         self.context = RankContext(
             self.rank,
             directory,
             options,
             device,
             inbox,
-            CoordinatorClient(rendezvous, self.rank, self.world, inbox, options),
+            client,
             WorkerClient(directory, self.rank, inbox, self._worker_lost),
             Plans(options.memory),
             Broadcasts(rendezvous.name, self.rank, self.world, options.deadline_s, device),
@@ -137,25 +142,36 @@ class Updater:
             UpdateError: on every rank that lives. Its `committed` says whether the version was decided before.
 
         """
-        if not 1 <= version <= MOST:
-            raise ValueError(f"versions are numbers from 1 to {MOST}, got {version}")
-        names = tuple(sorted(changed)) if changed is not None else None
-        return self._run(UpdateRequest("update", version, source, names, base, self.takeover, self.new_set))
+        number, before = _version("version", version), _version("base", base) if base is not None else None
+        names = _names(changed) if changed is not None else None
+        return self._run(UpdateRequest("update", number, source, names, before, self.takeover, self.new_set))
 
     def recover(self, source: WeightSource | None = None, version: int = 0) -> Updated:
         """Bring the committed version to workers that do not serve it, from peers, which go on serving.
 
         Where no peer can export it, give a `source` that still has that `version`.
         """
-        if (source is None) != (version == 0):
+        number = _version("version", version) if isinstance(version, bool) or version != 0 else 0
+        if (source is None) != (number == 0):
             given = "a version and no source" if source is None else "a source and no version"
             raise ValueError(
                 f"recover() takes the version from workers that serve it, recover(source, version=7) from a source "
                 f"that has it; got {given}"
             )
-        return self._run(UpdateRequest("recover", version, source, takeover=self.takeover, new_set=self.new_set))
+        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover, new_set=self.new_set))
 
     def _run(self, request: UpdateRequest) -> Updated:
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "this updater is in an update or recovery already, which another thread or a callback began; call one "
+                "after the other, in the same order on all ranks"
+            )
+        try:
+            return self._attempt(request)
+        finally:
+            self._running.release()
+
+    def _attempt(self, request: UpdateRequest) -> Updated:
         context = self.context
         if context.coordinator.lost:
             text = f"lost before this attempt: {context.coordinator.why_lost}; start the update ranks again"
@@ -165,10 +181,12 @@ class Updater:
         try:
             done = attempt.run()
         except BaseException as error:
-            known = attempt.fail(error)
-            self._break_off()
-            if context.broadcasts.made == 0 and context.broadcasts.drop():  # a stuck broadcast may still write to them
-                context.buffers.free()
+            try:
+                known = attempt.fail(error)
+            finally:
+                self._break_off()
+                if context.broadcasts.made == 0 and context.broadcasts.drop():  # a stuck one may still write to them
+                    context.buffers.free()
             if not isinstance(error, Exception):
                 raise
             raise known from error
@@ -213,6 +231,28 @@ class Updater:
         self.context.buffers.free()
         if self.coordinator is not None:
             self.coordinator.close()
+
+
+def _version(name: str, given: object) -> int:
+    """A version as a message holds it. Raises ValueError for what is no whole number of that range."""
+    try:
+        number = operator.index(given) if not isinstance(given, bool) else 0  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MOST:
+        raise ValueError(f"{name} is a whole number from 1 to {MOST}, got {named(given)}")
+    return number
+
+
+def _names(changed: Collection[str]) -> tuple[str, ...]:
+    """The names of tensors, in order. Raises ValueError where they are none."""
+    if isinstance(changed, str | bytes):
+        raise ValueError(f"changed is a collection of tensor names, got {named(changed)}; give [{changed!r}]")
+    names = list(changed)
+    for name in names:
+        if not isinstance(name, str) or not is_text(name):
+            raise ValueError(f"changed has names of tensors, text without surrogates, got {named(name)}")
+    return tuple(sorted(names))
 
 
 __all__ = ["UpdateError", "Updated", "Updater"]

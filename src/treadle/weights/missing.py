@@ -1,4 +1,4 @@
-"""Words for tensors that are wanted and not there: which, who wants them, and what they may be called."""
+"""Words for tensors that only one side has: wanted and not there, or there and not wanted."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def missing_tensors(names: list[str], have: Holding, want: Holding) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     count = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
     return f"{_workers(workers)} {count} that no rank has: {named}{more}; give a source with all that workers want"
+
+
+def unwanted_tensors(names: list[str]) -> str:
+    """Make the note on tensors that ranks have and no worker wants."""
+    named = ", ".join(map(repr, names[:_MOST_NAMED]))
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    count = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
+    return f"no worker wants {count} that the source has, not sent: {named}{more}"
 
 
 def near(name: str, known: Collection[str]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
     "int64": 8,
+    "uint64": 8,
+    "complex64": 8,
     "float32": 4,
     "int32": 4,
     "uint32": 4,
@@ -28,6 +30,11 @@ ITEMSIZE: dict[str, int] = {
 """Bytes an element; names are torch's, without `torch.`."""
 
 
+def is_text(name: str) -> bool:
+    """True where a name can be sent: it has no surrogates."""
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor as a whole. Tensors of one `family` (a quantised weight and its scale) travel in one bucket."""
@@ -38,6 +45,8 @@ class Tensor:
     family: str = ""
 
     def __post_init__(self) -> None:
+        if not (is_text(self.name) and is_text(self.family)):
+            raise ValueError(f"a tensor's name is text without surrogates, got {self.name!r}; rename it")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"tensor {self.name} has dtype {self.dtype!r}; known are {', '.join(ITEMSIZE)}")
         if any(length < 0 for length in self.shape):

@@ -6,11 +6,22 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from treadle.wire.errors import WireError
+from treadle.wire.errors import MalformedError, WireError
 
 M = TypeVar("M")
 
-encode = msgspec.msgpack.encode
+
+def encode(message: Any) -> bytes:
+    """Returns the message's bytes. Raises WireError where it holds what no message can: text with surrogates, say."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+
+def sendable(text: str) -> str:
+    """Returns a text that a message can hold: with surrogates escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class MessageDecoder(Generic[M]):
@@ -20,9 +31,9 @@ class MessageDecoder(Generic[M]):
         self._decode = msgspec.msgpack.Decoder(takes).decode
 
     def __call__(self, body: bytes) -> M:
-        """Returns the message, or raises WireError where the body is none of the union."""
+        """Returns the message, or raises MalformedError where the body is none of the union."""
         try:
             message: M = self._decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError
-            raise WireError(f"a message of {len(body)} bytes is malformed: {error}") from None
+            raise MalformedError(f"a message of {len(body)} bytes is malformed: {error}") from None
         return message

@@ -9,6 +9,10 @@ class WireError(TreadleError):
     """Bytes came that are no message this end takes: too large, malformed or out of order."""
 
 
+class MalformedError(WireError):
+    """The body of a whole frame is no message that this end takes. The messages after it can be read."""
+
+
 class WrongKeyError(WireError):
     """The first message was not made with this end's key: the other end has another one, or none."""
 

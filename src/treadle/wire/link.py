@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from treadle.host.processes import stopped
-from treadle.host.sockets import peer_of, refuse_strangers
+from treadle.host.processes import no_descriptor_left, stopped
+from treadle.host.sockets import close_in_children, peer_of, refuse_strangers
 from treadle.wire.codec import MessageDecoder, encode
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
@@ -44,6 +44,7 @@ class Link(Generic[M]):
 
     def __init__(self, connection: socket.socket, takes: Any, *, seal: Seal | None = None, peer: str = "") -> None:
         connection.setblocking(False)
+        close_in_children(connection)
         self.connection = connection
         self.pid = peer_of(connection).pid if seal is None else 0
         self.peer = peer if peer else f"process {self.pid}"
@@ -53,8 +54,7 @@ class Link(Generic[M]):
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._shutting = threading.Lock()
-        self._pidfd = _pidfd(self.pid)
-        self._ended = False
+        self._pidfd, self._ended = _watched(self.pid)
         self._seal = seal
         if seal is not None:
             connection.send(framed(seal.nonce))  # the first bytes: the send buffer has room
@@ -64,9 +64,9 @@ class Link(Generic[M]):
         assert self._seal is not None
         self._seal.meet(self._frame(time.monotonic() + timeout_s))
 
-    def trust(self) -> None:
-        """Allows large messages from now on."""
-        self._frames.most_bytes = MOST_BYTES
+    def trust(self, most_bytes: int = MOST_BYTES) -> None:
+        """Allows messages of up to `most_bytes` from now on."""
+        self._frames.most_bytes = most_bytes
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """Hands the whole message to the kernel, or raises PeerGoneError or TimeoutError.
@@ -140,9 +140,12 @@ class Link(Generic[M]):
                 whole = array.array("i")
                 whole.frombytes(rights[: len(rights) - len(rights) % whole.itemsize])
                 self.fds += whole
-        if len(self.fds) > MOST_FDS or flags & socket.MSG_CTRUNC:
+        came = len(self.fds)
+        if came > MOST_FDS or flags & socket.MSG_CTRUNC:
             self.drop_fds()
-            raise WireError(f"more than {MOST_FDS} descriptors came")
+            if came >= MOST_FDS:
+                raise WireError(f"more than {MOST_FDS} descriptors came")
+            raise WireError(f"descriptors that came with a message could not be taken: {no_descriptor_left()}")
         if not data:
             raise PeerGoneError(f"{self.peer} closed the connection")
         self._frames.feed(data)
@@ -228,11 +231,16 @@ def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) ->
             yield link
 
 
-def _pidfd(pid: int) -> int | None:
-    """Returns None for a process of another pid namespace or one that ended; the stream tells its end then."""
+def _watched(pid: int) -> tuple[int | None, bool]:
+    """Returns a pidfd, and whether the process has ended already.
+
+    There is none for a process of another pid namespace, of another host, or this one: the stream tells its end.
+    """
     if pid <= 0 or pid == os.getpid():
-        return None
+        return None, False
     try:
-        return os.pidfd_open(pid)
+        return os.pidfd_open(pid), False
+    except ProcessLookupError:
+        return None, True
     except OSError:
-        return None
+        return None, False

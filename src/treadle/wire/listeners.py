@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.host.sockets import close_server, connect, listen
+from treadle.host.sockets import close_in_children, close_server, connect, listen
 from treadle.host.tcp import connect_to, listen_at, send_at_once
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link, accept
@@ -52,6 +52,7 @@ class KeyedListener:
 
     def __init__(self, address: str, key: bytes) -> None:
         self.server = listen_at(address, _BACKLOG)
+        close_in_children(self.server)
         self.address, self.port = address, int(self.server.getsockname()[1])
         self._key = key
 

@@ -31,7 +31,10 @@ Link: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bounds of a world. `crashes` counts faults: processes that end, and ranks that give up waiting."""
+    """Bounds of a world. `crashes` counts faults: processes that end, and ranks that give up waiting.
+
+    `restores`: the log is put back as it was at first. `children`: workers that end while a child holds their sockets.
+    """
 
     ranks: int = 2
     workers: int = 2
@@ -40,6 +43,8 @@ class Sizes:
     replacements: int = 0
     mistakes: int = 0
     recoveries: int = 1
+    restores: int = 0
+    children: int = 0
     rules: frozenset[str] = RULES
 
 
@@ -89,7 +94,11 @@ class Run(NamedTuple):
 
 
 class World(NamedTuple):
-    """The whole state. `logs` are on disk, `on[log]` the slots it was committed on, `left` the bounds not used up."""
+    """The whole state. `logs` are on disk, `on[log]` the slots it was committed on, `left` the bounds not used up.
+
+    What was decided stays so when a log is put back: `decided[log]` is the last version, `true` are all weights that
+    were decided to be one.
+    """
 
     logs: tuple[Record, ...]
     counters: tuple[int, ...]
@@ -97,18 +106,20 @@ class World(NamedTuple):
     processes: tuple[Process, ...]
     runs: tuple[Run, ...]
     version: int
-    left: tuple[int, int, int, int, int]
+    left: tuple[int, ...]
     members: tuple[tuple[Member, ...], ...]
+    decided: tuple[int, ...] = (1, 1)
+    true: frozenset[tuple[int, int, int]] = frozenset({(0, 1, 1), (1, 1, 1)})
     wrong: str = ""
 
     def key(self) -> Any:
         """A key that worlds with the same future share."""
         runs = tuple((r.log, r.world, _core_key(r.core), r.ranks, r.down, r.asked) for r in self.runs)
-        rest = self.counters, self.on, self.version, self.left, self.members
+        rest = self.counters, self.on, self.version, self.left, self.members, self.decided, self.true
         return self.logs, self.processes, runs, rest
 
 
-UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES = range(5)
+UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES, RESTORES, CHILDREN = range(7)
 
 
 def _core_key(core: CoordinatorState | None) -> Any:
@@ -133,14 +144,28 @@ def start(sizes: Sizes) -> World:
         )
         for slot in range(sizes.workers)
     )
-    slotted = "slots" in rules
-    members = tuple(Member(p.slot, f"s{p.slot}" if slotted else "", p.incarnation, 1, "") for p in processes)
-    members = members if "members" in rules else ()
-    logs = Record(1, (1,), ids[0], members), Record(1, (1,), ids[1])
+    logs = first_logs(sizes)
     on = frozenset(range(sizes.workers)), frozenset[int]()
     left = sizes.updates, sizes.crashes, sizes.replacements, sizes.mistakes, sizes.recoveries
+    left = *left, sizes.restores, sizes.children
     world = World(logs, (1, 1), on, processes, (), 1, left, ((), ()))
     return started(world, 0, sizes.ranks)
+
+
+def first_logs(sizes: Sizes) -> tuple[Record, Record]:
+    """The logs as they are at first."""
+    rules = sizes.rules
+    ids = ("A", "B") if "log ids" in rules else ("", "")
+    slots = [f"s{slot}" if "slots" in rules else "" for slot in range(sizes.workers)]
+    members = tuple(Member(slot, name, f"w{slot}", 1, "") for slot, name in enumerate(slots))
+    return Record(1, (1,), ids[0], members if "members" in rules else ()), Record(1, (1,), ids[1])
+
+
+def restored(world: World, sizes: Sizes) -> World:
+    """The first log is put back as it was at first; whoever asks for versions goes by it."""
+    first = first_logs(sizes)[0]
+    logs, counters = with_item(world.logs, 0, first), with_item(world.counters, 0, 1)
+    return replace(world, logs=logs, counters=counters, version=1)
 
 
 def started(world: World, log: int, num: int) -> World:
@@ -247,9 +272,13 @@ def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> 
             assert isinstance(action, Decide)
             if crash == "before":
                 raise Crashed(world)
-            record = committed(world.logs[log], action.version, run.core.attempt.epoch, world.members[log])
+            version, epoch = action.version, run.core.attempt.epoch
+            record = committed(world.logs[log], version, epoch, world.members[log])
+            if run.asked[0] == "recover" or version > world.decided[log]:
+                world = replace(world, true=world.true | {(log, version, epoch)})
             world = replace(
                 world,
+                decided=with_item(world.decided, log, max(world.decided[log], version)),
                 logs=with_item(world.logs, log, record),
                 on=with_item(world.on, log, frozenset(range(run.world)) | world.on[log]),
             )
@@ -334,7 +363,7 @@ def fail(world: World, link: Link, *, heard: bool = True) -> World:
     me = world.runs[number].ranks[r]
     assert me is not None
     assert me.state is not None
-    if not me.state.epoch or not heard:
+    if not heard:
         return leave(world, link, None)
     world = _hear(world, link, Fault(me.state.epoch, f"rank {r}", me.state.phase, -1, ""))
     down = world.runs[number].down[r]

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from treadle.update.memory.copying import copy, digest
+from treadle.update.memory.sharing import memory_fault
 from treadle.update.protocol.messages import WeightLayout
 from treadle.update.worker.arrivals import Arrival
 from treadle.update.worker.gate import Gate
@@ -30,7 +31,11 @@ def digest_of(held: Mapping[str, torch.Tensor]) -> str:
 
 
 class Plain:
-    """Tensors behind a gate: `held[name]` is box `boxes[name]` of `tensors[name]`, or all of it without these."""
+    """Tensors behind a gate: `held[name]` is box `boxes[name]` of `tensors[name]`, or all of it without these.
+
+    Each element has memory of its own. A tensor that is served under several names is held under one of them; `tied`
+    has the others: `tied={"head": "embed"}`. A source that has both must have the same elements in both.
+    """
 
     can_export = True
     whole = False
@@ -40,8 +45,10 @@ class Plain:
         held: Mapping[str, torch.Tensor],
         tensors: Mapping[str, Tensor] | None = None,
         boxes: Mapping[str, Box] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.held = dict(held)
+        self._tied = tuple(tied.items()) if tied is not None else ()
         self.gate = Gate()
         self._boxes = dict(boxes) if boxes is not None else {n: Box.whole(tuple(t.shape)) for n, t in held.items()}
         if tensors is None:
@@ -53,6 +60,14 @@ class Plain:
             dtype = str(self.held[name].dtype).removeprefix("torch.")
             if dtype != self._tensors[name].dtype:
                 raise ValueError(f"{name} is held as {dtype}, it is named as {self._tensors[name].dtype}; convert one")
+        for name, taken in self._tied:
+            if name in self._boxes or taken not in self._boxes:
+                raise ValueError(
+                    f"tied names tensors that are not held, and of each the one that is; got {name}: {taken}"
+                )
+        fault = memory_fault(self.held)
+        if fault is not None:
+            raise ValueError(fault)
 
     def serving(self) -> AbstractContextManager[int]:
         """Pass the gate with a request; yields the version of the tensors. Raises ClosedError."""
@@ -61,7 +76,7 @@ class Plain:
     def layout(self) -> WeightLayout:
         """The boxes held."""
         named = tuple(Piece(name, box) for name, box in self._boxes.items())
-        return WeightLayout(tuple(self._tensors.values()), named)
+        return WeightLayout(tuple(self._tensors.values()), named, tied=self._tied)
 
     def close(self, how: str, deadline_s: float) -> str | None:
         """Close the gate and wait for the requests inside."""

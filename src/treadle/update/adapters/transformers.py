@@ -11,7 +11,7 @@ makes views under the checkpoint's names, so that trainer, checkpoint and engine
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,16 +26,30 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Views of a model's weights by the names of its checkpoint; of tied tensors, the first."""
-    named: dict[str, torch.Tensor] = {}
-    seen: set[tuple[object, ...]] = set()
     state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        place = _place(tensor)
-        if place in seen:
-            continue
-        seen.add(place)
-        named.update(_by_expert(name, tensor.detach()))
+    named: dict[str, torch.Tensor] = {}
+    for first, *_ in _by_place(state):
+        named.update(_by_expert(first, state[first].detach()))
     return named
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of the checkpoint that `named_weights` leaves out, and of each the name that it has instead."""
+    state = model.state_dict(keep_vars=True)
+    tied: dict[str, str] = {}
+    for first, *others in _by_place(state):
+        for other in others:
+            pairs = zip(_by_expert(other, state[other]), _by_expert(first, state[first]), strict=True)
+            tied.update((name, taken) for (name, _), (taken, _) in pairs)
+    return tied
+
+
+def _by_place(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each tensor; tied tensors are one."""
+    places: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in state.items():
+        places.setdefault(_place(tensor), []).append(name)
+    return list(places.values())
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -66,7 +80,7 @@ class Transformers(Plain):
     """A model that generates. An update waits for requests to end, or breaks them off after their next token."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(named_weights(model))
+        super().__init__(named_weights(model), tied=tied_names(model))
         self.model = model
 
     def generate(self, *args: Any, **options: Any) -> tuple[int, Any]:

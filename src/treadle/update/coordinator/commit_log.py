@@ -2,12 +2,14 @@
 
 A decision is written to a new file, synced, renamed over the old one, and the directory is synced: after a crash there
 is the old decision or the new one. One coordinator at a time holds the log. On disk and in options it is the *ledger*.
+A digest in the file shows that its bytes are those that were written.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import threading
@@ -20,6 +22,12 @@ import msgspec
 
 from treadle.host.sockets import own_directory
 from treadle.update.protocol.record import MOST, Member, Record, committed
+
+
+class _Stored(Record, frozen=True, forbid_unknown_fields=True):
+    """A record in its file. Files written before there were digests have none."""
+
+    digest: str = ""
 
 
 def peek(directory: Path) -> Record:
@@ -72,7 +80,7 @@ class CommitLog:
     def _write(self, record: Record) -> None:
         part = self._path.with_suffix(".part")
         with _naming(part), part.open("wb") as file:
-            file.write(msgspec.json.encode(record))
+            file.write(msgspec.json.encode(_Stored(**msgspec.structs.asdict(record), digest=_digest(record))))
             file.flush()
             os.fsync(file.fileno())
         part.rename(self._path)
@@ -149,12 +157,23 @@ def _read(path: Path) -> Record:
     if not path.exists():
         return Record()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
-    except ValueError as error:  # msgspec's errors, and bytes that are not UTF-8
+        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
+        fields = msgspec.structs.asdict(stored)
+        digest = fields.pop("digest")
+        record = Record(**fields)
+        if digest and digest != _digest(record):
+            raise ValueError("its digest is not that of its content")
+    except ValueError as error:  # msgspec's errors, too, and bytes that are not UTF-8
         raise ValueError(
-            f"{path} is not a ledger ({error}); the committed version is unknown; remove it to start over, which "
-            "closes every worker until the next update"
+            f"{path} is not a ledger ({error}); the committed version is unknown; put the newest copy back, or, if "
+            "there is none, use an empty directory and take the workers over (takeover=True, --takeover): they go on "
+            "with the version that they serve"
         ) from error
+    return record
+
+
+def _digest(record: Record) -> str:
+    return hashlib.blake2b(msgspec.json.encode(record), digest_size=16).hexdigest()
 
 
 __all__ = ["CommitLog", "Member", "Record", "peek"]

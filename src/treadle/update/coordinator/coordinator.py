@@ -20,7 +20,7 @@ from treadle.update.protocol import coordinator as protocol
 from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Fault, ToCoordinator
 from treadle.wire.codec import encode
-from treadle.wire.errors import WireError, WrongKeyError
+from treadle.wire.errors import MalformedError, WireError, WrongKeyError
 from treadle.wire.listeners import Listener
 
 GRACE_S = 1.0
@@ -62,14 +62,20 @@ class Coordinator:
     def _hear(self, link: RankLink) -> None:
         """Take all messages that have come; the selector does not know of those that were read ahead."""
         while self.links.is_open(link):
+            rank = self.links.rank_of(link)
             try:
                 message = link.receive(0)
-                rank = self.links.rank_of(link)
                 if rank is None:
                     self._state = protocol.joined(self._state, self.links.join(link, message))
                     continue
             except TimeoutError:
                 return
+            except MalformedError as error:
+                if rank is None:
+                    self._lose(link, str(error))
+                    return
+                self._stop(self._state.attempt.fault(f"update rank {rank} ({link.peer})", str(error)))
+                continue
             except (OSError, WireError) as error:
                 if isinstance(error, WrongKeyError):
                     self.links.turn_away(link, error)

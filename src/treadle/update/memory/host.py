@@ -7,12 +7,15 @@ touched when it is made (fresh pages come at a ninth of the speed), and every up
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Sequence
 
 import torch
+
+from treadle.host.processes import no_descriptor_left
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -51,6 +54,8 @@ class HostBuffer:
                 raise ValueError(f"the buffer is said to have {size_bytes} bytes, its memory has {actual}")
             mapped = cls(fd, size_bytes)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ValueError(f"a buffer cannot be mapped: {no_descriptor_left()}") from error
             raise ValueError(f"what came is no sealed shared memory: {error.strerror}") from error
         finally:
             os.close(fd)

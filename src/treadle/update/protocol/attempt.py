@@ -18,6 +18,7 @@ from treadle.update.protocol.record import (
     Member,
     Record,
     is_foreign,
+    is_outdated,
     member_of,
     missing_members,
     replaced_members,
@@ -144,6 +145,16 @@ class Attempt:
                 f"worker {rank} belongs to another log: {status.log} committed its version {status.version}, and this "
                 f"one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take the "
                 "workers over (takeover=True, --takeover) if it is lost",
+            )
+        ahead = {r: status for r, status in self.statuses.items() if is_outdated(record, status)}
+        if ahead:  # with takeover, too: versions that were served would be committed a second time
+            rank, status = next(iter(sorted(ahead.items())))
+            raise AttemptRefusedError(
+                f"workers {_listed(sorted(ahead))}",
+                f"worker {rank} has version {status.version}, committed by attempt {status.content} of this log, and "
+                f"the log{f' in {where}' if where else ''} ends with attempt {max(record.epochs, default=0)}: it is an "
+                "older copy; use the newest one (ledger=, --ledger), or, if that is lost, take the workers over with "
+                "an empty directory (takeover=True, --takeover)",
             )
 
     def leaving(self, record: Record) -> list[Member]:

@@ -50,6 +50,9 @@ def check_layout(layout: WeightLayout) -> None:
     for piece in layout.pieces:
         if piece.tensor not in named:
             raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
+    for name, taken in layout.tied:
+        if name in named or taken not in named:
+            raise WireError(f"{name} is said to be tied to {taken}; only the latter may be a tensor of the layout")
     if not 0 <= layout.copies <= MOST_COPIES:
         raise WireError(f"an engine copies 0 to {MOST_COPIES} buckets while it loads, a layout says {layout.copies}")
 
@@ -74,7 +77,7 @@ def _listed(layout: WeightLayout, tensors: dict[Tensor, int], boxes: dict[Box, i
     for piece in layout.pieces:
         pieces += (number[piece.tensor], boxes.setdefault(piece.box, len(boxes)))
     idle = set(number.values()).difference(pieces[::2])
-    return Listed(tuple(pieces), tuple(sorted(idle)), layout.copies)
+    return Listed(tuple(pieces), tuple(sorted(idle)), layout.copies, layout.tied)
 
 
 def read_layouts(packed: bytes) -> Known:
@@ -98,7 +101,7 @@ def _spelled(listed: Listed, catalogue: Catalogue) -> WeightLayout:
         raise WireError("a catalogue has a tensor and a box for each piece")
     pieces = zip(numbers[::2], numbers[1::2], strict=True)
     own = tuple(Piece(tensors[t].name, boxes[b]) for t, b in pieces)
-    return WeightLayout(tuple(tensors[at] for at in named), own, listed.copies)
+    return WeightLayout(tuple(tensors[at] for at in named), own, listed.copies, listed.tied)
 
 
 def pack(catalogue: Catalogue) -> bytes:

@@ -32,8 +32,8 @@ class Join(Message, frozen=True):
 class Fault(Message, frozen=True):
     """What went wrong, where. `who` names a process for people; `bucket` is -1 outside of loading.
 
-    `corrupt`: bytes differed from their source's. `waited`: a wait for other ranks failed, and the sender cannot tell
-    whose fault that is.
+    `epoch` is 0 where the sender has not heard Go. `corrupt`: bytes differed from their source's. `waited`: a wait for
+    other ranks failed, and the sender cannot tell whose fault that is.
     """
 
     epoch: int
@@ -124,6 +124,7 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: tuple[Number, ...]
     idle: tuple[Number, ...]
     copies: Number = 0
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

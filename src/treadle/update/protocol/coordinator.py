@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import msgspec
+
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.control import (
     Agreed,
@@ -102,6 +104,8 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
             state, before = stop(state, attempt.fault(f"update rank {rank}", text))
             attempt = state.attempt
         attempt = replace(attempt, entered={**attempt.entered, rank: message})
+    elif isinstance(message, Fault) and not message.epoch:
+        return _leave(state, rank, message)
     elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
         return state, []  # the message belongs to an attempt that is over
     elif isinstance(message, Fault):
@@ -122,6 +126,17 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
     except WireError as error:
         state, actions = stop(state, fault_of_log(state, error))
     return state, [*before, *actions]
+
+
+def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
+    """A rank that has not heard Go cannot take part any more: all hear of it once all have entered."""
+    attempt = state.attempt
+    if attempt.phase != "enter":  # Go is on its way
+        return stop(state, msgspec.structs.replace(fault, epoch=attempt.epoch))
+    if rank not in attempt.entered:
+        return state, []  # the attempt is over
+    entry = msgspec.structs.replace(attempt.entered[rank], fault=fault)
+    return replace(state, attempt=replace(attempt, entered={**attempt.entered, rank: entry})), []
 
 
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:

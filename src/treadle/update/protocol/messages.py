@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.pieces import Piece, Tensor
 from treadle.weights.plan import Item, Take
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -203,11 +203,13 @@ class WeightLayout(Message, frozen=True):
     """A layout of weights: whole tensors, and the pieces of them that a rank has or a worker wants.
 
     `copies` is how many buckets the worker's engine copies on its device while it loads; buffers leave room for them.
+    `tied` are other names of tensors: the engine takes the second of each pair, and serves it under both names.
     """
 
     tensors: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
     copies: int = 0
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -259,10 +261,11 @@ class Answer(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The worker did not do what it was asked. `code` is for programs, `text` for people."""
+    """The worker did not do what attempt `epoch` asked. `code` is for programs, `text` for people."""
 
     code: Reason
     text: str
+    epoch: int = 0
 
 
 FromWorker: TypeAlias = (

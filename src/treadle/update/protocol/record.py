@@ -87,6 +87,11 @@ def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member
     ]
 
 
+def is_outdated(record: Record, status: Status) -> bool:
+    """True where this very log committed a worker's version after all that it knows: it is an older copy of itself."""
+    return bool(record.id) and status.origin == record.id and status.content > max(record.epochs, default=0)
+
+
 def is_foreign(record: Record, log: str) -> bool:
     """True where a worker's log is neither this one nor one that this one took over."""
     return bool(log) and log != record.id and log not in record.took

@@ -27,12 +27,14 @@ from treadle.update.protocol.messages import (
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
+from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.loading import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerRefusedError, blame, dismiss
 from treadle.update.updated import Updated
+from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
 
 FAREWELL_S = 3.0
@@ -54,10 +56,12 @@ class AttemptRun:
         self.coordinator.begin()
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
-        self._has = request.source.has if request.source is not None else _NOTHING
-        self._wants = _NOTHING
+        self._has = self._wants = _NOTHING
+        self._entered = False
+        """The coordinator may have this rank's entry."""
         self._status: Status | None = None
         self._shares: Shares | None = None
+        self._ties: TieComparison | None = None
         self._rollback_bytes = 0
 
     @property
@@ -141,11 +145,14 @@ class AttemptRun:
 
     def _tell(self, tell: TellCoordinator) -> FromCoordinator:
         self.coordinator.send(tell.message, self.phase)
+        self._entered = True
         return self.coordinator.hear(tell.answers, self.phase)
 
     def _enter(self) -> Enter:
         """Connect to the worker. A rank that cannot still enters, with the fault, so that all ranks hear of it."""
         deadline_s, fault = self.options.deadline_s, None
+        if self.request.source is not None:
+            self._has = self.request.source.has
         try:
             self.worker.connect(self.context.rank, deadline_s)
             self._status = self.worker.settled_in(deadline_s)
@@ -186,12 +193,28 @@ class AttemptRun:
             raise failure(self.epoch, self.coordinator.name, "plan", str(error)) from error
         except UnplannableError as error:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
+        self._ties = self._compare_ties(shares)
         context.buffers.fit(shares)
         exports = context.rank in layouts.holds
         self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
         self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
+
+    def _compare_ties(self, shares: Shares) -> TieComparison | None:
+        """Compare names that engines have tied, before anything closes, as far as this rank has both."""
+        tied, source = self.context.plans.tied(self._layouts), self.request.source
+        if not tied or source is None:
+            return None
+        ties = TieComparison(shares.plan, source, tied)
+        ties.compare_own()
+        self._refuse_ties(ties, "plan")
+        return ties
+
+    def _refuse_ties(self, ties: TieComparison, phase: Phase) -> None:
+        different = ties.refusal(self.state.version)
+        if different is not None:
+            raise failure(self.epoch, f"update rank {self.context.rank}", phase, different)
 
     def _begin(self, message: Begin) -> Begun:
         begun = self.worker.ask(message, Begun, self.options.phase_s)
@@ -205,9 +228,11 @@ class AttemptRun:
 
     def _load(self) -> None:
         assert self._shares is not None
-        loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch)
+        loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch, self._ties)
         self.loop = loading.loop
         loading.run(loads=self.state.loads)
+        if self._ties is not None:
+            self._refuse_ties(self._ties, "load")
 
     def _finish(self, message: Finish) -> Prepared:
         return self.worker.ask(message, Prepared, self.options.deadline_s)
@@ -250,9 +275,11 @@ class AttemptRun:
 
         After the vote only the coordinator knows the outcome; without its word the worker stays prepared and closed.
         """
-        known = self.explain(error)
-        self._end()
-        self._bid(rank.farewell(self.state))
+        try:
+            known = self.explain(error)
+        finally:  # whatever breaks in: the worker must not stay closed for an attempt that is over
+            self._end()
+            self._bid(rank.farewell(self.state))
         if not self.state.in_doubt:
             return known
         text = (
@@ -270,8 +297,7 @@ class AttemptRun:
         bad = inbox.bad
         if bad is None:
             fault = self._own_fault(error)
-            if self.epoch:
-                self.coordinator.report(fault)
+            self.coordinator.report(fault if self._entered else self._faulty_entry(fault))
             return inbox.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.state.decided)
         self._end()
         if not rank.is_vague(self.state, bad.fault):
@@ -279,10 +305,16 @@ class AttemptRun:
         here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
         return UpdateError(here.fault, committed=bad.committed or self.state.decided)
 
+    def _faulty_entry(self, fault: Fault) -> Enter:
+        """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
+        asked, nobody = self.request, layout_digest(_NOTHING)
+        names = asked.kind, asked.version, asked.base, None
+        return Enter(self.context.rank, *names, nobody, nobody, None, can_export=False, group=0, fault=fault)
+
     def _own_fault(self, error: BaseException) -> Fault:
         if isinstance(error, UpdateError):
             return error.fault
-        text, waited = f"{type(error).__name__}: {error}", isinstance(error, BroadcastError)
+        text, waited = sendable(f"{type(error).__name__}: {error}"), isinstance(error, BroadcastError)
         return Fault(self.epoch, f"update rank {self.context.rank}", self.phase, self.bucket, text, waited=waited)
 
     def _end(self) -> None:
@@ -290,12 +322,14 @@ class AttemptRun:
 
     def _bid(self, farewell: Farewell) -> None:
         message = farewell.message
-        with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
-            if isinstance(message, Commit):
-                self.worker.ask(message, Status, FAREWELL_S, heed=False)
-            elif message is not None:
-                self.worker.send(message)
-                if farewell.waits:
-                    self.worker.await_status(FAREWELL_S)
-        if farewell.drops:
-            self.worker.drop()  # the worker goes back when its connection ends
+        try:
+            with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
+                if isinstance(message, Commit):
+                    self.worker.ask(message, Status, FAREWELL_S, heed=False)
+                elif message is not None:
+                    self.worker.send(message)
+                    if farewell.waits:
+                        self.worker.await_status(FAREWELL_S)
+        finally:  # whatever breaks in: an answer to this attempt must not be taken for one to the next
+            if farewell.drops or self.worker.is_answering:
+                self.worker.drop()  # the worker goes back when its connection ends

@@ -27,6 +27,7 @@ from treadle.update.memory.buffers import Buffer
 from treadle.update.protocol.messages import Export, Exported, Load, Loaded
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
+from treadle.wire.errors import WireError
 
 
 class Fill(Protocol):
@@ -169,12 +170,18 @@ class BucketLoop:
         """Wait until the worker has loaded the buckets up to this one."""
         while self._waiting and self._waiting[0] <= last:
             self.where.bucket, self.where.on_worker = self._waiting[0], True
-            loaded = self.worker.expect(Loaded, self.deadline_s)
+            loaded = self.worker.expect(Loaded, self.deadline_s, self.epoch)
             number = self._waiting.popleft()
+            _compare_bucket(loaded, number)
             self.times.reload[number] = loaded.start_ns, loaded.end_ns
             if self._packed is not None:
                 self._packed.done(number)
             self.where.on_worker = False
+
+
+def _compare_bucket(answer: Loaded | Exported, number: int) -> None:
+    if answer.bucket != number:
+        raise WireError(f"{type(answer).__name__} of bucket {answer.bucket} came for bucket {number}")
 
 
 class _Packed:
@@ -262,6 +269,7 @@ def exporting(
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(ipc) if own is buffer)
-        worker.ask(Export(epoch, shares.name(exports=True), number, at, checked), Exported, deadline_s)
+        asked = Export(epoch, shares.name(exports=True), number, at, checked)
+        _compare_bucket(worker.ask(asked, Exported, deadline_s), number)
 
     return fill

@@ -8,22 +8,25 @@ before the vote, and workers go back.
     sample   of every piece one block of 4 KiB in sixteen, and at least one; the next update takes the blocks after them
     all      every byte
     off      nothing
+
+Names that an engine has tied are compared too, always and in all bytes: the engine takes one of the tensors, and a
+source that has another under the second name would lose it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from treadle.update.memory.buffers import Buffer
-from treadle.update.memory.copying import boxed
+from treadle.update.memory.copying import boxed, digest
 from treadle.update.memory.copying import same as same_bits
 from treadle.update.options import CompareSources
-from treadle.update.rank.source import WeightSource
+from treadle.update.rank.source import Source, WeightSource
 from treadle.weights.pieces import Box, Piece
 from treadle.weights.plan import Item, UpdatePlan
 
@@ -50,30 +53,16 @@ class SourceComparison:
         """Compare a bucket that has arrived with this rank's own weights."""
         bucket = self.plan.buckets[number]
         for item in bucket.items:
-            for common in self._overlaps(item.piece):
-                came = self._item(buffer, item)[common.box.slices(item.piece.box)]
-                if same(came, self.source.local(common), self.every, self.turn):
+            for box in _overlaps(self._boxes.get(item.piece.tensor, ()), item.piece.box):
+                common = Piece(item.piece.tensor, box)
+                if same(_part(self.plan, buffer, item, box), self.source.local(common), self.every, self.turn):
                     self.equal.add(bucket.source)
                 else:
                     self.different.setdefault(bucket.source, []).append(common)
 
-    def _overlaps(self, piece: Piece) -> Iterator[Piece]:
-        """The parts of a piece that this rank has."""
-        for box in self._boxes.get(piece.tensor, ()):
-            common = box.meet(piece.box)
-            if common is not None:
-                yield Piece(piece.tensor, common)
-
     @cached_property
     def _boxes(self) -> dict[str, list[Box]]:
-        boxes: dict[str, list[Box]] = {}
-        for piece in self.source.has.pieces:
-            boxes.setdefault(piece.tensor, []).append(piece.box)
-        return boxes
-
-    def _item(self, buffer: Buffer, item: Item) -> torch.Tensor:
-        tensor, box = self.plan.tensors[item.piece.tensor], item.piece.box
-        return boxed(buffer.tensor, item.offset_bytes, box.shape, tensor.dtype)
+        return _boxes_of(self.source)
 
     def refusal(self, version: int) -> tuple[str, str] | None:
         """Who differs, and the error text; None where no difference was seen."""
@@ -91,6 +80,98 @@ class SourceComparison:
             "compare_sources='all' finds every difference"
         )
         return _ranks(sorted({*self.different, self.rank})), text
+
+
+@dataclass
+class TieComparison:
+    """One rank's comparison of names that engines have tied: `tied` has each with the name that engines take."""
+
+    plan: UpdatePlan
+    source: WeightSource
+    tied: Sequence[tuple[str, str]]
+    different: list[tuple[Piece, str]] = field(default_factory=list)
+    """Pieces of tied names that are not the same as the tensor that engines take."""
+
+    def compare_own(self) -> None:
+        """Compare what this rank has under both names."""
+        for name, taken in self._moved:
+            for box in self._boxes[name]:
+                for common in _overlaps(self._boxes.get(taken, ()), box):
+                    if not self._are_same(Piece(name, common), Piece(taken, common)):
+                        self.different.append((Piece(name, common), taken))
+
+    def _are_same(self, one: Piece, other: Piece) -> bool:
+        """True where two pieces of this rank have the same elements; by digests, as a source may make one at a time."""
+        local = self.source.local
+        if isinstance(self.source, Source) and _one_memory(local(one), local(other)):
+            return True
+        return digest(local(one)) == digest(local(other))
+
+    def look(self, buffer: Buffer, number: int) -> None:
+        """Compare a bucket that has arrived with what only this rank has under the tied name."""
+        for item in self.plan.buckets[number].items:
+            for name, box in self._alone.get(item.piece.tensor, ()):
+                for common in _overlaps([box], item.piece.box):
+                    own = self.source.local(Piece(name, common))
+                    if not same_bits(_part(self.plan, buffer, item, common), own):
+                        self.different.append((Piece(name, common), item.piece.tensor))
+
+    @cached_property
+    def _boxes(self) -> dict[str, list[Box]]:
+        return _boxes_of(self.source)
+
+    @cached_property
+    def _moved(self) -> list[tuple[str, str]]:
+        """The names that this rank has, of tensors that move."""
+        return [(name, taken) for name, taken in self.tied if name in self._boxes and taken in self.plan.tensors]
+
+    @cached_property
+    def _alone(self) -> dict[str, list[tuple[str, Box]]]:
+        """By the tensor that moves: the boxes of tied names that this rank does not have of the tensor itself."""
+        alone: dict[str, list[tuple[str, Box]]] = {}
+        for name, taken in self._moved:
+            for box in self._boxes[name]:
+                if not any(own.meet(box) == box for own in self._boxes.get(taken, ())):
+                    alone.setdefault(taken, []).append((name, box))
+        return alone
+
+    def refusal(self, version: int) -> str | None:
+        """The error text; None where no difference was seen."""
+        if not self.different:
+            return None
+        piece, taken = self.different[0]
+        return (
+            f"engines have tied {piece.tensor!r} to {taken!r} and take the latter for both, and in the source the two "
+            f"differ, in {piece.box}: version {version} would be served without its {piece.tensor!r}; use engines that "
+            "do not tie them (tie_word_embeddings=False), or a source in which they are the same"
+        )
+
+
+def _boxes_of(source: WeightSource) -> dict[str, list[Box]]:
+    """The boxes that a rank has of each tensor."""
+    boxes: dict[str, list[Box]] = {}
+    for piece in source.has.pieces:
+        boxes.setdefault(piece.tensor, []).append(piece.box)
+    return boxes
+
+
+def _overlaps(boxes: Sequence[Box], other: Box) -> Iterator[Box]:
+    """What each of the boxes has in common with another one."""
+    for box in boxes:
+        common = box.meet(other)
+        if common is not None:
+            yield common
+
+
+def _part(plan: UpdatePlan, buffer: Buffer, item: Item, box: Box) -> torch.Tensor:
+    """A box of an item in a buffer."""
+    tensor, whole = plan.tensors[item.piece.tensor], item.piece.box
+    return boxed(buffer.tensor, item.offset_bytes, whole.shape, tensor.dtype)[box.slices(whole)]
+
+
+def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True where two tensors of one shape are the same elements in memory."""
+    return one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def comparison(

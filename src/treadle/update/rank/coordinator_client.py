@@ -11,7 +11,7 @@ from typing import Any
 
 from treadle.update.errors import UpdateError, failure
 from treadle.update.options import UpdateOptions
-from treadle.update.protocol.control import Fault, FromCoordinator, Go, Join, Joined, Phase, Stop
+from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Join, Joined, Phase, Stop
 from treadle.update.protocol.messages import PROTOCOL
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
@@ -20,17 +20,20 @@ from treadle.wire.link import PAUSE_S, Link
 
 WHY_S = 1.0
 
+LOOK_S = 1.0
+"""Seconds between two looks at whether a rank could not start, while the first attempt waits for all ranks."""
+
 
 class CoordinatorClient:
     """Sends messages to the coordinator. A lost connection is final: the update ranks must be started again."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
-        self.inbox, self.options = inbox, options
+        self.inbox, self.options, self._rendezvous = inbox, options, rendezvous
         self.epoch = 0
         self.stop: Stop | None = None
         """The coordinator's Stop of this attempt, if it has sent one."""
         self._stopping = threading.Lock()
-        self.lost = False
+        self.lost = self._met = False
         self.why_lost = ""
         join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
         self._link, self.name = _join(rendezvous, join, options.deadline_s)
@@ -44,7 +47,7 @@ class CoordinatorClient:
                     self.inbox.fail(UpdateError(message.fault, committed=message.committed))
             return True
         if isinstance(message, Go) and not self.epoch:
-            self.epoch = message.epoch  # at once: the next message may belong to this attempt
+            self.epoch, self._met = message.epoch, True  # at once: the next message may belong to this attempt
         return bool(message.epoch != self.epoch)
 
     def begin(self) -> None:
@@ -65,15 +68,15 @@ class CoordinatorClient:
             self.inbox.wait_bad(WHY_S)  # the reading thread may be about to learn why
             raise self.inbox.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
-    def report(self, fault: Fault) -> None:
-        """Report a fault, if the coordinator is still there."""
+    def report(self, message: Fault | Enter) -> None:
+        """Report a fault, or an entry with one, if the coordinator is still there."""
         with suppress(OSError):
-            self._link.send(fault, timeout_s=2.0)
+            self._link.send(message, timeout_s=2.0)
 
     def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
         """The next message. Raises UpdateError where it is late, or of another kind."""
         try:
-            message = self.inbox.wait("coordinator", self.options.phase_s + 3)
+            message = self._next(self.options.phase_s + 3)
         except (TimeoutError, PeerGoneError) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
         if not isinstance(message, kinds):
@@ -81,6 +84,17 @@ class CoordinatorClient:
             text = f"{type(message).__name__} came where {named} was expected"
             raise failure(self.epoch, self.name, phase, text)
         return message  # type: ignore[no-any-return]
+
+    def _next(self, deadline_s: float) -> Any:
+        """The next message. Until the first Go, some ranks may not have joined, and may never do so."""
+        until = time.monotonic() + deadline_s
+        while not self._met and time.monotonic() + LOOK_S < until:
+            failed = self._rendezvous.start_failure()
+            if failed is not None:
+                raise failure(0, f"update rank {failed.rank}", "enter", f"it could not start: {failed.text}")
+            with suppress(TimeoutError):
+                return self.inbox.wait("coordinator", LOOK_S)
+        return self.inbox.wait("coordinator", max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Close the connection; a coordinator that goes on takes this rank for lost."""

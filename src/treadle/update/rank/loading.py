@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from treadle.update.errors import failure
+from treadle.update.memory.buffers import Buffer
 from treadle.update.protocol.control import Layouts
 from treadle.update.rank.bucket_loop import BucketLoop, Fill, exporting
-from treadle.update.rank.comparing import SourceComparison, comparison
+from treadle.update.rank.comparing import SourceComparison, TieComparison, comparison
 from treadle.update.rank.context import RankContext
 from treadle.update.rank.packing import Packer
 from treadle.update.rank.shares import Shares
@@ -16,11 +17,18 @@ class Loading:
     """Moves the buckets of one attempt. Making it joins the process group, which all ranks do together."""
 
     def __init__(
-        self, context: RankContext, shares: Shares, layouts: Layouts, source: WeightSource | None, epoch: int
+        self,
+        context: RankContext,
+        shares: Shares,
+        layouts: Layouts,
+        source: WeightSource | None,
+        epoch: int,
+        ties: TieComparison | None,
     ) -> None:
         self.context, self.shares, self.layouts, self.source, self.epoch = context, shares, layouts, source, epoch
         group = context.broadcasts.group_of(layouts.group, context.inbox).communicator
         self._comparison = self._compare()
+        self._looks = [comparing.look for comparing in (self._comparison, ties) if comparing is not None]
         assert context.broadcasts.waiter is not None
         self.loop = BucketLoop(
             shares,
@@ -34,8 +42,12 @@ class Loading:
             wait=context.broadcasts.waiter.wait,
             deadline_s=context.options.deadline_s,
             checked=context.options.checked,
-            compare=self._comparison.look if self._comparison is not None else None,
+            compare=self._look if self._looks else None,
         )
+
+    def _look(self, buffer: Buffer, number: int) -> None:
+        for look in self._looks:
+            look(buffer, number)
 
     def run(self, *, loads: bool) -> None:
         """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ."""

@@ -11,7 +11,7 @@ from treadle.update.protocol.control import Layouts
 from treadle.update.protocol.messages import WeightLayout
 from treadle.update.rank.shares import Shares
 from treadle.weights.buffers import Memory
-from treadle.weights.missing import near
+from treadle.weights.missing import near, unwanted_tensors
 from treadle.weights.pieces import Holding, Tensor
 from treadle.weights.plan import plan_update
 
@@ -46,6 +46,11 @@ class Plans:
             self._made[key] = self._make(layouts)
         return self._made[key]
 
+    def tied(self, layouts: Layouts) -> list[tuple[str, str]]:
+        """Names that engines of an attempt's workers have tied, each with the name under which they take the tensor."""
+        sides = {id(side): side for side in (self._known.wants[rank] for rank in layouts.loads)}
+        return sorted({pair for side in sides.values() for pair in side.tied})
+
     def _make(self, layouts: Layouts) -> Shares:
         known = self._known
         everyone, free = range(len(known.has)), known.free_bytes
@@ -55,11 +60,16 @@ class Plans:
             memory = replace(self._memory, free_bytes=free)
         else:  # all that is free: engines need some of it
             memory = Memory(free, copies=max((known.wants[rank].copies for rank in layouts.loads), default=0))
+        tied = self.tied(layouts)
         _check_changed(layouts.only, have, want)
+        _check_tied(tied, have)
         try:
             plan = plan_update(have, want, memory, layouts.only)
         except ValueError as error:
             raise UnplannableError("the update ranks", f"{error}{_instead(layouts)}") from error
+        if layouts.only is None and not layouts.holds:
+            left = sorted(have.tensors.keys() - want.tensors.keys() - {name for name, _ in tied})
+            plan = replace(plan, notes=(*plan.notes, *([unwanted_tensors(left)] if left else [])))
         return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker exports into the IPC buffer
 
 
@@ -70,6 +80,17 @@ def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding
         else:
             text = f"a tensor that no rank has and no worker wants{near(name, want.tensors.keys())}; leave it out"
         raise UnplannableError("the caller", f"changed= names {name!r}, {text}")
+
+
+def _check_tied(tied: Collection[tuple[str, str]], have: Holding) -> None:
+    for name, taken in tied:
+        mine, other = have.tensors.get(name), have.tensors.get(taken)
+        if mine is not None and other is not None and (mine.shape, mine.dtype) != (other.shape, other.dtype):
+            raise UnplannableError(
+                "the caller",
+                f"engines have tied {name!r} to {taken!r}, and the source has {_words(mine)} and {_words(other)}; "
+                "use engines that do not tie them",
+            )
 
 
 def _instead(layouts: Layouts) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator
 from treadle.wire.link import Link
 from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
+from treadle.wire.seal import read_key
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +38,13 @@ class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     error: str = ""
 
 
+class StartFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The error of a rank that could not start its updater."""
+
+    rank: int
+    text: str
+
+
 class Rendezvous:
     """Connects the updaters of all ranks that were made together; `name` is the same on all of them.
 
@@ -42,10 +52,30 @@ class Rendezvous:
     older than the group, and have made updaters in another.
     """
 
-    def __init__(self, directory: Path, key: bytes | None, address: str | None) -> None:
-        self.path, self.key, self.address = directory / "coordinator.sock", key, address
+    def __init__(self, directory: Path, key: Path | None, address: str | None) -> None:
+        self.path, self.address, self._key_file = directory / "coordinator.sock", address, key
         self._store = PrefixStore("treadle/update/coordinator", _get_default_store())
         self.name = str(self._store.add(f"made by rank {dist.get_rank()}", 1))
+
+    @cached_property
+    def key(self) -> bytes | None:
+        """The key in the file, if one was given."""
+        return read_key(self._key_file) if self._key_file is not None else None
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Publish what is raised here: a rank that cannot start its updater cannot join, and the others wait for it."""
+        try:
+            yield
+        except Exception as error:
+            failed = StartFailure(dist.get_rank(), f"{type(error).__name__}: {error}")
+            self._store.set(f"{self.name} failed", msgspec.json.encode(failed).decode())
+            raise
+
+    def start_failure(self) -> StartFailure | None:
+        """Why a rank could not start its updater, if one has published it."""
+        key = f"{self.name} failed"
+        return msgspec.json.decode(self._store.get(key), type=StartFailure) if self._store.check([key]) else None
 
     def host(self, make: Callable[[Listener], Any]) -> Any:
         """On rank 0: open the listener, make the coordinator, and publish the contact, or the failure."""

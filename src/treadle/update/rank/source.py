@@ -24,9 +24,11 @@ class WeightSource(Protocol):
     Order of calls, in each `Updater.update` or `recover`: `has` once, before anything moves; then `local` for the
     pieces of this rank's buckets, in the order of the plan's buckets. Elements may therefore be made when they are
     asked for: `local` of a piece is needed only until the next call of the same thread.
-    A piece may be asked for again, by the comparison of sources. The thread that packs and the thread that compares may
-    call at the same time. All calls for a piece must return the same elements until the update returns or raises. On a
-    device each of these threads reads `local` on its current stream, on which elements made on demand are made.
+    A piece may be asked for again, by the comparison of sources, and of names that engines have tied: where a source
+    has such a name, its pieces and those of the tensor it is tied to are asked for first. The thread that packs and the
+    thread that compares may call at the same time. All calls for a piece must return the same elements until the update
+    returns or raises. On a device each of these threads reads `local` on its current stream, on which elements made on
+    demand are made.
     """
 
     @property

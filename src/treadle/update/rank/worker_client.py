@@ -54,6 +54,8 @@ class WorkerClient:
         self._lost = lost
         self._losing = threading.Lock()
         self._link: Link[FromWorker] | None = None
+        self._owed = 0
+        """Messages that the worker has not answered yet. It answers each, in their order."""
         self._place: tuple[int, int] | None = None
         self._plans: list[str] = []
         self._mapped: tuple[Buffer, ...] = ()
@@ -66,9 +68,12 @@ class WorkerClient:
         return f"worker {self.worker}" + (f" (process {link.pid})" if link is not None else "")
 
     def connect(self, rank: int, deadline_s: float) -> None:
-        """Connect, unless the connection stands and no other process has taken the worker's place."""
+        """Connect, unless the connection stands and no other process has taken the worker's place.
+
+        A connection on which an answer is outstanding is not used again: that would be taken for the next one.
+        """
         there = place_of(self.path)
-        if self._link is not None and there in (None, self._place):
+        if self._link is not None and there in (None, self._place) and not self._owed:
             return
         self.drop()
         until, turned_away = time.monotonic() + deadline_s, 0
@@ -83,7 +88,7 @@ class WorkerClient:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
                 time.sleep(PAUSE_S)
         self._link, self.can_export, self._plans = link, welcome.can_export, list(welcome.plans)
-        self._mapped, self._layout = (), None
+        self._mapped, self._layout, self._owed = (), None, 0
         read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
@@ -117,6 +122,11 @@ class WorkerClient:
                 name, self._link = self.name, None
                 self._lost(name, text)
 
+    @property
+    def is_answering(self) -> bool:
+        """True while an answer of the worker is outstanding."""
+        return self._owed > 0
+
     def drop(self) -> None:
         """Close the connection; a worker that has not voted goes back then."""
         with self._losing:  # whoever connects next does so after the loss of this connection was told
@@ -129,20 +139,30 @@ class WorkerClient:
         link = self._link
         if link is None:
             raise PeerGoneError(f"worker {self.worker} is not connected")
+        self._owed += 1  # before it is sent: whoever breaks in here does not know how far it came
         link.send(message, fds=fds, timeout_s=5.0)
 
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
         """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news."""
         self.send(message)
-        return self.expect(kind, deadline_s, heed=heed)
+        return self.expect(kind, deadline_s, getattr(message, "epoch", None), heed=heed)
 
-    def expect(self, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
-        """The next answer. Raises WireError where it is of another kind."""
-        answer = self.inbox.wait("worker", deadline_s, heed=heed)
+    def expect(self, kind: type[M], deadline_s: float, epoch: int | None = None, *, heed: bool = True) -> M:
+        """The next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`."""
+        answer = self._take(deadline_s, heed=heed)
         if isinstance(answer, Refused):
+            if epoch is not None and answer.epoch:  # 0 where the connection as a whole is refused
+                _compare(answer, epoch)
             raise WorkerRefusedError(answer)
         if not isinstance(answer, kind):
             raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
+        if epoch is not None:
+            _compare(answer, epoch)
+        return answer
+
+    def _take(self, deadline_s: float, *, heed: bool) -> Any:
+        answer = self.inbox.wait("worker", deadline_s, heed=heed)
+        self._owed -= 1
         return answer
 
     def settled_in(self, deadline_s: float) -> Status:
@@ -158,7 +178,7 @@ class WorkerClient:
         """Read answers until Status, which a worker sends when it has gone back; drop a worker that sends none."""
         until = time.monotonic() + deadline_s
         try:
-            while not isinstance(self.inbox.wait("worker", max(0.0, until - time.monotonic()), heed=False), Status):
+            while not isinstance(self._take(max(0.0, until - time.monotonic()), heed=False), Status):
                 pass
         except (PeerGoneError, TimeoutError):
             self.drop()
@@ -188,6 +208,11 @@ class WorkerClient:
         if plan.digest not in self._plans:
             self.ask(plan, Planned, deadline_s)
             self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
+
+
+def _compare(answer: Any, epoch: int) -> None:
+    if answer.epoch != epoch:
+        raise WireError(f"{type(answer).__name__} of attempt {answer.epoch} came in attempt {epoch}")
 
 
 def _heed_end(message: FromWorker) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from treadle.host.sockets import connect
 from treadle.update.protocol.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
-from treadle.update.worker.endpoint import worker_path
+from treadle.update.worker.endpoint import MOST_ASK_BYTES, worker_path
 from treadle.update.worker.gate import ClosedError
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
@@ -14,6 +14,8 @@ from treadle.wire.link import Link
 
 def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> tuple[int, bytes]:
     """The version that answered, and the answer. Raises ClosedError at a closed gate, RuntimeError on failure."""
+    if len(body) > MOST_ASK_BYTES:
+        raise ValueError(f"a question has up to {MOST_ASK_BYTES} bytes, got {len(body)}")
     link: Link[FromWorker] = Link(connect(worker_path(directory, worker)), FromWorker)
     try:
         link.trust()

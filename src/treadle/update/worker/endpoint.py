@@ -27,12 +27,17 @@ from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.gate import ClosedError
 from treadle.update.worker.slot import Slot
 from treadle.update.worker.worker import Worker
+from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
+from treadle.wire.frames import FIRST_BYTES, MOST_BYTES
 from treadle.wire.link import HELLO_S, Link, accepting
 
 MOST_ASKERS = 32
+MOST_ASK_BYTES = 4 << 20
+"""The largest question of an asker: a million tokens of four bytes. All askers together hold 128 MiB at most."""
+
 MOST_STRANGERS = 32
-"""Most connections that have not said yet who they are. Askers have places of their own, so update ranks find one."""
+"""Connections that are held before they say who they are; one more closes the oldest. An update rank calls again."""
 
 WATCH_S = 0.1
 """Seconds between two looks at whether another process has taken the worker's place, or left it."""
@@ -74,7 +79,8 @@ class Endpoint:
         self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
         self.worker.place(holds_slot=self._slot.held)
         self._links: set[Link[ToWorker]] = set()
-        self._strangers: set[Link[ToWorker]] = set()
+        self._strangers: dict[Link[ToWorker], None] = {}
+        """In the order in which they came."""
         self._askers: set[Link[ToWorker]] = set()
         self._master: Link[ToWorker] | None = None
         self._guard = threading.Lock()
@@ -136,14 +142,15 @@ class Endpoint:
     def _accept(self) -> None:
         for link in accepting(self._server, ToWorker, lambda: self._closing):
             with self._guard:
-                full = len(self._strangers) >= MOST_STRANGERS
-                if not full:
-                    self._links.add(link)
-                    self._strangers.add(link)
-            if full:
-                self._dismiss(link, "busy", f"{MOST_STRANGERS} others have not said yet who they are; try again")
-                link.close()
-                continue
+                oldest = next(iter(self._strangers)) if len(self._strangers) >= MOST_STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+                self._links.add(link)
+                self._strangers[link] = None
+            if oldest is not None:
+                text = f"{MOST_STRANGERS} others came that have not said yet who they are; try again"
+                self._dismiss(oldest, "busy", text)
+                oldest.shut()
             threading.Thread(target=self._serve, args=(link,), name="treadle link", daemon=True).start()
 
     def _serve(self, link: Link[ToWorker]) -> None:
@@ -157,7 +164,8 @@ class Endpoint:
             pass  # the other end is gone
         finally:
             with self._guard:
-                for links in (self._links, self._strangers, self._askers):
+                self._strangers.pop(link, None)
+                for links in (self._links, self._askers):
                     links.discard(link)
                 was_master, self._master = self._master is link, None if self._master is link else self._master
             link.close()
@@ -173,10 +181,10 @@ class Endpoint:
         hello = link.receive(HELLO_S)
         if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
             raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
-        link.trust()
         if not self._admit(link, hello):
             link.send(Refused("busy", f"{MOST_ASKERS} others ask this worker already; close connections, or share one"))
             return
+        link.trust(MOST_BYTES if hello.role == "update" else MOST_ASK_BYTES + FIRST_BYTES)
         link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.can_export, tuple(self.worker.plans)))
         while True:
             message = link.receive(None)
@@ -187,7 +195,9 @@ class Endpoint:
     def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
         """Give a connection its place, now that it has said who it is; False where there is none."""
         with self._guard:
-            self._strangers.discard(link)
+            if link not in self._strangers:
+                raise PeerGoneError("closed as the oldest of too many that had not said who they are")
+            del self._strangers[link]
             if hello.role != "update":
                 full = len(self._askers) >= MOST_ASKERS
                 if not full:
@@ -221,5 +231,5 @@ class Endpoint:
         except ClosedError as closed:
             return Refused("closed", str(closed))
         except Exception as error:  # the engine's code may raise anything
-            return Refused("failed", f"{type(error).__name__}: {error}")
+            return Refused("failed", sendable(f"{type(error).__name__}: {error}"))
         return Answer(version, body)

@@ -49,6 +49,7 @@ from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrivals import Arrival, Assembly
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
+from treadle.wire.codec import sendable
 
 BUSY_S = 2.0
 
@@ -124,7 +125,10 @@ class Worker:
         step = self._steps.get(type(message))
         if step is None:
             return Refused("order", f"{type(message).__name__} has no place here")
-        return self._alone(type(message).__name__, lambda: step(message))
+        answer = self._alone(type(message).__name__, lambda: step(message))
+        if isinstance(answer, Refused):
+            return Refused(answer.code, answer.text, getattr(message, "epoch", 0))
+        return answer
 
     def map(self, message: Map, fds: list[int]) -> FromWorker:
         """Map the buffers; takes ownership of the file descriptors."""
@@ -183,7 +187,7 @@ class Worker:
         except MessageRefusedError as refusal:
             return Refused(refusal.code, str(refusal))
         except Exception as error:  # the engine's code may raise anything
-            return Refused("failed", f"{type(error).__name__}: {error}")
+            return Refused("failed", sendable(f"{type(error).__name__}: {error}"))
         finally:
             self._one.release()
 
@@ -334,7 +338,7 @@ class Worker:
 
     def _do(self, error: str | None) -> None:
         if error is not None:
-            raise MessageRefusedError("failed", error)
+            raise MessageRefusedError("failed", sendable(error))
 
     def _plan(self, digest: str) -> TakePlan:
         plan = self.plans.get(digest)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from treadle.host.processes import ended
+
 _NAMED = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|vllm_dist_|torch_\d)[^/\n]+)$", re.MULTILINE)
 """Names that multiprocessing, vLLM and torch give. Other files there are the user's: checkpoints, say."""
 
@@ -26,14 +28,6 @@ def named_memory(pid: int) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(sorted(name for name in mapped if not name.endswith(" (deleted)")))
-
-
-def ended(pid: int) -> bool:
-    """True where a process is gone, or a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 class _Note(msgspec.Struct):
