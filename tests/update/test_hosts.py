@@ -212,7 +212,7 @@ def updates_or_not(rank: int, hosts: Hosts, have: Holding) -> str:
     try:
         updater = hosts.updater(rank)
         updater.update(source_of(have, rank, 1), 1)
-    except (ValueError, OSError, UpdateError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
     dist.barrier()
     if updater is not None:

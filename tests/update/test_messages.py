@@ -155,7 +155,9 @@ def test_a_log_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     directory.mkdir(mode=0o700)
     (directory / "ledger.json").write_bytes(content)
     for read in (peek, CommitLog):
-        with pytest.raises(ValueError, match=r"l/ledger.json is not a ledger \(.*remove it to start over"):
+        with pytest.raises(
+            ValueError, match=r"l/ledger.json is not a ledger \(.*an empty directory and take the workers over"
+        ):
             read(directory)
 
 

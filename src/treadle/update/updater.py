@@ -40,6 +40,7 @@ from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.update.updated import Updated
 from treadle.weights.pieces import is_text
+from treadle.wire.seal import read_key
 
 
 class Updater:
@@ -82,8 +83,9 @@ class Updater:
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
-        rendezvous, inbox = Rendezvous(directory, key, address), Inbox()
+        rendezvous, inbox = Rendezvous(directory, address), Inbox()
         with rendezvous.published():
+            rendezvous.key = read_key(key) if key is not None else None
             self.coordinator = self._host(rendezvous, ledger, options.phase_s)
             client = CoordinatorClient(rendezvous, self.rank, self.world, inbox, options)
         self.context = RankContext(

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator
 from treadle.wire.link import Link
 from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
-from treadle.wire.seal import read_key
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,15 +50,11 @@ class Rendezvous:
     older than the group, and have made updaters in another.
     """
 
-    def __init__(self, directory: Path, key: Path | None, address: str | None) -> None:
-        self.path, self.address, self._key_file = directory / "coordinator.sock", address, key
+    def __init__(self, directory: Path, address: str | None) -> None:
+        self.path, self.address = directory / "coordinator.sock", address
+        self.key: bytes | None = None
         self._store = PrefixStore("treadle/update/coordinator", _get_default_store())
         self.name = str(self._store.add(f"made by rank {dist.get_rank()}", 1))
-
-    @cached_property
-    def key(self) -> bytes | None:
-        """The key in the file, if one was given."""
-        return read_key(self._key_file) if self._key_file is not None else None
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -70,6 +64,8 @@ class Rendezvous:
         except Exception as error:
             failed = StartFailure(dist.get_rank(), f"{type(error).__name__}: {error}")
             self._store.set(f"{self.name} failed", msgspec.json.encode(failed).decode())
+            if failed.rank == 0:
+                self._publish(CoordinatorContact(error=failed.text))
             raise
 
     def start_failure(self) -> StartFailure | None:
@@ -78,16 +74,12 @@ class Rendezvous:
         return msgspec.json.decode(self._store.get(key), type=StartFailure) if self._store.check([key]) else None
 
     def host(self, make: Callable[[Listener], Any]) -> Any:
-        """On rank 0: open the listener, make the coordinator, and publish the contact, or the failure."""
+        """On rank 0: open the listener, make the coordinator, and publish the contact."""
+        listener: Listener = self._listener()
         try:
-            listener: Listener = self._listener()
-            try:
-                made = make(listener)
-            except BaseException:
-                listener.close()
-                raise
-        except Exception as error:
-            self._publish(CoordinatorContact(error=f"{type(error).__name__}: {error}"))
+            made = make(listener)
+        except BaseException:
+            listener.close()
             raise
         where = (listener.address, listener.port) if isinstance(listener, KeyedListener) else ("", 0)
         self._publish(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), *where))
