@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -96,8 +96,9 @@ def run(rank: int, sockets: Path, ledger: Path) -> dict[str, list[str]]:
         told["recover"] = [outcome(lambda: updater.recover(source(1), version=True))]
         told["changed text"] = [outcome(lambda: updater.update(source(1), 1, changed="weight", base=1))]
         told["changed surrogate"] = [outcome(lambda: updater.update(source(1), 1, changed=["w\udc80"], base=1))]
-        told["changed number"] = [outcome(partial(updater.update, source(1), 1, changed=[3], base=1))]
-        case("numpy", lambda: updater.update(source(1), np.int64(1)))
+        three, one = cast("Any", 3), cast("Any", np.int64(1))
+        told["changed number"] = [outcome(lambda: updater.update(source(1), 1, changed=[three], base=1))]
+        case("numpy", lambda: updater.update(source(1), one))
         case("malformed", lambda: malformed(updater, rank, version + 1))
         client, worker = updater.context.coordinator, updater.context.worker
 

@@ -349,7 +349,8 @@ def test_a_log_that_was_put_back_from_a_backup_is_refused_and_its_workers_go_on(
         assert run(workers, 2, partial(updates_to, 2, 2)) == run(workers, 2, partial(updates_to, 3, 3)) == ["", ""]
         log.rename(newest)
         kept.rename(log)
-        for named in ({}, {"takeover": True}):
+        asked: tuple[dict[str, Any], ...] = ({}, {"takeover": True})
+        for named in asked:
             for told in run(workers, 2, partial(updates_to, 2, 12), **named):
                 assert (
                     "workers 0, 1, in phase enter of attempt 0: worker 0 has version 3, committed by attempt 3" in told

@@ -255,7 +255,9 @@ def test_descriptors_that_a_process_has_no_room_for_are_not_said_to_be_too_many(
             HostBuffer.map(mapped, 100)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    for end in (here, there, server, *buffers):
+    for buffer in buffers:
+        buffer.close()
+    for end in (here, there, server):
         end.close()
 
 

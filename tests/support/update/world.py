@@ -146,8 +146,8 @@ def start(sizes: Sizes) -> World:
     )
     logs = first_logs(sizes)
     on = frozenset(range(sizes.workers)), frozenset[int]()
-    left = sizes.updates, sizes.crashes, sizes.replacements, sizes.mistakes, sizes.recoveries
-    left = *left, sizes.restores, sizes.children
+    troubles = sizes.crashes, sizes.replacements, sizes.mistakes
+    left = sizes.updates, *troubles, sizes.recoveries, sizes.restores, sizes.children
     world = World(logs, (1, 1), on, processes, (), 1, left, ((), ()))
     return started(world, 0, sizes.ranks)
 
