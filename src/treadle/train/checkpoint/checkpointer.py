@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+import socket
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from treadle.host.errors import named
+from treadle.host.errors import TreadleError, named
 from treadle.runtime import Pipeline
 from treadle.train.checkpoint import files
+from treadle.train.checkpoint.files import DamagedError, Manifest
+from treadle.train.checkpoint.lock import DirectoryLock, token_in
 from treadle.train.checkpoint.needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.parts import State
 from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, wrapped
 from treadle.train.checkpoint.writing import PublishingWriter
 
 
+class SaveError(TreadleError, RuntimeError):
+    """A checkpoint was not saved. Those before it are as they were."""
+
+
 class Checkpointer:
     """Checkpoints of a run in a directory that all ranks see. Every rank calls every method, in the same order.
+
+    One run at a time has the directory: the first rank locks it until `close`, or until its process ends.
 
     Args:
         directory: Where checkpoints are; it is made.
@@ -33,6 +44,10 @@ class Checkpointer:
         keep: How many complete checkpoints stay; older ones are removed once a newer is complete.
         every: A checkpoint is due every so many steps; 0 for never.
         timeout_s: How long ranks wait for each other's writes.
+        say: Called on the first rank with a line: a save that failed, a damaged checkpoint that was skipped.
+
+    Raises:
+        ValueError: On all ranks: another run has the directory, or ranks do not see the same one.
 
     Example:
         `optimizer` is a `ShardedOptimizer` of the pipeline `pipe`.
@@ -56,21 +71,34 @@ class Checkpointer:
         keep: int = 2,
         every: int = 0,
         timeout_s: float = 1800.0,
+        say: Callable[[str], Any] = print,
     ) -> None:
         if keep < 1 or every < 0:
             raise ValueError(f"keep is 1 or more, and every 0 (never) or more, got keep={keep}, every={every}")
         self.directory, self._keep, self._every = Path(directory), keep, every
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._group = _make_group(pipe, timeout_s)
+        self._is_first = dist.get_rank(self._group) == 0
+        self._say: Callable[[str], Any] = say if self._is_first else _nothing
+        self._lock: DirectoryLock | None = None
+        try:
+            self._claim()
+        except ValueError:
+            dist.destroy_process_group(self._group)
+            raise
         self._saving: Future[Any] | None = None
         self._step = 0
+        self._intact: set[int] = set()
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after so many steps. Reports a save that has failed since."""
+        if self._saving is not None and self._saving.done():
+            self._report_failure()
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def save(self, step: int, state: Stateful, extra: Mapping[str, Any] | None = None) -> None:
         """Copy the state and return; a thread writes it. Waits for the save before, if that is not done.
+
+        A save that failed is reported (`say`), and what it wrote is removed; the next one is tried as any other.
 
         Args:
             step: The checkpoint's number, such as how many steps were done. One of this number is replaced.
@@ -78,14 +106,13 @@ class Checkpointer:
             extra: What else the run has to remember, once for all ranks: what JSON can hold. That of the first rank
                 counts.
 
-        Raises:
-            RuntimeError: The save before this one failed.
-
         """
-        self.wait()
+        self._report_failure()
         if not 0 <= step < 10**12:
             raise ValueError(f"a checkpoint's step is from 0 on, got {named(step)}")
-        writer = PublishingWriter(files.directory_of(self.directory, step), _as_json(extra or {}), self._keep)
+        path = files.directory_of(self.directory, step)
+        writer = PublishingWriter(path, _as_json(extra or {}), step=step, keep=self._keep, say=self._say)
+        self._intact.discard(step)
         saving = async_save(
             wrapped(_state_of(state)),
             storage_writer=writer,
@@ -100,7 +127,7 @@ class Checkpointer:
         """Wait until the last save is complete: on the disk, and visible.
 
         Raises:
-            RuntimeError: It failed. The checkpoints before it are as they were.
+            SaveError: It failed. The checkpoints before it are as they were.
 
         """
         saving, self._saving = self._saving, None
@@ -108,18 +135,40 @@ class Checkpointer:
             return
         try:
             saving.result()
-        except Exception as error:
-            raise RuntimeError(
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            path = files.directory_of(self.directory, self._step)
+            shutil.rmtree(path.with_name(path.name + files.PARTIAL), ignore_errors=True)
+            raise SaveError(
                 f"the checkpoint of step {self._step} in {self.directory} is not complete, and will not be loaded: "
-                f"{error}"
+                f"{_in_a_line(error)}; {self._complete()}"
             ) from error
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint, as the first rank sees it; None if there is none."""
+        """Return the step of the newest intact checkpoint; None if there is no checkpoint at all.
+
+        Every file is read and held to the digest that was taken when it was written, by each rank a share of them.
+        A newer checkpoint that is damaged is skipped, which is reported (`say`).
+
+        Raises:
+            ValueError: There are checkpoints, and none is intact.
+
+        """
         self.wait()
-        told: list[int | None] = [next(reversed(files.complete_steps(self.directory)), None)]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        return told[0]
+        steps = self._from_first(files.found_steps(self.directory) if self._is_first else [])
+        skipped = []
+        for step in reversed(steps):
+            reason = self._damage(step)
+            if reason is None:
+                for line in skipped:
+                    self._say(f"{line}; the checkpoint before it is taken")
+                return step
+            skipped.append(f"the checkpoint of step {step} in {self.directory} is damaged, and skipped: {reason}")
+        if skipped:
+            raise ValueError(
+                f"no checkpoint in {self.directory} is intact; {'; '.join(skipped)}; move the directory away to start "
+                "without them"
+            )
+        return None
 
     def load(self, step: int, state: Stateful) -> dict[str, Any]:
         """Read a checkpoint into the state, whatever layout saved it.
@@ -128,49 +177,128 @@ class Checkpointer:
             The `extra` that was saved with it.
 
         Raises:
-            ValueError: On all ranks, if it is not complete, or has not the tensors that this run has. The state is as
-                it was.
+            ValueError: On all ranks, if it is not complete, is damaged, or has not the tensors that this run has. The
+                state is as it was, unless reading it failed in its midst.
 
         """
         self.wait()
         path, parts = files.directory_of(self.directory, step), _state_of(state)
-        manifest = files.read_manifest(path)
-        have = _forms(path) if manifest is not None else {}
-        reason = unmet(have, parts) if have else self._incomplete()
-        self._refuse(path, reason, have, parts)
-        assert manifest is not None, "else all ranks refuse"
-        load(
-            wrapped(parts), storage_reader=FileSystemReader(path), planner=PartLoadPlanner(), process_group=self._group
-        )
+        damage = None if step in self._intact else self._damage(step)
+        if damage is not None:
+            raise ValueError(f"the checkpoint {path} is not loaded: {damage}; {self._complete()}")
+        have, reason = _forms(path)
+        self._refuse(path, reason if reason is not None else unmet(have, parts), have, parts)
+        reader = FileSystemReader(path)
+        try:
+            load(wrapped(parts), storage_reader=reader, planner=PartLoadPlanner(), process_group=self._group)
+        except CheckpointException as error:
+            raise ValueError(f"the checkpoint {path} cannot be read: {_in_a_line(error)}") from error
         state.load_state_dict(parts)
-        extra: dict[str, Any] = manifest["extra"]
-        return extra
+        return files.read_manifest(self.directory, step).extra
 
     def close(self) -> None:
-        """Wait for the last save and give back the group; every rank calls it before the world is destroyed."""
-        self.wait()
-        dist.destroy_process_group(self._group)
+        """Wait for the last save and give back directory and group; every rank calls it before the world is destroyed.
 
-    def _incomplete(self) -> str:
+        Raises:
+            SaveError: The last save failed.
+
+        """
+        try:
+            self.wait()
+        finally:
+            self.release()
+            dist.destroy_process_group(self._group)
+
+    def release(self) -> None:
+        """Let another run have the directory."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _claim(self) -> None:
+        """Lock the directory on the first rank, and refuse ranks that see another one under its name."""
+        told: tuple[str | None, str] = (None, "")
+        if self._is_first:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = DirectoryLock(self.directory)
+                told = self._lock.token, socket.gethostname()
+            except (ValueError, OSError) as error:
+                told = None, str(error)
+        token, text = self._from_first(told)
+        if token is None:
+            raise ValueError(text)
+        other = None if token_in(self.directory) == token else f"rank {dist.get_rank()} on {socket.gethostname()}"
+        others = [each for each in self._gathered(other) if each is not None]
+        if others:
+            self.release()
+            raise ValueError(
+                f"{self.directory} is not shared between nodes: {others[0]} does not see what the first rank writes on "
+                f"{text}; give --checkpoint.directory or --output a path that all nodes share"
+            )
+        if self._lock is not None and self._lock.missing is not None:
+            self._say(f"{self.directory} cannot be locked ({self._lock.missing}): start no second run there")
+
+    def _report_failure(self) -> None:
+        try:
+            self.wait()
+        except SaveError as error:
+            self._say(str(error))
+
+    def _complete(self) -> str:
         steps = ", ".join(map(str, files.complete_steps(self.directory))) or "none"
-        return f"it is not there, or a file of it is missing or cut off; complete are the steps {steps}"
+        return f"complete are the steps {steps}"
+
+    def _damage(self, step: int) -> str | None:
+        """Return on all ranks what is damaged in a checkpoint. Each reads a share of its files."""
+        rank, size, reason = dist.get_rank(self._group), dist.get_world_size(self._group), None
+        try:
+            manifest: Manifest = files.read_manifest(self.directory, step)
+            files.check_files(self.directory, manifest, sorted(manifest.files)[rank::size])
+        except DamagedError as error:
+            reason = str(error)
+        reasons = [each for each in self._gathered(reason) if each is not None]
+        if not reasons:
+            self._intact.add(step)
+        return next(iter(reasons), None)
+
+    def _from_first(self, value: Any) -> Any:
+        told = [value]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        return told[0]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, value, group=self._group)
+        return told
 
     def _refuse(self, path: Path, reason: str | None, have: Mapping[str, str], need: State) -> None:
         """Raise on all ranks if one has a reason, or none needs a tensor that the checkpoint has."""
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, (reason, list(need)), group=self._group)
+        told = self._gathered((reason, list(need)))
         reasons = [f"{each} (rank {number})" for number, (each, _) in enumerate(told) if each is not None]
         why = reasons[0] if reasons else unneeded(have, {name for _, names in told for name in names})
         if why is not None:
             raise ValueError(f"the checkpoint {path} is not loaded: {why}")
 
 
-def _forms(path: Path) -> dict[str, str]:
-    """Return what tensors a checkpoint has; none if its metadata cannot be read."""
+def _forms(path: Path) -> tuple[dict[str, str], str | None]:
+    """Return what tensors a checkpoint has, or why its metadata, which are as they were written, cannot be read."""
     try:
-        return forms_in(FileSystemReader(path).read_metadata())
-    except Exception:  # whatever unpickling a damaged file does
-        return {}
+        return forms_in(FileSystemReader(path).read_metadata()), None
+    except Exception as error:  # whatever unpickling another version's classes does
+        return {}, f"its {files.METADATA} cannot be read here: {named(error)}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return what an error says; of one that torch gathered, what the first rank that has one says."""
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items())
+        where = f" (rank {rank})"
+    return (" ".join(str(error).split()) or type(error).__name__) + where
+
+
+def _nothing(line: str) -> None:
+    """Say nothing: the first rank does."""
 
 
 def _make_group(pipe: Pipeline, timeout_s: float) -> dist.ProcessGroup:

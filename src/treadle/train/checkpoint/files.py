@@ -1,26 +1,68 @@
-"""A directory of checkpoints: which are complete, and how one becomes visible all at once.
+"""A directory of checkpoints: which are intact, and how one becomes visible all at once.
 
     step-00000100/              a checkpoint: torch.distributed.checkpoint's files, and
-        manifest.json           the sizes of all files, and what else the run has to remember
+        manifest.json           its step, size and digest of all files, and what else the run has to remember
     step-00000200.partial/      one that is being written, or was when its run ended
+    step-00000300.aside/        one that a run left behind: it went on from an earlier step, or from the start
+    lock                        held by the run that writes here (lock.py)
 
-A checkpoint is renamed from .partial when every file is on the disk. One that lacks a file, or has one of another
-size, counts as none.
+A checkpoint is renamed from .partial when every file is on the disk. Nothing in it is believed: the manifest has a
+digest of itself, names the step it is of, and has the digests that ranks took of the files they wrote.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-PARTIAL, REMOVED = ".partial", ".removed"
+PARTIAL, REMOVED, ASIDE = ".partial", ".removed", ".aside"
+FORM = 2
+"""Of the manifest. A manifest of form 1 had no digests."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file of a checkpoint has to be."""
+
+    size_bytes: int
+    xxh3_128: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileFacts:
+        """Return the facts of a file, which is read once."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+            return cls(file.tell(), digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    files: Mapping[str, FileFacts]
+    extra: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content: JSON that has its own digest."""
+        files = {name: vars(facts) for name, facts in self.files.items()}
+        content = {"form": FORM, "step": self.step, "files": files, "extra": self.extra}
+        return json.dumps({**content, "xxh3_128": _digest(content)}).encode()
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written; the message names the file."""
 
 
 def directory_of(directory: Path, step: int) -> Path:
@@ -28,48 +70,144 @@ def directory_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def complete_steps(directory: Path) -> list[int]:
-    """Return the steps of all complete checkpoints, in order.
+def found_steps(directory: Path) -> list[int]:
+    """Return the steps of all checkpoints that are there, intact or not, in order.
 
     Example:
-        >>> complete_steps(Path("/no/such/directory"))
+        >>> found_steps(Path("/no/such/directory"))
         []
 
     """
     found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*"))
-    steps = sorted(int(match[1]) for match in found if match is not None)
-    return [step for step in steps if read_manifest(directory_of(directory, step)) is not None]
+    return sorted(int(match[1]) for match in found if match is not None)
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of a complete checkpoint; None if anything is missing."""
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps of all checkpoints whose files are all there with their sizes, in order; no file is read."""
+    return [step for step in found_steps(directory) if _is_complete(directory, step)]
+
+
+def _is_complete(directory: Path, step: int) -> bool:
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        sizes: dict[str, int] = manifest["files"]
-        whole = METADATA in sizes and all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return manifest if whole and isinstance(manifest.get("extra"), dict) else None
+        read_manifest(directory, step)
+    except DamagedError:
+        return False
+    return True
 
 
-def publish(partial: Path, extra: Mapping[str, Any]) -> None:
-    """Make a written checkpoint visible under its name, in place of any other there; all of it is on the disk then."""
-    sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    _write(partial / MANIFEST, json.dumps({"files": sizes, "extra": extra}).encode())
-    sync(partial)
+def read_manifest(directory: Path, step: int) -> Manifest:
+    """Return the manifest of a step's checkpoint; sizes are checked, digests of files are not (`check_files`).
+
+    Raises:
+        DamagedError: The manifest is missing, damaged, or another step's, or a file is missing or of another size.
+
+    """
+    path = directory_of(directory, step)
+    try:
+        manifest = _parse((path / MANIFEST).read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
+    if manifest.step != step:
+        raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
+    for name, facts in manifest.files.items():
+        try:
+            size_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+        if size_bytes != facts.size_bytes:
+            raise DamagedError(f"{name} has {size_bytes:,} bytes, of {facts.size_bytes:,} that were written")
+    return manifest
+
+
+def _parse(text: bytes) -> Manifest:
+    try:
+        content = json.loads(text)
+        digest = content.pop("xxh3_128", None)
+    except (ValueError, AttributeError, TypeError):
+        raise DamagedError(f"{MANIFEST} is damaged: it is no JSON object") from None
+    if digest is None and "form" not in content:
+        raise DamagedError(f"{MANIFEST} has no digests: an earlier version of Treadle wrote it")
+    if digest != _digest(content):
+        raise DamagedError(f"{MANIFEST} is damaged: its digest is another")
+    if content["form"] != FORM:
+        raise DamagedError(f"{MANIFEST} has form {content['form']}; this version of Treadle reads {FORM}")
+    files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
+    return Manifest(content["step"], files, content["extra"])
+
+
+def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Read some files of a checkpoint.
+
+    Raises:
+        DamagedError: One has other bytes than were written, or cannot be read.
+
+    """
+    for name in names:
+        try:
+            facts = FileFacts.of(directory_of(directory, manifest.step) / name)
+        except OSError as error:
+            raise DamagedError(f"{name}: {error.strerror}") from None
+        if facts != manifest.files[name]:
+            raise DamagedError(f"{name} has other bytes than were written")
+
+
+def publish(partial: Path, written: Mapping[str, FileFacts], extra: Mapping[str, Any]) -> None:
+    """Make a written checkpoint visible under its name, in place of any other there; all of it is on the disk then.
+
+    Args:
+        partial: The directory that was written to.
+        written: The facts of files that ranks have written, taken by those ranks.
+        extra: What else the run has to remember.
+
+    Raises:
+        ValueError: A file that a rank has written is not there. The checkpoint does not become visible.
+
+    """
     path = partial.with_name(partial.name.removesuffix(PARTIAL))
+    _refuse_missing(partial, written)
+    here = [each for each in sorted(partial.iterdir()) if each.name not in written]
+    facts = {**written, **{each.name: synced(each) for each in here}}
+    step = int(path.name.removeprefix("step-"))
+    _write(partial / MANIFEST, Manifest(step, facts, dict(extra)).to_bytes())
+    sync(partial)
     if path.exists():
         remove(path)
     partial.replace(path)
     sync(path.parent)
 
 
-def keep_newest(directory: Path, num: int) -> None:
-    """Remove all but the newest complete checkpoints, and what earlier removals left."""
-    for step in complete_steps(directory)[:-num]:
-        remove(directory_of(directory, step))
+def _refuse_missing(partial: Path, written: Mapping[str, FileFacts]) -> None:
+    missing = [name for name in written if not (partial / name).exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{missing[0]}{more}, which other ranks have written to {partial.parent}, is not there on the first rank: "
+            "the directory is not shared between nodes; give --checkpoint.directory a path that all nodes share"
+        )
+
+
+def keep_newest(directory: Path, step: int, num: int) -> list[int]:
+    """Keep the newest complete checkpoints up to a step; remove all before them, and what earlier removals left.
+
+    Those of later steps belong to a run that this one does not continue: they are set aside, where nothing loads them.
+
+    Returns:
+        The steps that were set aside.
+
+    """
+    later = [each for each in found_steps(directory) if each > step]
+    for each in later:
+        path = directory_of(directory, each)
+        aside = path.with_name(path.name + ASIDE)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.replace(aside)
+    kept = complete_steps(directory)[-num:]
+    for each in found_steps(directory):
+        if kept and each < kept[0]:
+            remove(directory_of(directory, each))
     for path in _leftovers(directory, REMOVED):
         shutil.rmtree(path, ignore_errors=True)
+    return later
 
 
 def remove_partial(directory: Path) -> None:
@@ -95,6 +233,12 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
+def synced(path: Path) -> FileFacts:
+    """Bring a file to the disk and return its facts. torch syncs its files too, but before it has flushed them."""
+    sync(path)
+    return FileFacts.of(path)
+
+
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     sync(path)
@@ -102,3 +246,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _leftovers(directory: Path, suffix: str) -> Iterator[Path]:
     return directory.glob(f"step-*{suffix}")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
