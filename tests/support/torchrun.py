@@ -13,7 +13,7 @@ import runpy
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO, TypeVar, TypeVarTuple
@@ -42,13 +42,15 @@ def run_line(line: str, cwd: Path) -> str:
     return "".join(check(ends)) + "".join(end.stderr for end in ends)
 
 
-def run_under_torchrun(num_ranks: int, fn: Callable[[*Ts], T], *args: *Ts) -> list[Outcome[T]]:
+def run_under_torchrun(
+    num_ranks: int, fn: Callable[[*Ts], T], *args: *Ts, stuck: Collection[int] = ()
+) -> list[Outcome[T]]:
     """`fn(*args)` on each of so many ranks, which join no process group before: the environment says how to.
 
-    Their processes are new, as torchrun's are.
+    Their processes are new, as torchrun's are. Those in `stuck` are killed when all others have ended.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
-    return run_ranks(num_ranks, _enter, num_ranks, store.port, fn, args, new=True)
+    return run_ranks(num_ranks, _enter, num_ranks, store.port, fn, args, stuck=stuck, new=True)
 
 
 def _enter(rank: int, num_ranks: int, port: int, fn: Callable[[*Ts], T], args: tuple[*Ts]) -> T:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from treadle.train.checking import learning_rate, note_on_decay
 from treadle.train.command import parse_command
 from treadle.train.config import ParallelConfig, TrainConfig
 from treadle.train.reading import flag_names, read_config
@@ -42,7 +43,7 @@ def test_hyphens_and_underscores_are_the_same() -> None:
         ("--parallel.pp 0", "parallel.pp is 1 or more, got 0"),
         ("--data.held_out 1.5", "data.held_out is a share from 0 to below 1, got 1.5"),
         ("--parallel.ep 3", "parallel.ep divides the 8 experts, got 3"),
-        ("--training.decay_steps 200", "0 steps of warm-up and 200 of decay are more than the 100 of the run"),
+        ("--training.decay_steps -1", "warmup_steps and decay_steps 0 or more, got 100, 0, -1"),
         ("--model.head_dim 3", "head_dim is even"),
         ("--config nowhere.toml", "--config nowhere.toml: there is no such file"),
     ],
@@ -51,6 +52,28 @@ def test_a_wrong_command_is_refused_in_one_line(arguments: str, told: str) -> No
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         parse_command(arguments.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cut", "rates"),
+    [
+        ("--training.steps 10", "decays over the last 5 steps", [0.6e-3, 1.2e-3, 1.8e-3, 2.4e-3, 3e-3, 3e-3, 2.4e-3]),
+        ("--training.steps 5", "does not decay", [0.6e-3, 1.2e-3, 1.8e-3, 2.4e-3, 3e-3]),
+        ("--training.steps 2", "does not decay", [0.6e-3, 1.2e-3]),
+        ("--training.steps 25", None, [0.6e-3, 1.2e-3, 1.8e-3, 2.4e-3, 3e-3, 3e-3, 2.85e-3]),
+    ],
+)
+def test_a_short_run_cuts_its_decay_and_says_so(arguments: str, cut: str | None, rates: list[float]) -> None:
+    config = parse_command(["--config", str(TINY), *arguments.split()])
+    assert [learning_rate(config)(step) for step in range(len(rates))] == pytest.approx(rates)
+    note = note_on_decay(config)
+    steps = config.training.steps
+    assert note == (
+        f"training.warmup_steps 5 and training.decay_steps 20 are more than training.steps {steps}: the learning rate "
+        f"{cut}"
+        if cut is not None
+        else None
+    )
 
 
 @pytest.mark.parametrize(

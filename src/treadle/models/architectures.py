@@ -44,7 +44,12 @@ _NEEDED: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0, "h
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
     "dots1": {"norm_topk_prob": False},
 }
 """transformers' defaults that are not ours, for configs that leave the setting out."""

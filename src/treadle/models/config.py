@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from treadle.models import architectures
 
 Scoring: TypeAlias = Literal["softmax", "sigmoid"]
+
+TRAINING_FIELDS = ("router_aux_loss_coef", "bias_update_rate", "mtp_loss_weight")
+"""Fields that only training reads: no logit depends on them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,9 @@ class ModelConfig:
 
     """
 
-    vocab_size: int = 256
+    vocab_size: int = 257
+    """By default bytes, and the end of a document."""
+
     hidden_size: int = 64
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
@@ -117,6 +122,18 @@ class ModelConfig:
 
         """
         return cls(**architectures.fields_of(architectures.read(source)))
+
+    def differences(self, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the fields in which another config is another model, with both values.
+
+        Example:
+            >>> ModelConfig().differences(ModelConfig(rope_theta=1e6, router_aux_loss_coef=0.01))
+            {'rope_theta': (10000.0, 1000000.0)}
+
+        """
+        names = (field.name for field in fields(self) if field.name not in TRAINING_FIELDS)
+        both = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return {name: (own, others) for name, (own, others) in both.items() if own != others}
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config as transformers reads it: the content of a `config.json`."""

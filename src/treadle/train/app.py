@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from treadle.host.errors import TreadleError
 from treadle.train.command import parse_command
 from treadle.train.config import TrainConfig
-from treadle.train.launch import leave_world, rank_of_launch
+from treadle.train.launch import is_own_error, leave_world, rank_of_launch
 from treadle.train.metrics import say
 from treadle.train.nonfinite import NonFiniteError
 
@@ -23,7 +23,7 @@ REFUSED, FAILED = 2, 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code.
 
-    Errors that all ranks have in common are one line of rank 0.
+    An error is one line: rank 0's, and that of each rank that has another one.
     """
     rank = rank_of_launch()
     try:
@@ -34,18 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         trainer = Trainer(config)
     except ValueError as error:
+        _print_error(error, rank, alone=is_own_error(_one_line(error)))
         leave_world()
-        return _refuse(error, rank, REFUSED)
+        return REFUSED
+    except TreadleError as error:  # of another rank; each knows what it knows
+        _print_error(error, rank, alone=True)
+        return FAILED
     return _run(trainer, rank)
 
 
 def _run(trainer: Trainer, rank: int) -> int:
+    from treadle.train.checkpoint import SaveError
+
     try:
         trainer.run()
-    except NonFiniteError as error:
-        return _refuse(error, rank, FAILED)
-    except TreadleError as error:  # of another rank; each knows what it knows
-        sys.stderr.write(f"rank {rank}: {_one_line(error)}\n")
+    except TreadleError as error:
+        _print_error(error, rank, alone=not isinstance(error, NonFiniteError | SaveError))
         return FAILED
     trainer.close()
     return 0
@@ -59,10 +63,10 @@ def _dry_run(config: TrainConfig, rank: int) -> int:
     return 0
 
 
-def _refuse(error: Exception, rank: int, code: int) -> int:
-    if rank == 0:
-        sys.stderr.write(f"{_one_line(error)}\n")
-    return code
+def _print_error(error: Exception, rank: int, *, alone: bool) -> None:
+    """Print an error that this rank has alone with its rank, one that all have once."""
+    if alone or rank == 0:
+        sys.stderr.write(f"rank {rank}: {_one_line(error)}\n" if alone else f"{_one_line(error)}\n")
 
 
 def _one_line(error: Exception) -> str:

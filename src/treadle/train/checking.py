@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from treadle.train.config import TrainConfig
 from treadle.train.optim.schedule import WarmupStableDecay
+from treadle.train.reading import model_of
 
 _FROM_ONE = {
     "parallel": ("pp", "ep", "dp", "vpp"),
@@ -41,17 +42,47 @@ def check_config(config: TrainConfig) -> None:
         raise ValueError(f"parallel.ep divides the {config.model.num_experts} experts, got {config.parallel.ep}")
     if not config.model.num_experts and config.parallel.ep > 1:
         raise ValueError(f"parallel.ep is 1 for a model without experts, got {config.parallel.ep}; use parallel.dp")
+    if config.checkpoint.weights:
+        _check_weights(config)
     learning_rate(config)
 
 
+def _check_weights(config: TrainConfig) -> None:
+    """Refuse a model that is not that of the weights it starts from."""
+    weights = config.checkpoint.weights
+    odd = config.model.differences(model_of(weights))
+    if odd:
+        told = ", ".join(f"model.{name} {own!r} (config.json: {theirs!r})" for name, (own, theirs) in odd.items())
+        raise ValueError(
+            f"checkpoint.weights {weights} are of another model: {told}; leave these fields out of [model] and of the "
+            "command, then config.json gives them (in Python: ModelConfig.from_hf)"
+        )
+
+
 def learning_rate(config: TrainConfig) -> WarmupStableDecay:
-    """Return the learning rate of each step."""
+    """Return the learning rate of each step. In a run too short for warm-up and decay, the decay is cut."""
     training = config.training
     return WarmupStableDecay(
         training.lr,
-        training.steps,
+        max(training.steps, training.warmup_steps),
         training.warmup_steps,
-        training.decay_steps,
+        min(training.decay_steps, _most_decay(config)),
         training.final_lr,
         training.decay_shape,
     )
+
+
+def note_on_decay(config: TrainConfig) -> str | None:
+    """Return a line on a decay that is cut, None if it is not."""
+    training, most = config.training, _most_decay(config)
+    if training.decay_steps <= most:
+        return None
+    last = f"decays over the last {most} steps" if most else "does not decay"
+    return (
+        f"training.warmup_steps {training.warmup_steps} and training.decay_steps {training.decay_steps} are more than "
+        f"training.steps {training.steps}: the learning rate {last}"
+    )
+
+
+def _most_decay(config: TrainConfig) -> int:
+    return max(0, config.training.steps - config.training.warmup_steps)

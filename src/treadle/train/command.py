@@ -9,10 +9,11 @@ from contextlib import redirect_stderr
 
 from treadle.train.checking import check_config
 from treadle.train.config import TrainConfig
-from treadle.train.reading import flag_names, read_config, unknown
+from treadle.train.reading import config_of, flag_names, read_table, unknown
 
 PROGRAM = "python -m treadle.train"
 _OTHER_FLAGS = ("--config", "--help", "-h")
+_EXAMPLES = {"--config": "configs/moe_tiny.toml", "--checkpoint.weights": "runs/default/model"}
 
 
 def parse_command(arguments: Sequence[str]) -> TrainConfig:
@@ -20,6 +21,7 @@ def parse_command(arguments: Sequence[str]) -> TrainConfig:
 
     Args:
         arguments: as `["--config", "configs/moe_tiny.toml", "--parallel.pp", "2"]`; flags replace the file's values.
+            With `--checkpoint.weights DIR` the model is that of DIR/config.json.
 
     Raises:
         ValueError: the file or a flag is wrong; one line says what, and the nearest name.
@@ -30,27 +32,29 @@ def parse_command(arguments: Sequence[str]) -> TrainConfig:
         30
 
     """
-    path, rest = _take_config(list(arguments))
-    base = read_config(path) if path is not None else TrainConfig()
+    path, rest = _take(list(arguments), "--config")
     _check_flags(rest)
-    config = _parse(rest, base)
+    weights, _ = _take(rest, "--checkpoint.weights")
+    table = read_table(path) if path is not None else {}
+    config = _parse(rest, config_of(table, weights=weights, source=path or ""))
     check_config(config)
     return config
 
 
-def _take_config(arguments: list[str]) -> tuple[str | None, list[str]]:
-    path, rest = None, []
+def _take(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the value that a flag has, and all other arguments."""
+    value, rest = None, []
     left = iter(arguments)
     for argument in left:
-        if argument == "--config":
-            path = next(left, None)
-            if path is None:
-                raise ValueError("--config needs a file: --config configs/moe_tiny.toml")
-        elif argument.startswith("--config="):
-            path = argument.removeprefix("--config=")
+        if argument == flag:
+            value = next(left, None)
+            if value is None:
+                raise ValueError(f"{flag} needs a value: {flag} {_EXAMPLES[flag]}")
+        elif argument.startswith(f"{flag}="):
+            value = argument.removeprefix(f"{flag}=")
         else:
             rest.append(argument)
-    return path, rest
+    return value, rest
 
 
 def _check_flags(arguments: Sequence[str]) -> None:

@@ -103,7 +103,7 @@ class TrainingConfig:
     """First steps, in which the learning rate rises to `lr`."""
 
     decay_steps: int = 0
-    """Last steps, in which the learning rate falls to `final_lr`."""
+    """Last steps, in which the learning rate falls to `final_lr`; cut where `steps` are fewer than both."""
 
     final_lr: float = 0.0
     """The learning rate behind the last step."""
@@ -135,10 +135,12 @@ class CheckpointConfig:
     """Where they are. Empty: OUTPUT/checkpoints."""
 
     resume: bool = True
-    """Go on from the latest complete checkpoint in the directory, if there is one."""
+    """Go on from the latest intact checkpoint in the directory, if there is one. Without, checkpoints of later steps
+    are set aside (renamed) when the run saves its own."""
 
     weights: str = ""
-    """A directory with Hugging Face safetensors to start from, where there is no checkpoint. Empty: random weights."""
+    """A directory with Hugging Face safetensors to start from, where there is no checkpoint; its config.json is the
+    model. Empty: random weights."""
 
     export: bool = False
     """Save the trained model for Hugging Face in OUTPUT/model."""
@@ -174,7 +176,7 @@ class TrainConfig:
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model, in Hugging Face's words."""
+    """The model, in Hugging Face's words. With `checkpoint.weights` it is that of their config.json."""
 
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

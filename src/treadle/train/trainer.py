@@ -24,14 +24,14 @@ from treadle.models.saving import save_pretrained
 from treadle.runtime import Pipeline
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.seeding import step_seed
-from treadle.train.checking import check_config, learning_rate
+from treadle.train.checking import check_config, learning_rate, note_on_decay
 from treadle.train.checkpoint import Checkpointer
 from treadle.train.config import TrainConfig
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
 from treadle.train.fitted_costs import write_costs
 from treadle.train.launch import join_world
-from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes
+from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes, say
 from treadle.train.nonfinite import NonFiniteError, describe, examine
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
@@ -78,11 +78,18 @@ class Trainer:
         self.log = RunLog(
             self.output, self.world.rank, steps=config.training.steps, tensorboard=config.logging.tensorboard
         )
+        note = note_on_decay(config)
+        if note is not None:
+            self.log.say(note)
         self.step = 0
         """Steps done."""
         self._loss = math.nan
         self._batches: Iterator[Batch] | None = None
-        self._resume()
+        try:
+            self._resume()
+        except ValueError:
+            self.checkpoints.release()
+            raise
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +104,10 @@ class Trainer:
         cache = Path(data.cache) if data.cache else self.output / "data"
         store = open_tokens(data.paths, tokenizer, cache, field=data.field, held_out=data.held_out)
         self._training, self._held_out = store.training(training.seq_len), store.held_out(training.seq_len)
-        if training.eval_every and not len(self._held_out):
+        if len(self._training) and not self._training.num_targets_of_first(len(self._training)):
+            raise ValueError(f"data.paths {list(data.paths)} have only empty documents: there is no token to predict")
+        evaluated = training.eval_batches * training.global_batch_size or len(self._held_out)
+        if training.eval_every and not self._held_out.num_targets_of_first(evaluated):
             raise ValueError(
                 f"data.held_out = {data.held_out} holds out less than a sample of text; raise it, or set "
                 "training.eval_every to 0"
@@ -141,7 +151,7 @@ class Trainer:
     def _make_checkpoints(self) -> None:
         config = self.config.checkpoint
         directory = Path(config.directory) if config.directory else self.output / "checkpoints"
-        self.checkpoints = Checkpointer(directory, pipe=self.pipe, keep=config.keep, every=config.every)
+        self.checkpoints = Checkpointer(directory, pipe=self.pipe, keep=config.keep, every=config.every, say=say)
 
     def _resume(self) -> None:
         """Go on from the latest complete checkpoint."""
@@ -170,9 +180,14 @@ class Trainer:
     def run(self, *, after_step: Callable[[StepFacts], None] | None = None) -> RunResult:
         """Run all steps that are left, or until SIGTERM; every rank returns the same.
 
+        A checkpoint that cannot be saved is reported, and the run goes on.
+
         Args:
             after_step: is called on every rank with what the step told of itself, once the step is evaluated and
                 saved where that is due. The next step begins when it returns.
+
+        Raises:
+            SaveError: The checkpoint of the last step could not be saved.
 
         """
         training, stopped = self.config.training, False
@@ -189,9 +204,9 @@ class Trainer:
                     self.save()
                 if after_step is not None:
                     after_step(told)
-            self.checkpoints.wait()
             if self.config.checkpoint.export and self.step == training.steps:
                 save_pretrained(self.stages, self.config.model, self.output / "model")
+            self.checkpoints.wait()
         if stopped and self.step < training.steps:
             self.log.say(f"stopped by SIGTERM, saved at step {self.step}; the same command goes on from there")
         return RunResult(self.step, self._loss, stopped)
@@ -225,7 +240,7 @@ class Trainer:
             self._held_out, batch_size=training.global_batch_size, most=training.eval_batches, **self._replica
         )
         for batch in batches:
-            total += self._forward(batch) * batch.num_tokens
+            total += self._forward(batch) * batch.num_tokens if batch.num_tokens else 0.0
             num_tokens += batch.num_tokens
         self.log.evaluation(self.step, total / num_tokens, num_tokens)
         return total / num_tokens
@@ -245,9 +260,12 @@ class Trainer:
     # -- parts of it -------------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> Batch:
+        """Return the next batch that has a token to predict; all replicas skip the same ones."""
         if self._batches is None:
             self._batches = iter(self.loader)
-        return self._on_device(next(self._batches))
+        while not (batch := next(self._batches)).num_tokens:
+            self.log.say(f"step {self.step + 1}: a batch of documents without tokens is skipped")
+        return self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.world.device

@@ -154,8 +154,8 @@ class Checkpointer:
 
         """
         self.wait()
-        steps = self._from_first(files.found_steps(self.directory) if self._is_first else [])
-        skipped = []
+        steps: list[int] = self._from_first(files.found_steps(self.directory) if self._is_first else [])
+        skipped: list[str] = []
         for step in reversed(steps):
             reason = self._damage(step)
             if reason is None:

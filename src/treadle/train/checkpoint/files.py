@@ -42,7 +42,7 @@ class FileFacts:
     def of(cls, path: Path) -> FileFacts:
         """Return the facts of a file, which is read once."""
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)
             return cls(file.tell(), digest.hexdigest())
 
 

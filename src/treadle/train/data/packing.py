@@ -79,3 +79,9 @@ class PackedTokens:
         first = real * self.seq_len + 1
         start, stop = np.searchsorted(self.starts, first), np.searchsorted(self.starts, first + self.seq_len)
         return int(len(real) * self.seq_len - (stop - start).sum())
+
+    def num_targets_of_first(self, num: int) -> int:
+        """Return the number of targets that count in the first `num` samples, or in all if there are fewer."""
+        num = min(num, len(self))
+        start, stop = np.searchsorted(self.starts, (1, num * self.seq_len + 1))
+        return int(num * self.seq_len - (stop - start))
