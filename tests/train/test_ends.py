@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import signal
 from concurrent.futures import wait
 from contextlib import redirect_stdout
 from io import StringIO
@@ -19,7 +20,8 @@ from tests.support.torchrun import run_under_torchrun
 from tests.train.tiny import flags_of, tiny
 from train_runs import losses_of
 from treadle.dist.nccl_settings import NEEDED, wrong_settings
-from treadle.train.app import REFUSED, main
+from treadle.train import trainer
+from treadle.train.app import FAILED, REFUSED, main
 from treadle.train.checkpoint import SaveError, complete_steps
 from treadle.train.config import TrainConfig
 from treadle.train.launch import join_world
@@ -49,6 +51,22 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
     assert [len(outcome.stderr.splitlines()) for outcome in outcomes] == [1, 0]
 
 
+def lose_rank_1(output: Path) -> int:
+    """The command, whose rank 1 is killed where it would make its pipeline."""
+    if os.environ["RANK"] == "1":
+        trainer.Pipeline = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment, misc]
+    return main(flags_of(tiny(output, parallel={"pp": 2, "deadline_s": 20.0})))
+
+
+def test_a_rank_that_is_lost_while_a_run_is_made_is_one_line(tmp_path: Path) -> None:
+    first, second = run_under_torchrun(2, lose_rank_1, tmp_path)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.value == FAILED, str(first)
+    (line,) = [each for each in first.stderr.splitlines() if not each.startswith("[rank")]
+    assert line.startswith("rank 0: ")
+    assert "rank 1" in line
+
+
 def join() -> list[str]:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun sets it
     assert wrong_settings(os.environ)
@@ -65,21 +83,21 @@ def run_on_a_full_disk(rank: int, output: Path) -> tuple[str, str]:
     limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), StringIO()
 
     def fill_disk(facts: StepFacts) -> None:
-        if trainer.checkpoints._saving is not None:
-            wait([trainer.checkpoints._saving])
+        if run.checkpoints._saving is not None:
+            wait([run.checkpoints._saving])
         soft = 100_000 if facts.step in (1, 5) else limits[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, limits[1]))
 
     with redirect_stdout(told):
-        trainer = Trainer(tiny(output))
+        run = Trainer(tiny(output))
         try:
-            trainer.run(after_step=fill_disk)
+            run.run(after_step=fill_disk)
             raised = "nothing"
         except SaveError as error:
             raised = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        trainer.close()
+        run.close()
     return told.getvalue(), raised
 
 
@@ -114,15 +132,15 @@ def train_on_empty_documents(rank: int, directory: Path) -> tuple[list[str], str
     (directory / "none.jsonl").write_text('{"text": ""}\n' * 60)
     with redirect_stdout(told):
         for steps in (4, 8):
-            trainer = Trainer(
+            run = Trainer(
                 tiny(
                     directory / "run",
                     data={"paths": (str(directory / "some.jsonl"),), "held_out": 0.0},
                     training={"steps": steps, "global_batch_size": 1, "seq_len": 8},
                 )
             )
-            trainer.run()
-            trainer.close()
+            run.run()
+            run.close()
     none = {"paths": (str(directory / "none.jsonl"),), "held_out": 0.0}
     said = refusal(lambda: Trainer(tiny(directory / "none", data=none, training={"seq_len": 8})))
     return told.getvalue().splitlines(), said
