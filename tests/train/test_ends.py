@@ -54,7 +54,7 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
 def lose_rank_1(output: Path) -> int:
     """The command, whose rank 1 is killed where it would make its pipeline."""
     if os.environ["RANK"] == "1":
-        trainer.Pipeline = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment, misc]
+        trainer.Pipeline = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment]
     return main(flags_of(tiny(output, parallel={"pp": 2, "deadline_s": 20.0})))
 
 
