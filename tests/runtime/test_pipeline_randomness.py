@@ -196,3 +196,45 @@ def test_one_dropout_module_in_two_chunks_of_a_rank() -> None:
     stages = chunks_with_one_dropout()
     loss, _ = whole_dropout(1, 0, [layer for stage in stages for layer in cast(nn.Sequential, stage)])
     hold(check(run_ranks(2, step_chunks_with_one_dropout)), (loss, grads_of(dict(enumerate(stages)))))
+
+
+def linears() -> list[nn.Module]:
+    torch.manual_seed(15)
+    return [nn.Linear(6, 6).double() for _ in range(8)]
+
+
+def drop_behind(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda _, given, made: functional.dropout(made, 0.3))
+
+
+def step_late_dropout(rank: int, listed: Sequence[str]) -> list[tuple[float, Grads]]:
+    """The first step has no dropout; hooks bring it, and others stand on the stages."""
+    del rank
+    mesh, ran = make_mesh(2), []
+    for name in listed:
+        schedule, layers = schedule_of(name, 2, 8), linears()
+        each = len(layers) // schedule.placement.num_stages
+        stages = [nn.Sequential(*layers[i : i + each]) for i in range(0, len(layers), each)]
+        pipe = pipeline(schedule, stages, mesh, square_loss, seed=SEED)
+        pipe.step(*float_batch(8))
+        for stage in stages:
+            stage.zero_grad()
+            stage.register_forward_hook(lambda *_: None)
+            stage.register_full_backward_hook(lambda *_: None)
+        for layer in layers:
+            drop_behind(layer)
+        loss = float(pipe.step(*float_batch(8)))
+        grads = own_grads(schedule, mesh, stages)
+        ran.append((loss, {f"{int(n[0]) * each + int(n[2])}{n[3:]}": grad for n, grad in grads.items()}))
+        pipe.close()
+    return ran
+
+
+def test_hooks_that_drop_do_not_depend_on_the_schedule() -> None:
+    listed, layers = ["1f1b", "zb-v", "dualpipe"], linears()
+    for layer in layers:
+        drop_behind(layer)
+    wanted = whole_dropout(1, 1, layers)
+    ranks = check(run_ranks(2, step_late_dropout, listed))
+    for place, name in enumerate(listed):
+        hold([ran[place] for ran in ranks], wanted, note=name)

@@ -26,12 +26,21 @@ from treadle.plan.lowering import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
 from treadle.runtime.handshake import Handshake, RankStages
 from treadle.runtime.model import weight_grad as split
-from treadle.runtime.model.blocks import blocks_of, children_of, is_layered, parts_of, segments_of, side_names
+from treadle.runtime.model.blocks import (
+    blocks_of,
+    children_of,
+    is_layered,
+    parts_of,
+    refuse_uncalled,
+    segments_of,
+    side_names,
+)
+from treadle.runtime.model.calling import layers_of
 from treadle.runtime.model.chunk import CheckedLoss, Chunk, LossFn
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.saved import SavedTensors, pool_for
-from treadle.runtime.model.seeding import Seeds, layers_of
+from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.segments import COMPUTE, is_segmented
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.model.weight_grad import WeightGradQueue, WeightGradSplit
@@ -77,6 +86,8 @@ def check_modules(modules: Modules, schedule: Schedule, position: MeshPosition) 
         _check_plain(module, chunk)
         _check_checkpoints(module, chunk)
         _check_alike(module, chunk)
+        if is_layered(module):
+            refuse_uncalled(module, f"chunk {chunk}")
         _check_ends(module, chunk, schedule.placement.stage(position.pp_rank, chunk), schedule.placement.num_stages)
 
 
@@ -336,7 +347,7 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
     placement = recipe.schedule.placement
     number = placement.stage(recipe.position.pp_rank, chunk)
     first, num_layers = sum(recipe.depths[:number]), sum(recipe.depths)
-    seeds = Seeds(module, recipe.device, first, num_layers) if recipe.seed is not None else None
+    seeds = Seeds(recipe.device, first, num_layers) if recipe.seed is not None else None
     in_pipe = placement.pipes[chunk] * recipe.schedule.microbatches_per_pipe
     offset = recipe.position.dp_rank * recipe.schedule.num_microbatches + in_pipe
     queue = _weight_grad_queue(chunk, module, recipe)

@@ -57,7 +57,7 @@ from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
-from treadle.runtime.model.seeding import generator_of, step_seed
+from treadle.runtime.model.seeding import drawing, generator_of, step_seed
 from treadle.runtime.model.side import Side, refuse_unread
 from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
@@ -398,6 +398,7 @@ class Pipeline:
         last = placement.num_stages - 1
         for chunk, stage in stages.items():
             first_mb = placement.pipes[chunk] * per_pipe
+            stage.check_module()
             stage.check_side(side)
             if stage.trains:
                 refuse_graph(side, "side values")
@@ -437,18 +438,14 @@ class Pipeline:
 
     def _run(self, chosen: Executor, stages: dict[int, Chunk]) -> None:
         """Runs the ops. Where stages are seeded, and in an evaluation, the random state is left as it was."""
-        generator = generator_of(self.device)
-        state = generator.get_state() if self.options.seed is not None or stages is self._evaluating else None
+        seeds = self.options.seed is not None
         if self.options.seed is not None:
             base = step_seed(self.options.seed, self._step)
             for stage in stages.values():
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)
-        try:
+        with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is self._evaluating):
             chosen.run(self._guard)
-        finally:
-            if state is not None:
-                generator.set_state(state)
 
     def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe

@@ -66,7 +66,7 @@ class Steps:
         module, queue = nn.Sequential(layer), WeightGradQueue()
         weight_grad.apply(weight_grad.examine(module).linears, queue)
         device = torch.device("cpu")
-        seeds = Seeds(module, device, 0, 1) if seeded else None
+        seeds = Seeds(device, 0, 1) if seeded else None
         stage = LayeredStage(0, module, queue, seeds, 0)
         stage.loss_fn = nn.functional.mse_loss
         stage.recomputed, stage.deferred = again, DEFERRED

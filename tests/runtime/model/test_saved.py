@@ -85,8 +85,8 @@ def test_views_of_one_storage_count_once() -> None:
 def test_what_weight_halves_hold_counts() -> None:
     store, x = SavedTensors([], None), torch.randn(4, 8)
     store.begin()
-    half = WeightGrad(x, torch.randn(4, 8), lambda x, grad, add: None)
-    store.hold_halves(KEY, "attn", [half, replace(half, grad=torch.randn(4, 8))])
+    half = WeightGrad(x, torch.randn(4, 8), lambda x, grad, add: None, nn.Linear(8, 8), (0, 0))
+    store.hold_halves(KEY, "attn", [half, half._replace(grad=torch.randn(4, 8))])
     assert store.live.live_bytes == 3 * x.nbytes
     store.drop_halves(KEY, "attn")
     assert store.live.live_bytes == 0
@@ -102,6 +102,32 @@ def test_a_change_in_place_is_refused() -> None:
     with torch.no_grad():
         h.add_(1)
     with pytest.raises(RuntimeError, match=r"changed in place after it was saved \(shape \(4,\)"):
+        torch.autograd.backward(out)
+
+
+def test_what_comes_back_knows_when_it_is_written_to() -> None:
+    """A deferred weight gradient asks, which holds it from its backward on."""
+    store, x = SavedTensors([], None), torch.randn(4, 8)
+    store.begin()
+    back = store.keeping(KEY, "attn")(x[1:]).tensor()
+    assert torch.equal(back, x[1:])
+    version = back._version
+    x.zero_()
+    assert back._version != version
+
+
+def test_a_buffer_that_is_written_again_is_refused() -> None:
+    """Buffers stay where they are, and autograd does not check what it has given away."""
+    module = nn.Module()
+    module.register_buffer("place", torch.zeros(2, 4))
+    store = SavedTensors([module], None)
+    store.begin()
+    x = torch.randn(2, 4).requires_grad_()
+    with store.saving(KEY, "attn"):
+        place = module.get_buffer("place").detach().copy_(x)
+        out = (place * place).sum()
+    module.get_buffer("place").zero_()
+    with pytest.raises(RuntimeError, match=r"changed in place after it was saved \(shape \(2, 4\)"):
         torch.autograd.backward(out)
 
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from treadle.runtime.model.calling import has_hooks
 from treadle.runtime.model.mtp import MTPBlock
 from treadle.runtime.model.segments import Plan, is_segmented
 from treadle.runtime.model.side import Keywords
+from treadle.runtime.model.weight_grad import own_forward
 
 
 class Blocks(NamedTuple):
@@ -64,6 +66,41 @@ def parts_of(module: nn.Module, stage: int) -> Blocks:
 def is_layered(module: nn.Module) -> bool:
     """Returns whether a stage has layers that name their segments, or MTP blocks."""
     return any(is_segmented(child) or isinstance(child, MTPBlock) for child in children_of(module))
+
+
+def refuse_uncalled(module: nn.Module, where: str) -> None:
+    """Refuses what nothing would call: hooks and replaced `forward`s where the segments of layers run instead.
+
+    So it is for layers that name their segments and for the `nn.Sequential` around them. `where` begins the error.
+    """
+    if isinstance(module, nn.Sequential) and type(module).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"{where} is a {type(module).__name__}, whose own forward nothing calls: its layers name their segments, "
+            "and these run instead. Give an nn.Sequential, and move what its forward does into a layer"
+        )
+    uncalled = [module] if isinstance(module, nn.Sequential) else []
+    uncalled += [child for child in children_of(module) if is_segmented(child)]
+    for part in uncalled:
+        if has_hooks(part) or own_forward(part) is not None:
+            _refuse(part, module, where)
+
+
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+
+
+def _refuse(part: nn.Module, module: nn.Module, where: str) -> None:
+    at = next((name for name, child in module.named_children() if child is part), "")
+    what = next((told for name, told in _HOOKS.items() if getattr(part, name)), "a forward that replaces its own")
+    named = f"{where}, its module {at} ({type(part).__name__})" if at else f"{where} ({type(part).__name__})"
+    raise ValueError(
+        f"{named} has {what}, which nothing calls: segments of layers run instead. Put hooks on modules that segments "
+        "call, such as a layer's mixer or experts, or into the segments themselves, and remove this one"
+    )
 
 
 def blocks_of(module: nn.Module, stage: int, num_stages: int) -> str:

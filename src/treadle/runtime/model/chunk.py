@@ -14,6 +14,7 @@ from treadle.runtime.model.losses import OwnLoss, StageOutput
 from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.side import Side
+from treadle.runtime.model.weight_grad import AddGradient, WeightGrad
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor | StageOutput]
 
@@ -56,6 +57,22 @@ class Chunk:
 
     def check_side(self, side: Side) -> None:
         """Raises ValueError if a side value that this stage cannot do without is not there."""
+
+    def check_module(self) -> None:
+        """Raises ValueError if something was put on the module since that its ops would pass by."""
+
+    def run_weight_grads(self, halves: Iterable[WeightGrad], mb: int, add: AddGradient) -> None:
+        """Runs deferred weight gradients. Raises ValueError if one was written to that it is computed from."""
+        for half in halves:
+            if half.is_void:
+                name = next((name for name, part in self.module.named_modules() if part is half.module), "")
+                raise ValueError(
+                    f"stage {self.number}: the input of {name or 'its module'} ({type(half.module).__name__}) for "
+                    f"micro-batch {mb}, or the gradient of its output, was written to between its input gradient and "
+                    "its weight gradient, which would be wrong; give the module a tensor of its own in each forward: "
+                    "buffer.clone() for a buffer that forwards reuse"
+                )
+            half.run(add)
 
     def forget_shape(self) -> None:
         """The next micro-batches may have another shape; its reader is told again."""

@@ -111,7 +111,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: RowGroups, linear: GroupedLinear) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.groups, ctx.linear = groups, linear
+        ctx.groups, ctx.linear, ctx.is_own = groups, linear, linear.has_own(weight)
         with as_it_is(rows):
             return grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), groups)
 
@@ -129,6 +129,7 @@ class _GroupedLinear(torch.autograd.Function):
         with as_it_is(rows):
             if ctx.needs_input_grad[0]:
                 dx = grouped_mm(grad, weight.to(grad.dtype), groups)
-            if ctx.needs_input_grad[1] and (again or not linear.defer(rows, grad, weight_half)):
+            apart = ctx.is_own and not again
+            if ctx.needs_input_grad[1] and not (apart and linear.defer(rows, grad, weight_half)):
                 dw = grouped_outer(grad, rows, groups).to(weight.dtype)
         return dx, dw, None, None

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from treadle.ir import dependency
 from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, OpKind
-from treadle.runtime.model.blocks import parts_of
+from treadle.runtime.model.blocks import parts_of, refuse_uncalled
+from treadle.runtime.model.calling import LayerCalls
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.losses import AUX_LOSS, MAIN, FurtherLoss, OwnLoss, split_off
 from treadle.runtime.model.mtp import MTPBlock, mtp_name
 from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
 from treadle.runtime.model.saved.store import InPlace
-from treadle.runtime.model.seeding import RandomState, Seeds, run_layers
+from treadle.runtime.model.seeding import RandomState, Seeds
 from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, leaves_of
 from treadle.runtime.model.side import Keywords, Side, refuse_missing
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
@@ -93,8 +94,9 @@ class LayeredStage(Chunk):
         before, layers, self.mtp, behind = parts_of(module, number)
         self.plans = [Plan.of(layer, f"stage {number}, layer {at}") for at, layer in enumerate(layers)]
         self._buffers = [LayerBuffers(layer) for layer in layers]
-        self._embedding = [(module, Keywords(module)) for module in before]
-        self._head = [(module, Keywords(module)) for module in behind]
+        whole = not layers and not self.mtp  # then the module itself is called
+        self._embedding = LayerCalls(module, None if whole and before else before)
+        self._head = LayerCalls(module, None if whole and behind else behind)
         self._mtp_keywords = [Keywords(block) for block in self.mtp]
         self._side = _side_of(self.plans)
         self._passing: dict[int, _Passage] = {}
@@ -125,6 +127,13 @@ class LayeredStage(Chunk):
         """Returns whether an op is the last of the chunk's backward, weight halves apart."""
         return kind in BACKWARD and (SEGMENT_OF[kind], layer) == self.chain[0]
 
+    def check_module(self) -> None:
+        """Raises ValueError if something was put on a layer or on the `nn.Sequential` since that nothing calls."""
+        if self.plans or self.mtp:
+            refuse_uncalled(self.module, f"stage {self.number}")
+        for at, plan in enumerate(self.plans):
+            plan.refuse_replaced(f"stage {self.number}, layer {at}")
+
     def check_side(self, side: Side) -> None:
         """Raises ValueError if a segment reads what neither a segment writes nor the step was given."""
         written = [name for plan in self.plans for segment in plan.segments.values() for name in segment.writes]
@@ -133,6 +142,8 @@ class LayeredStage(Chunk):
     def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
         """Also drops unfinished micro-batches, and notes whether autocast is on, which only this thread knows."""
         super().begin_step(scale, aux_scale)
+        self._embedding.refresh()
+        self._head.refresh()
         self._passing.clear()
         self._device, kind = scale.device, scale.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -164,8 +175,7 @@ class LayeredStage(Chunk):
 
     def _weight_half(self, name: str, mb: int, layer: int, add: AddGradient) -> None:
         halves = self._passing[mb].halves.pop((layer, name))
-        for half in halves:
-            half.run(add)
+        self.run_weight_grads(halves, mb, add)
         if self.store is not None:
             self.store.drop_halves((self.number, mb, layer), name)
 
@@ -202,7 +212,7 @@ class LayeredStage(Chunk):
         """Runs the plain modules before the layers."""
         assert self._embedding, "the ranks have agreed on who has an embedding"
         side, embedding = self.at(mb).side, self._embedding
-        segment = Segment("embed", lambda x: run_layers(embedding, (x,), side), ("x",), ("x",))
+        segment = Segment("embed", lambda x: embedding((x,), side), ("x",), ("x",))
         with self._saving(mb, EMBEDDING_LAYER, "embed"):
             passage.cuts[0, "embed"] = Cut.forward(segment, passage.values)
 
@@ -280,7 +290,7 @@ class LayeredStage(Chunk):
         assert loss_fn is not None
 
         def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
-            made = run_layers(head, (x,), side) if head else x
+            made = head((x,), side) if head else x
             main, others = split_off(loss_fn(made, target), microbatch.note)
             check_losses((main, *(own.loss for own in others)))
             microbatch.note(MAIN, main.detach())
@@ -324,13 +334,17 @@ class LayeredStage(Chunk):
             assert passage.last is not None
             passage.last.grad = self.at(mb).take_output_grads()[0] if passage.last.needs_grad else None
         self._seed(name, mb, layer)  # for what is computed again
-        if defer:
-            self.halves.open()
-        passage.cuts.pop((layer, name)).backward()
-        if defer:
+        cut = passage.cuts.pop((layer, name))
+        if not defer:
+            cut.backward()
+            return
+        self.halves.open()
+        try:
+            cut.backward()
+        finally:
             halves = passage.halves[layer, name] = self.halves.close()
-            if self.store is not None:
-                self.store.hold_halves((self.number, mb, layer), name, halves)
+        if self.store is not None:
+            self.store.hold_halves((self.number, mb, layer), name, halves)
 
     def _leave(self, kind: OpKind, mb: int, layer: int) -> None:
         """Ends a micro-batch's backward: hands its input gradient to the send, and drops state that nothing needs.

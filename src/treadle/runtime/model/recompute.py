@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from treadle.runtime.model.edge import edge_of
 from treadle.runtime.model.saved.store import Handle, InPlace
 from treadle.runtime.model.seeding import RandomState
-from treadle.runtime.model.segments import Cut, Segment, Value, rebuilt, run_segment
+from treadle.runtime.model.segments import Cut, Segment, Value, rebuilt, refuse_void, run_segment
 
 Pack: TypeAlias = Callable[[Tensor], "Handle | InPlace"]
 """Takes a tensor into safe keeping until the segment runs again."""
@@ -45,6 +45,7 @@ class Kept:
     ) -> Kept:
         """Runs a segment on the values it reads, and puts what it writes among them."""
         read = [values[name] for name in segment.reads]
+        refuse_void(segment, read)
         inputs = [(value, rebuilt(value.thing, Tensor, pack)) for value in read]
 
         def refuse(_: object) -> NoReturn:

@@ -6,14 +6,14 @@ the global batch. So dropout drops the same elements in one process and in any p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from threading import Lock
 
 import torch
 from torch import nn
 
-from treadle.runtime.model.side import Keywords, Side
+from treadle.runtime.model.weight_grad import own_forward
 
 _MASK = (1 << 63) - 1
 _CHANCES = ("p", "dropout", "dropout_p")  # of nn.Dropout and its like, of attention, of recurrent modules
@@ -33,35 +33,15 @@ def layer_seed(base: int, mb: int, layer: int, num_layers: int) -> int:
     return base + mb * num_layers + layer
 
 
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Returns the layers of a stage: the children of an `nn.Sequential` without hooks, or the module itself."""
-    if type(module) is not nn.Sequential or len(module) == 0 or module._forward_pre_hooks or module._forward_hooks:
-        return [module]
-    return list(module)
-
-
-def run_layers(
-    layers: Sequence[tuple[nn.Module, Keywords]],
-    inputs: tuple[Any, ...],
-    side: Side,
-    before: Callable[[int], None] = lambda number: None,
-) -> Any:
-    """Runs a stage's layers one behind the other, each with the side values that it takes; `before` gets its number.
-
-    By place, not by hooks: one module may stand at several places.
-    """
-    made: Any = inputs
-    for number, (layer, keywords) in enumerate(layers):
-        before(number)
-        given = made if number == 0 else (made,)
-        made = layer(*given, **keywords.of(side, len(given)))
-    return made
-
-
 def may_draw(layer: nn.Module) -> bool:
-    """Returns whether a layer may draw random numbers: torch's modules by their type, any other module always."""
+    """Returns whether a layer may draw random numbers: torch's modules by their type, any other module always.
+
+    So may a hook, and a `forward` that was put in place of torch's.
+    """
     for part in layer.modules():
         if not type(part).__module__.startswith("torch.nn.modules."):
+            return True
+        if part._forward_hooks or part._forward_pre_hooks or own_forward(part) is not None:
             return True
         if any(getattr(part, name, 0) for name in _CHANCES) or isinstance(part, _ALWAYS):
             return True
@@ -74,6 +54,35 @@ def generator_of(device: torch.device) -> torch.Generator:
         return torch.default_generator
     made: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
     return made
+
+
+_runs: list[tuple[torch.Generator, bool]] = []
+"""The runs of this process's Pipelines: the generator of a device, which they share, and whether a run seeds it."""
+_lock = Lock()
+
+
+@contextmanager
+def drawing(generator: torch.Generator, *, seeds: bool, restores: bool) -> Iterator[None]:
+    """Wraps a run of a Pipeline, which `seeds` the generator or draws from it as it is; `restores` its state behind it.
+
+    Raises ValueError if another Pipeline is in a run and either seeds: it would seed between the other's draws.
+    """
+    with _lock:
+        if any(other is generator and (seeds or seeded) for other, seeded in _runs):
+            raise ValueError(
+                "another Pipeline of this process is in a step, in another thread, and torch has one generator for "
+                f"{generator.device}, which a Pipeline with a seed seeds: dropout would depend on their timing; run "
+                "one step after the other, or make both with seed=None, which leaves the generator alone"
+            )
+        _runs.append((generator, seeds))
+    state = generator.get_state() if restores else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            generator.set_state(state)
+        with _lock:
+            _runs.remove((generator, seeds))
 
 
 class RandomState:
@@ -99,26 +108,22 @@ class RandomState:
 class Seeds:
     """The seeds of one stage's layers. `first` is the number of its first layer, of `num_layers` in the model."""
 
-    def __init__(self, module: nn.Module, device: torch.device, first: int, num_layers: int) -> None:
+    def __init__(self, device: torch.device, first: int, num_layers: int) -> None:
         self._generator, self._first, self._num_layers = generator_of(device), first, num_layers
         self._base = 0
         self._mb = 0
-        self._draws = [may_draw(layer) for layer in layers_of(module)]
 
     def begin_step(self, base: int) -> None:
         """Starts a step with its own number."""
         self._base = base
 
-    def forward(
-        self, mb: int, layers: Sequence[tuple[nn.Module, Keywords]], inputs: tuple[Any, ...], side: Side
-    ) -> Any:
-        """Runs the stage's layers on a micro-batch of the global batch, each from its seed."""
+    def begin_microbatch(self, mb: int) -> None:
+        """Starts a micro-batch of the global batch."""
         self._mb = mb
-        return run_layers(layers, inputs, side, self._start_drawing)
 
-    def _start_drawing(self, number: int) -> None:
-        if self._draws[number]:
-            self._start(number)
+    def begin_layer(self, number: int) -> None:
+        """Seeds a layer of the stage."""
+        self._start(number)
 
     def begin_segment(self, mb: int, layer: int, part: int) -> None:
         """Seeds a segment of a layer. The first segment starts from the seed of the whole layer."""

@@ -153,11 +153,12 @@ def is_segmented(module: nn.Module) -> TypeGuard[Segmented]:
 class Value:
     """What segments hand each other: the thing, whether a gradient comes back for it, and its sum so far."""
 
-    __slots__ = ("grad", "needs_grad", "thing")
+    __slots__ = ("_version", "grad", "needs_grad", "thing")
 
     def __init__(self, thing: Any, needs_grad: bool) -> None:
         self.thing, self.needs_grad = thing, needs_grad
         self.grad: Tensor | None = None
+        self._version = thing._version if isinstance(thing, Tensor) else 0
 
     @classmethod
     def of(cls, thing: Any) -> Value:
@@ -177,6 +178,11 @@ class Value:
         if not self.needs_grad:
             return thing
         return _Read.apply(thing, self, _START)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_void(self) -> bool:
+        """Was the thing written to since it was made."""
+        return isinstance(self.thing, Tensor) and self.thing._version != self._version
 
     def add(self, grad: Tensor) -> None:
         """One reader's gradient."""
@@ -243,6 +249,17 @@ def run_segment(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return things
 
 
+def refuse_void(segment: Segment, read: Sequence[Value]) -> None:
+    """Refuses values that were written to since a segment made them: another micro-batch may have come between."""
+    for name, value in zip(segment.reads, read, strict=True):
+        if value.is_void:
+            raise ValueError(
+                f"the value {name!r} was written to before segment {segment.name} read it; a segment writes values "
+                "that stay as they are: return a tensor of its own for each micro-batch, buffer.clone() for a buffer "
+                "that forwards reuse"
+            )
+
+
 @dataclass
 class Cut:
     """One segment of one micro-batch: what its backward starts from. Gradients go to the values it read."""
@@ -252,7 +269,9 @@ class Cut:
     @classmethod
     def forward(cls, segment: Segment, values: dict[str, Value]) -> Cut:
         """Runs a segment on the values it reads, and puts what it writes among them."""
-        things = run_segment(segment, [values[name].read() for name in segment.reads])
+        read = [values[name] for name in segment.reads]
+        refuse_void(segment, read)
+        things = run_segment(segment, [value.read() for value in read])
         outputs = []
         for name, thing in zip(segment.writes, things, strict=True):
             values[name] = Value.of(thing)
@@ -303,6 +322,19 @@ class Plan:
     dead: dict[str, tuple[str, ...]]
     module: nn.Module
     side: dict[str, str]
+    replaced: dict[str, Any]
+    """Methods of the layer that are its own, not its class's, when its segments were asked for."""
+
+    def refuse_replaced(self, where: str) -> None:
+        """Raises ValueError if a method was replaced since: segments are the methods that there were."""
+        now = _replaced(self.module)
+        if now != self.replaced:
+            name = next(name for name in {**now, **self.replaced} if now.get(name) is not self.replaced.get(name))
+            raise ValueError(
+                f"{where} ({type(self.module).__name__}) got another {name} after the Pipeline was made, which nothing "
+                "calls: its segments are the methods that it had; close() this Pipeline, and make a new one after the "
+                "change"
+            )
 
     @classmethod
     def of(cls, layer: Segmented, where: str) -> Plan:
@@ -333,7 +365,12 @@ class Plan:
             for at, segment in enumerate(listed)
         }
         assert isinstance(layer, nn.Module)
-        return cls({segment.name: segment for segment in listed}, dead, layer, side)
+        return cls({segment.name: segment for segment in listed}, dead, layer, side, _replaced(layer))
+
+
+def _replaced(layer: nn.Module) -> dict[str, Any]:
+    own = type(layer)
+    return {name: made for name, made in vars(layer).items() if callable(made) and callable(getattr(own, name, None))}
 
 
 def _is_dead(name: str, later: list[Segment]) -> bool:

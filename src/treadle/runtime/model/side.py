@@ -23,7 +23,10 @@ class Keywords:
     """The side values that a module's `forward` has parameters for."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = inspect.signature(module.forward).parameters.values()
+        try:
+            parameters = list(inspect.signature(module.forward).parameters.values())
+        except ValueError:  # a builtin such as torch.relu, put in place of `forward`
+            parameters = []
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

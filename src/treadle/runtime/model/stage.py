@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from treadle.dist.boundary import fits
+from treadle.runtime.model.calling import LayerCalls
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.edge import edge_of
 from treadle.runtime.model.losses import MAIN, OwnLoss, split_off
 from treadle.runtime.model.microbatch import Grads, Tensors
-from treadle.runtime.model.seeding import Seeds, layers_of, run_layers
-from treadle.runtime.model.side import Keywords
+from treadle.runtime.model.seeding import Seeds
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 
@@ -43,11 +43,12 @@ class Stage(Chunk):
         self._kept: dict[int, _Kept] = {}
         self._halves_of: dict[int, list[WeightGrad]] = {}
         self._autocast: str | None = None
-        self._layers = [(layer, Keywords(layer)) for layer in layers_of(module)]
+        self._call = LayerCalls(module)
 
     def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
-        """Also notes whether autocast is on."""
+        """Also notes whether autocast is on, and what was put on the module since the last step."""
         super().begin_step(scale, aux_scale)
+        self._call.refresh()
         self._kept.clear()
         self._halves_of.clear()
         kind = scale.device.type
@@ -79,8 +80,9 @@ class Stage(Chunk):
         try:
             side = self.at(mb).side
             if self.seeds is not None:
-                return self.seeds.forward(self.mb_offset + mb, self._layers, inputs, side)
-            return run_layers(self._layers, inputs, side) if side else self.module(*inputs)
+                self.seeds.begin_microbatch(self.mb_offset + mb)
+                return self._call(inputs, side, self.seeds.begin_layer)
+            return self._call(inputs, side) if side else self.module(*inputs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
                 raise ValueError(
@@ -133,8 +135,10 @@ class Stage(Chunk):
         """I: as B, but defers the linears' weight gradients."""
         assert self.halves is not None
         self.halves.open()
-        self.backward(mb)
-        self._halves_of[mb] = self.halves.close()
+        try:
+            self.backward(mb)
+        finally:
+            self._halves_of[mb] = self.halves.close()
 
     def halves_of(self, mb: int) -> list[WeightGrad]:
         """Returns the deferred weight gradients of a micro-batch."""
@@ -144,5 +148,4 @@ class Stage(Chunk):
         """W: runs the deferred weight gradients."""
         kind = self._autocast
         with torch.autocast(kind, enabled=False) if kind is not None else nullcontext():
-            for half in self._halves_of.pop(mb):
-                half.run(add)
+            self.run_weight_grads(self._halves_of.pop(mb), mb, add)

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 AddGradient = Callable[[Tensor, Tensor], None]
 """Adds to a parameter a gradient of it."""
@@ -25,13 +27,20 @@ WeightHalf = Callable[[Tensor, Tensor, AddGradient], None]
 """Computes gradients of parameters from the input of a module and the gradient of its output."""
 
 
-@dataclass(frozen=True)
-class WeightGrad:
+class WeightGrad(NamedTuple):
     """A deferred weight gradient of one module: its input, its output gradient, and what multiplies them."""
 
     x: Tensor
     grad: Tensor
     half: WeightHalf
+    module: nn.Module
+    versions: tuple[int, int]
+    """How often both had been written to when the gradient was deferred."""
+
+    @property
+    def is_void(self) -> bool:
+        """Returns whether input or gradient was written to since."""
+        return (self.x._version, self.grad._version) != self.versions
 
     @property
     def size_bytes(self) -> int:
@@ -62,11 +71,12 @@ class WeightGradQueue:
         assert halves is not None, "closed without being opened"
         return halves
 
-    def take(self, x: Tensor, grad: Tensor, half: WeightHalf) -> bool:
-        """Defers a weight gradient if the queue is open; returns whether it did."""
+    def take(self, x: Tensor, grad: Tensor, half: WeightHalf, module: nn.Module) -> bool:
+        """Defers a weight gradient of a module if the queue is open; returns whether it did."""
         if self._open is None:
             return False
-        self._open.append(WeightGrad(x.detach(), grad, half))  # the graph behind x would stay alive with it
+        versions = x._version, grad._version
+        self._open.append(WeightGrad(x.detach(), grad, half, module, versions))  # the graph of x would stay alive
         return True
 
 
@@ -75,10 +85,16 @@ class DefersWeightGrad(nn.Module):
 
     _queue: WeightGradQueue | None = None
     _num_hooks = 0
+    _own: tuple[nn.Parameter | None, ...] = ()
 
     def defer_to(self, queue: WeightGradQueue | None) -> None:
         """Lets the module defer to a queue from here on; None: not any more."""
         self._queue, self._num_hooks = queue, _num_hooks(self)
+        self._own = tuple(self._parameters.values())
+
+    def has_own(self, param: Tensor) -> bool:
+        """Returns whether a forward runs on a parameter of this module, not on one that `functional_call` put there."""
+        return any(param is own for own in self._own)
 
     def defer(self, x: Tensor, grad: Tensor, half: WeightHalf) -> bool:
         """Defers `half(x, grad, add)` if a queue is open.
@@ -86,7 +102,8 @@ class DefersWeightGrad(nn.Module):
         Returns whether it did; if not, the backward computes the gradients itself, and autograd tells hooks that were
         put on the parameters since `defer_to`.
         """
-        return self._queue is not None and _num_hooks(self) == self._num_hooks and self._queue.take(x, grad, half)
+        queue = self._queue
+        return queue is not None and _num_hooks(self) == self._num_hooks and queue.take(x, grad, half, self)
 
 
 def as_it_is(x: Tensor) -> AbstractContextManager[Any]:
@@ -107,26 +124,26 @@ class _Linear(torch.autograd.Function):
     """`functional.linear` in one precision, whose backward puts weight gradients into an open `WeightGradQueue`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halves: WeightGradQueue, half: WeightHalf
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, split: SplitForward) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.halves, ctx.half = halves, half
+        ctx.split = split
         with as_it_is(x):
-            return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            out = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return _unsafe_view(out, out.shape) if out._is_view() else out  # autograd lets nobody write to a view from here
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        split: SplitForward = ctx.split
         again = torch.is_grad_enabled()  # with create_graph: what is computed here is differentiated itself
         with as_it_is(x):
             dx = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-            if not again and ctx.halves.take(x, grad, ctx.half):
-                return dx, None, None, None, None
+            if not again and split.halves.take(x, grad, split.weight_half, split.linear):
+                return dx, None, None, None
             flat = grad.flatten(0, -2)
             dw = (flat.t() @ x.flatten(0, -2)).to(weight.dtype) if ctx.needs_input_grad[1] else None
             db = flat.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
 class SplitForward:
@@ -134,6 +151,7 @@ class SplitForward:
 
     def __init__(self, linear: nn.Linear, halves: WeightGradQueue) -> None:
         self.linear, self.halves = linear, halves
+        self._weight, self._bias = linear.weight, linear.bias
         self._num_hooks = _num_hooks(linear)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -141,21 +159,29 @@ class SplitForward:
         linear, weight, bias = self.linear, self.linear.weight, self.linear.bias
         if not torch.is_grad_enabled() or input.dim() < 2 or _num_hooks(linear) != self._num_hooks:
             return functional.linear(input, weight, bias)  # autograd tells hooks that were put on the parameters since
+        if weight is not self._weight or bias is not self._bias:
+            return functional.linear(input, weight, bias)  # `functional_call` gave it others for this call
         lower = autocast_dtype(input, weight)
         if lower is not None:
             input = input.to(lower)
         elif input.dtype is not weight.dtype or (bias is not None and bias.dtype is not weight.dtype):
             return functional.linear(input, weight, bias)  # raises torch's own error
-        out: Tensor = _Linear.apply(input, weight, bias, self.halves, self.weight_half)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
 
     def weight_half(self, x: Tensor, grad: Tensor, add: AddGradient) -> None:
         """Computes the gradients of weight and bias."""
-        linear, grad, x = self.linear, grad.flatten(0, -2), x.flatten(0, -2)
-        if linear.weight.requires_grad:
-            add(linear.weight, grad.t() @ x)
-        if linear.bias is not None and linear.bias.requires_grad:
-            add(linear.bias, grad.sum(0))
+        weight, bias, grad, x = self._weight, self._bias, grad.flatten(0, -2), x.flatten(0, -2)
+        if weight.requires_grad:
+            add(weight, grad.t() @ x)
+        if bias is not None and bias.requires_grad:
+            add(bias, grad.sum(0))
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Returns what was put in place of a module's `forward`, None where that is its class's or a `SplitForward`."""
+    own = vars(module).get("forward")
+    return None if isinstance(own, SplitForward) else own
 
 
 @dataclass(frozen=True)
@@ -218,9 +244,8 @@ def _linears(module: nn.Module) -> Iterator[nn.Linear | DefersWeightGrad]:
             if params:
                 yield part
         elif type(part) is nn.Linear:
-            own = part.__dict__.get("forward")
             plain = params.get("weight") is not None and "bias" in params
-            if plain and (own is None or isinstance(own, SplitForward)):
+            if plain and own_forward(part) is None:
                 yield part
 
 

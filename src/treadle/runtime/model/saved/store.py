@@ -77,17 +77,17 @@ class Saved:
         self._live = live
         self._address = live.hold(tensor)
 
-    def storage(self) -> torch.UntypedStorage:
-        """Returns the storage, which is on the device."""
+    def present(self) -> Tensor:
+        """Returns a tensor of the storage, which is on the device."""
         assert self.tensor is not None, "the verifier has seen that an onload comes before every reader"
         if self.tensor._version != self._version:
             raise _changed(self.tensor, self._version)
         keep(self.tensor)
-        return self.tensor.untyped_storage()
+        return self.tensor
 
     def leave(self, pool: Pool) -> None:
         """Copies the bytes into the pool, and frees them on the device."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage())
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.present().untyped_storage())
         self.room, self._pool = pool.take(self.size_bytes), pool
         self.room[: self.size_bytes].copy_(flat, non_blocking=True)
         self._live.release(self._address, self.size_bytes)
@@ -122,12 +122,18 @@ class Handle:
 
     def tensor(self) -> Tensor:
         """Returns the tensor as it was saved. Raises RuntimeError if it was changed in place since."""
+        tensor = self.saved.present()
+        if tensor.dtype is self.dtype:
+            return tensor.as_strided(self.size, self.stride, self.offset)  # knows when it is written to later
         empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
-        return empty.set_(self.saved.storage(), self.offset, self.size, self.stride)
+        return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class InPlace:
-    """A tensor that stays where it is: nothing counts or moves it."""
+    """A tensor that stays where it is: nothing counts or moves it.
+
+    It is detached: the very tensor that autograd saves would be a cycle where its node never runs.
+    """
 
     __slots__ = ("_tensor", "_version")
 
@@ -209,7 +215,7 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> Any:
             if self._stays(tensor):
-                return tensor.detach()  # the very tensor would be a cycle where its node never runs
+                return InPlace(tensor)
             return self._place(shelf, part, tensor)
 
         return saved_tensors_hooks(pack, _unpack)
@@ -281,9 +287,8 @@ def _changed(tensor: Tensor, version: int) -> RuntimeError:
     )
 
 
-def _unpack(packed: Any) -> Tensor:
-    tensor: Tensor = packed.tensor() if isinstance(packed, Handle) else packed
-    return tensor
+def _unpack(packed: Handle | InPlace) -> Tensor:
+    return packed.tensor()
 
 
 def _has_storage(tensor: Tensor) -> bool:
