@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing as mp
+import os
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from treadle.train.data import open_tokens
+from treadle.train.data import open_tokens, store
 from treadle.train.data.documents import find_files, read_documents
 from treadle.train.data.tokenizing import ByteTokenizer, Tokens, make_tokenizer
 
@@ -81,6 +85,37 @@ def test_of_several_processes_one_makes_the_store_and_all_read_it(tmp_path: Path
         got = pool.map(_open, [tmp_path] * 8, chunksize=1)
     assert len({(name, size) for name, _, size in got}) == 1
     assert sum(made for _, made, _ in got) == 1
+
+
+def test_a_file_is_read_for_its_digest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, digest_of = [], hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        read.append(file.name)
+        return digest_of(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    stores = [open_tokens(SOURCES, ByteTokenizer(), tmp_path) for _ in range(3)]
+    assert sorted(read) == sorted(SOURCES)
+    (tmp_path / "digests.json").write_text("{cut of")
+    stores.append(open_tokens(SOURCES[1:], ByteTokenizer(), tmp_path))
+    assert len(read) == 2 * len(SOURCES) - 1
+    assert stores[0] == stores[1] == stores[2] != stores[3]
+
+
+def test_a_digest_is_not_kept_of_a_file_that_changed_in_all_but_size_and_mtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, keys = tmp_path / "a.txt", []
+    for settled_ns in (0, store.SETTLED_NS):  # kept at once, and not kept of a file that was just written
+        monkeypatch.setattr(store, "SETTLED_NS", settled_ns)
+        for content in ("one", "two"):
+            text.write_text(content)
+            os.utime(text, ns=(10**18, 10**18))
+            time.sleep(0.1)  # the clock of a file system is coarse
+            keys.append(open_tokens([str(text)], ByteTokenizer(), tmp_path / f"{settled_ns}").key)
+    assert keys[:2] == keys[2:]
+    assert keys[0] != keys[1]
 
 
 def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:

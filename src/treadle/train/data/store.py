@@ -4,9 +4,11 @@
                   training.starts.npy   where documents start
                   held_out.bin, held_out.starts.npy
                   store.json
+            digests.json                digests of the files, by size, times and inode
 
 The key is a digest of the files' contents and of all that tokens depend on, so a store is never stale. The first rank
-that holds the lock makes it under another name and renames it; the others wait for the lock and find it.
+that holds the lock makes it under another name and renames it; the others wait for the lock and find it. So it is with
+digests: a file is read again where its size, its times or its inode are not those it was read with.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import fcntl
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,6 +38,10 @@ FORM = "1"
 _AT_ONCE = 256
 """Documents that a tokenizer gets at once."""
 
+SETTLED_NS = 2_000_000_000
+"""The digest of a file that was written to later than this before it was read is not kept: a file system's clock is
+coarse, so the file could change again and have the same times."""
+
 
 @dataclass(frozen=True)
 class TokenStore:
@@ -42,6 +50,11 @@ class TokenStore:
     directory: Path
     vocab_size: int
     dtype: str
+
+    @property
+    def key(self) -> str:
+        """A digest of the text and of all that its tokens depend on."""
+        return self.directory.name
 
     def training(self, seq_len: int) -> PackedTokens:
         """Return the documents to train on, in samples of `seq_len` tokens."""
@@ -75,11 +88,10 @@ def open_tokens(
 
     """
     files = find_files(paths)
-    key = _key(files, tokenizer, field, held_out)
-    directory = cache / key
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it where a process is killed
+    key = _key(files, tokenizer, field, held_out, cache)
+    directory = cache / key
+    with _locked(cache / f"{key}.lock"):
         if not directory.exists():
             part = cache / f"{key}.part"
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
@@ -90,12 +102,50 @@ def open_tokens(
     return TokenStore(directory, about["vocab_size"], about["dtype"])
 
 
-def _key(files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float) -> str:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it where a process is killed
+        yield
+
+
+def _key(files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float, cache: Path) -> str:
     digest = hashlib.sha256(f"{FORM} {tokenizer.identity} {field!r} {held_out!r}".encode())
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(f"{path.suffix} ".encode() + hashlib.file_digest(file, "sha256").digest())
+    with _locked(cache / "digests.lock"):
+        for path, of_file in zip(files, _digests(files, cache / "digests.json"), strict=True):
+            digest.update(f"{path.suffix} ".encode() + bytes.fromhex(of_file))
     return digest.hexdigest()[:24]
+
+
+def _digests(files: Sequence[Path], kept_in: Path) -> list[str]:
+    """Return a digest of each file's content; those in `kept_in` of files that were not written to since."""
+    try:
+        known: dict[str, list[Any]] = json.loads(kept_in.read_text())
+    except (OSError, ValueError):  # there is none, or it is damaged
+        known = {}
+    found, kept = [], dict(known)
+    for path in files:
+        name, before = str(path.resolve()), _identity(path)
+        if known.get(name, [])[1:] == before:
+            found.append(known[name][0])
+            continue
+        began_ns = time.time_ns()
+        with path.open("rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+        _, mtime_ns, ctime_ns, _ = before
+        if before == _identity(path) and max(mtime_ns, ctime_ns) < began_ns - SETTLED_NS:
+            kept[name] = [found[-1], *before]
+    if kept != known:
+        part = kept_in.with_suffix(".part")
+        part.write_text(json.dumps(kept))
+        part.rename(kept_in)
+    return found
+
+
+def _identity(path: Path) -> list[int]:
+    """Return what changes with every write to a file: ctime does even where mtime is set back."""
+    now = path.stat()
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
 
 
 def _write(directory: Path, files: Sequence[Path], tokenizer: TextTokenizer, field: str, held_out: float) -> None:
