@@ -32,6 +32,7 @@ from tests.support.oracle import (
     mean_loss,
 )
 from tests.support.ranks import check, run_ranks
+from treadle.runtime.model.exchange import RankOwned
 
 
 def missing_chunk(rank: int) -> Callable[[], object]:
@@ -205,3 +206,60 @@ def test_copies_that_start_apart_are_refused(name: str, dp: int, what: str) -> N
     assert "copies of a stage start from different parameters" in said[-1]
     assert "make them from one seed, or broadcast them" in said[-1]
     assert "not refused" not in said
+
+
+class OwnedLinear(RankOwned, nn.Linear):
+    """A linear that belongs to one rank of an expert group."""
+
+
+def copies_of_experts(rank: int) -> list[str]:
+    """What ranks say where an expert of the last rank is another, and where all have theirs by the expert group."""
+    said = []
+    for name, sizes in (("1f1b", (1, 2, 2)), ("dualpipe", (2, 1, 2))):
+        schedule = schedule_of(name, sizes[0], 4)
+        mesh = init_device_mesh(DEVICE_TYPE, sizes, mesh_dim_names=("pp", "dp", "ep"))
+        for odd in (None, 3):
+            stages = {}
+            for chunk, stage in enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]):
+                torch.manual_seed(stage)
+                linear = nn.Linear(4, 4)
+                torch.manual_seed(100 + stage * 10 + mesh.get_local_rank("ep") + (5 if rank == odd else 0))
+                stages[chunk] = nn.Sequential(linear, OwnedLinear(4, 4))
+            said.append(
+                refusal(lambda: treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=mean_loss).close())  # noqa: B023
+            )
+    return said
+
+
+def test_copies_of_experts_that_start_apart_are_refused() -> None:
+    """Ranks of one expert group have experts of their own, which other groups and the pipe's other end have too."""
+    found = check(run_ranks(4, copies_of_experts))
+    for rank, (alike, apart, ends_alike, ends_apart) in enumerate(found):
+        assert alike == ends_alike == "not refused", rank
+        for said in (apart, ends_apart):
+            assert "copies of a stage start from different parameters: rank 1 (" in said
+            assert "and rank 3 (" in said
+            assert "differ in 1.weight of stage " in said
+
+
+def copies_of_values(rank: int) -> list[str]:
+    """What replicas say to equal copies with NaN, to rows exchanged, and to another number of parameters."""
+    schedule, mesh, said = schedule_of("1f1b", 1, 4), make_mesh(1, 2), []
+    for what in ("nan", "rows", "bias"):
+        torch.manual_seed(0)
+        module = nn.Linear(8191, 3, bias=what != "bias" or rank == 0)
+        with torch.no_grad():
+            if what == "nan":
+                module.weight[1, 1] = float("nan")
+            if what == "rows" and rank == 1:
+                module.weight.copy_(module.weight[[1, 0, 2]])
+        said.append(refusal(lambda: treadle.Pipeline({0: module}, schedule, mesh=mesh, loss_fn=mean_loss).close()))  # noqa: B023
+    return said
+
+
+def test_copies_are_compared_bit_by_bit() -> None:
+    for nan, rows, bias in check(run_ranks(2, copies_of_values)):
+        assert nan == "not refused"
+        assert "differ in weight of stage 0 (shape (3, 8191), torch.float32, requires_grad=True, bits " in rows
+        assert "differ in bias of stage 0 (shape (3,), torch.float32, requires_grad=True, bits " in bias
+        assert " and nothing)" in bias

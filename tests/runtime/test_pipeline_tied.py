@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,18 @@ import treadle
 from tests.runtime.run.test_layers import Case, one_process, one_rank, whole_model
 from tests.runtime.run.test_layers_blocks import VOCAB as TOKENS
 from tests.runtime.run.test_layers_blocks import Next, Quiet, tokens
-from tests.support.cases import Grads, hold, own_grads, pipeline, refusal, replica_of, schedule_of
+from tests.support.cases import (
+    Grads,
+    float_batch,
+    hold,
+    own_grads,
+    pipeline,
+    refusal,
+    refusals,
+    replica_of,
+    schedule_of,
+    square_loss,
+)
 from tests.support.faults import Faults
 from tests.support.oracle import (
     VOCAB,
@@ -166,6 +177,75 @@ def test_a_tie_within_one_rank_needs_no_other(dp: int, is_shared: bool) -> None:
     stages = ends_tied()
     losses = run_whole(stages, cut([make_batch(MICROBATCHES, r) for r in range(dp)], MICROBATCHES), mean_loss)
     hold(ranks, (sum(losses) / len(losses), grads_of(dict(enumerate(stages)))))
+
+
+class Scaled(nn.Module):
+    """A stage with many parameters of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.scales = nn.ParameterList(nn.Parameter(1 + torch.rand(6)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        for scale in self.scales:
+            out = out * scale.double()
+        return out
+
+
+MANY = {
+    "weight": dict.fromkeys((0, 1, 2), "linear.weight"),
+    "bias": dict.fromkeys((1, 2), "linear.bias"),
+    **{f"scale {n}": dict.fromkeys(at, f"scales.{n}") for n, at in enumerate(((0, 3), (0, 1), (2, 3), (1, 2), (0, 3)))},
+}
+"""Ties of the four stages of two ranks, each of which both have."""
+
+
+def many_tied() -> list[nn.Module]:
+    torch.manual_seed(5)
+    stages = [Scaled() for _ in range(4)]
+    for names in MANY.values():
+        (first, name), *others = names.items()
+        for stage, other in others:
+            owner, _, leaf = other.rpartition(".")
+            setattr(stages[stage].get_submodule(owner), leaf, stages[first].get_parameter(name))
+    return list(stages)
+
+
+def step_many(rank: int) -> tuple[float, Grads, int]:
+    del rank
+    schedule, mesh, stages = schedule_of("interleaved", 2, 4, 2), make_mesh(2), apart(many_tied())
+    pipe = pipeline(schedule, stages, mesh, square_loss, tied=MANY, deadline_s=PATIENT_S)
+    loss = float(pipe.step(*float_batch(4)))
+    num = int((pipe.program.kind == OpKind.REDUCE_TIED).sum())
+    result = loss, own_grads(schedule, mesh, stages), num
+    pipe.close()
+    return result
+
+
+def test_ties_of_the_same_ranks_are_reduced_together() -> None:
+    stages = many_tied()
+    losses = run_whole(stages, cut([float_batch(4)], 4), square_loss)
+    ranks = check(run_ranks(2, step_many))
+    hold([ran[:2] for ran in ranks], (sum(losses) / 4, grads_of(dict(enumerate(stages)))), most=1e-6)
+    assert [ran[2] for ran in ranks] == [2, 2]
+
+
+def too_many_ties(rank: int) -> Callable[[], object]:
+    """Rank 1 has four channels and five ties with others each; the other ranks have fewer."""
+    del rank
+    sets = ((0, 1), (1, 2), (1, 3), (0, 1, 2), (1, 2, 3))
+    tied = {f"t{n}": dict.fromkeys(stages, f"scales.{n}") for n, stages in enumerate(sets)}
+    torch.manual_seed(5)
+    stages = apart([Scaled()] * 4)
+    mesh = make_mesh(4)
+    return lambda: pipeline(schedule_of("1f1b", 4, 4), stages, mesh, square_loss, tied=tied, deadline_s=PATIENT_S)
+
+
+def test_too_many_ties_are_refused_on_all_ranks_at_once() -> None:
+    for said in refusals(4, too_many_ties):
+        assert "rank 1 would need 9 communicators, 8 is the most: it has 4 channels and 5 ties; " in said
 
 
 # -- precision, training -----------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from treadle.dist.calls import contradiction
 from treadle.dist.communicators import CLOSED, REDUCTION, Traffic, close_communicator, make_communicator
 from treadle.dist.device import Wait
 from treadle.dist.mesh_position import MeshPosition
+from treadle.dist.streams import HOST_MEMORY
 
 
 def next_name(position: MeshPosition) -> str:
@@ -47,9 +49,31 @@ class Group:
     ) -> None:
         self.ranks, self.group_rank, self.wait = ranks, ranks.index(rank), wait
         self.communicator = make_communicator(name, ranks, rank, deadline, device, traffic=traffic, backend=backend)
+        self._announced: tuple[Tensor, dist.Work] | None = None
+
+    def announce(self, call: int) -> None:
+        """Launches the comparison of the calls that ranks begin (`dist.calls`). The next collective ends it first."""
+        self.settle()
+        if len(self.ranks) > 1:
+            both = torch.tensor([call, -call], dtype=torch.int64, device=HOST_MEMORY)
+            self._announced = both, self.launch_reduce(both, largest=True)
+
+    def settle(self) -> None:
+        """Waits for the comparison that was launched, if one was. Raises ValueError if ranks began different calls.
+
+        What they exchange next would be of different sizes, which ends a process of gloo.
+        """
+        if self._announced is not None:
+            (both, work), self._announced = self._announced, None
+            self.wait(work)
+            highest, lowest = both.tolist()
+            reason = contradiction(highest, -lowest)
+            if reason is not None:
+                raise ValueError(reason)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns every rank's tensor, in the order of `ranks`."""
+        self.settle()
         gathered = [tensor.clone() for _ in self.ranks]  # the fake backend writes nothing: all ranks look like this one
         self.wait(self.communicator.allgather([gathered], [tensor]))
         return gathered
@@ -60,6 +84,7 @@ class Group:
 
     def launch_reduce(self, tensor: Tensor, *, largest: bool = False) -> dist.Work:
         """Launches an all-reduce; the caller waits for it."""
+        self.settle()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return self.communicator.allreduce([tensor], options)

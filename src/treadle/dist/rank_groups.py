@@ -11,9 +11,9 @@ CPU, replicas reduce over the group that they agree over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -34,6 +34,45 @@ MOST = 8
 
 ABORT_S = 10.0
 """How long `close` waits for communicators to be aborted. After that it leaves them to the end of the process."""
+
+
+@dataclass(frozen=True)
+class CommunicatorNeeds:
+    """The communicators that a rank needs on its device, as every rank can count them.
+
+    `channels` are (from, to), `tied` the ranks of each of its ties, `alike` those with its experts, [] without others.
+    """
+
+    channels: list[tuple[int, int]]
+    tied: dict[int, list[int]]
+    alike: list[int]
+    num_groups: int
+
+    @classmethod
+    def of(cls, program: Program, position: MeshPosition, pp_rank: int) -> CommunicatorNeeds:
+        """Returns the needs of the rank at another position of this rank's pipeline."""
+        two_ended = program.layout.placement.num_pipes > 1
+        there = replace(position, pp_rank=pp_rank)
+        alike = there.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
+        tied = _tied_ranks(program, position, pp_rank)
+        num_groups = (two_ended or position.dp > 1) + (position.ep > 1) + (len(alike) > 1) + len(tied)
+        return cls(_own_channels(program, pp_rank), tied, alike, num_groups)
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return len(self.channels) + self.num_groups
+
+
+def refuse_many(needs: Sequence[CommunicatorNeeds], ranks: Sequence[int]) -> None:
+    """Raises if a rank of the first pipeline needs too many, on all ranks alike: replicas need as many."""
+    most, rank = max(zip(needs, ranks, strict=True), key=lambda each: each[0].num)
+    if most.num > MOST:
+        ties, fewer = (f" and {len(most.tied)} ties", ", or tie fewer parameters") if most.tied else ("", "")
+        raise ValueError(
+            f"rank {rank} would need {most.num} communicators, {MOST} is the most: it has {len(most.channels)} "
+            f"channels{ties}; place neighbouring stages so that each rank talks to fewer others{fewer}"
+        )
 
 
 @dataclass
@@ -78,12 +117,12 @@ class Groups:
 
         `wait` is that of the device.
         """
-        position, own = self.position, _own_channels(program, self.position.pp_rank)
+        position = self.position
+        needs = [CommunicatorNeeds.of(program, position, pp_rank) for pp_rank in range(len(position.ranks))]
+        refuse_many(needs, [row[0] for row in position.ranks])
+        mine = needs[position.pp_rank]
+        own, tied, alike = mine.channels, mine.tied, mine.alike
         two_ended = program.layout.placement.num_pipes > 1
-        alike = position.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
-        tied = _tied_ranks(program, position)
-        num_groups = (two_ended or position.dp > 1) + (position.ep > 1) + (len(alike) > 1) + len(tied)
-        self._refuse_many(len(own) + num_groups, len(own), len(tied))
         with self._recording(device):
             self._make_channels(own, device, wait)
         if two_ended:
@@ -103,14 +142,6 @@ class Groups:
                 number: Group(f"{self.name}/tied/{number}", ranks, position.rank, self.deadline, wait, device)
                 for number, ranks in tied.items()
             }
-
-    def _refuse_many(self, num: int, num_channels: int, num_ties: int) -> None:
-        if num > MOST:
-            ties, fewer = (f" and {num_ties} ties", ", or tie fewer parameters") if num_ties else ("", "")
-            raise ValueError(
-                f"rank {self.position.rank} would need {num} communicators, {MOST} is the most: it has {num_channels} "
-                f"channels{ties}; place neighbouring stages so that each rank talks to fewer others{fewer}"
-            )
 
     def _recording(self, device: torch.device) -> AbstractContextManager[None]:
         """Records the sockets of gloo: other backends are aborted, and their sockets are not Treadle's to shut."""
@@ -197,13 +228,12 @@ def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
     return sorted(channel for channel in ends if pp_rank in channel)
 
 
-def _tied_ranks(program: Program, position: MeshPosition) -> dict[int, list[int]]:
-    """Returns the ranks that hold each tie of this rank, by the tie's number, where others hold it too."""
+def _tied_ranks(program: Program, position: MeshPosition, pp_rank: int) -> dict[int, list[int]]:
+    """Returns the ranks that hold each tie of a rank, by the tie's number, where others hold it too."""
     placement, found = program.layout.placement, {}
     for number, tie in enumerate(program.layout.tied):
-        ranks = position.in_all_pipelines(
-            pp_rank for pp_rank, stages in enumerate(placement.stages) if not set(tie).isdisjoint(stages)
-        )
-        if position.rank in ranks and len(ranks) > 1:
+        holders = [at for at, stages in enumerate(placement.stages) if not set(tie).isdisjoint(stages)]
+        ranks = position.in_all_pipelines(holders)
+        if pp_rank in holders and len(ranks) > 1:
             found[number] = ranks
     return found

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.gathering import gather_json
-from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY
 from treadle.ir import Schedule
+from treadle.ir.placement import Placement
+from treadle.runtime.agreement import Facts, agree_to_start, difference, digest_of, raise_for_all
 from treadle.runtime.model.gradients import Gradients
 
-_NOBODY = -1
-_PIECE = 1 << 22  # elements of a parameter that are read at once, so that reading takes little memory
-_WEIGHTS = 8191  # of elements, in a sum that depends on their order
-_MOST_TEXT = 600
+_PIECE = 1 << 16  # elements of a parameter that are read at once, so that reading takes little memory
+_LONG = (1 << 64) - 1
+_FACTOR = 0x5851F42D4C957F2D
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -70,62 +68,18 @@ class RankStages:
         return replace(self, can_split=other.can_split) == other
 
 
-@dataclass(frozen=True)
-class StartTerms:
-    """A rank's part in the agreement to start: digests of its schedule and terms, and ranks known to disagree.
-
-    `rejecting`, `other_schedule` and `other_terms` are a rank each, the highest known, or -1. The encoding has one
-    length whatever the schedules, as they may differ.
-    """
-
-    rejecting: int
-    other_schedule: int
-    other_terms: int
-    schedule: int
-    terms: int
-
-    def encode(self) -> list[int]:
-        """Returns the fields in order."""
-        return list(astuple(self))
-
-    @classmethod
-    def decode(cls, row: Sequence[int]) -> StartTerms:
-        """Returns the terms that `encode` wrote."""
-        return cls(*row)
-
-
-class Rejections:
-    """Ranks' reasons for rejecting a pipeline, in torch's store: the groups' collectives carry a rank number only."""
-
-    def __init__(self, name: str) -> None:
-        self._store = PrefixStore(f"treadle/{name}/rejections", _get_default_store())
-
-    def write(self, rank: int, reason: str) -> None:
-        """Stores the reason of a rank, before the collective that names the rank."""
-        with suppress(RuntimeError):  # the store is gone; the rank itself still raises its reason
-            self._store.set(str(rank), reason[:_MOST_TEXT].encode(errors="replace").decode())
-
-    def read(self, rank: int) -> str:
-        """Returns the reason of a rank, behind a colon, or where else to find it."""
-        with suppress(RuntimeError):
-            if self._store.check([str(rank)]):
-                return f": {self._store.get(str(rank)).decode(errors='replace')}"
-        return "; its own error says why"
-
-
 def meet(
     groups: Groups,
     schedule: Schedule,
-    terms: str,
+    facts: Facts,
     stages: RankStages,
     problem: ValueError | None,
 ) -> Handshake:
     """Exchanges the facts about all ranks' stages. If a rank cannot take part, or has another schedule, all raise.
 
-    `terms` is a text of everything else that the plan is made from; it must be the same on all ranks. `problem` is
-    this rank's reason for not taking part.
+    `facts` are what else must be the same on all ranks. `problem` is this rank's reason for not taking part.
     """
-    _agree_to_start(groups, schedule, terms, problem)
+    agree_to_start(groups, {"schedule": _named(schedule), **facts}, problem)
     stages = _agree_over_replicas(groups, stages)
     rows = [RankStages.decode(row) for row in gather_json(groups.pp_group, stages.encode())]
     layered = any(any(row.layered) for row in rows)
@@ -142,13 +96,11 @@ def meet(
     )
 
 
-def digest_of(value: object) -> int:
-    """Returns a number of 56 bits that tells values with different `repr` apart."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-
-
-def _gather(group: Group, row: list[int]) -> list[list[int]]:
-    return [other.tolist() for other in group.all_gather(torch.tensor(row, dtype=torch.int64, device=HOST_MEMORY))]
+def _named(schedule: Schedule) -> str:
+    """Returns the name and size of a schedule, and a digest of its rows."""
+    digest = digest_of((schedule.placement, schedule.rows, sorted(schedule.receives.items())))
+    size = f"{schedule.pp} ranks, {schedule.vpp} chunks, {schedule.num_microbatches} micro-batches"
+    return f"{schedule.name}, {size}, digest {digest:014x}"
 
 
 def _agree_over_replicas(groups: Groups, stages: RankStages) -> RankStages:
@@ -205,98 +157,68 @@ def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int], schedule: Sc
         )
 
 
-def _agree_to_start(groups: Groups, schedule: Schedule, terms: str, problem: ValueError | None) -> None:
-    """Raises on all ranks if one has a problem, another schedule or other terms. Ranks with a problem raise that."""
-    rejections = Rejections(groups.name)
-    if problem is not None:
-        rejections.write(groups.position.rank, str(problem))
-    own = StartTerms(
-        rejecting=_NOBODY if problem is None else groups.position.rank,
-        other_schedule=_NOBODY,
-        other_terms=_NOBODY,
-        schedule=digest_of((schedule.placement, schedule.rows, sorted(schedule.receives.items()))),
-        terms=digest_of(terms),
-    )
-    for group in (groups.dp_group, groups.pp_group):  # each group passes on what the one before found
-        if group is not None:
-            rows = [StartTerms.decode(row) for row in _gather(group, own.encode())]
-            own = _merge(own, rows, group.ranks)
-    if problem is not None:
-        raise problem
-    if own.rejecting != _NOBODY:
-        reason = rejections.read(own.rejecting)
-        raise ValueError(f"rank {own.rejecting} could not make its part of the pipeline{reason}")
-    if own.other_schedule != _NOBODY:
-        raise ValueError(
-            f"not all ranks have the same schedule, rank {own.other_schedule} has another; make one for all of them"
-        )
-    if own.other_terms != _NOBODY:
-        raise ValueError(
-            f"not all ranks have the same costs, `saved`, `recompute` and `shapes`: rank {own.other_terms} has others"
-        )
+def check_copies(groups: Groups, placement: Placement, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
+    """Raises on all ranks if copies of a stage do not start from the same parameters, bit by bit.
 
-
-def _merge(own: StartTerms, rows: Sequence[StartTerms], ranks: Sequence[int]) -> StartTerms:
-    """Returns `own` with the highest rank that rejects, or that has other digests, as this group knows them."""
-    schedules = [rank for rank, row in zip(ranks, rows, strict=True) if row.schedule != own.schedule]
-    terms = [rank for rank, row in zip(ranks, rows, strict=True) if row.terms != own.terms]
-    return replace(
-        own,
-        rejecting=max(row.rejecting for row in rows),
-        other_schedule=max([*schedules, *(row.other_schedule for row in rows)]),
-        other_terms=max([*terms, *(row.other_terms for row in rows)]),
-    )
-
-
-def raise_for_all(groups: Groups, reason: str | None) -> None:
-    """Raises on every rank if one has a reason to reject the pipeline; ranks without one quote the highest that has."""
-    rank, rejections = groups.position.rank, Rejections(groups.name)
-    if reason is not None:
-        rejections.write(rank, reason)
-    told = torch.tensor([_NOBODY if reason is None else rank], dtype=torch.int64, device=HOST_MEMORY)
-    for group in (groups.dp_group, groups.copies_group, groups.pp_group):
-        if group is not None:
-            group.all_reduce(told, largest=True)
-    named = int(told)
-    if named != _NOBODY:
-        raise ValueError(
-            f"rank {rank}: {reason}"
-            if reason is not None
-            else f"rank {named} rejected the pipeline{rejections.read(named)}"
-        )
-
-
-def check_copies(groups: Groups, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
-    """Raises on all ranks if copies of a stage do not start from the same parameters."""
-    group, reason = groups.replica_group, None
+    An expert is compared with the same expert of other expert groups, and of the pipe's other end.
+    """
+    group, position = groups.replica_group, groups.position
     if group is None or any(p.is_meta for module in modules.values() for p in module.parameters()):
         return
     named = [
-        (chunk, name, p)
-        for chunk in gradients.order
-        for name, p in modules[chunk].named_parameters()
-        if p not in gradients.owned
+        (f"{name} of stage {placement.stage(position.pp_rank, chunk)}", param)
+        for chunk, module in modules.items()
+        for name, param in module.named_parameters()
     ]
-    digests = [digest_of_values(p) for _, _, p in named] or [torch.zeros(2, dtype=torch.float64)]
-    sums = torch.stack(digests).to(HOST_MEMORY)
-    both = torch.stack([sums, -sums])
-    group.all_reduce(both, largest=True)
-    apart = torch.nonzero((both[0] != -both[1]).any(-1)).flatten().tolist()
-    if apart:
-        chunk, name, param = named[apart[0]]
+    digests = digests_of([param for _, param in named])
+    forms = {name: f"{form_of(param)}, bits {bits}" for (name, param), bits in zip(named, digests, strict=True)}
+    owned = {name for name, param in named if param in gradients.owned}
+    shared, experts = ({name: form for name, form in forms.items() if (name in owned) is of} for of in (False, True))
+    parts = {0: shared, 1 + position.dp_rank % position.ep: experts}
+    reason = difference(groups, [group], parts, num_parts=1 + position.ep)
+    if reason is not None:
         reason = (
-            f"copies of a stage start from different parameters, the first {name} of chunk {chunk}, of shape "
-            f"{tuple(param.shape)}; make them from one seed, or broadcast them before making the Pipeline"
+            f"copies of a stage start from different parameters: {reason}; make them from one seed, or broadcast them "
+            "before making the Pipeline"
         )
     raise_for_all(groups, reason)
 
 
-def digest_of_values(param: nn.Parameter) -> Tensor:
-    """Returns two sums over the elements, of which one depends on their order."""
-    flat = param.detach().reshape(-1)
-    total = torch.zeros(2, dtype=torch.float64, device=param.device)
-    for first in range(0, flat.numel(), _PIECE):
-        piece = flat[first : first + _PIECE].double()
-        weight = torch.arange(first, first + len(piece), device=param.device) % _WEIGHTS + 1
-        total += torch.stack([piece.sum(), (piece * weight).sum()])
-    return total
+def form_of(param: nn.Parameter) -> str:
+    """Returns the shape and type of a parameter, and whether it trains."""
+    return f"shape {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
+
+
+def digests_of(params: Sequence[nn.Parameter]) -> list[str]:
+    """Returns a digest of each parameter's bits, in which the place of each element counts.
+
+    It is a sum of elements times random weights, modulo 2**64. In each further piece all weights are multiplied by
+    one more random number, so they do not repeat.
+    """
+    if not params:
+        return []
+    weights = _weights(_PIECE, params[0].device)
+    totals = []
+    for param in params:
+        flat = param.detach().reshape(-1).contiguous()
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        bits = flat.view(_BITS[min(flat.itemsize, 4)])
+        total = torch.zeros((), dtype=torch.int64, device=param.device)
+        for first in range(0, bits.numel(), _PIECE):
+            piece = bits[first : first + _PIECE].to(torch.int64)
+            total = total * _FACTOR + (piece * weights[: len(piece)]).sum()
+        totals.append(total)
+    return [f"{total & _LONG:016x}" for total in torch.stack(totals).to(HOST_MEMORY).tolist()]
+
+
+def _weights(num: int, device: torch.device) -> Tensor:
+    """Returns odd random numbers, the same on every rank (splitmix64)."""
+    mixed = torch.arange(1, num + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ ((mixed >> shift) & (_LONG >> shift))) * _signed(factor)
+    return (mixed ^ ((mixed >> 31) & (_LONG >> 31))) | 1
+
+
+def _signed(number: int) -> int:
+    """Returns the number of 64 bits as int64 has it."""
+    return number - (1 << 64) if number >> 63 else number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
@@ -17,7 +17,7 @@ ShapesName: TypeAlias = Literal["same", "each", "any"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. `costs`, `saved`, `recompute` and `shapes` are the same on all ranks.
+    """The options of a Pipeline. They are the same on all ranks, but for those in `OF_A_HOST`.
 
     Example:
         >>> RunOptions(deadline_s=60, lanes="serial").saved
@@ -73,6 +73,18 @@ class RunOptions:
     micro-batches; if it has, and always with `any`, a header goes ahead of each message. Only shapes may differ, not
     the number of tensors between stages or their dtypes.
     """
+
+
+OF_A_HOST = {
+    "address": "each host has its own",
+    "pool_directory": "a directory of this host, whose files no other rank reads",
+}
+"""The options that may differ from rank to rank, and why."""
+
+
+def facts_of(options: RunOptions) -> dict[str, str]:
+    """Return the options that must be the same on all ranks, each as a text."""
+    return {each.name: repr(getattr(options, each.name)) for each in fields(options) if each.name not in OF_A_HOST}
 
 
 class RunOptionsChanges(TypedDict, total=False):

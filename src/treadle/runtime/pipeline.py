@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from treadle.dist.backends import is_dry
 from treadle.dist.boundary import Boundary
+from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.groups import next_name
@@ -59,9 +60,10 @@ from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import drawing, generator_of, step_seed
 from treadle.runtime.model.side import Side, refuse_unread
+from treadle.runtime.model.tied import stages_of_reductions
 from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
-from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges
+from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges, facts_of
 from treadle.runtime.report import (
     Counts,
     StepReport,
@@ -180,15 +182,14 @@ class Pipeline:
             stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
         except ValueError as error:
             problem = error
-        terms = f"{self.options.costs!r} {self.options.saved} {self.options.recompute} {self.options.shapes}"
-        return meet(self.groups, schedule, terms, stages, problem)
+        return meet(self.groups, schedule, facts_of(self.options), stages, problem)
 
     def _plan(self, schedule: Schedule, met: Handshake) -> None:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         self._shape = shape_of(met, self.schedule, self.options)
         reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
-        tied = tuple(tie.stages for tie in self._ties)
+        tied = stages_of_reductions(self._ties)
         self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
 
     def _connect(self) -> None:
@@ -212,7 +213,7 @@ class Pipeline:
             self._ties,
             self.groups.tied_groups,
         )
-        check_copies(self.groups, self._modules, self.gradients)
+        check_copies(self.groups, self.schedule.placement, self._modules, self.gradients)
 
     def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
         """Make the rank's stages, and the store that their saved tensors go through."""
@@ -315,6 +316,7 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
+            self._announce("step()" if reduce or not self.gradients.reduces else "step(reduce=False)")
             self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
@@ -350,6 +352,9 @@ class Pipeline:
         with self._guard.step(self._step, own_first=True), torch.no_grad():
             self._feed(stages, inputs, targets, side or {})
             self._guard.raise_known()
+            with self._guard.together("the agreement on the call"):
+                self._announce("evaluate()", at_once=True)
+            self._guard.resume()
             self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
             loss = self._finish(stages, scale, 0, None)
@@ -364,6 +369,14 @@ class Pipeline:
         if step < 0:
             raise ValueError(f"steps are counted from 0, got {step}")
         self._step = step
+
+    def _announce(self, call: str, *, at_once: bool = False) -> None:
+        """Compares the call that ranks are in, before their messages meet: with the first of those, or at once."""
+        control = [group for group in (self.groups.pp_group, self.groups.replica_group) if group is not None]
+        for group in control if not is_dry() else ():
+            group.announce(number_of(call, self._step, self.position.rank))
+        for group in control if at_once else ():
+            group.settle()
 
     def _begin(self, chosen: Executor, stages: dict[int, Chunk], scale: float) -> None:
         """Before a step or an evaluation: nothing is left of the one before."""
@@ -516,16 +529,18 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
         share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
         with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
+            self._announce("grad_norm()")
             return norm_over(self.groups, share, norm_type).to(self.device)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Watches over what all ranks do together between steps: one that is lost meanwhile is named on all others.
 
-        `what` is one of `Guard.AFTER`, such as "the exchange of parameters" of an optimizer.
+        `what` is "the exchange of parameters" of an optimizer, or "the agreement on the next step".
         """
         self._refuse_closed()
         with self._guard.step(self._step), self._guard.together(what):
+            self._announce(what, at_once=True)
             yield
 
     # -- what happened -----------------------------------------------------------------------------------------------
@@ -540,6 +555,7 @@ class Pipeline:
         times = torch.from_numpy(self._last.times())
         mine = times >= 0
         with self._guard.step(self._step), self._guard.together("the trace"):
+            self._announce("trace")
             times = torch.where(mine, times + self._clock_offset, 0)
             self.groups.pp_group.all_reduce(times)
             replicas = [times]

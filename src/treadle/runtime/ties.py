@@ -17,7 +17,8 @@ from treadle.dist.gathering import gather_json
 from treadle.dist.rank_groups import Groups
 from treadle.host.errors import named
 from treadle.ir.placement import Placement
-from treadle.runtime.handshake import digest_of_values, raise_for_all
+from treadle.runtime.agreement import raise_for_all
+from treadle.runtime.handshake import digests_of, form_of
 from treadle.runtime.model.exchange import RankOwned
 from treadle.runtime.model.tied import Tie
 
@@ -68,15 +69,24 @@ def agree_on_ties(
     found, reason = _find(names, held, modules)
     raise_for_all(groups, reason)
     raise_for_all(groups, _difference(gather_json(groups.pp_group, _described(found, names))))
-    ties = sorted({tie for tie, _ in names})
+    stages = {
+        tie: tuple(sorted(at for named, at in names if named == tie)) for tie in sorted({tie for tie, _ in names})
+    }
+    numbers: dict[tuple[int, ...], int] = {}
     return tuple(
         Tie(
             tie,
-            tuple(sorted(stage for named, stage in names if named == tie)),
+            of_tie,
             tuple(dict.fromkeys(param for (named, _), param in found.items() if named == tie)),
+            numbers.setdefault(_holders(placement, of_tie), len(numbers)),
         )
-        for tie in ties
+        for tie, of_tie in stages.items()
     )
+
+
+def _holders(placement: Placement, stages: Iterable[int]) -> tuple[int, ...]:
+    """Return the positions along pp that hold any of the stages."""
+    return tuple(at for at, held in enumerate(placement.stages) if not set(stages).isdisjoint(held))
 
 
 def _numbered(tied: Tied, num_stages: int) -> tuple[_Names, str | None]:
@@ -159,8 +169,8 @@ def _described(found: _Found, names: _Names) -> list[_Description]:
             tie,
             stage,
             names[tie, stage],
-            f"shape {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}",
-            "" if param.is_meta else " ".join(number.hex() for number in digest_of_values(param).tolist()),
+            form_of(param),
+            "" if param.is_meta else digests_of([param])[0],
         )
         for (tie, stage), param in found.items()
     ]

@@ -371,7 +371,7 @@ def refused(rank: int, saved: list[Any], plain: bool) -> str:
     [
         (["offload"] * 2, True, "works layer by layer, and the stages' layers do not name their segments"),
         (["disk"] * 2, False, "saved is leave, count or offload, got 'disk'"),
-        (["offload", "leave"], False, "not all ranks have the same costs, `saved`, `recompute` and `shapes`: rank"),
+        (["offload", "leave"], False, "differ in saved ('offload' and 'leave'); these must be the same on all ranks"),
     ],
 )
 def test_refused_by_name(saved: list[str], plain: bool, message: str) -> None:

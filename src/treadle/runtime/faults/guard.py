@@ -34,6 +34,7 @@ class Guard:
         "the norm of the gradients",
         "the exchange of parameters",
         "the agreement on the next step",
+        "the agreement on the call",
     )
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 Gradients of two-byte parameters are summed in float32. A reduction sums one flat tensor for each chunk and dtype, with
 a flag for each parameter behind it: a parameter that no replica used keeps `.grad` None, as in a single process.
 
-A tied parameter is reduced by itself, with no chunk, over all ranks that hold it. Several objects of it on one rank are
-one summand, and all of them get the sum.
+Tied parameters that the same ranks hold are reduced together, with no chunk, over those ranks. Several objects of one
+on a rank are one summand, and all of them get the sum.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Flight:
 class Gradients:
     """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `group`.
 
-    Those of `RankOwned` modules are reduced over `expert_dp_group` instead, and those of `ties[n]` over
-    `tied_groups[n]`, where other ranks hold it too.
+    Those of `RankOwned` modules are reduced over `expert_dp_group` instead, and those of ties with the number n over
+    `tied_groups[n]`, where other ranks hold them too.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Gradients:
         self._held: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
         self._flights: dict[int, list[_Flight]] = {}
-        self._tied_flights: dict[int, _Flight] = {}
+        self._tied_flights: dict[int, list[_Flight]] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self.tied: set[nn.Parameter] = {p for tie in self.ties for p in tie.params if p.requires_grad}
         owner = {p: chunk for chunk in self.order for p in chunks[chunk].parameters() if p.requires_grad}
@@ -179,11 +179,15 @@ class Gradients:
             if group is not None:
                 self._flights[chunk].append(self._take([(param,) for param in params], group))
 
-    def gather_tied(self, tie: int) -> None:
-        """Copies this rank's gradient of a tied parameter into the tensor that is reduced."""
-        params = tuple(param for param in self.ties[tie].params if param in self.tied)
-        if params:
-            self._tied_flights[tie] = self._take([params], self.tied_groups.get(tie))
+    def gather_tied(self, number: int) -> None:
+        """Copies this rank's gradients of tied parameters into the tensors that are reduced."""
+        alike: dict[torch.dtype, list[tuple[nn.Parameter, ...]]] = {}
+        for tie in self.ties:
+            params = tuple(param for param in tie.params if param in self.tied)
+            if tie.number == number and params:
+                alike.setdefault(_summed_in(params[0]), []).append(params)
+        group = self.tied_groups.get(number)
+        self._tied_flights[number] = [self._take(entries, group) for entries in alike.values()]
 
     def _take(self, entries: list[tuple[nn.Parameter, ...]], group: Group | None) -> _Flight:
         """Takes the gradients of parameters of one dtype out of sums and `.grad`."""
@@ -207,25 +211,25 @@ class Gradients:
         for flight in self._flights[chunk]:
             flight.launch()
 
-    def reduce_tied(self, tie: int) -> None:
-        """Launches the reduction of a tied parameter's gradient."""
-        if tie in self._tied_flights:
-            self._tied_flights[tie].launch()
+    def reduce_tied(self, number: int) -> None:
+        """Launches the reduction of tied parameters' gradients."""
+        for flight in self._tied_flights[number]:
+            flight.launch()
 
     def arrive(self, chunk: int) -> None:
         """Waits for the reduction of a chunk's gradients. The host reads at the end of the step which were used."""
         for flight in self._flights[chunk]:
             flight.arrive()
 
-    def arrive_tied(self, tie: int) -> None:
-        """Waits for the reduction of a tied parameter's gradient."""
-        if tie in self._tied_flights:
-            self._tied_flights[tie].arrive()
+    def arrive_tied(self, number: int) -> None:
+        """Waits for the reduction of tied parameters' gradients."""
+        for flight in self._tied_flights[number]:
+            flight.arrive()
 
     def finish(self, *, reduce: bool) -> None:
         """Ends a step: puts reduced gradients, float32 sums, and gradients held back before, into `.grad`."""
         self.reduced = reduce or not self.reduces
-        for flight in (*chain.from_iterable(self._flights.values()), *self._tied_flights.values()):
+        for flight in chain.from_iterable((*self._flights.values(), *self._tied_flights.values())):
             _land(flight)
         self._flights.clear()
         self._tied_flights.clear()

@@ -20,7 +20,7 @@ from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
-from treadle.runtime.handshake import raise_for_all
+from treadle.runtime.agreement import raise_for_all
 
 _Views: TypeAlias = dict[Tensor, list[NamedView]]
 
@@ -164,7 +164,7 @@ def _uncovered(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> str 
 def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[TensorFamily]:
     """Yield families: by replicas, by the ranks with the same experts, and tie by tie."""
     gradients = pipe.gradients
-    of_tie = {param: number for number, tie in enumerate(gradients.ties) for param in tie.params}
+    of_tie = {param: tie.number for tie in gradients.ties for param in tie.params}
     groups: dict[int, Group | None] = {-2: gradients.group, -1: gradients.expert_dp_group, **gradients.tied_groups}
     found: dict[tuple[int, str], list[NamedView]] = {}
     for param in dict.fromkeys(param for _, _, param in _own(pipe)):
