@@ -22,6 +22,7 @@ from treadle.models.loading import load_pretrained
 from treadle.models.names import tied_parameters, views_of_stages
 from treadle.models.saving import save_pretrained
 from treadle.runtime import Pipeline
+from treadle.runtime.agreement import agree_over_world
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.seeding import step_seed
 from treadle.train.checking import check_config, learning_rate, note_on_decay
@@ -29,6 +30,7 @@ from treadle.train.checkpoint import Checkpointer
 from treadle.train.config import TrainConfig
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.facts import CORPUS, DEVICE, WEIGHTS, changed, digest_of_weights, settings_of
 from treadle.train.fitted_costs import write_costs
 from treadle.train.launch import join_world
 from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes, say
@@ -69,7 +71,7 @@ class Trainer:
         check_config(config)
         self.config, self.output = config, Path(config.output)
         self.world = join_world(config)
-        self.plan = ParallelPlan.of(config, self.world.size)
+        self._make_plan()
         self._make_data()
         self._make_pipeline()
         self._lr = learning_rate(config)
@@ -93,7 +95,29 @@ class Trainer:
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
+    def _make_plan(self) -> None:
+        """Decide how the run falls on the ranks, once all are known to have the same settings."""
+        settings, weights = {**settings_of(self.config), DEVICE: self.world.device.type}, self.config.checkpoint.weights
+        if weights:
+            settings[WEIGHTS] = digest_of_weights(weights)
+        self._agree_on(settings)
+        self.plan = ParallelPlan.of(self.config, self.world.size)
+
     def _make_data(self) -> None:
+        """Open the text, which is the same on all ranks."""
+        problem: ValueError | None = None
+        self._corpus = ""
+        try:
+            self._open_text()
+        except ValueError as error:
+            problem = error
+        self._agree_on({CORPUS: self._corpus}, problem)
+
+    def _agree_on(self, facts: dict[str, str], problem: ValueError | None = None) -> None:
+        """Refuse ranks with different facts, and a rank with a problem, on all of them."""
+        agree_over_world(self.world.rank, self.world.size, self.config.parallel.deadline_s, facts, problem)
+
+    def _open_text(self) -> None:
         data, training = self.config.data, self.config.training
         tokenizer = make_tokenizer(data.tokenizer, data.end_of_document)
         if tokenizer.vocab_size > self.config.model.vocab_size:
@@ -103,6 +127,7 @@ class Trainer:
             )
         cache = Path(data.cache) if data.cache else self.output / "data"
         store = open_tokens(data.paths, tokenizer, cache, field=data.field, held_out=data.held_out)
+        self._corpus = store.key
         self._training, self._held_out = store.training(training.seq_len), store.held_out(training.seq_len)
         if len(self._training) and not self._training.num_targets_of_first(len(self._training)):
             raise ValueError(f"data.paths {list(data.paths)} have only empty documents: there is no token to predict")
@@ -161,6 +186,9 @@ class Trainer:
             return
         extra = self.checkpoints.load(found, self.optimizer)
         _check_same_model(self.config.model.to_hf(), extra["model"])
+        told = changed(self._settings(), extra.get("settings", {}))
+        if told is not None:
+            self.log.say(told)
         self.loader.load_state_dict(extra["data"])
         self.step, self._loss = found, extra["loss"]
         self.pipe.resume_at(found)
@@ -247,7 +275,8 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of now, in the background."""
-        extra = {"data": self.loader.state_dict(), "model": self.config.model.to_hf(), "loss": self._loss}
+        model, settings = self.config.model.to_hf(), self._settings()
+        extra = {"data": self.loader.state_dict(), "model": model, "settings": settings, "loss": self._loss}
         self.checkpoints.save(self.step, self.optimizer, extra)
 
     def close(self) -> None:
@@ -256,6 +285,10 @@ class Trainer:
         self.checkpoints.close()
         self.pipe.close()
         self.world.leave()
+
+    def _settings(self) -> dict[str, str]:
+        """Return what a checkpoint remembers of the run."""
+        return {**settings_of(self.config), CORPUS: self._corpus}
 
     # -- parts of it -------------------------------------------------------------------------------------------------
 
