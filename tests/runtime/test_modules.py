@@ -193,7 +193,7 @@ class OwnForward(nn.Sequential):
     """A sequence that does more than its layers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = super().forward(input) * 2
+        out: Tensor = super().forward(input) * 2  # type: ignore[no-untyped-call]
         return out
 
 

@@ -166,6 +166,11 @@ class Cube(torch.autograd.Function):
         return out
 
 
+def cubed(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = Cube.apply(m.linear(x))  # type: ignore[no-untyped-call]
+    return out
+
+
 def with_views(m: Any, x: Tensor) -> Tensor:
     """One parameter: whole, sliced, transposed, and as the weight of a linear."""
     out: Tensor = x @ m.w + x[..., :4] @ m.w[:4] + (x @ m.w.t()) * m.w.view(-1)[:WIDTH] + m.linear(x)
@@ -213,7 +218,8 @@ def written_to(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.linear(x)
     y += x
     y.mul_(1.5)
-    return torch.tanh_(y)
+    y.tanh_()
+    return y
 
 
 def with_other_weights(m: Any, x: Tensor) -> Tensor:
@@ -271,8 +277,8 @@ class Several(nn.Module):
         self.linear, self.extra = linear(), linear()
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
-        reads = other is not None and self.kind != "unread"
-        y = torch.tanh(self.linear(x + other if reads else x))
+        reads = self.kind != "unread"
+        y = torch.tanh(self.linear(x + other if reads and other is not None else x))
         if self.is_last:
             return y
         if self.kind == "twice":
@@ -353,7 +359,7 @@ SHAPES: dict[str, Shape] = {
     "module twice": Shape(lambda: Apply(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=linear())),
     "parameter twice and as views": Shape(lambda: Apply(with_views, w=square_parameter(), linear=linear())),
     "BatchNorm": Shape(lambda: Apply(by_rows, norm=nn.BatchNorm1d(WIDTH))),
-    "autograd function": Shape(lambda: Apply(lambda m, x: Cube.apply(m.linear(x)), linear=linear())),
+    "autograd function": Shape(lambda: Apply(cubed, linear=linear())),
     "checkpoint": Shape(again(reentrant=False)),
     "reentrant checkpoint": Shape(again(reentrant=True)),
     "autocast inside": Shape(lambda: Apply(lowered, low=linear(dtype=torch.float32)), most=1e-5),

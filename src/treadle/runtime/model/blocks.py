@@ -78,7 +78,7 @@ def refuse_uncalled(module: nn.Module, where: str) -> None:
             f"{where} is a {type(module).__name__}, whose own forward nothing calls: its layers name their segments, "
             "and these run instead. Give an nn.Sequential, and move what its forward does into a layer"
         )
-    uncalled = [module] if isinstance(module, nn.Sequential) else []
+    uncalled: list[Any] = [module] if isinstance(module, nn.Sequential) else []
     uncalled += [child for child in children_of(module) if is_segmented(child)]
     for part in uncalled:
         if has_hooks(part) or own_forward(part) is not None:

@@ -27,8 +27,9 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
     An `nn.Sequential` with a `forward` of its own, or compiled, runs whole.
     """
-    plain = type(module) is nn.Sequential and len(module) > 0 and module._compiled_call_impl is None
-    return list(module) if plain and own_forward(module) is None else [module]
+    if type(module) is not nn.Sequential or len(module) == 0 or module._compiled_call_impl is not None:
+        return [module]
+    return list(module) if own_forward(module) is None else [module]
 
 
 class Layer(NamedTuple):
@@ -70,7 +71,7 @@ class LayerCalls:
     def __call__(self, inputs: tuple[Any, ...], side: Side, start: Start | None = None) -> Any:
         """Runs the modules on a micro-batch, each with the side values that it takes."""
         module = self._module
-        if self._is_sequence and (has_hooks(module) or _has_any_global_hook()):
+        if self._is_sequence and (has_hooks(module) or _has_any_global_hook()):  # type: ignore[no-untyped-call]
             vars(module)["forward"] = partial(self._run, side, start)
             try:
                 return module(*inputs)
