@@ -26,6 +26,8 @@ from treadle.update.protocol.record import MOST
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.weights.pieces import Box, Holding, Piece, Tensor
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 NO_VERSIONS: dict[str, Any] = {"bool True": True, "float 2.0": 2.0, "int 0": 0, "NoneType None": None, "str '3'": "3"}
 SHAPES = {"w": ((64, 8), "float32"), "c": ((5, 3), "complex64"), "u": ((7,), "uint64"), "x": ((4, 4), "float32")}
@@ -179,7 +181,6 @@ def breaks_off_twice(rank: int, sockets: Path, ledger: Path) -> list[str]:
         return [*told, outcome(lambda: updater.update(source(3), 3))]
 
 
-@pytest.mark.slow
 def test_answers_to_an_attempt_that_broke_off_are_not_taken_for_those_to_the_next() -> None:
     with Workers(want()) as workers:
         workers.tell(0, Trouble("raise", "load", 1))  # in the second update: the first loads once

@@ -125,4 +125,4 @@ def test_a_plan_to_give_from_has_a_name_of_its_own() -> None:
     engine = Noting()
     worker, _ = served(engine)
     told = worker.handle(Export(1, "unknown", 0, 0, checked=True))
-    assert told == Refused("order", "worker 0 does not have plan unknown")
+    assert told == Refused("order", "worker 0 does not have plan unknown", 1)
