@@ -74,7 +74,8 @@ def _print_gpus(name: str, rows: tuple[printed.Row, ...]) -> None:
 
 
 def _print_ranked() -> dict[str, dict[str, float]]:
-    sets, found = printed.data_sets(), {}
+    sets = printed.data_sets()
+    found: dict[str, dict[str, float]] = {}
     for name, rows in {
         "bridge_ranked": [row for part in ("bridge_dense", "bridge_dense_25", "bridge_moe") for row in sets[part]],
         "vtrain_ranked": sets["vtrain"],
