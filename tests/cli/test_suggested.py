@@ -178,7 +178,7 @@ def _run(line: str, directory: Path) -> None:
         from treadle.train.command import parse_command
 
         with chdir(directory):
-            assert parse_command(words[3:]).dry_run  # tests/cli/test_plan.py goes through with it
+            assert parse_command(words[3:]).dry_run  # tests/train/test_planned.py trains such a plan
         return
     if words[1] == "plan" and "--pp" not in words:
         words += NARROWED.split()
