@@ -80,8 +80,8 @@ treadle why 'my v.json'
 treadle why 'my layers.npz'
 treadle balance --pp 4 --model-layers 16 --costs 'my costs.toml'
 treadle balance --pp 4 --placement v --model-layers 16 --costs 'my costs.toml' --dense 1
-treadle plan --model qwen3-30b-a3b --cluster h100:64 --tp 1 --pp 2 --ep 8 --micro-batch-size 1 --schedule 1f1b
-treadle plan --model qwen3-30b-a3b --cluster h100:64 --tp 1 --pp 2 --ep 8 --schedule 1f1b --trainable --files 'my plan'
+treadle plan --model config.json --cluster h100:64 --tp 1 --pp 2 --ep 8 --micro-batch-size 1 --schedule 1f1b
+treadle plan --model config.json --cluster h100:64 --tp 1 --pp 2 --ep 8 --schedule 1f1b --trainable --files 'my plan'
 treadle calibrate --cluster h800:64 --measured runs.csv
 treadle calibrate --cluster h800:64 --measured runs.csv -o 'my cluster.toml'
 treadle synthesize --pp 2 -m 2
