@@ -38,14 +38,19 @@ def counted_here(
 
 def share_of_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return what these gradients add to the norm, for `norm_over`: the sum of powers, or the largest."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is more than 0, math.inf for the largest element, got {norm_type}")
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    values = [grad.float() if grad.itemsize < 4 else grad for grad in values if grad.numel()]
-    if not values:
+    low = [grad for grad in values if grad.numel() and grad.itemsize < 4]
+    others = [grad for grad in values if grad.numel() and grad.itemsize >= 4]
+    found = [*_norms(low, norm_type, torch.float32), *_norms(others, norm_type, None)]
+    if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values, norm_type)])
+    norms = torch.stack([norm.double() for norm in found])
     return norms.max() if norm_type == math.inf else (norms**norm_type).sum()
+
+
+def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """Return the norm of each, computed in `dtype` without a copy in it."""
+    return torch._foreach_norm(grads, norm_type, dtype) if grads else ()
 
 
 def norm_over(groups: Groups, share: Tensor, norm_type: float) -> Tensor:
