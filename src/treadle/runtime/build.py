@@ -361,12 +361,16 @@ def _build_stage(chunk: int, module: nn.Module, recipe: StageRecipe) -> Chunk:
         made.store = recipe.store
     made.trains = recipe.trains
     made.loss_fn = CheckedLoss(recipe.loss_fn, module) if number == placement.num_stages - 1 else None
-    if number in recipe.boundaries:
-        made.boundary, made.header_due = recipe.boundaries[number], False
-        made.output_flags = all_flags(recipe.boundaries[number])
-    if number - 1 in recipe.boundaries:
-        made.input_flags = all_flags(recipe.boundaries[number - 1])
+    know_shapes(made, recipe)
     return made
+
+
+def know_shapes(stage: Chunk, recipe: StageRecipe) -> None:
+    """Let a stage know of shapes what is known beforehand, and nothing else."""
+    own, before = recipe.boundaries.get(stage.number), recipe.boundaries.get(stage.number - 1)
+    stage.boundary, stage.header_due = own, own is None
+    stage.output_flags = all_flags(own) if own is not None else None
+    stage.input_flags = all_flags(before) if before is not None else None
 
 
 def _weight_grad_queue(chunk: int, module: nn.Module, recipe: StageRecipe) -> WeightGradQueue | None:

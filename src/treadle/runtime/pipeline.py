@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from treadle.runtime.build import (
     depths,
     device_in,
     examine,
+    know_shapes,
     known_inputs,
     make_lanes,
     make_store,
@@ -49,10 +51,10 @@ from treadle.runtime.build import (
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet, raise_for_all
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
-from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.gradients import Gradients, refuse_summed
 from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
@@ -134,25 +136,22 @@ class Pipeline:
         options: RunOptions = DEFAULTS,
         **changes: Unpack[RunOptionsChanges],
     ) -> None:
-        check_arguments(stages, schedule, loss_fn)
-        check_tied(tied)
-        self.options = replace(options, **changes)
         self.position = mesh_position(mesh)
-        self._modules = dict(stages)
-        self._choose_devices(mesh)
+        self._modules: dict[int, nn.Module] = {}
         self._guard = Guard()
-        name = next_name(self.position)
-        with Arrivals(name, self.position, self._deadline).making():
-            self.groups = Groups.make(name, self.position, self._deadline)
-            met = self._meet(schedule)
-            self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
-            self._side_names = met.side
-            self._plan(schedule, met)
-            self._connect()
-        with self._guard.making(all_refuse=True):
-            self._prepare_gradients()
-        with self._guard.making():
-            self._build(loss_fn, depths(met, schedule))
+        name = next_name(self.position)  # also where it fails: all ranks count alike
+        arrivals = Arrivals(name, self.position)
+        try:
+            with arrivals.making():
+                check_arguments(stages, schedule, loss_fn)
+                check_tied(tied)
+                self.options, self._modules = replace(options, **changes), dict(stages)
+                self._choose_devices(mesh)
+                self._join(arrivals)
+            self._make(name, schedule, loss_fn, tied)
+        except BaseException:
+            self._give_back_modules()
+            raise
         self._step = 0
         self._parameters = Parameters(self._modules)
         self._evaluating: dict[int, Chunk] = {}
@@ -163,6 +162,30 @@ class Pipeline:
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
+
+    def _join(self, arrivals: Arrivals) -> None:
+        """Join the watch over all ranks."""
+        if not is_dry():
+            self._guard.join(arrivals, self.position, self.options.deadline_s, self.options.address)
+            self._device.observe(self._guard)
+
+    def _make(self, name: str, schedule: Schedule, loss_fn: LossFn, tied: Tied | None) -> None:
+        """Make this rank's part together with all other ranks."""
+        guard = self._guard
+        with guard.making(all_refuse=True):
+            self.groups = guard.unless_lost(partial(Groups.make, name, self.position, self._deadline))
+            guard.break_off_on_alarm(self.groups)
+            met = self._meet(schedule)
+            self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
+            self._side_names = met.side
+            self._plan(schedule, met)
+            raise_for_all(self.groups, None)  # all have come so far: to connect to one that has not would block
+        with guard.making():
+            self._connect()
+        with guard.making(all_refuse=True):
+            self._prepare_gradients()
+        with guard.making():
+            self._build(loss_fn, depths(met, schedule))
 
     def _choose_devices(self, mesh: DeviceMesh) -> None:
         """Find where the modules are, and how waits on that device end."""
@@ -178,6 +201,7 @@ class Pipeline:
         try:
             check_shapes(self.options.shapes)
             check_modules(self._modules, schedule, self.position)
+            refuse_summed(self._modules)
             self.splits = examine(self._modules, schedule)
             stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
         except ValueError as error:
@@ -193,13 +217,12 @@ class Pipeline:
         self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
 
     def _connect(self) -> None:
-        """Make the channels of the Program, give exchanges their group, and join the watch over the ranks."""
-        self.groups.connect(self.program, self.device, self._device.wait)
-        bind(self._modules, self.groups, self._device)
+        """Make the channels of the Program, and give exchanges their group."""
         self._guard.program = self.program
-        if not is_dry():
-            self._guard.join(self.groups, self.options.deadline_s, self.options.address)
-            self._device.observe(self._guard)
+        connect = partial(self.groups.connect, self.program, self.device, self._device.wait)
+        self._guard.unless_lost(connect)
+        self._guard.connected(self.groups)
+        bind(self._modules, self.groups, self._device)
 
     def _prepare_gradients(self) -> None:
         """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
@@ -305,14 +328,18 @@ class Pipeline:
         The gradient is that of sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`,
         of their mean. Auxiliary losses are always averaged over micro-batches and replicas. A second step adds to
         `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report` says more.
+
+        A step that raises leaves `.grad` and the random state as they were, on every rank; only buffers keep what
+        forwards wrote. Where all ranks raise the same, and where there is one rank, the next step goes on as if there
+        had been none. Else ranks are lost to each other: each `step` raises RankLostError, and what is left is to
+        `close()` the Pipeline and make a new one.
         """
         self._refuse_closed()
         self.gradients.refuse_mixture(reduce=reduce)
         chosen = self._with_reduce if reduce or not self.gradients.reduces else self._without_reduce
         scale = self._scale(num_tokens)
-        self._begin(chosen, self.stages, scale)
-        self._last = chosen
-        with self._guard.step(self._step, own_first=True):
+        with self._all_or_nothing(), self._guard.step(self._step, own_first=True):
+            self._begin(chosen, self.stages, scale)
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
@@ -322,10 +349,13 @@ class Pipeline:
             if self._store is not None:
                 self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
             self._run(chosen, self.stages)
-            self._step += 1
             self.gradients.finish(reduce=reduce)
             saved = self._store.report() if self._store is not None else None
-            return self._finish(self.stages, scale, self.gradients.num_bad(), saved)
+            report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
+            self.gradients.keep()
+        self.report, self._last = report, chosen
+        self._step += 1
+        return report.loss
 
     def evaluate(
         self,
@@ -344,12 +374,12 @@ class Pipeline:
         self._refuse_closed()
         chosen, stages = self._forward, self._evaluating
         scale = self._scale(num_tokens)
-        self._begin(chosen, stages, scale)
-        chosen.forget_shapes()
-        self._evaluated.clear()
-        for stage in stages.values():
-            stage.forget_shape()
-        with self._guard.step(self._step, own_first=True), torch.no_grad():
+        with self._all_or_nothing(), self._guard.step(self._step, own_first=True), torch.no_grad():
+            self._begin(chosen, stages, scale)
+            chosen.forget_shapes()
+            self._evaluated.clear()
+            for stage in stages.values():
+                stage.forget_shape()
             self._feed(stages, inputs, targets, side or {})
             self._guard.raise_known()
             with self._guard.together("the agreement on the call"):
@@ -357,9 +387,9 @@ class Pipeline:
             self._guard.resume()
             self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
-            loss = self._finish(stages, scale, 0, None)
+            self.report = self._finish(stages, scale, 0, None)
         self._begin(chosen, stages, scale)  # forgets what was on its way
-        return loss
+        return self.report.loss
 
     def resume_at(self, step: int) -> None:
         """Number the next step, counted from 0, as a run that is resumed does: its randomness is that of this number.
@@ -385,6 +415,36 @@ class Pipeline:
         for stage in stages.values():
             stage.begin_step(factors[0], factors[1])
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Wraps a step or an evaluation: if it raises, nothing is left of it."""
+        generator = generator_of(self.device)
+        state = generator.get_state()
+        try:
+            yield
+        except BaseException:
+            self.gradients.give_back()
+            generator.set_state(state)
+            if not self._guard.is_lost:  # else no other step can follow
+                self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Forget what a step that failed has begun and learned: the next one is as the first."""
+        self._close_executors()
+        self._evaluating = {}
+        self._evaluated.clear()
+        for stage in self.stages.values():
+            know_shapes(stage, self._recipe)
+        self._boundaries = known_inputs(self.stages, self._recipe)
+        self._input_shapes = InputShapes()
+
+    def _close_executors(self) -> None:
+        for name in ("_with_reduce", "_without_reduce", "_forward"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
+        self._last = None
+
     def _refuse_closed(self) -> None:
         if self._closed:
             raise ValueError("this Pipeline is closed: its communicators are given back; make a new one")
@@ -392,8 +452,10 @@ class Pipeline:
     def _scale(self, num_tokens: float | None) -> float:
         if num_tokens is None:
             return 1.0 / (self.schedule.num_microbatches * self.position.dp)
-        if not num_tokens > 0:
-            raise ValueError(f"num_tokens is what the sum of the losses is divided by, more than 0, got {num_tokens}")
+        if not 0 < num_tokens < math.inf:
+            raise ValueError(
+                f"num_tokens is what the sum of the losses is divided by, more than 0 and finite, got {num_tokens}"
+            )
         return 1.0 / float(num_tokens)
 
     def _check_training(self) -> None:
@@ -460,7 +522,8 @@ class Pipeline:
         with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is self._evaluating):
             chosen.run(self._guard)
 
-    def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> Tensor:
+    def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> StepReport:
+        """Agrees with all ranks on the loss, and returns the report."""
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         home = self.device if self.device.type != "meta" else HOST_MEMORY  # a dry run's meta tensors carry no numbers
         num, tokens = self.schedule.num_microbatches, self._scale(None) / scale  # of a micro-batch, on average
@@ -488,8 +551,8 @@ class Pipeline:
         by_name = self._by_name(named, scale, home) if agreed.num_named else {}
         if agreed.num_aux:
             by_name = {MAIN: loss - agreed.aux_loss.to(home), **by_name, AUX_LOSS: agreed.aux_loss.to(home)}
-        self.report = StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
-        return loss
+        self._guard.resume()
+        return StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
 
     def _by_name(self, named: list[tuple[str, Tensor]], scale: float, home: torch.device) -> dict[str, Tensor]:
         """Adds the losses that have names up over all ranks."""
@@ -524,13 +587,16 @@ class Pipeline:
                 "grad_norm() is of the whole gradient, and the last step left each rank its share (reduce=False); ask "
                 "after a step that reduces"
             )
-        grads = [param.grad for _, _, param in self.counted_parameters() if param.grad is not None]
+        if not norm_type > 0:
+            raise ValueError(f"norm_type is more than 0, math.inf for the largest element, got {norm_type}")
         if self.device.type == "meta":
             return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
-        share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
-        with self._guard.step(self._step), self._guard.together("the norm of the gradients"):
-            self._announce("grad_norm()")
-            return norm_over(self.groups, share, norm_type).to(self.device)
+        with self._guard.step(self._step):
+            grads = [param.grad for _, _, param in self.counted_parameters() if param.grad is not None]
+            share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
+            with self._guard.together("the norm of the gradients"):
+                self._announce("grad_norm()")
+                return norm_over(self.groups, share, norm_type).to(self.device)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -584,17 +650,20 @@ class Pipeline:
             return
         self._closed = True
         self._guard.close()
-        for name in ("_with_reduce", "_without_reduce", "_forward"):
-            if name in self.__dict__:
-                self.__dict__.pop(name).close()
-        self._last = None
-        self.gradients.close()
-        for stage in self.stages.values():
-            split.restore(stage.module)
-        unbind(self._modules, self.groups)
         if self._guard.is_lost:
             self.groups.break_off()  # or a thread that still waits for a lost rank would be waited for
+        self._close_executors()
+        self._give_back_modules()
         self.groups.close()
+
+    def _give_back_modules(self) -> None:
+        """Take from the modules what this Pipeline has put on them, also one whose making failed."""
+        if hasattr(self, "gradients"):
+            self.gradients.close()
+        for module in self._modules.values() if hasattr(self, "_recipe") else ():
+            split.restore(module)
+        if hasattr(self, "groups"):
+            unbind(self._modules, self.groups)
 
 
 def _cut_off(microbatch: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """The arrival of ranks that make a pipeline, recorded in torch's store.
 
-Before ranks are connected, a rank cannot tell that another will not come or has raised: a communicator's own error
-comes from the store, after the deadline, and names no rank. So each rank records its arrival, or its error.
+Before ranks are connected, a rank cannot know that another will not come or has raised: a communicator's own error
+comes from the store, after the deadline, and names no rank. So each rank records its arrival, or its error. With its
+arrival it records how its watch is reached: from then on the watch notices the loss of a rank.
 """
 
 from __future__ import annotations
@@ -10,62 +11,81 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.backends import is_dry
-from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
+from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.faults.watch import RankLostError
+from treadle.runtime.faults.watch.contacts import beside
 
-_HERE = "here"
+_HERE, _LOST = "here ", "lost "
 _MOST_TEXT = 600
 
 
 class Arrivals:
     """The arrivals for the pipeline called `name`. A rank waits for the ranks it will be connected to."""
 
-    def __init__(self, name: str, position: MeshPosition, deadline: timedelta) -> None:
-        self._position, self._deadline = position, deadline
+    def __init__(self, name: str, position: MeshPosition) -> None:
+        self._position, self._deadline = position, timedelta()
         self._store = PrefixStore(f"treadle/{name}/arrivals", _get_default_store())
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Wraps the making of the pipeline: records an error, and replaces that of a wait by the loss behind it."""
+        """Wraps the arrival of this rank: records an error, and replaces that of a connection by the loss behind it."""
         if is_dry():
             yield
             return
         try:
-            self._store.set(str(self._position.rank), _HERE)
-            self._wait()
             yield
         except BaseException as error:
-            lost = self._behind(error)
-            if lost is not None:
+            lost = error if isinstance(error, RankLostError) else None
+            with suppress(RuntimeError):  # the store may be gone; the error itself must be raised
+                lost = self._given_up(self._arrived()) if isinstance(error, OSError) else lost
+                text = f"{type(error).__name__}: {error}" if lost is None else f"{_LOST}{lost.rank} {lost.kind} {lost}"
+                self._store.set(str(self._position.rank), text[:_MOST_TEXT])
+            if lost is not None and lost is not error:
                 raise lost from error
-            if not isinstance(error, RankLostError):  # the lost rank has recorded its own error
-                with suppress(Exception):  # the store may be gone; the error itself must be raised
-                    self._store.set(str(self._position.rank), f"{type(error).__name__}: {error}"[:_MOST_TEXT])
             raise
 
-    def _wait(self) -> None:
-        """Waits for the ranks of this pipeline and those at this rank's position in others."""
-        wanted = sorted({*self._position.pp_ranks, *self._position.dp_ranks} - {self._position.rank})
-        if wanted:
-            self._store.wait([str(rank) for rank in wanted], self._deadline)
-            lost = self._given_up(wanted)
-            if lost is not None:
-                raise lost
+    def rings(self, deadline: timedelta) -> list[ArrivalRing]:
+        """Returns the ranks of this pipeline, and those at this rank's position in others, as they arrive in time."""
+        self._deadline = deadline
+        rings = (self._position.pp_ranks, self._position.dp_ranks)
+        return [ArrivalRing(self, ranks) for ranks in rings if len(ranks) > 1]
 
-    def _behind(self, error: BaseException) -> RankLostError | None:
-        """Returns the loss behind the error of a wait: a rank did not come, or has given up. None for other errors."""
-        own = isinstance(error, (RankLostError, *OWN_ERRORS))
-        if own or not isinstance(error, (RuntimeError, OSError)):
-            return None
-        everyone = [rank for row in self._position.ranks for rank in row if rank != self._position.rank]
-        with suppress(RuntimeError):  # of the store
-            missing = [rank for rank in everyone if not self._store.check([str(rank)])]
-            return self._absent(missing) if missing else self._given_up(everyone)
-        return None
+    def arrive(self, contact: str, ranks: Sequence[int]) -> list[str]:
+        """Records the arrival of this rank, and returns the contacts of these ranks when all have arrived."""
+        self._store.set(str(self._position.rank), _HERE + contact)
+        try:
+            self._store.wait([str(rank) for rank in ranks], self._deadline)
+        except RuntimeError as error:
+            missing = sorted({rank for row in self._position.ranks for rank in row}.difference(self._arrived()))
+            if not missing:
+                raise
+            raise self._absent(missing) from error
+        self._refuse_given_up(ranks)
+        return [self._read(rank).removeprefix(_HERE) for rank in ranks]
+
+    def refuse_lone_meeting(self) -> None:
+        """Raises the loss if a neighbour in the rings, all of whose ranks have arrived, has given up since."""
+        rank = self._position.rank
+        self._refuse_given_up([other for ring in self.rings(self._deadline) for other in beside(ring.ranks, rank)])
+
+    def _refuse_given_up(self, ranks: Sequence[int]) -> None:
+        lost = self._given_up(ranks)
+        if lost is not None:
+            raise lost
+
+    def _arrived(self) -> list[int]:
+        """Returns the ranks that have recorded anything."""
+        return [rank for row in self._position.ranks for rank in row if self._store.check([str(rank)])]
+
+    def _read(self, rank: int) -> str:
+        text: str = self._store.get(str(rank)).decode(errors="replace")
+        return text
 
     def _absent(self, missing: Sequence[int]) -> RankLostError:
         many = len(missing) > 1
@@ -80,14 +100,25 @@ class Arrivals:
         )
 
     def _given_up(self, ranks: Sequence[int]) -> RankLostError | None:
-        for rank in ranks:
-            said = self._store.get(str(rank)).decode(errors="replace")
-            if said != _HERE:
-                return RankLostError(
-                    f"rank {rank} gave up making the pipeline: {said}",
-                    rank=rank,
-                    kind="raised",
-                    op=None,
-                    waiting_for="making the pipeline",
-                )
-        return None
+        """Returns the loss of a rank that has raised an error of its own, or else the loss that one has raised."""
+        said = {rank: text for rank in ranks if not (text := self._read(rank)).startswith(_HERE)}
+        if not said:
+            return None
+        rank, text = min(said.items(), key=lambda each: (each[1].startswith(_LOST), each[0]))
+        kind, message = "raised", f"rank {rank} gave up making the pipeline: {text}"
+        if text.startswith(_LOST):
+            _, number, kind, message = text.split(" ", 3)
+            rank = int(number)
+        return RankLostError(message, rank=rank, kind=kind, op=None, waiting_for="making the pipeline")
+
+
+class ArrivalRing:
+    """Ranks that gather through the store as they arrive, each its contact."""
+
+    def __init__(self, arrivals: Arrivals, ranks: list[int]) -> None:
+        self._arrivals, self.ranks = arrivals, ranks
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns every rank's tensor of bytes, in the order of `ranks`."""
+        contacts = self._arrivals.arrive(bytes(tensor.tolist()).hex(), self.ranks)
+        return [torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device=HOST_MEMORY) for text in contacts]

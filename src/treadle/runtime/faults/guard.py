@@ -6,24 +6,40 @@ which, and that loss is raised instead.
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NoReturn
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
 
 from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.ir.program import Program
+from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.faults.watch import RankLostError, Watch
+
+T = TypeVar("T")
+
+_TOGETHER = 1 << 40
+"""The op number of the first of `Guard.AFTER`, beyond those of any Program."""
+
+_LOOK_S = 0.05
+"""How often a wait for a native call looks for a loss."""
+
+_COME_OUT_S = 1.0
+"""How long a native call may take to notice a loss itself."""
 
 
 class Guard:
     """A rank's watch and the progress that it shows to others. Without a watch, errors are raised unchanged.
 
-    Op numbers from the program's number of ops on stand for the activities in AFTER.
+    Op numbers from `_TOGETHER` on stand for the activities in AFTER.
     """
 
     AFTER = (
@@ -43,32 +59,73 @@ class Guard:
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
         self._agreed = False
+        self._told = False
         self._groups: Groups | None = None
 
-    def join(self, groups: Groups, deadline_s: float, address: str | None) -> None:
+    def join(self, arrivals: Arrivals, position: MeshPosition, deadline_s: float, address: str | None) -> None:
         """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
-        self.position = groups.position
-        rings = [group for group in (groups.pp_group, groups.replica_group) if group is not None]
-        pp_ranks, alike = groups.pp_group.ranks, groups.replica_group.ranks if groups.replica_group is not None else []
-        ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
-        tied = sorted({rank for group in groups.tied_groups.values() for rank in group.ranks})
+        self.position = position
+        everyone = sorted({*position.pp_ranks, *position.dp_ranks})
         self.watch = Watch.join(
-            rings,
-            rank=groups.position.rank,
+            arrivals.rings(timedelta(seconds=deadline_s)),
+            rank=position.rank,
             name=self.name,
             deadline_s=deadline_s,
             address=address,
-            waited=[alike, sorted({*pp_ranks, *alike, *ep_ranks, *tied}), tied],  # in the order of ALIKE, ALL, TIED
+            waited=[position.dp_ranks, everyone, []],  # in the order of ALIKE, ALL, TIED
+            meeting=arrivals.refuse_lone_meeting,
         )
-        self.watch.on_alarm(groups.break_off)
-        self._groups = groups
         self.slots = self.watch.slots
+
+    def break_off_on_alarm(self, groups: Groups) -> None:
+        """Has the waits on these communicators ended when a rank is lost."""
+        self._groups = groups
+        if self.watch is not None:
+            self.watch.on_alarm(groups.break_off)
+
+    def connected(self, groups: Groups) -> None:
+        """Takes the ranks that ops wait for, now that all groups are made."""
+        pp_ranks, alike = groups.pp_group.ranks, groups.replica_group.ranks if groups.replica_group is not None else []
+        ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
+        tied = sorted({rank for group in groups.tied_groups.values() for rank in group.ranks})
+        if self.watch is not None:
+            self.watch.wait_for([alike, sorted({*pp_ranks, *alike, *ep_ranks, *tied}), tied])
+
+    def unless_lost(self, make: Callable[[], T]) -> T:
+        """Returns `make()`, which may block in native code that nothing ends before its deadline: a loss is raised.
+
+        The call runs in a thread, which a loss may leave behind.
+        """
+        if self.watch is None:
+            return make()
+        made: list[T] = []
+        errors: list[BaseException] = []
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.accelerator.set_device_index(device)
+                made.append(make())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="treadle connect", daemon=True)
+        thread.start()
+        while thread.is_alive() and self.watch.alarm is None:
+            thread.join(_LOOK_S)
+        thread.join(_COME_OUT_S)
+        if thread.is_alive() or errors:
+            self.raise_known()
+        if errors:
+            raise errors[0]
+        return made[0]
 
     def name(self, rank: int, op: int) -> str:
         """Returns the text of an op number of a rank. All pipelines number their ops alike."""
+        if op >= _TOGETHER:
+            return self.AFTER[op - _TOGETHER]
         assert self.program is not None
-        if op >= self.program.num_ops:
-            return self.AFTER[op - self.program.num_ops]
         named = self.program.op(op)
         if self.position is not None and (named.kind.is_send or named.kind.is_recv):
             dp_rank = next(row.index(rank) for row in self.position.ranks if rank in row)
@@ -77,8 +134,12 @@ class Guard:
         return str(named)
 
     def raise_known(self) -> None:
-        """Raises the loss if one is known."""
-        if self.watch is not None and self.watch.alarm is not None:
+        """Raises the loss if one is known, or this rank's own error has made it one."""
+        if self.watch is None:
+            return
+        if self._told:
+            self.watch.await_alarm()
+        if self.watch.alarm is not None:
             raise self.watch.noticed()
 
     def refuse_void(self) -> None:
@@ -134,8 +195,7 @@ class Guard:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Wraps an activity that all ranks do together, one of AFTER. What is raised behind it, all of them raise."""
-        assert self.program is not None
-        self.slots[0] = self.program.num_ops + self.AFTER.index(what)
+        self.slots[0] = _TOGETHER + self.AFTER.index(what)
         self.slots[1] = ALL
         try:
             yield
@@ -164,13 +224,18 @@ class Guard:
         return self.name(self.position.rank if self.position is not None else 0, op)
 
     def _tell(self, error: BaseException) -> None:
-        if self.watch is not None:
+        if self.watch is not None and not self._is_alone:  # alone it is lost to nobody
             self.watch.raised(error)
+            self._told = True
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.position is not None and sum(map(len, self.position.ranks)) == 1
 
     @property
     def is_lost(self) -> bool:
-        """True once this rank knows that a rank is lost."""
-        return self.watch is not None and self.watch.alarm is not None
+        """True once this rank knows that a rank is lost, or has reported an error of its own to others."""
+        return self.watch is not None and (self._told or self.watch.alarm is not None)
 
     def close(self) -> None:
         """Closes the watch with a goodbye; later writes to `slots` are not seen by others."""

@@ -5,10 +5,16 @@ a flag for each parameter behind it: a parameter that no replica used keeps `.gr
 
 Tied parameters that the same ranks hold are reduced together, with no chunk, over those ranks. Several objects of one
 on a rank are one summand, and all of them get the sum.
+
+A step is all or nothing: `begin` leaves the gradients and sums of earlier steps alone and works on others, `keep` puts
+the result into them, and `give_back` restores `.grad`, whatever a step that failed has done.
 """
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -53,6 +59,27 @@ class _Flight:
         self.used = Download(self.flat[-len(self.entries) :])
 
 
+@dataclass
+class _Before:
+    """The state before a step: `.grad` where there was one, the float32 sums that go on, whether `.grad` is reduced."""
+
+    grads: dict[nn.Parameter, Tensor]
+    sums: dict[Tensor, Tensor]
+    reduced: bool
+
+
+class _SumHook:
+    """Adds each gradient of a parameter to its float32 sum. It does not keep the `Gradients` alive."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = weakref.ref(gradients)
+
+    def __call__(self, param: Tensor) -> None:
+        gradients = self.gradients()
+        if gradients is not None:
+            gradients._into_sum(param)
+
+
 class Gradients:
     """The gradients of all chunks of a rank, in the order in which the chunks are reduced over `group`.
 
@@ -78,10 +105,13 @@ class Gradients:
                 self.owned |= set(part.parameters()) if isinstance(part, RankOwned) else set()
         self._sums: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, Tensor] = {}
-        self._rounded: dict[Tensor, tuple[Tensor, int]] = {}  # what `.grad` showed of a sum that goes on
+        self._before: _Before | None = None
+        self._taking = threading.Lock()
+        """Held while gradients are taken out of `.grad` for a reduction, which a lane's thread may do late."""
         self._flights: dict[int, list[_Flight]] = {}
         self._tied_flights: dict[int, list[_Flight]] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self.tied: set[nn.Parameter] = {p for tie in self.ties for p in tie.params if p.requires_grad}
         owner = {p: chunk for chunk in self.order for p in chunks[chunk].parameters() if p.requires_grad}
         self.params: dict[int, list[nn.Parameter]] = {chunk: [] for chunk in chunks}
@@ -100,13 +130,11 @@ class Gradients:
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
 
     def _listen(self, param: nn.Parameter) -> None:
         """Adds each gradient of a parameter to its float32 sum, behind all other hooks."""
-        hook = param.register_post_accumulate_grad_hook(self._into_sum)  # type: ignore[no-untyped-call]
+        hook = param.register_post_accumulate_grad_hook(_SumHook(self))  # type: ignore[no-untyped-call]
         self._hooks[param] = hook
 
     def add(self, param: Tensor, grad: Tensor) -> None:
@@ -145,28 +173,23 @@ class Gradients:
 
         It adds to the gradients that earlier steps left in `.grad`, and does not reduce those again.
         """
-        self._flights.clear()  # a step that failed may have left some
+        self._flights.clear()
         self._tied_flights.clear()
         for param, hook in list(self._hooks.items()):
             if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # another was put on since
                 hook.remove()
                 self._listen(param)
-        for param in self._everything:
-            is_reduced = self.group is not None or param in self.tied
-            if param.grad is None:
-                self._sums.pop(param, None)  # the user threw the gradient away
-            elif self.reduced and (is_reduced or param.dtype in _LOW):
-                self._held[param], param.grad = param.grad, None
-            elif param.dtype in _LOW:
-                self._resume(param, param.grad)
-        self._rounded.clear()
-
-    def _resume(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Continues the float32 sum that `.grad` was rounded from, unless the user changed `.grad` since."""
-        shown, version = self._rounded.get(param, (None, -1))
-        if shown is not grad or version != grad._version:
-            self._sums[param] = grad.float()
-        param.grad = None
+        grads = {param: param.grad for param in self._everything if param.grad is not None}
+        self._before = _Before(grads, self._sums, self.reduced)
+        self._sums, self._held = {}, {}
+        for param, grad in grads.items():
+            is_low, is_reduced = param.dtype in _LOW, self.group is not None or param in self.tied
+            if self.reduced and (is_reduced or is_low):
+                self._held[param], param.grad = grad, None
+            elif is_low:
+                self._sums[param], param.grad = _continued(self._before.sums.get(param), grad), None
+            else:
+                param.grad = grad.clone()
 
     def gather(self, chunk: int) -> None:
         """Copies the gradients of a chunk into the flat tensor that is reduced."""
@@ -191,6 +214,11 @@ class Gradients:
 
     def _take(self, entries: list[tuple[nn.Parameter, ...]], group: Group | None) -> _Flight:
         """Takes the gradients of parameters of one dtype out of sums and `.grad`."""
+        with self._taking:
+            assert self._before is not None, "a step that was given up takes nothing any more"
+            return self._take_now(entries, group)
+
+    def _take_now(self, entries: list[tuple[nn.Parameter, ...]], group: Group | None) -> _Flight:
         dtype, device = _summed_in(entries[0][0]), entries[0][0].device
         local = [[self._sums.get(p, p.grad) for p in params] for params in entries]
         grads = [[grad for grad in found if grad is not None] for found in local]
@@ -227,7 +255,10 @@ class Gradients:
             flight.arrive()
 
     def finish(self, *, reduce: bool) -> None:
-        """Ends a step: puts reduced gradients, float32 sums, and gradients held back before, into `.grad`."""
+        """Puts reduced gradients, float32 sums, and gradients held back before, into `.grad`, in tensors of the step.
+
+        The step can still be undone.
+        """
         self.reduced = reduce or not self.reduces
         for flight in chain.from_iterable((*self._flights.values(), *self._tied_flights.values())):
             _land(flight)
@@ -236,13 +267,32 @@ class Gradients:
         for param, total in self._sums.items():
             before = self._held.pop(param, None)
             param.grad = (total if before is None else total + before).to(param.dtype)
-            self._rounded[param] = (param.grad, param.grad._version)
         if self.reduced:
-            self._sums.clear()
-            self._rounded.clear()
+            self._sums = {}
         for param, before in self._held.items():
-            param.grad = before if param.grad is None else before.add_(param.grad)
-        self._held.clear()
+            param.grad = before if param.grad is None else _plus(param.grad, before)
+        self._held = {}
+
+    def keep(self) -> None:
+        """Ends a step. A `.grad` that was there before is the same tensor, with the new values."""
+        assert self._before is not None, "a step has begun"
+        for param, before in self._before.grads.items():
+            if param.grad is not None and param.grad is not before and param.grad.layout == before.layout:
+                before.copy_(param.grad)
+                param.grad = before
+        self._before = None
+
+    def give_back(self) -> None:
+        """Undoes a step that failed: `.grad` is as it was before. Does nothing where no step has begun."""
+        with self._taking:
+            before, self._before = self._before, None
+            if before is None:
+                return
+            for param in self._everything:
+                param.grad = before.grads.get(param)
+        self._sums, self.reduced = before.sums, before.reduced
+        self._flights.clear()
+        self._tied_flights.clear()
 
     def num_bad(self) -> int:
         """Returns how many parameters have a gradient that is not finite."""
@@ -253,6 +303,53 @@ class Gradients:
             return 0
         largest = torch.stack([n.double() for n in torch._foreach_norm(grads, float("inf"))])
         return int((~largest.isfinite()).sum())
+
+
+def _remove(hooks: dict[nn.Parameter, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
+
+
+def refuse_summed(modules: Mapping[int, nn.Module]) -> None:
+    """Refuses parameters whose gradients another Pipeline puts into its own sums: this one would never see them."""
+    if _summed_by_another(modules) is not None:
+        gc.collect()  # one that nobody has any more is none
+    found = _summed_by_another(modules)
+    if found is not None:
+        raise ValueError(
+            f"{found} belongs to another Pipeline, which sums its gradients and is not closed; "
+            "close() that Pipeline before making one of the same modules"
+        )
+
+
+def _summed_by_another(modules: Mapping[int, nn.Module]) -> str | None:
+    for chunk, module in modules.items():
+        for name, param in module.named_parameters():
+            for hook in (param._post_accumulate_grad_hooks or {}).values():
+                if isinstance(hook, _SumHook) and hook.gradients() is not None:
+                    return f"chunk {chunk}: parameter {name}"
+    return None
+
+
+def _continued(total: Tensor | None, grad: Tensor) -> Tensor:
+    """Returns a copy of the float32 sum that `.grad` was rounded from, or `.grad` itself if the user changed it since.
+
+    Values are compared, as no version counts what is written to `.grad.data`; on the device, without a wait.
+    """
+    shown = grad.float()
+    if total is None:
+        return shown
+    rounded = total.to(grad.dtype)
+    same = (rounded.to_dense().view(torch.int16) == grad.to_dense().view(torch.int16)).all()
+    if total.is_sparse or grad.is_sparse:
+        return total.clone() if same else shown
+    return torch.where(same, total, shown)
+
+
+def _plus(new: Tensor, before: Tensor) -> Tensor:
+    """Returns the sum, in `new` if that is dense."""
+    return before + new if new.is_sparse else new.add_(before)
 
 
 def _land(flight: _Flight) -> None:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 
 from treadle.dist.addresses import own_address
@@ -41,8 +43,14 @@ from treadle.runtime.faults.watch.messages import (
 from treadle.runtime.faults.watch.transport import Transport
 from treadle.runtime.faults.watch.watchdog import Watchdog
 
+LINGER_S = 1.0
+"""How long a rank that finds another lost when they meet waits for its other neighbours, to let them know."""
+
 MEET_S = 30.0
-"""How long neighbours may take to connect once all have exchanged their contacts."""
+"""How long neighbours may take to connect once all have exchanged their contacts, which takes a deadline at most."""
+
+MEETING_S, ASK_S = 0.05, 0.5
+"""How often a rank that waits for neighbours to connect looks for losses, and asks whether they are still coming."""
 
 REPORT_S = 1.0
 """How long a report of a death may take after a peer has closed; if none has come, every rank is asked."""
@@ -79,12 +87,14 @@ class Watch:
         deadline_s: float,
         address: str | None = None,
         waited: Sequence[Sequence[int]] | None = None,
+        meeting: Callable[[], None] = lambda: None,
     ) -> Watch:
         """Connects to the neighbours in the ring of each group; all ranks of a group call it, with groups in one order.
 
         `name(rank, op)` is the text of an op of any rank. A rank that is silent for `deadline_s` is lost. `address` is
         where neighbours can reach this process, for hosts where the address from which the store is reached is not the
-        one. `waited` are the ranks that a collective may wait for, those of each group if not given.
+        one. `waited` are the ranks that a collective may wait for, those of each group if not given. `meeting` is
+        called now and then until all neighbours have connected, and may raise.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         progress = ProgressPage(int.from_bytes(token[:8], "little", signed=True))
@@ -95,7 +105,12 @@ class Watch:
             ids = namespace_id("pid"), namespace_id("net")
             own = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
             contacts = exchange(groups, own)
-            called |= {other: call(contacts[other], rank) for other in contacts if other < rank}
+            for other in sorted(contacts):
+                try:
+                    called |= {other: call(contacts[other], rank)} if other < rank else {}
+                except ConnectionError:
+                    if not _has_ended(own, contacts[other]):
+                        raise
         except BaseException:
             progress.close()
             for opened in (listener, *called.values()):
@@ -106,8 +121,14 @@ class Watch:
         waited = waited if waited is not None else [group.ranks for group in groups]
         watchdog = Watchdog(rank, progress, waited, deadline_s, describe)
         watch = cls(watchdog, watchdog.start(neighbours, listener, token, called), progress, describe)
-        watch._wait_until_met()
+        for neighbour in (other for other in neighbours if _has_ended(own, other.contact)):
+            watchdog.do(partial(watchdog.lose, neighbour))
+        watch._wait_until_met(meeting)
         return watch
+
+    def wait_for(self, waited: Sequence[Sequence[int]]) -> None:
+        """Takes the ranks that collectives may wait for, where they were not known to `join`."""
+        self._watchdog.groups = waited
 
     @property
     def alarm(self) -> RankLostError | None:
@@ -154,6 +175,11 @@ class Watch:
         tell = self._watchdog.do(lambda now: incident.lose(LossKind.RAISED, own, now, text=text, secondhand=secondhand))
         tell.wait(TELL_S)
 
+    def await_alarm(self) -> None:
+        """Waits until what this rank has reported is settled among all ranks."""
+        if self._watchdog.is_alive:
+            self._watchdog.alarmed.wait(ANSWER_S)
+
     def close(self) -> None:
         """Sends a goodbye and closes everything. May be called again."""
         self._close()
@@ -181,20 +207,29 @@ class Watch:
         op = here.op if cause is WaitFailure.STUCK else UNKNOWN
         return Lost(rank, 0, named, LossKind.HUNG if hung else LossKind.CUT, op, here.step, time.time_ns(), 0)
 
-    def _wait_until_met(self) -> None:
-        until = time.monotonic() + MEET_S
-        while not self._transport.met.wait(0.05) and self.alarm is None and time.monotonic() < until:
-            pass
-        if self._transport.met.is_set():
-            return
-        alarm, missing = self.alarm, self._transport.missing()
-        self.close()
-        if alarm is not None:
-            raise alarm
-        raise TimeoutError(
-            f"rank {self._watchdog.rank} waited {MEET_S:g} s for ranks {', '.join(map(str, missing))} to connect; "
-            "can they reach its address, or does it need address=?"
-        )
+    def _wait_until_met(self, meeting: Callable[[], None]) -> None:
+        met, most_s = self._transport.met, self._watchdog.deadline_s + MEET_S
+        begun = asked = time.monotonic()
+        try:
+            while not met.wait(MEETING_S) and self.alarm is None and (now := time.monotonic()) < begun + most_s:
+                if now - asked >= ASK_S:
+                    asked = now
+                    meeting()
+            if met.is_set():
+                return
+            missing = self._transport.missing()
+            if self.alarm is None:
+                raise TimeoutError(
+                    f"rank {self._watchdog.rank} waited {most_s:g} s for ranks {', '.join(map(str, missing))} to "
+                    "connect; can they reach its address, or does it need address=?"
+                )
+            until = time.monotonic() + LINGER_S
+            while set(self._transport.missing()) - {self.alarm.rank} and time.monotonic() < until:
+                met.wait(MEETING_S)
+            raise self.alarm
+        except BaseException:
+            self.close()
+            raise
 
 
 class _Describe:
@@ -212,6 +247,24 @@ class _Describe:
             deadline_s=self._deadline_s,
             waiting_for=waiting_for,
         )
+
+
+def _has_ended(own: Contact, other: Contact) -> bool:
+    """True if the process of a rank of this host has ended; of another host, nobody here can see it."""
+    if other.host != own.host:
+        return False
+    try:
+        pidfd = os.pidfd_open(other.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        return bool(ended.poll(0))
+    finally:
+        os.close(pidfd)
 
 
 def _page_reader(own: Contact, other: Contact) -> PageReader | None:

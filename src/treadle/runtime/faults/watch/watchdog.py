@@ -63,7 +63,7 @@ class Watchdog:
         deadline_s: float,
         describe: Callable[[Lost], RankLostError],
     ) -> None:
-        self.rank, self._progress, self._groups, self._describe = rank, progress, groups, describe
+        self.rank, self._progress, self.groups, self._describe = rank, progress, groups, describe
         self.deadline_s, self._silence_s = deadline_s, max(deadline_s, LEAST_SILENCE_S)
         self.incident = Incident(rank, self, self._spread)  # this thread's: others reach it by errands
         self.alarm: RankLostError | None = None
@@ -129,8 +129,8 @@ class Watchdog:
         """Returns the state of this rank."""
         op, waits_for, step = self._progress.look()
         waits: tuple[int, ...] = (waits_for,) if waits_for >= 0 else ()
-        if 0 <= -2 - waits_for < len(self._groups):
-            waits = tuple(rank for rank in self._groups[-2 - waits_for] if rank != self.rank)
+        if 0 <= -2 - waits_for < len(self.groups):
+            waits = tuple(rank for rank in self.groups[-2 - waits_for] if rank != self.rank)
         still_s = time.monotonic() - self._still_since
         wait = self.failed
         if wait is None:
@@ -168,6 +168,11 @@ class Watchdog:
                         self._describe(message)
                     )  # it was stopped, and given up since: it must not write any more
 
+    def lose(self, neighbour: Neighbour, now: float) -> None:
+        """Reports a neighbour that had ended before it could be watched."""
+        del now
+        self.miss(neighbour, died=True)
+
     def miss(self, neighbour: Neighbour, *, died: bool) -> None:
         """Reports a neighbour that is gone without a goodbye, unless its loss is known or follows from a known one."""
         known = any(lost.rank == neighbour.rank for lost in self.incident.reports)
@@ -185,6 +190,7 @@ class Watchdog:
         except Exception:  # must be seen, and not be taken for the death of this rank
             sys.stderr.write(f"treadle: the watch of rank {self.rank} has ended:\n{traceback.format_exc()}")
         try:
+            self._repeat_reports()
             self._transport.part(self._progress.look())
         finally:
             self._transport.close()
@@ -217,10 +223,16 @@ class Watchdog:
 
     def _beat(self, now: float) -> None:
         self._transport.spread(Heartbeat(self._slots))
+        self._repeat_reports()
         for neighbour in self._transport.neighbours.values():
             is_silent = neighbour.link is not None and now - neighbour.heard > self._silence_s
             if is_silent and not self.incident.reports:
                 self.incident.lose(LossKind.HUNG, neighbour.observe(now), now, silent=True)
+
+    def _repeat_reports(self) -> None:
+        """Sends known losses again, for neighbours that have connected since."""
+        for lost in self.incident.reports:
+            self._transport.spread(lost)
 
     def _raise_alarm(self, lost: Lost) -> None:
         """Tells the main thread, and kills a silent neighbour: a lost rank must not come back and write."""
