@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -12,14 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import treadle
+from tests.support.faults import deadlines_for, hold_to, meet_with
 from tests.support.oracle import make_mesh
-from tests.support.ranks import check, run_ranks
+from tests.support.patience import SOON_S
+from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist import channel
 from treadle.dist.boundary import boundary_of
 from treadle.dist.channel import Channel
 from treadle.dist.communicators import make_communicator
+from treadle.dist.rank_groups import Groups
 from treadle.runtime import pipeline as pipeline_module
-from treadle.runtime.faults import arrivals
+from treadle.runtime.faults.arrivals import Arrivals
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +92,7 @@ def absent(rank: int, how: str) -> str:
         dist.barrier()
         return "absent"
     if rank == 3:
-        arrivals.Arrivals._wait = give_up  # type: ignore[method-assign]
+        pipeline_module.check_tied = give_up  # type: ignore[assignment]
     try:
         treadle.Pipeline({0: nn.Linear(8, 8)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=6.0)
     except (treadle.RankLostError, ValueError) as error:
@@ -97,7 +101,7 @@ def absent(rank: int, how: str) -> str:
     return "nothing"
 
 
-def give_up(self: object) -> None:
+def give_up(_: object) -> None:
     raise ValueError("there is no memory left on this host")
 
 
@@ -112,6 +116,57 @@ def test_a_rank_that_does_not_come_is_named(how: str) -> None:
                 "RankLostError raised: rank 3 gave up making the pipeline: ValueError: there is no"
             ), said
     assert last == "absent" or "no memory left" in last
+
+
+LOST = 2
+"""Of four ranks in two replicas: rank 1 is not connected to it."""
+
+WHERE: dict[str, tuple[object, str]] = {
+    "as it has arrived": (Arrivals, "_refuse_given_up"),
+    "before the first groups": (Groups, "make"),
+    "at the handshake": (pipeline_module, "meet"),
+    "at the plan": (pipeline_module, "plan"),
+    "before its channels": (Groups, "connect"),
+    "at the check of copies": (pipeline_module, "check_copies"),
+    "as it builds its stages": (pipeline_module, "build_stages"),
+}
+
+
+def lost_while_making(rank: int, where: str, fault: str, deadline_s: float, directory: Path) -> tuple[int, str, str]:
+    """Which rank a rank says was lost, and how: as it makes the pipeline, or where it waits for the lost one next."""
+    schedule, mesh = treadle.generate("1f1b", pp=2, microbatches=2), make_mesh(2, 2)
+    if rank == LOST:
+        owner, name = WHERE[where]
+        setattr(owner, name, lambda *_, **__: meet_with(fault, rank, directory))
+    dist.barrier()
+    try:
+        torch.manual_seed(0)
+        stages, loss_fn = {0: nn.Linear(8, 8)}, nn.functional.mse_loss
+        pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, deadline_s=deadline_s)
+        pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+    except treadle.RankLostError as error:
+        return error.rank, error.kind, str(error)
+    return -1, "", "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("where", "fault"), [*((where, "kill") for where in WHERE), ("at the plan", "stop"), ("at the handshake", "stop")]
+)
+def test_a_rank_that_is_lost_while_the_pipeline_is_made_is_named(where: str, fault: str, tmp_path: Path) -> None:
+    def run(deadline_s: float) -> list[Outcome[tuple[int, str, str]]]:
+        stuck = [LOST] if fault == "stop" else []
+        return run_ranks(4, lost_while_making, where, fault, deadline_s, tmp_path, new=True, stuck=stuck)
+
+    def judge(outcomes: list[Outcome[tuple[int, str, str]]], deadline_s: float) -> None:
+        fell_s = float((tmp_path / f"fault{LOST}").read_text())
+        for outcome in (outcome for outcome in outcomes if outcome.rank != LOST):
+            assert outcome.ok, outcome
+            assert outcome.value is not None
+            rank, kind, said = outcome.value
+            assert (rank, kind) == (LOST, "hung" if fault == "stop" else "killed"), said
+            assert outcome.ended_s - fell_s < SOON_S
+
+    hold_to(tmp_path / f"fault{LOST}", deadlines_for(fault, 4.0), run, judge)
 
 
 def send_many(rank: int, num: int) -> str:
