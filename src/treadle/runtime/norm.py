@@ -49,7 +49,7 @@ def share_of_norm(grads: Sequence[Tensor], norm_type: float, device: torch.devic
 
 
 def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Return the norm of each, computed in `dtype` without a copy in it."""
+    """Return the norm of each, computed in `dtype`, with a copy of one at a time at most."""
     return torch._foreach_norm(grads, norm_type, dtype) if grads else ()
 
 
