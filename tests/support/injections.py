@@ -58,10 +58,10 @@ class Injections:
 
     def _around(self, handler: Handler) -> Handler:
         def handle(part: RankProgram, op: Op) -> OpCalls:
-            calls = handler(part, op)._asdict()
-            return OpCalls(
-                **{n: None if run is None else self._sited(f"{op.kind.name} {n}", run) for n, run in calls.items()}
-            )
+            calls: dict[str, Any] = handler(part, op)._asdict()
+            for name, run in calls.items():
+                calls[name] = None if run is None else self._sited(f"{op.kind.name} {name}", run)
+            return OpCalls(**calls)
 
         return handle
 

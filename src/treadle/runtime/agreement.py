@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.faults.arrivals import Arrivals
+from treadle.runtime.faults.guard import Guard
 
 Facts: TypeAlias = Mapping[str, str]
 """Each fact by its name, as a text."""
@@ -161,13 +163,18 @@ def agree_over_world(
 ) -> None:
     """Compares facts over all ranks of the world, before there is a mesh of them (`agree_to_start`)."""
     position = MeshPosition(0, rank, (tuple(range(num_ranks)),))
-    name, deadline = next_name(position), timedelta(seconds=deadline_s)
-    with Arrivals(name, position, deadline).making():
-        groups = Groups.make(name, position, deadline)
+    name, guard = next_name(position), Guard()
+    arrivals = Arrivals(name, position)
+    with arrivals.making():
+        guard.join(arrivals, position, deadline_s, None)
+    with guard.making(all_refuse=True):
+        groups = guard.unless_lost(partial(Groups.make, name, position, timedelta(seconds=deadline_s)))
+        guard.break_off_on_alarm(groups)
         try:
             agree_to_start(groups, facts, problem, doing="start")
         finally:
             groups.close()
+    guard.close()
 
 
 def raise_for_all(groups: Groups, reason: str | None) -> None:

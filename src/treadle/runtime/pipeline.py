@@ -28,6 +28,7 @@ from treadle.ir.program import Longs, OpKind, Program
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.plan.running import host_order, join_halves
+from treadle.runtime.agreement import raise_for_all
 from treadle.runtime.build import (
     StageRecipe,
     bind,
@@ -51,7 +52,7 @@ from treadle.runtime.build import (
 )
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet, raise_for_all
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients, refuse_summed
