@@ -49,6 +49,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.runtime.model.exchange import RankOwned
+from treadle.runtime.ties import check_tied
 
 SIZE, MICROBATCHES = 8, 8
 SCHEDULES = ["1f1b", "interleaved-overlap", "dualpipe", "dualpipev", "zb-v"]
@@ -431,7 +432,7 @@ def test_ties_that_do_not_fit_are_refused_on_all_ranks() -> None:
 
 def test_ties_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError, match=r"tied is \{name: \{stage: the parameter's name in it\}\}, such as"):
-        treadle.Pipeline({}, schedule_of("1f1b", 2, 4), mesh=None, loss_fn=mean_loss, tied={"t": ["a", "b"]})  # type: ignore[arg-type, dict-item]
+        check_tied({"t": ["a", "b"]})
 
 
 def ask_for_norm(rank: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ arrival it records how its watch is reached: from then on the watch notices the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -43,7 +43,8 @@ class Arrivals:
         except BaseException as error:
             lost = error if isinstance(error, RankLostError) else None
             with suppress(RuntimeError):  # the store may be gone; the error itself must be raised
-                lost = self._given_up(self._arrived()) if isinstance(error, OSError) else lost
+                arrived = {rank: self._read(rank) for rank in self._arrived()}
+                lost = self._given_up(arrived) if isinstance(error, OSError) else lost
                 text = f"{type(error).__name__}: {error}" if lost is None else f"{_LOST}{lost.rank} {lost.kind} {lost}"
                 self._store.set(str(self._position.rank), text[:_MOST_TEXT])
             if lost is not None and lost is not error:
@@ -66,18 +67,21 @@ class Arrivals:
             if not missing:
                 raise
             raise self._absent(missing) from error
-        self._refuse_given_up(ranks)
-        return [self._read(rank).removeprefix(_HERE) for rank in ranks]
+        said = self._refuse_given_up(ranks)
+        return [said[rank].removeprefix(_HERE) for rank in ranks]
 
     def refuse_lone_meeting(self) -> None:
         """Raises the loss if a neighbour in the rings, all of whose ranks have arrived, has given up since."""
         rank = self._position.rank
         self._refuse_given_up([other for ring in self.rings(self._deadline) for other in beside(ring.ranks, rank)])
 
-    def _refuse_given_up(self, ranks: Sequence[int]) -> None:
-        lost = self._given_up(ranks)
+    def _refuse_given_up(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns what ranks that have arrived recorded, read once: a rank may give up at any moment."""
+        said = {rank: self._read(rank) for rank in ranks}
+        lost = self._given_up(said)
         if lost is not None:
             raise lost
+        return said
 
     def _arrived(self) -> list[int]:
         """Returns the ranks that have recorded anything."""
@@ -99,12 +103,12 @@ class Arrivals:
             waiting_for="making the pipeline",
         )
 
-    def _given_up(self, ranks: Sequence[int]) -> RankLostError | None:
+    def _given_up(self, said: Mapping[int, str]) -> RankLostError | None:
         """Returns the loss of a rank that has raised an error of its own, or else the loss that one has raised."""
-        said = {rank: text for rank in ranks if not (text := self._read(rank)).startswith(_HERE)}
-        if not said:
+        errors = {rank: text for rank, text in said.items() if not text.startswith(_HERE)}
+        if not errors:
             return None
-        rank, text = min(said.items(), key=lambda each: (each[1].startswith(_LOST), each[0]))
+        rank, text = min(errors.items(), key=lambda each: (each[1].startswith(_LOST), each[0]))
         kind, message = "raised", f"rank {rank} gave up making the pipeline: {text}"
         if text.startswith(_LOST):
             _, number, kind, message = text.split(" ", 3)
