@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import treadle
+from tests.support.oracle import make_mesh
+from tests.support.ranks import check, run_ranks
 from treadle.weights.lower import lower_update
 from treadle.weights.stream import even_stream
 
@@ -104,16 +106,20 @@ def test_an_error_names_the_way_out(what: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("stages", "schedule", "mesh", "match"),
-    [
-        ([], SCHEDULE, None, r"stages are \{chunk: nn\.Module\} of this rank, such as \{0: module\}, got list \[\]"),
-        ({}, "1f1b", None, r"the schedule is a treadle\.Schedule, got str '1f1b'; treadle\.generate makes one"),
-        ({}, SCHEDULE, None, r"the mesh is a DeviceMesh .* got NoneType None; make it by init_device_mesh"),
-    ],
-)
-def test_a_pipeline_refuses_arguments_of_another_type(
-    stages: object, schedule: object, mesh: object, match: str
-) -> None:
-    with pytest.raises(TypeError, match=match):
-        treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=print)  # type: ignore[arg-type]
+ODD: list[tuple[object, object, object, str]] = [
+    ([], SCHEDULE, None, r"stages are \{chunk: nn\.Module\} of this rank, such as \{0: module\}, got list \[\]"),
+    ({}, "1f1b", None, r"the schedule is a treadle\.Schedule, got str '1f1b'; treadle\.generate makes one"),
+    ({}, SCHEDULE, ["a"], r"tied is \{name: \{stage: the parameter's name in it\}\}, such as"),
+]
+
+
+def refuse_odd(rank: int) -> None:
+    for stages, schedule, tied, match in ODD:
+        with pytest.raises(TypeError, match=match):
+            treadle.Pipeline(stages, schedule, mesh=make_mesh(1), loss_fn=print, tied=tied)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_refuses_arguments_of_another_type() -> None:
+    check(run_ranks(1, refuse_odd))
+    with pytest.raises(TypeError, match=r"the mesh is a DeviceMesh .* got NoneType None; make it by init_device_mesh"):
+        treadle.Pipeline({}, SCHEDULE, mesh=None, loss_fn=print)  # type: ignore[arg-type]

@@ -276,8 +276,10 @@ ENDS = (
 )
 
 
-def lose_everywhere(rank: int, model: Model, dp: int, before: str, victim: int) -> tuple[list[str], list[str]]:
-    """The sites at which the victim failed, and what was wrong on this rank behind some of them."""
+def lose_everywhere(
+    rank: int, model: Model, dp: int, before: str, victim: int, every: int
+) -> tuple[list[str], list[str]]:
+    """The sites at which the victim failed, and what was wrong on this rank after some of them."""
     mesh, wrong = make_mesh(model.pp, dp), list[str]()
     is_local = before == BEFORE[2]
     wanted = undisturbed(model, mesh, "nothing" if is_local else before)  # a new Pipeline cannot go on with shares
@@ -298,7 +300,7 @@ def lose_everywhere(rank: int, model: Model, dp: int, before: str, victim: int) 
         sites = sites_of(place.injections.turns)
         told = [[(s, n) for s, n in sites if s.endswith(ENDS) and s != "_finish after"]]  # then the others have ended
         dist.broadcast_object_list(told, victim)
-        for site, turn in told[0] if what == "step" else told[0][:: len(told[0]) // 2 + 1]:
+        for site, turn in told[0][victim % every :: every] if what == "step" else told[0][:: len(told[0]) // 2 + 1]:
             tried.append(f"{what}: {site}")
             place.prepare(pipe, before)
             was, tensors = place.bits(), place.tensors()
@@ -341,15 +343,29 @@ def is_loss_of(rank: int, error: BaseException | None) -> bool:
 SIZES = [(2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("name", "size", "dtype", "before"), pairs(SCHEDULES, SIZES, DTYPES, BEFORE)[:8])
+BY_DAY = [
+    (name, SIZES[number % 2], [*DTYPES][number // 2 % 2], BEFORE[number % 3]) for number, name in enumerate(SCHEDULES)
+]
+"""Each schedule once: sizes, dtypes and what was before take turns."""
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "before", "every"),
+    [
+        *((*case, 4) for case in BY_DAY),
+        *(pytest.param(*case, 1, marks=pytest.mark.nightly) for case in product(SCHEDULES, SIZES, DTYPES, BEFORE)),
+    ],
+)
 def test_all_ranks_have_their_gradients_back_after_an_error_of_one(
-    name: str, size: tuple[int, int], dtype: str, before: str
+    name: str, size: tuple[int, int], dtype: str, before: str, every: int
 ) -> None:
+    """Of the sites of a step, every fourth is tried by day."""
     pp, dp = size
     victim = sum(map(ord, name)) % (pp * dp)
-    ranks = check(run_ranks(pp * dp, lose_everywhere, Model(name, pp, dtype), dp, before, victim))
+    ranks = check(run_ranks(pp * dp, lose_everywhere, Model(name, pp, dtype), dp, before, victim, every))
     assert not [wrong for _, wrong in ranks if wrong]
-    assert {"step: F launch", "step: loss", "step: num_bad"} <= {*ranks[victim][0], "step: loss"}
+    assert every > 1 or {"step: F launch", "step: loss", "step: num_bad"} <= {*ranks[victim][0], "step: loss"}
+    assert len(ranks[victim][0]) >= 5
 
 
 def differ_in_tokens(rank: int, model: Model, dp: int) -> list[str]:

@@ -49,7 +49,6 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.program import OpKind
 from treadle.runtime.model.exchange import RankOwned
-from treadle.runtime.ties import check_tied
 
 SIZE, MICROBATCHES = 8, 8
 SCHEDULES = ["1f1b", "interleaved-overlap", "dualpipe", "dualpipev", "zb-v"]
@@ -428,11 +427,6 @@ def test_ties_that_do_not_fit_are_refused_on_all_ranks() -> None:
     for said in check(run_ranks(2, refused)):
         for found, (_, _, wanted) in zip(said, REFUSED, strict=True):
             assert wanted in found
-
-
-def test_ties_of_another_type_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"tied is \{name: \{stage: the parameter's name in it\}\}, such as"):
-        check_tied({"t": ["a", "b"]})
 
 
 def ask_for_norm(rank: int) -> tuple[str, str]:
