@@ -116,7 +116,7 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
     """Each as it stands, with options behind it that narrow the search."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(CONFIG))
-    Path("mine.toml").write_text('gpu = "h100"\nnum_gpus = 128\n')
+    Path("ours.toml").write_text('gpu = "h100"\nnum_gpus = 128\n')
     command, *args = shlex.split(example)[1:]
     assert command == "plan"
     narrow = NARROW[args[args.index("--model") + 1]]

@@ -258,5 +258,5 @@ def _make(shapes: Any) -> treadle.Pipeline:
 
 
 def test_all_ranks_have_the_same_shapes_option() -> None:
-    assert all("have the same costs, `saved`, `recompute` and `shapes`" in said for said in refusals(2, two_minds))
+    assert all("differ in shapes ('same' and 'each')" in said for said in refusals(2, two_minds))
     assert all("shapes is same, each or any, got 'some'" in said for said in refusals(2, no_value))

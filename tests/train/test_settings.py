@@ -20,7 +20,7 @@ from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.agreement import agree_to_start
-from treadle.runtime.options import OF_A_HOST, RunOptions, facts_of
+from treadle.runtime.options import OF_A_RANK, RunOptions, facts_of
 from treadle.train.app import main
 from treadle.train.config import TrainConfig
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
@@ -54,7 +54,7 @@ def with_another(config: Any, field: str) -> tuple[Any, Any]:
 
 
 FIELDS = list(leaves(TrainConfig()))
-OPTIONS = [name for name in vars(RunOptions()) if name not in OF_A_HOST]
+OPTIONS = [name for name in vars(RunOptions()) if name not in OF_A_RANK]
 
 WALKS: list[tuple[Any, list[str], Callable[[Any], dict[str, str]]]] = [
     (TrainConfig(), FIELDS, settings_of),
@@ -97,7 +97,7 @@ def test_each_field_that_differs_on_one_rank_is_refused_by_name_with_both_values
 def test_few_fields_may_differ_and_each_has_a_reason() -> None:
     paths = {"data.paths", "data.tokenizer", "data.cache", "checkpoint.directory", "checkpoint.weights", "output"}
     assert OF_A_NODE.keys() == {*paths, "costs"}
-    assert OF_A_HOST.keys() == {"address", "pool_directory"}
+    assert OF_A_RANK.keys() == {"address", "deadline_s", "pool_directory"}
     assert OF_A_NODE.keys() <= {*FIELDS}
     assert all(OF_A_NODE.values())
 

@@ -16,6 +16,10 @@ CALLS = (
 _RANK_BITS, _STEP_BITS = 20, 40
 
 
+class DifferentCallsError(ValueError):
+    """Ranks have begun different calls."""
+
+
 def number_of(call: str, step: int, rank: int) -> int:
     """Return a call of a rank as a number that fits into int64; numbers of the same call differ in the rank only.
 

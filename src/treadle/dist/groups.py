@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from treadle.dist.calls import contradiction
+from treadle.dist.calls import DifferentCallsError, contradiction
 from treadle.dist.communicators import CLOSED, REDUCTION, Traffic, close_communicator, make_communicator
 from treadle.dist.device import Wait
 from treadle.dist.mesh_position import MeshPosition
@@ -59,7 +59,7 @@ class Group:
             self._announced = both, self.launch_reduce(both, largest=True)
 
     def settle(self) -> None:
-        """Waits for the comparison that was launched, if one was. Raises ValueError if ranks began different calls.
+        """Waits for the comparison that was launched, if one was. Raises if ranks began different calls.
 
         What they exchange next would be of different sizes, which ends a process of gloo.
         """
@@ -69,7 +69,7 @@ class Group:
             highest, lowest = both.tolist()
             reason = contradiction(highest, -lowest)
             if reason is not None:
-                raise ValueError(reason)
+                raise DifferentCallsError(reason)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns every rank's tensor, in the order of `ranks`."""
@@ -106,4 +106,5 @@ class Group:
     def close(self) -> None:
         """Closes the communicator, even if others still refer to the group."""
         communicator, self.communicator = self.communicator, CLOSED
+        self._announced = None  # its work would keep the communicator
         close_communicator(communicator)

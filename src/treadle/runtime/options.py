@@ -17,7 +17,7 @@ ShapesName: TypeAlias = Literal["same", "each", "any"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a Pipeline. They are the same on all ranks, but for those in `OF_A_HOST`.
+    """The options of a Pipeline. They are the same on all ranks, but for those in `OF_A_RANK`.
 
     Example:
         >>> RunOptions(deadline_s=60, lanes="serial").saved
@@ -75,8 +75,9 @@ class RunOptions:
     """
 
 
-OF_A_HOST = {
+OF_A_RANK = {
     "address": "each host has its own",
+    "deadline_s": "how long a rank waits for others is its own",
     "pool_directory": "a directory of this host, whose files no other rank reads",
 }
 """The options that may differ from rank to rank, and why."""
@@ -84,7 +85,7 @@ OF_A_HOST = {
 
 def facts_of(options: RunOptions) -> dict[str, str]:
     """Return the options that must be the same on all ranks, each as a text."""
-    return {each.name: repr(getattr(options, each.name)) for each in fields(options) if each.name not in OF_A_HOST}
+    return {each.name: repr(getattr(options, each.name)) for each in fields(options) if each.name not in OF_A_RANK}
 
 
 class RunOptionsChanges(TypedDict, total=False):

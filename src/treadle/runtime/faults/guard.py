@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from treadle.dist.calls import DifferentCallsError
 from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
@@ -216,6 +217,8 @@ class Guard:
 
     def _raise(self, error: Exception, waiting_for: str) -> NoReturn:
         """Raises the loss behind the error of a wait, or the error itself if it is this rank's own."""
+        if isinstance(error, DifferentCallsError):
+            self.refuse_void()  # what ranks compare over a communicator that was aborted is any number
         if self.watch is None or not _of_a_wait(error):
             raise error
         raise self.watch.failed(error, waiting_for) from error
