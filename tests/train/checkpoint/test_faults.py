@@ -267,6 +267,7 @@ def fail_and_go_on(rank: int, directory: Path) -> list[str]:
             assert checkpoints.due(step), "it reports what failed, and what is due stays so"
             assert len(said) == (rank == 0)
             assert not list(directory.glob("*.partial"))
+            dist.barrier()  # or another rank's next save would be seen
             checkpoints.save(3, Box(3.0, rank, 2))
     try:
         checkpoints.close()
