@@ -179,10 +179,13 @@ def test_a_killed_rank_is_named_with_its_host(lost: int, tmp_path: Path) -> None
         assert check(run_ranks(4, twice, hosts, have)) == [[1, 2]] * 4
 
 
-def error_of(rank: int, hosts: Hosts) -> str:
+def error_of(rank: int, hosts: Hosts, have: Holding | None = None) -> str:
+    """What starting an updater raises, or its first update where there is something to send."""
     told, updater = "", None
     try:
         updater = hosts.updater(rank)
+        if have is not None:
+            updater.update(source_of(have, rank, 1), 1)
     except (ValueError, RuntimeError, OSError) as error:
         told = f"{type(error).__name__}: {error}"
     dist.barrier()  # the coordinator is there until all have been
@@ -207,19 +210,6 @@ def test_some_with_a_key_and_some_without_are_told() -> None:
         assert all("update rank 0 could not start its coordinator: " in text for text in told[1:]), told
 
 
-def updates_or_not(rank: int, hosts: Hosts, have: Holding) -> str:
-    updater, told = None, ""
-    try:
-        updater = hosts.updater(rank)
-        updater.update(source_of(have, rank, 1), 1)
-    except (ValueError, OSError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    if updater is not None:
-        updater.close()
-    return told
-
-
 def test_a_rank_that_cannot_start_is_named_by_those_that_wait_for_it() -> None:
     """One rank has no key, or none that it can read: it never joins."""
     have, want = layouts()
@@ -227,16 +217,14 @@ def test_a_rank_that_cannot_start_is_named_by_those_that_wait_for_it() -> None:
         hosts = two_hosts(workers)
         (key,) = set(hosts.keys)
         for wrong, why in ((None, "update rank 0 was given a key and this rank none"), (Path("none"), "No such file")):
-            told = check(run_ranks(4, updates_or_not, Hosts(hosts.sockets, hosts.ledger, (key, key, wrong, key)), have))
+            told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (key, key, wrong, key)), have))
             assert why in told[2]
             for rank in (0, 1, 3):
                 assert told[rank].startswith(
                     "UpdateError: update rank 2, in phase enter of attempt 0: it could not start"
                 )
                 assert why in told[rank]
-        told = check(
-            run_ranks(4, updates_or_not, Hosts(hosts.sockets, hosts.ledger, (Path("none"), key, key, key)), have)
-        )
+        told = check(run_ranks(4, error_of, Hosts(hosts.sockets, hosts.ledger, (Path("none"), key, key, key)), have))
         assert all("No such file" in text for text in told), told
         assert check(run_ranks(4, twice, hosts, have)) == [[1, 2]] * 4
 

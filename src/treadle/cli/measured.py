@@ -37,6 +37,11 @@ def load_steps(paths: Sequence[Path]) -> Steps:
     return imported.steps
 
 
+def quoted(paths: Sequence[Path]) -> str:
+    """Return paths as they are typed in a command."""
+    return " ".join(shlex.quote(str(path)) for path in paths)
+
+
 def holds_traces(paths: Sequence[Path]) -> bool:
     """Return True if the files are traces of Treadle, and not a profile of another trainer."""
     return any(_is_trace(path) for path, _ in files_of(paths))
@@ -67,8 +72,8 @@ def tell(imported: Imported, paths: Sequence[Path]) -> None:
     for remark in imported.remarks[:_SHOWN_REMARKS]:
         note(str(remark))
     if len(imported.remarks) > _SHOWN_REMARKS:
-        more, files = len(imported.remarks) - _SHOWN_REMARKS, " ".join(shlex.quote(str(path)) for path in paths)
-        note(f"and {more} more remarks; `treadle import {files} --json` has them all")
+        more = len(imported.remarks) - _SHOWN_REMARKS
+        note(f"and {more} more remarks; `treadle import {quoted(paths)} --json` has them all")
 
 
 def choose_steps(steps: Steps, text: str | None) -> Steps:

@@ -232,7 +232,7 @@ def _tied_ranks(program: Program, position: MeshPosition, pp_rank: int) -> dict[
     """Returns the ranks that hold each tie of a rank, by the tie's number, where others hold it too."""
     placement, found = program.layout.placement, {}
     for number, tie in enumerate(program.layout.tied):
-        holders = [at for at, stages in enumerate(placement.stages) if not set(tie).isdisjoint(stages)]
+        holders = placement.ranks_of(tie)
         ranks = position.in_all_pipelines(holders)
         if pp_rank in holders and len(ranks) > 1:
             found[number] = ranks

@@ -9,6 +9,7 @@ bidirectional   two pipes over the same ranks, one from each end; every stage li
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,6 +142,10 @@ class Placement:
     def holder(self, stage: int, pipe: int = 0) -> tuple[int, int]:
         """The (rank, chunk) that holds a stage of a pipe."""
         return self._holder[pipe, stage]
+
+    def ranks_of(self, stages: Collection[int]) -> tuple[int, ...]:
+        """The ranks that hold any of these stages."""
+        return tuple(rank for rank, row in enumerate(self.stages) if not set(stages).isdisjoint(row))
 
     def neighbour(self, rank: int, chunk: int, step: int) -> tuple[int, int] | None:
         """The (rank, chunk) `step` stages further along the same pipe, or None past its ends."""

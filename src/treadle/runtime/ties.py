@@ -78,15 +78,10 @@ def agree_on_ties(
             tie,
             of_tie,
             tuple(dict.fromkeys(param for (named, _), param in found.items() if named == tie)),
-            numbers.setdefault(_holders(placement, of_tie), len(numbers)),
+            numbers.setdefault(placement.ranks_of(of_tie), len(numbers)),
         )
         for tie, of_tie in stages.items()
     )
-
-
-def _holders(placement: Placement, stages: Iterable[int]) -> tuple[int, ...]:
-    """Return the positions along pp that hold any of the stages."""
-    return tuple(at for at, held in enumerate(placement.stages) if not set(stages).isdisjoint(held))
 
 
 def _numbered(tied: Tied, num_stages: int) -> tuple[_Names, str | None]:

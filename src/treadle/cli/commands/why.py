@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.measured import choose_steps, holds_traces, load_steps
+from treadle.cli.measured import choose_steps, holds_traces, load_steps, quoted
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, note, out, suggest, working
@@ -60,13 +60,13 @@ def why(
     elif holds_traces(paths):
         suggest(f"treadle draw {shlex.quote(str(paths[0]))} -o page.html")
     else:
-        suggest(f"treadle import {_quoted(paths)} -o trace.json.gz")
+        suggest(f"treadle import {quoted(paths)} -o trace.json.gz")
 
 
 def _cut_commands(layout: Layout, paths: list[Path]) -> tuple[str, str]:
     """Return the commands that find the cut: the first fits costs to the run, the second cuts the model by them."""
     placement = layout.placement
-    fit = f"treadle compare {_quoted(paths)}" if holds_traces(paths) else f"treadle import {_quoted(paths)}"
+    fit = f"treadle compare {quoted(paths)}" if holds_traces(paths) else f"treadle import {quoted(paths)}"
     sizes = f"--pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.num_stages > placement.pp else "")
     sizes += " --placement v" if placement.name == "v" else ""
     cut = shlex.quote(write_layout(layout.blocks if all(layout.blocks) else _assumed(layout), dense=True))
@@ -78,10 +78,6 @@ def _assumed(layout: Layout) -> tuple[str, ...]:
     first, *others = ["t" * ASSUMED_LAYERS] * layout.placement.num_stages
     *others, last = [f"E{first}", *others]
     return *others, f"{last}L"
-
-
-def _quoted(paths: list[Path]) -> str:
-    return " ".join(shlex.quote(str(path)) for path in paths)
 
 
 def _print(report: WhyReport, commands: tuple[str, ...]) -> None:

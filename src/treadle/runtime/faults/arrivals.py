@@ -43,8 +43,8 @@ class Arrivals:
         except BaseException as error:
             lost = error if isinstance(error, RankLostError) else None
             with suppress(RuntimeError):  # the store may be gone; the error itself must be raised
-                arrived = {rank: self._read(rank) for rank in self._arrived()}
-                lost = self._given_up(arrived) if isinstance(error, OSError) else lost
+                if isinstance(error, OSError):
+                    lost = self._given_up({rank: self._read(rank) for rank in self._arrived()})
                 text = f"{type(error).__name__}: {error}" if lost is None else f"{_LOST}{lost.rank} {lost.kind} {lost}"
                 self._store.set(str(self._position.rank), text[:_MOST_TEXT])
             if lost is not None and lost is not error:

@@ -137,7 +137,7 @@ class Checkpointer:
             saving.result()
         except (Exception, CheckpointException) as error:  # torch's is no Exception
             path = files.directory_of(self.directory, self._step)
-            shutil.rmtree(path.with_name(path.name + files.PARTIAL), ignore_errors=True)
+            shutil.rmtree(files.partial_of(path), ignore_errors=True)
             raise SaveError(
                 f"the checkpoint of step {self._step} in {self.directory} is not complete, and will not be loaded: "
                 f"{_in_a_line(error)}; {self._complete()}"

@@ -70,6 +70,11 @@ def directory_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def partial_of(path: Path) -> Path:
+    """Return where a checkpoint is written to before it has its name."""
+    return path.with_name(path.name + PARTIAL)
+
+
 def found_steps(directory: Path) -> list[int]:
     """Return the steps of all checkpoints that are there, intact or not, in order.
 

@@ -30,7 +30,7 @@ class PublishingWriter(FileSystemWriter):
     def __init__(
         self, path: Path, extra: Mapping[str, Any], *, step: int, keep: int, say: Callable[[str], Any]
     ) -> None:
-        self._directory, self._partial = path.parent, path.with_name(path.name + files.PARTIAL)
+        self._directory, self._partial = path.parent, files.partial_of(path)
         self._extra, self._step, self._keep, self._say = extra, step, keep, say
         super().__init__(self._partial)
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from treadle.host.processes import no_descriptor_left
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -53,8 +55,7 @@ class HostBuffer:
             mapped = cls(fd, size_bytes)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                text = "this process has as many files open as it may; raise its limit (ulimit -n), or close some"
-                raise ValueError(f"a buffer cannot be mapped: {text}") from error
+                raise ValueError(f"a buffer cannot be mapped: {no_descriptor_left()}") from error
             raise ValueError(f"what came is no sealed shared memory: {error.strerror}") from error
         finally:
             os.close(fd)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import time
 import weakref
@@ -27,6 +26,7 @@ from multiprocessing.util import Finalize
 
 from treadle.dist.addresses import own_address
 from treadle.dist.errors import OWN_ERRORS
+from treadle.host.processes import ended
 from treadle.runtime.faults.progress.page import COMPUTING, PageReader, ProgressPage, namespace_id
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
@@ -251,20 +251,7 @@ class _Describe:
 
 def _has_ended(own: Contact, other: Contact) -> bool:
     """True if the process of a rank of this host has ended; of another host, nobody here can see it."""
-    if other.host != own.host:
-        return False
-    try:
-        pidfd = os.pidfd_open(other.pid)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    try:
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        return bool(ended.poll(0))
-    finally:
-        os.close(pidfd)
+    return other.host == own.host and ended(other.pid)
 
 
 def _page_reader(own: Contact, other: Contact) -> PageReader | None:
