@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -116,9 +117,11 @@ def run(rank: int, sockets: Path, ledger: Path) -> dict[str, list[str]]:
 
 
 def malformed(updater: Updater, rank: int, version: int) -> None:
-    """Rank 1's entry is a whole frame, and no message."""
+    """Rank 1's entry is a whole frame, and no message; rank 0 begins when the coordinator has read it."""
     client = updater.context.coordinator
     sent = patch.object(client, "send", lambda message, phase: client._link.send_encoded(b"\xc1" * 9))
+    if rank == 0:
+        time.sleep(0.5)
     with sent if rank == 1 else nullcontext():
         updater.update(source(version), version)
 

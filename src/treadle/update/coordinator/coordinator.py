@@ -74,7 +74,9 @@ class Coordinator:
                 if rank is None:
                     self._lose(link, str(error))
                     return
-                self._stop(self._state.attempt.fault(f"update rank {rank} ({link.peer})", str(error)))
+                who = f"update rank {rank} ({link.peer})"
+                self._waited.clear()
+                self._carry_out(protocol.malformed(self._state, rank, who, str(error), self.ledger.record))
                 continue
             except (OSError, WireError) as error:
                 if isinstance(error, WrongKeyError):

@@ -128,6 +128,17 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
     return state, [*before, *actions]
 
 
+def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: Record) -> Step:
+    """End the attempt of a rank that sent something unreadable.
+
+    Where ranks enter, it counts as that rank's entry: a Stop would not reach the ranks that have not begun yet.
+    """
+    fault = state.attempt.fault(who, text)
+    if state.attempt.phase != "enter":
+        return stop(state, fault)
+    return hear(state, rank, Enter(rank, "update", 0, None, None, "", "", None, False, 0, fault), record)
+
+
 def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
     """A rank that has not heard Go cannot take part any more: all hear of it once all have entered."""
     attempt = state.attempt
