@@ -72,9 +72,13 @@ def send(job: Job) -> tuple[GroupMessage, ...]:
     """Return the message of an activation, or its gradient, to the next stage."""
     if job.pp == 1:
         return ()
-    size_bytes = BF16 * job.tokens * job.model.hidden_size / cut_by_sequence(job)
+    return (between_stages(job, "send", BF16 * job.tokens * job.model.hidden_size / cut_by_sequence(job)),)
+
+
+def between_stages(job: Job, collective: str, size_bytes: float) -> GroupMessage:
+    """Return a message between two ranks of the pipeline; it takes NVLink where one domain has all GPUs."""
     inside = job.cluster.num_gpus <= job.cluster.nvlink_domain
-    return (GroupMessage("send", "pp", 2, size_bytes if inside else 0.0, 0.0 if inside else size_bytes),)
+    return GroupMessage(collective, "pp", 2, size_bytes if inside else 0.0, 0.0 if inside else size_bytes)
 
 
 def cut_by_sequence(job: Job) -> int:

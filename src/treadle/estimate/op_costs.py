@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.costs import Costs
 from treadle.estimate.job import Job
-from treadle.estimate.messages import exchange, send
+from treadle.estimate.messages import between_stages, exchange, send
 from treadle.estimate.parameters import ModelCut
 from treadle.estimate.rates import PeakTimes, constant, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
@@ -90,14 +90,11 @@ def _model(job: Job) -> dict[str, int]:
 def _messages(job: Job, times: JobTimes) -> dict[str, int]:
     """Messages between stages, and the reduction of a chunk's gradients: of the largest chunk, as all wait for it."""
     cluster, found = job.cluster, {}
-    sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in send(job))
     latency = 1e-6 * constant(cluster, "latency_us")
-    if sent:
-        found["send"] = round(NS * (sent / constant(cluster, "pp") + latency))
-    if tied := _tied_bytes(job):
-        one_domain = cluster.num_gpus <= cluster.nvlink_domain
-        link = cluster.nvlink_bandwidth if one_domain else cluster.nic_bandwidth
-        found["reduce_tied"] = round(NS * (tied / link / constant(cluster, "pp") + latency))
+    tied = between_stages(job, "all_reduce", _tied_bytes(job))
+    for name, messages in (("send", send(job)), ("reduce_tied", (tied,))):
+        if sent := sum(message.seconds(cluster) for message in messages):
+            found[name] = round(NS * (sent / constant(cluster, "pp") + latency))
     reduced = max(data_parallel_seconds(job, *_parameters(times, row), GRAD_BYTES) for row in _chunks(job))
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
@@ -133,11 +130,11 @@ def _parameters(times: JobTimes, row: str) -> tuple[float, float]:
 
 
 def _moved(job: Job, times: JobTimes) -> dict[str, int]:
-    sizes = {"send": sum(m.nvlink_bytes + m.nic_bytes for m in send(job))}
+    sizes = {"send": sum(message.size_bytes for message in send(job))}
     if job.model.is_moe:
         token = BF16 * job.model.hidden_size
         tokens = job.tokens / (job.tp if job.sequence_parallel else 1)
-        moved = sum(m.nvlink_bytes + m.nic_bytes for m in exchange(job, tokens, token))
+        moved = sum(message.size_bytes for message in exchange(job, tokens, token))
         sizes |= {"dispatch": moved, "combine": moved}
     sizes["reduce_tied"] = _tied_bytes(job)
     sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(times, row)) for row in _chunks(job))

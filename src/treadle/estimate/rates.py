@@ -59,12 +59,11 @@ def at_peak(work: OpWork, cluster: Cluster, precision: str) -> PeakTimes:
     links = {"tp": 0.0, "cp": 0.0, "etp": 0.0}
     ep_nvlink = ep_nic = 0.0
     for message in work.messages:
-        nvlink, nic = message.nvlink_bytes / cluster.nvlink_bandwidth, message.nic_bytes / cluster.nic_bandwidth
         if message.group == "ep":
-            ep_nvlink += nvlink
-            ep_nic += nic
+            ep_nvlink += message.nvlink_seconds(cluster)
+            ep_nic += message.nic_seconds(cluster)
         else:
-            links[message.group] += nvlink + nic
+            links[message.group] += message.seconds(cluster)
     return PeakTimes(
         gemm,
         gemm_bf16,

@@ -55,8 +55,7 @@ def step_terms(job: Job, *, offload_layers: int = 0) -> Mapping[str, float]:
     found["fsdp"] = count * _link_seconds(job, "dp", dense * (moved + PARAM_BYTES)) if sharded else 0.0
     held = dense / job.num_holders + experts / job.num_expert_holders
     found["optimizer"] = held * ADAM_BYTES / cluster.memory_bandwidth
-    sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in send(job))
-    found["pp"] = 2 * job.vpp * count * sent
+    found["pp"] = 2 * job.vpp * count * sum(message.seconds(cluster) for message in send(job))
     saved = 2 * offload_layers * SAVED_BYTES * job.tokens * job.model.hidden_size / job.tp
     found["pcie"] = count * saved * cluster.gpus_per_pcie / cluster.pcie_bandwidth
     found["step"] = 1.0
@@ -80,6 +79,4 @@ def _of_rank(job: Job, chunks: tuple[str, ...], times: JobTimes) -> list[float]:
 
 def _link_seconds(job: Job, group: str, size_bytes: float) -> float:
     """Seconds of a gather of so many bytes over a group at the links' peak rates."""
-    cluster = job.cluster
-    messages = gather(job, group, size_bytes)
-    return sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in messages)
+    return sum(message.seconds(job.cluster) for message in gather(job, group, size_bytes))

@@ -194,9 +194,7 @@ def _exposed_ep(job: Job) -> float:
 
 
 def _send_seconds(job: Job) -> float:
-    cluster = job.cluster
-    sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in send(job))
-    return sent / constant(cluster, "pp")
+    return sum(message.seconds(job.cluster) for message in send(job)) / constant(job.cluster, "pp")
 
 
 def _step_end(job: Job, times: JobTimes, blocks: str) -> tuple[float, float]:
@@ -227,10 +225,8 @@ def ring_seconds(job: Job, parameters: float) -> float:
 
 def data_parallel_seconds(job: Job, dense: float, experts: float, size_bytes: int) -> float:
     """Return the seconds to reduce-scatter or all-gather so many parameters over their replicas."""
-    cluster = job.cluster
     messages = gather(job, "dp", dense * size_bytes) + gather(job, "expert_dp", experts * size_bytes)
-    sent = sum(m.nvlink_bytes / cluster.nvlink_bandwidth + m.nic_bytes / cluster.nic_bandwidth for m in messages)
-    return sent / constant(cluster, "dp")
+    return sum(message.seconds(job.cluster) for message in messages) / constant(job.cluster, "dp")
 
 
 def optimizer_seconds(job: Job, dense: float, experts: float) -> float:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treadle.estimate.cluster import Cluster
+
 BF16 = 2
 FP32 = 4
 
@@ -55,6 +57,23 @@ class GroupMessage(NamedTuple):
     def inside(self) -> bool:
         """True if it stays in an NVLink domain."""
         return self.nic_bytes == 0
+
+    @property
+    def size_bytes(self) -> float:
+        """Bytes over both links."""
+        return self.nvlink_bytes + self.nic_bytes
+
+    def nvlink_seconds(self, cluster: Cluster) -> float:
+        """Return the seconds of its bytes over NVLink at the peak rate."""
+        return self.nvlink_bytes / cluster.nvlink_bandwidth
+
+    def nic_seconds(self, cluster: Cluster) -> float:
+        """Return the seconds of its bytes over the NIC at the peak rate."""
+        return self.nic_bytes / cluster.nic_bandwidth
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Return the seconds of its bytes over both links, one after the other, at their peak rates."""
+        return self.nvlink_seconds(cluster) + self.nic_seconds(cluster)
 
 
 @dataclass(frozen=True, slots=True)
