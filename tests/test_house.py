@@ -1,4 +1,4 @@
-"""The house rules that a linter does not know: class names are unique, and no modules import each other in a circle."""
+"""The house rules that a linter does not know: unique class names, no import circles, no schedule known by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import treadle
 from tests.support.rooms import imports
+from treadle.schedules import SCHEDULES
+from treadle.view.palette import PALETTES
 
 SRC = Path(treadle.__file__).parent
 
@@ -37,3 +39,20 @@ def _circles(imports: dict[str, set[str]]) -> list[str]:
         for module in done:
             del left[module]
     return sorted(left)
+
+
+def test_no_schedule_is_known_by_name_outside_its_room() -> None:
+    """What others ask is a field of `Family`. Docstrings and sentences may name schedules; a palette has one's name."""
+    found = {
+        f"{path.relative_to(SRC)}: {name}"
+        for path in sorted(SRC.rglob("*.py"))
+        if path.parent != SRC / "schedules"
+        for name in _literals(path) & SCHEDULES.keys()
+        if not (path == SRC / "view" / "palette.py" and name in PALETTES)
+    }
+    assert not found
+
+
+def _literals(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

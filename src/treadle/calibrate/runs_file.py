@@ -13,9 +13,9 @@ from treadle.estimate import Cluster, Job, MeasuredRun, load_model
 from treadle.estimate.input_files import nearest_hint
 from treadle.estimate.stages import stage_rows
 from treadle.ir.blocks import parse_layout
-from treadle.schedules import family
+from treadle.schedules import default_schedule, family
 from treadle.search.judged import describe
-from treadle.search.space import OVERLAPPED, check_schedule
+from treadle.search.space import check_schedule
 
 
 class NamedRun(NamedTuple):
@@ -129,8 +129,7 @@ def _sequences(cell: Cell, seq_len: int) -> int:
 def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: Cluster) -> Job:
     near_file = file.parent / cells["model"].text
     model = load_model(near_file if near_file.exists() else cells["model"].text)
-    named = cells["schedule"].text if "schedule" in cells else "interleaved" if given.get("vpp", 1) > 1 else "1f1b"
-    schedule = family(named)
+    schedule = family(cells["schedule"].text if "schedule" in cells else default_schedule(given.get("vpp", 1)))
     given = {"vpp": schedule.default_vpp, "cuda_graph": "partial", **given}
     given |= {name: cells[name].text for name in ("precision", "cuda_graph") if name in cells}
     if "recompute" in cells:
@@ -141,7 +140,7 @@ def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: 
         given["offload"] = cells["offload"].truth()
     if "layout" in cells:
         given["layout"] = parse_layout(cells["layout"].text)
-    job = Job(model, cluster, schedule=schedule.name, a2a_overlap=schedule.name in OVERLAPPED, **given)
+    job = Job(model, cluster, schedule=schedule.name, a2a_overlap=schedule.overlapped, **given)
     check_schedule(job)
     cluster.peak(job.precision)
     return replace(job, layout=stage_rows(job))

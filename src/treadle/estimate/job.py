@@ -9,6 +9,7 @@ from treadle.estimate.job_checks import check_job, layout_of_model
 from treadle.estimate.model_shape import ModelShape
 from treadle.estimate.placements import placement_of
 from treadle.ir import Placement
+from treadle.schedules import default_schedule
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Job:
     precision: str = "bf16"
     """Of matrix products: bf16, fp8, mxfp8, nvfp4. Attention, the head and all messages stay bf16."""
 
-    schedule: str = "1f1b"
+    schedule: str = default_schedule()
     layout: tuple[str, ...] | None = None
     """Blocks of each stage. None: layers as even as can be, embedding first and head last. The first layers become
     the model's dense ones, which Megatron's layouts do not tell apart."""

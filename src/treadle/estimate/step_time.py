@@ -17,6 +17,7 @@ from treadle.estimate.parts import actions, block_work
 from treadle.estimate.rates import PeakTimes, add, at_peak, constant, factors, seconds
 from treadle.estimate.stages import rank_rows
 from treadle.ir.blocks import LAYERS
+from treadle.schedules import family
 
 ADAM_BYTES = 30
 """Read and written for a parameter by Adam: FP32 gradient, weight and moments, and the BF16 weight."""
@@ -89,7 +90,7 @@ def job_times(job: Job) -> JobTimes:
         replace(
             job,
             vpp=1,
-            schedule="1f1b",
+            schedule=Job.schedule,
             layout=None,
             offload=False,
             a2a_overlap=False,
@@ -189,7 +190,7 @@ def _tp(times: PeakTimes, by: PeakTimes) -> float:
 
 
 def _exposed_ep(job: Job) -> float:
-    overlapped = job.a2a_overlap or job.schedule in ("interleaved-overlap", "dualpipe", "dualpipev")
+    overlapped = job.a2a_overlap or family(job.schedule).overlapped
     return 1 - constant(job.cluster, "ep_hidden") if overlapped else 1.0
 
 

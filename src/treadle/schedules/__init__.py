@@ -68,6 +68,17 @@ def family(name: str) -> Family:
     return found
 
 
+def default_schedule(vpp: int = 1) -> str:
+    """Return the name of the schedule that is meant where none is named: 1F1B, interleaved for several chunks a rank.
+
+    Example:
+        >>> default_schedule(), default_schedule(vpp=2)
+        ('1f1b', 'interleaved')
+
+    """
+    return (interleaved.FAMILY if vpp > 1 else one_f_one_b.FAMILY).name
+
+
 def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -> Schedule:
     """Generate a schedule.
 
@@ -96,4 +107,4 @@ def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -
     return chosen.generate(chosen.size(pp, vpp, microbatches))
 
 
-__all__ = ["ENTRY_POINT", "SCHEDULES", "Family", "Size", "family", "generate", "known"]
+__all__ = ["ENTRY_POINT", "SCHEDULES", "Family", "Size", "default_schedule", "family", "generate", "known"]

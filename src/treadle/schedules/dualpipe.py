@@ -116,4 +116,5 @@ FAMILY = Family(
     demands="even P, V=2 (a chunk a direction), even M >= 2P (both directions)",
     bubble="(P/2-1)(FB+B-3W) in times of one chunk, exact where F=I=W",
     memory="P+1 micro-batches, parameters twice",
+    overlapped=True,
 )

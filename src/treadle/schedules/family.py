@@ -33,6 +33,8 @@ class Family:
     nothing. `vpps` are the chunk counts it takes, the first one the default; an empty tuple means any, 2
     by default. The texts use P, V, M, r for the sizes and F, I, W, B=I+W, FB for the times of a cell. `bubble`
     begins with a formula: what the rank that idles least idles. A test evaluates it.
+
+    `overlapped`, `regular` and `searched` are what `treadle plan` asks a schedule.
     """
 
     name: str
@@ -45,6 +47,15 @@ class Family:
     demands: str
     bubble: str
     memory: str
+    overlapped: bool = False
+    """Cells run the forward of one micro-batch beside the backward of another, which hides the expert all-to-all. A
+    plan considers it for models with experts."""
+
+    regular: bool = True
+    """From 2P micro-batches on, each further P of them lengthen the step by the same time where stages are alike."""
+
+    searched: bool = True
+    """A plan considers it unless told which schedules to consider. False: another one is never slower or larger."""
 
     @property
     def default_vpp(self) -> int:

@@ -36,4 +36,5 @@ FAMILY = Family(
     demands="any P, V=1, any M",
     bubble="(P-1)(F+B)",
     memory="M micro-batches",
+    searched=False,
 )

@@ -42,4 +42,5 @@ FAMILY = Family(
     demands="any P, any V, M in max(1, M//P) equal groups",
     bubble="((P-1)(F+B) - 2(P-1-r)(F+B-FB))/V",
     memory="one chunk more than interleaved",
+    overlapped=True,
 )

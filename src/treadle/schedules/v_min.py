@@ -41,4 +41,5 @@ FAMILY = Family(
     demands="any P, V=2, any M",
     bubble="(4P-5)F/V where F=I=W",
     memory="(P+4)//3 micro-batches",
+    regular=False,
 )

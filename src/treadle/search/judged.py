@@ -68,7 +68,7 @@ def judge(candidate: Candidate) -> Judged:
 @lru_cache(maxsize=256)
 def _layout(job: Job, *, balanced: bool) -> tuple[str, ...]:
     """Return the stages of a job; offload does not matter to that."""
-    costs = _block_costs(replace(job, schedule="1f1b", vpp=1))
+    costs = _block_costs(replace(job, schedule=Job.schedule, vpp=1))
     return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced)
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from treadle.estimate import Cluster, Job, ModelShape
-from treadle.schedules import family
+from treadle.schedules import default_schedule, family, known
 
-OVERLAPPED = ("interleaved-overlap", "dualpipe", "dualpipev")
-"""Schedules in which the forward of one micro-batch runs beside the backward of another."""
 MOST_MICROBATCHES = 8_192
 """Of a replica in a step: what is shown is simulated whole."""
 _LONG_SEQUENCE = 16_384
@@ -85,7 +83,7 @@ def candidates(
                     global_batch_size=global_batch_size,
                     seq_len=seq_len,
                     schedule=name,
-                    a2a_overlap=name in OVERLAPPED,
+                    a2a_overlap=family(name).overlapped,
                 )
                 check_schedule(first)
             except ValueError as error:
@@ -112,27 +110,40 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
     cp = _powers(8) if seq_len > _LONG_SEQUENCE else (1,)
     ep = [size for size in _powers(64) if model.num_experts % size == 0] if model.is_moe else [1]
     pp = [size for size in _powers(64) if size <= model.num_hidden_layers]
-    names = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min")
     filled = replace(
         space,
         tp=space.tp or tuple(tp),
         cp=space.cp or tuple(cp),
         pp=space.pp or tuple(pp),
         ep=space.ep or tuple(ep),
-        schedules=space.schedules or ((*names, *OVERLAPPED) if model.is_moe else names),
+        schedules=space.schedules or searched_schedules(model),
     )
     once = {field.name: tuple(dict.fromkeys(getattr(filled, field.name))) for field in fields(filled)}
     return replace(filled, **once)
+
+
+def searched_schedules(model: ModelShape) -> tuple[str, ...]:
+    """Return the schedules that are considered where none is named; overlapped ones last, and for experts alone.
+
+    Example:
+        >>> from treadle.estimate import load_model
+        >>> searched_schedules(load_model("llama3-8b"))
+        ('1f1b', 'interleaved', 'zb-h1', 'zb-v', 'v-half', 'v-min')
+
+    """
+    found = [each for each in known().values() if each.searched and (model.is_moe or not each.overlapped)]
+    return tuple(each.name for each in sorted(found, key=lambda each: each.overlapped))
 
 
 def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tuple[str, int]]:
     """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
     names = space.schedules or ()
     if pp == 1:
-        if "1f1b" in names:
-            yield "1f1b", 1
+        alone = default_schedule()
+        if alone in names:
+            yield alone, 1
         else:
-            told["a pipeline of one rank runs 1f1b; add --schedule 1f1b"] += 1
+            told[f"a pipeline of one rank runs {alone}; add --schedule {alone}"] += 1
         return
     for name in names:
         vpps = family(name).vpps or tuple(count for count in space.vpp if count > 1)

@@ -21,6 +21,7 @@ from treadle.ir.memory import peaks
 from treadle.ir.program import Program
 from treadle.ir.trace import MICROSECONDS
 from treadle.plan.lowering import with_saved
+from treadle.schedules import family
 from treadle.search.structure import Structure, Variant
 
 _ROUNDS = (2, 6)
@@ -33,8 +34,6 @@ _GROUPS = (
     ("dispatch_f", "combine_f", "combine_b", "dispatch_b"),
 )
 _MESSAGES = ("send", "offload", "onload")
-_IRREGULAR = ("v-min",)
-"""Schedules whose rhythm three sizes do not always show."""
 
 
 class Step(NamedTuple):
@@ -57,7 +56,7 @@ def simulate_step(structure: Structure, microbatches: int, costs: Costs) -> Step
 def simulate_variant(structure: Structure, microbatches: int, variant: Variant, costs: Costs) -> Step:
     """Simulate a step; one of many micro-batches by its rhythm."""
     pp = structure.pp
-    for rounds in () if structure.schedule in _IRREGULAR else _ROUNDS:
+    for rounds in _ROUNDS if family(structure.schedule).regular else ():
         first = rounds * pp + microbatches % pp
         if microbatches <= 2 * first:
             break

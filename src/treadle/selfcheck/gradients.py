@@ -7,11 +7,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from treadle.ir import Schedule
+from treadle.schedules import SCHEDULES
 from treadle.selfcheck.experts import far
 from treadle.selfcheck.models import MeshShape, grads_of, make_batch, own_stage, train_whole, whole_model
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed, SkippedError
 from treadle.selfcheck.setup import Setup
+
+OVERLAPPED = tuple(
+    each.name for each in SCHEDULES.values() if each.overlapped and each.placement(2, each.default_vpp).num_pipes == 1
+)
+"""Schedules of one pipe whose cells overlap."""
 
 STEPS = 2
 """The second step has its receives posted ahead."""

@@ -19,12 +19,12 @@ import treadle
 from treadle.moe import MoELayer
 from treadle.runtime.options import SavedName
 from treadle.selfcheck.experts import far
-from treadle.selfcheck.gradients import schedule_for, shapes_of
+from treadle.selfcheck.gradients import OVERLAPPED, schedule_for, shapes_of
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed
 from treadle.selfcheck.setup import Setup
 
-NAME, LAYERS = "interleaved-overlap", 1
+NAME, LAYERS = OVERLAPPED[0], 1
 
 
 class LayerSize(NamedTuple):

@@ -12,15 +12,15 @@ import treadle
 from treadle.runtime.checker import check_streams, order_findings
 from treadle.runtime.checker.log import Collective
 from treadle.runtime.options import SavedName
-from treadle.selfcheck.gradients import STEPS, schedule_for, shapes_of
+from treadle.selfcheck.gradients import OVERLAPPED, STEPS, schedule_for, shapes_of
 from treadle.selfcheck.models import make_batch, own_stage, whole_model
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed
 from treadle.selfcheck.setup import Setup
 
 CASES: dict[bool, list[tuple[str, SavedName]]] = {
-    True: [("interleaved-overlap", "leave")],
-    False: [("interleaved-overlap", "leave"), ("interleaved-overlap", "offload"), ("dualpipev", "leave")],
+    True: [(OVERLAPPED[0], "leave")],
+    False: [(OVERLAPPED[0], "leave"), (OVERLAPPED[0], "offload"), *((name, "leave") for name in OVERLAPPED[1:])],
 }
 """Schedules that overlap, and what becomes of saved tensors; with --quick and in full."""
 

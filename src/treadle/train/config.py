@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from treadle.models.config import ModelConfig
+from treadle.schedules import default_schedule
 from treadle.train.optim.config import OptimizerConfig
 from treadle.train.optim.schedule import DecayShape
 
@@ -49,7 +50,7 @@ class ParallelConfig:
     dp: int | None = None
     """Copies of the pipelines with their experts. None: as many as there are ranks for."""
 
-    schedule: str = "1f1b"
+    schedule: str = default_schedule()
     """The pipeline's schedule; `treadle schedules` lists them."""
 
     vpp: int | None = None

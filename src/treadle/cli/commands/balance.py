@@ -26,6 +26,7 @@ from treadle.passes.cut import cut_evenly
 from treadle.plan import LoweringOptions, lower
 from treadle.plan.balance import balance_blocks
 from treadle.plan.stages import CutCosts, StageCost, model_blocks, weigh
+from treadle.schedules import default_schedule
 from treadle.simulate import Metrics, measure
 from treadle.simulate import simulate as simulate_step
 
@@ -99,7 +100,7 @@ def balance(
             weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement),
             costs.clock,
         )
-    usual = "interleaved" if placement.num_stages > placement.pp else "1f1b"
+    usual = default_schedule(placement.num_stages // placement.pp)
     target = Target(schedule_name or usual, pp, vpp, microbatches or 4 * placement.pp)
     denses = f" --dense {model.count('d')}" if "d" in model else ""
     suggest(f"treadle simulate {target} --layout '{layout}'{denses} --costs {shlex.quote(costs_name)}")
