@@ -1,14 +1,13 @@
 """Published runs beside what `treadle plan` prints for them: the simulated step and the memory, with shipped presets.
 
-Nothing is fitted here. The presets' constants were, on Megatron-Bridge's runs from 26.02 on, through a closed form;
-runs of other sources and older releases were not. Left out is what a plan does not have: parameters cut over
-replicas (FSDP), and runs with a known regression.
+Nothing is fitted here. The presets' constants were, on Megatron-Bridge's runs from 26.02 on; runs of other sources and
+older releases were not.
 
-- Megatron-Bridge: recipes as published. Overlap of the all-to-all is a schedule's: with one chunk there is none.
+- Megatron-Bridge: recipes as published.
 - MLPerf Llama 3.1 405B: embedding and head count as a layer each.
 - SimuMax: BF16 on one host. Its context parallelism is by all-to-all, which a plan takes for a ring.
 - The zero-bubble paper: pipelines alone, 1F1B and interleaved 1F1B. Heads are taken to be 128 wide.
-- vTrain: whole layers computed again, no sequence parallelism, attention that is not fused.
+- vTrain: whole layers recomputed, no sequence parallelism, attention that is not fused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from itertools import combinations
 
 from held_to import simumax_memory
 from held_to.rows import Prediction, absolute_errors, read_rows
-from held_to.runs import bridge_runs, mlperf_runs, title
+from held_to.runs import PublishedRun, bridge_runs, mlperf_runs
 from treadle.calibrate.calibrate import planned
-from treadle.estimate import Job, MeasuredRun, ModelShape, load_cluster, load_model
+from treadle.estimate import Job, ModelShape, load_cluster, load_model
 from treadle.estimate.stages import stage_rows
 from treadle.search.find_plan import usable_bytes
 
@@ -57,20 +56,12 @@ class Row:
         return self.job.global_batch_size * self.job.seq_len / self.job.cluster.num_gpus / seconds
 
 
-def shipped(job: Job) -> Job:
-    """Return a job as a plan has it: the preset's constants, its stages, and the schedule that hides the all-to-all."""
-    cluster = load_cluster(f"{job.cluster.gpu}:{job.cluster.num_gpus}")
-    ready = replace(job, cluster=cluster, layout=stage_rows(job))
-    return replace(ready, schedule="interleaved-overlap") if job.a2a_overlap and job.vpp > 1 else ready
+def _rows(runs: Iterable[PublishedRun]) -> tuple[Row, ...]:
+    return tuple(Row(run.title, run.job, run.seconds) for run in runs)
 
 
-def _rows(runs: Iterable[MeasuredRun]) -> tuple[Row, ...]:
-    return tuple(Row(title(run), shipped(run.job), run.seconds) for run in runs)
-
-
-def _bridge(keep: Callable[[MeasuredRun], bool]) -> tuple[Row, ...]:
-    runs = (run for run in bridge_runs() if run.job.sharding != "parameters" and "regression" not in run.flags)
-    return _rows(run for run in runs if keep(run))
+def _bridge(keep: Callable[[PublishedRun], bool]) -> tuple[Row, ...]:
+    return _rows(run for run in bridge_runs() if keep(run))
 
 
 def _gpt(hidden: int, heads: int, layers: int, seq_len: int, vocabulary: int) -> ModelShape:
@@ -134,15 +125,16 @@ def _vtrain() -> Iterator[Row]:
 
 def _simumax() -> Iterator[Row]:
     for row in read_rows("simumax"):
-        yield Row(row["case"], shipped(simumax_memory.job_of(row)), float(row["ms"]) / 1000)
+        job = simumax_memory.job_of(row)
+        yield Row(row["case"], replace(job, layout=stage_rows(job)), float(row["ms"]) / 1000)
 
 
 @cache
 def data_sets() -> Mapping[str, tuple[Row, ...]]:
     """Return the rows of each data set."""
     return {
-        "bridge_dense": _bridge(lambda run: not run.job.model.is_moe and run.software >= FITTED_FROM),
-        "bridge_dense_25": _bridge(lambda run: not run.job.model.is_moe and run.software < FITTED_FROM),
+        "bridge_dense": _bridge(lambda run: not run.job.model.is_moe and run.release >= FITTED_FROM),
+        "bridge_dense_25": _bridge(lambda run: not run.job.model.is_moe and run.release < FITTED_FROM),
         "bridge_moe": _bridge(lambda run: run.job.model.is_moe),
         "mlperf": _rows(mlperf_runs()),
         "simumax": tuple(_simumax()),

@@ -1,34 +1,21 @@
-"""Rows of published measurements, the errors of predictions for them, and small robust fits."""
+"""Rows of published measurements, and the errors of predictions for them."""
 
 from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 OFF = 0.15
-"""Rows off by more than this share are listed with their cause."""
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A row that was predicted badly."""
-
-    row: str
-    predicted: float
-    measured: float
-    error: float
-    """predicted / measured - 1."""
-
-    cause: str
+"""Rows off by more than this share are listed."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A held-out row, predicted and measured in the same unit."""
+    """A row, predicted and measured in the same unit."""
 
     row: str
     predicted: float
@@ -62,8 +49,6 @@ def spread(predictions: Iterable[Prediction]) -> dict[str, float]:
     }
 
 
-def misses_of(predictions: Sequence[Prediction], cause: Callable[[Prediction], str]) -> list[Miss]:
-    """Return the predictions off by more than `OFF`, the worst first, each with its cause."""
-    off = [each for each in predictions if abs(each.error) > OFF]
-    off.sort(key=lambda each: -abs(each.error))
-    return [Miss(each.row, each.predicted, each.measured, each.error, cause(each)) for each in off]
+def misses_of(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Return the predictions off by more than `OFF`, the worst first."""
+    return sorted((each for each in predictions if abs(each.error) > OFF), key=lambda each: -abs(each.error))

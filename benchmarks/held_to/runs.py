@@ -1,33 +1,44 @@
-"""Published training runs as jobs: what each row says, the layout that its recipe has, and its seconds a step."""
+"""Published training runs as jobs of a plan: sizes and flags of each row, its recipe's layout, shipped constants.
+
+Left out is what a plan does not have: parameters cut over replicas (FSDP), and runs with a known regression.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 from held_to.rows import read_rows
-from treadle.estimate import Cluster, Job, ModelShape, load_cluster, load_model
-from treadle.estimate.constants import MeasuredRun
+from treadle.estimate import Job, ModelShape, load_cluster, load_model
+from treadle.estimate.stages import stage_rows
 
 
-def title(run: MeasuredRun) -> str:
-    """Return a run in a few words."""
-    job = run.job
-    cut = f"tp{job.tp} cp{job.cp} pp{job.pp} vpp{job.vpp} ep{job.ep} mbs{job.micro_batch_size}"
-    return f"{run.software} {job.model.name} {job.cluster.num_gpus} {run.gpu} {job.precision} {cut}"
+@dataclass(frozen=True)
+class PublishedRun:
+    """A job that was run, its seconds a step, and the release or the submission that it is from."""
+
+    job: Job
+    seconds: float
+    release: str
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name."""
+        return self.job.cluster.gpu
+
+    @property
+    def title(self) -> str:
+        """The run in a few words."""
+        job = self.job
+        cut = f"tp{job.tp} cp{job.cp} pp{job.pp} vpp{job.vpp} ep{job.ep} mbs{job.micro_batch_size}"
+        return f"{self.release} {job.model.name} {job.cluster.num_gpus} {self.gpu} {job.precision} {cut}"
 
 
 @cache
 def model_of(name: str) -> ModelShape:
     """Return a preset's shape."""
     return load_model(name)
-
-
-@cache
-def cluster_of(name: str) -> Cluster:
-    """Return a preset's cluster without its constants, which were fitted on these rows."""
-    return replace(load_cluster(name), efficiency={})
 
 
 def layout_of(model: ModelShape, num_stages: int) -> tuple[str, ...] | None:
@@ -48,12 +59,14 @@ def layout_of(model: ModelShape, num_stages: int) -> tuple[str, ...] | None:
 
 
 def job_of(row: Mapping[str, str], model: str) -> Job:
-    """Return the job of a row."""
+    """Return the job of a row. Overlap of the all-to-all is a schedule's: with one chunk there is none."""
     shape, number = model_of(model), {key: int(row[key]) for key in ("tp", "cp", "pp", "vpp", "mbs", "gbs", "seq")}
-    graph = row.get("cuda_graph", "none")
-    return Job(
+    graph, several = row.get("cuda_graph", "none"), "interleaved"
+    if row.get("a2a_overlap") == "true":
+        several = "interleaved-overlap"
+    job = Job(
         shape,
-        cluster_of(f"{row['gpu']}:{row['gpus']}"),
+        load_cluster(f"{row['gpu']}:{row['gpus']}"),
         tp=number["tp"],
         cp=number["cp"],
         pp=number["pp"],
@@ -63,14 +76,13 @@ def job_of(row: Mapping[str, str], model: str) -> Job:
         global_batch_size=number["gbs"],
         seq_len=number["seq"],
         precision=row["precision"],
-        schedule="interleaved" if number["vpp"] > 1 else "1f1b",
+        schedule=several if number["vpp"] > 1 else "1f1b",
         layout=layout_of(shape, number["pp"] * number["vpp"]),
         recompute=_recompute(row, shape),
         recompute_layers=int(row.get("recompute_layers", "0")),
         cuda_graph="none" if graph == "router" else graph,
-        a2a_overlap=row.get("a2a_overlap") == "true",
-        sharding="parameters" if "fsdp" in row.get("note", "") else "optimizer",
     )
+    return replace(job, layout=stage_rows(job))
 
 
 def _recompute(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
@@ -82,33 +94,26 @@ def _recompute(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
 
 
 @cache
-def bridge_runs() -> tuple[MeasuredRun, ...]:
+def bridge_runs() -> tuple[PublishedRun, ...]:
     """Return the runs of Megatron-Bridge's performance summaries."""
-    return tuple(_bridge_run(row) for row in read_rows("bridge"))
+    return tuple(_bridge_runs())
 
 
-def _bridge_run(row: Mapping[str, str]) -> MeasuredRun:
-    job = job_of(row, row["model"])
-    tokens = job.global_batch_size * job.seq_len / job.cluster.num_gpus
-    flags = [row["dispatcher"], *row["note"].split(), "router graphs" if row["cuda_graph"] == "router" else ""]
-    return MeasuredRun(
-        job,
-        tokens / float(row["tokens_per_s_per_gpu"]),
-        row["release"],
-        tuple(flag for flag in flags if flag),
-        int(row["offload_layers"]),
-    )
+def _bridge_runs() -> Iterator[PublishedRun]:
+    for row in read_rows("bridge"):
+        if not {"fsdp", "regression"}.isdisjoint(row["note"].split()):
+            continue
+        job = job_of(row, row["model"])
+        tokens = job.global_batch_size * job.seq_len / job.cluster.num_gpus
+        yield PublishedRun(job, tokens / float(row["tokens_per_s_per_gpu"]), row["release"])
 
 
 @cache
-def mlperf_runs() -> tuple[MeasuredRun, ...]:
+def mlperf_runs() -> tuple[PublishedRun, ...]:
     """Return the runs of MLPerf Training's Llama 3.1 405B."""
     return tuple(
-        MeasuredRun(
-            job_of(row, "llama3-405b"),
-            float(row["step_s"]),
-            f"{row['round']} {row['submitter']} {row['system']}",
-            ("fp8 attention",) if row["fp8_attention"] == "true" else (),
+        PublishedRun(
+            job_of(row, "llama3-405b"), float(row["step_s"]), f"{row['round']} {row['submitter']} {row['system']}"
         )
         for row in read_rows("mlperf")
     )

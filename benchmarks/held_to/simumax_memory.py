@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from held_to.rows import Miss, Prediction, misses_of, read_rows, spread
+from held_to.rows import Prediction, read_rows, spread
 from treadle.estimate import Job, ModelShape, load_cluster, load_model
 from treadle.estimate.memory import MemoryEstimate, MemoryOptions, estimate_memory
 
@@ -71,8 +71,3 @@ def run() -> dict[str, float]:
     """Return median and largest absolute error, in percent."""
     errors = spread(predictions())
     return {"simumax_memory_median": 100 * errors["median"], "simumax_memory_max": 100 * errors["max"]}
-
-
-def misses() -> list[Miss]:
-    """Return the rows off by more than 15 %."""
-    return misses_of(predictions(), lambda each: "not known")

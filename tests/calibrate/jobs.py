@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from treadle.calibrate.calibrate import planned
-from treadle.calibrate.runs_file import NamedRun
-from treadle.estimate import Cluster, Job, MeasuredRun, ModelShape, load_cluster, load_model
+from treadle.calibrate.runs_file import MeasuredRun
+from treadle.estimate import Cluster, Job, ModelShape, load_cluster, load_model
 from treadle.estimate.stages import stage_rows
 
 
@@ -38,12 +38,12 @@ def on(cluster: Cluster, job: Job) -> Job:
     return replace(job, cluster=replace(cluster, num_gpus=job.cluster.num_gpus))
 
 
-def measure(job: Job, truth: Cluster, factor: float = 1.0) -> NamedRun:
+def measure(job: Job, truth: Cluster, factor: float = 1.0) -> MeasuredRun:
     """A run of the job, whose step is what the simulator says for the true cluster, times a factor."""
-    return NamedRun(MeasuredRun(job, factor * planned(on(truth, job)).step_s), "run", 2)
+    return MeasuredRun(job, factor * planned(on(truth, job)).step_s, "run", 2)
 
 
-def measure_all(jobs: Sequence[Job], truth: Cluster, factors: Sequence[float]) -> list[NamedRun]:
+def measure_all(jobs: Sequence[Job], truth: Cluster, factors: Sequence[float]) -> list[MeasuredRun]:
     """Runs of jobs, each with its factor."""
     return [measure(job, truth, factor) for job, factor in zip(jobs, factors, strict=True)]
 

@@ -23,8 +23,8 @@ def write(directory: Path, text: str) -> Path:
 def test_absent_columns_and_empty_cells_have_the_defaults_of_plan(tmp_path: Path) -> None:
     file = write(tmp_path, "# ours\nmodel,pp,global_batch_size,step_s,name\n\nllama3-8b,2,128,1.5,\n")
     (named,) = read_runs(file, CLUSTER)
-    job = named.run.job
-    assert (named.line, named.run.seconds) == (4, 1.5)
+    job = named.job
+    assert (named.line, named.seconds) == (4, 1.5)
     assert named.name == "llama3-8b 64 GPUs 1f1b TP1 PP2 DP32 MBS1"
     assert (job.tp, job.vpp, job.seq_len, job.schedule, job.precision) == (1, 1, 4096, "1f1b", "bf16")
     assert (job.cuda_graph, job.recompute, job.offload, job.cluster) == ("partial", (), False, CLUSTER)
@@ -40,11 +40,11 @@ def test_every_column_is_read(tmp_path: Path) -> None:
     assert {*given, "global_batch_size", "recompute_layers"} == set(COLUMNS)
     text = ", ".join(given) + "\n" + ", ".join(f'"{value}"' for value in given.values()) + "\n"
     (named,) = read_runs(write(tmp_path, text), CLUSTER)
-    job = named.run.job
+    job = named.job
     assert named.name == "mine, and ours"
     assert (job.cluster.num_gpus, job.tp, job.pp, job.vpp, job.ep) == (16, 2, 2, 2, 4)
     assert (job.global_batch_size, job.micro_batch_size, job.seq_len) == (64, 2, 8192)
-    assert (job.schedule, job.a2a_overlap, job.precision) == ("interleaved-overlap", True, "fp8")
+    assert (job.schedule, job.precision) == ("interleaved-overlap", "fp8")
     assert (job.recompute, job.offload, job.cuda_graph) == (("attn", "mlp"), True, "none")
     assert job.layout == ("E" + "t" * 12, "t" * 12, "t" * 12, "t" * 12 + "L")
 
@@ -53,7 +53,7 @@ def test_a_schedule_without_chunks_has_its_own_number(tmp_path: Path) -> None:
     head = "model,pp,vpp,schedule,global_batch_size,step_s\n"
     rows = "llama3-8b,2,,zb-v,128,1\nllama3-8b,2,4,,128,1\n"
     runs = read_runs(write(tmp_path, head + rows), CLUSTER)
-    assert [(each.run.job.schedule, each.run.job.vpp) for each in runs] == [("zb-v", 2), ("interleaved", 4)]
+    assert [(each.job.schedule, each.job.vpp) for each in runs] == [("zb-v", 2), ("interleaved", 4)]
 
 
 def test_a_model_is_beside_the_file(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_model_is_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
     rows = "ours,64,1\nours/config.json,64,1\n"
     runs = read_runs(write(tmp_path, "model,global_batch_size,step_s\n" + rows), CLUSTER)
-    assert [each.run.job.model.hidden_size for each in runs] == [1024, 1024]
+    assert [each.job.model.hidden_size for each in runs] == [1024, 1024]
 
 
 HEAD = "model,pp,global_batch_size,step_s\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from treadle.estimate import Job, estimate_step, load_cluster, load_model
+from treadle.estimate import Job, estimate_costs, load_cluster, load_model
 from treadle.estimate.efficiency import NAMES
 from treadle.estimate.rates import constant
 
@@ -150,7 +150,8 @@ def test_every_constant_of_efficiency_is_allowed() -> None:
     everything = dict.fromkeys(NAMES, 0.5)
     assert replace(load_cluster("h100"), efficiency=everything).efficiency == everything
     nothing_hidden = {"dp_hidden": 0.0, "step_us": 0}
-    assert estimate_step(_job(cluster=replace(load_cluster("h100:64"), efficiency=nothing_hidden))).seconds > 0
+    costs = estimate_costs(_job(cluster=replace(load_cluster("h100:64"), efficiency=nothing_hidden)))
+    assert costs.step["gather_params"] > estimate_costs(_job()).step["gather_params"] > 0
 
 
 def test_precisions_have_their_own_rate_or_that_of_their_kind() -> None:
@@ -190,7 +191,8 @@ def test_a_file_replaces_nothing_that_it_does_not_say(tmp_path: Path) -> None:
 def test_a_slow_gemm_in_a_file_makes_a_step_longer(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('gpu = "h100"\nnum_gpus = 64\n[efficiency]\ngemm = 0.1', encoding="utf-8")
-    assert estimate_step(_job(cluster=load_cluster(file), tp=8)).seconds > 2 * estimate_step(_job(tp=8)).seconds
+    slow, preset = (estimate_costs(_job(cluster=each, tp=8)) for each in (load_cluster(file), load_cluster("h100:64")))
+    assert slow.of_block("t") > 2 * preset.of_block("t")
 
 
 def test_a_domain_may_be_used_in_part(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def test_all_rows_are_there(name: str, number: int) -> None:
 def test_errors_and_misses_of_predictions() -> None:
     rows = [Prediction("a", 100.0, 100.0), Prediction("b", 80.0, 100.0), Prediction("c", 130.0, 100.0)]
     assert spread(rows) == pytest.approx({"median": 0.2, "mean": 0.5 / 3, "p90": 0.3, "max": 0.3})
-    found = misses_of(rows, lambda each: f"why {each.row}")
-    assert [(each.row, each.cause) for each in found] == [("c", "why c"), ("b", "why b")]
+    found = misses_of(rows)
+    assert [each.row for each in found] == ["c", "b"]
     assert [each.error for each in found] == pytest.approx([0.3, -0.2])
 
 

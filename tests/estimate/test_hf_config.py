@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from treadle.estimate import Job, estimate_step, load_cluster, load_model
+from treadle.estimate import Job, estimate_costs, load_cluster, load_model
 from treadle.estimate.flops import model_flops
 from treadle.estimate.model_shape import shape_from_hf
 from treadle.estimate.parameters import count_parameters
@@ -293,7 +293,7 @@ def test_a_shared_expert_counts_with_its_own_width(width: int, shared: int) -> N
     assert model_flops(shape, 512) > model_flops(without, 512)
     jobs = [Job(each, load_cluster("h100"), global_batch_size=8, seq_len=512) for each in (shape, without)]
     assert saved_bytes(jobs[0])["mlp"] > saved_bytes(jobs[1])["mlp"]
-    assert estimate_step(jobs[0]).seconds > estimate_step(jobs[1]).seconds
+    assert estimate_costs(jobs[0]).of_block("t") > estimate_costs(jobs[1]).of_block("t")
 
 
 def test_an_embedding_is_tied_where_a_model_with_more_than_text_says_so() -> None:

@@ -36,7 +36,6 @@ def test_published_peaks_without_a_fitted_constant() -> None:
     figures = simumax_memory.run()
     assert figures["simumax_memory_median"] < 0.05
     assert figures["simumax_memory_max"] < 0.25
-    assert not simumax_memory.misses()
     assert len(simumax_memory.predictions()) == 43
 
 

@@ -3,6 +3,7 @@
 columns.py            what a file of runs may say
 runs_file.py          runs from the file
 constants_of_job.py   the constants that a job's step depends on
+log_fit.py            the most likely values of logarithms, given a prior
 path_form.py          a step as a function of them: its critical paths
 prior.py              what is believed of them before
 fit.py                the most likely constants
@@ -14,13 +15,13 @@ cluster_file.py       the cluster as a file
 from treadle.calibrate.calibrate import calibrate
 from treadle.calibrate.cluster_file import cluster_text
 from treadle.calibrate.report import CalibrationReport, FittedConstant, JudgedRun
-from treadle.calibrate.runs_file import NamedRun, read_runs
+from treadle.calibrate.runs_file import MeasuredRun, read_runs
 
 __all__ = [
     "CalibrationReport",
     "FittedConstant",
     "JudgedRun",
-    "NamedRun",
+    "MeasuredRun",
     "calibrate",
     "cluster_text",
     "read_runs",

@@ -11,7 +11,7 @@ from treadle.calibrate.constants_of_job import constants_of, value_of, with_cons
 from treadle.calibrate.fit import FittedLogs, fit_paths
 from treadle.calibrate.path_form import PathForm, constants_at
 from treadle.calibrate.report import CalibrationReport, FittedConstant, JudgedRun
-from treadle.calibrate.runs_file import NamedRun
+from treadle.calibrate.runs_file import MeasuredRun
 from treadle.estimate import Cluster, Job
 from treadle.estimate.efficiency import EFFICIENCY
 from treadle.search.find_plan import usable_bytes
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
 
-def calibrate(cluster: Cluster, runs: Sequence[NamedRun], *, progress: Progress | None = None) -> CalibrationReport:
+def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun], *, progress: Progress | None = None) -> CalibrationReport:
     """Fit the constants of a cluster to measured runs.
 
     Args:
@@ -46,15 +46,15 @@ def calibrate(cluster: Cluster, runs: Sequence[NamedRun], *, progress: Progress 
     if not runs:
         raise ValueError("constants are fitted to at least one measured run, got none")
     steps = _Steps(len(runs) * (3 if len(runs) >= FEWEST_TO_LEAVE_OUT else 2), progress)
-    keys = tuple(sorted({key for each in runs for key in constants_of(each.run.job)}))
-    forms = {job: PathForm(planned(job), keys) for job in steps.counted(each.run.job for each in runs)}
+    keys = tuple(sorted({key for each in runs for key in constants_of(each.job)}))
+    forms = {job: PathForm(planned(job), keys) for job in steps.counted(each.job for each in runs)}
     found = _fit(runs, forms, cluster)
     fitted = _with_logs(cluster, keys, found)
     judged = []
     for each in steps.counted(runs):
-        job = each.run.job
+        job = each.job
         after = planned(_on(fitted, job))
-        others = [other for other in runs if other.run.job != job]
+        others = [other for other in runs if other.job != job]
         left_out = None
         if others and len(runs) >= FEWEST_TO_LEAVE_OUT:
             left_out = planned(_on(_with_logs(cluster, keys, _fit(others, forms, cluster)), job)).step_s
@@ -94,8 +94,8 @@ def _on(cluster: Cluster, job: Job) -> Job:
     return replace(job, cluster=replace(cluster, num_gpus=job.cluster.num_gpus))
 
 
-def _fit(runs: Sequence[NamedRun], forms: Mapping[Job, PathForm], cluster: Cluster) -> FittedLogs:
-    return fit_paths([forms[each.run.job] for each in runs], [each.run.seconds for each in runs], cluster)
+def _fit(runs: Sequence[MeasuredRun], forms: Mapping[Job, PathForm], cluster: Cluster) -> FittedLogs:
+    return fit_paths([forms[each.job] for each in runs], [each.seconds for each in runs], cluster)
 
 
 def _with_logs(cluster: Cluster, keys: Sequence[str], found: FittedLogs) -> Cluster:

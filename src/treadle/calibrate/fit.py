@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.calibrate.constants_of_job import untold_by
+from treadle.calibrate.log_fit import Floats, most_likely
 from treadle.calibrate.path_form import PathForm
 from treadle.calibrate.prior import prior_of_constants
 from treadle.estimate import Cluster
-from treadle.estimate.log_fit import Floats, most_likely
 
 ROUNDS = 8
 """Simulations of each run, at most, until its longest path is known where the fit ends."""

@@ -21,9 +21,9 @@ from treadle.calibrate.constants_of_job import (
     value_of,
     with_constants,
 )
+from treadle.calibrate.log_fit import Floats
 from treadle.costs import Costs, durations
 from treadle.estimate import Cluster, Job, estimate_costs
-from treadle.estimate.log_fit import Floats
 from treadle.search.judged import Judged, judge_job
 from treadle.search.structure import recomputed_ops
 from treadle.simulate import critical_path, simulate

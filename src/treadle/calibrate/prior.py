@@ -1,9 +1,8 @@
 """What is believed of constants before a run is measured: they are the cluster's, give or take.
 
-Two things make them others. Each kind of kernel and link does better or worse than where the constants come from: by
-half of `WIDTHS`, which for products, attention and launches is what the fit of the presets takes one GPU's own factors
-to be. And all of a machine is faster or slower together, by its trainer, its clocks, its driver: by `COMMON`. Both hold
-for all GPUs.
+Two things make them differ. Each kind of kernel and link does better or worse than where the constants come from: by
+half of `WIDTHS`. And all of a machine is faster or slower together, by its trainer, its clocks, its driver: by
+`COMMON`. Both hold for all GPUs.
 """
 
 from __future__ import annotations
@@ -13,8 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from treadle.calibrate.constants_of_job import base_of
-from treadle.estimate.constants import WIDTHS
-from treadle.estimate.log_fit import LogPrior
+from treadle.calibrate.log_fit import LogPrior
+
+WIDTHS = {
+    "attention": 0.3, "cast": 0.4, "cp": 0.6, "dp": 0.6, "dp_hidden": 0.8, "ep_nic": 0.4, "ep_nvlink": 0.4,
+    "gemm": 0.3, "grouped": 0.3, "latency_us": 0.7, "launch_hidden": 0.6, "launch_us": 0.6, "memory": 0.3,
+    "optimizer": 0.5, "pcie": 0.7, "permute": 0.4, "pp": 0.6, "step_us": 0.3, "tp": 0.6,
+}  # fmt: skip
+"""Standard deviation of the logarithm of each constant among GPUs and trainers of all kinds."""
 
 OWN = 0.5
 """Share of `WIDTHS` by which a constant is off by itself."""

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from treadle.calibrate.runs_file import NamedRun
+from treadle.calibrate.runs_file import MeasuredRun
 from treadle.estimate import Cluster
 
 SUSPICIOUS = 0.15
@@ -44,7 +44,7 @@ class FittedConstant:
 class JudgedRun:
     """A measured run and its estimates, in seconds, each as `treadle plan` says it."""
 
-    named: NamedRun
+    run: MeasuredRun
     before: float
     after: float
     left_out: float | None
@@ -57,7 +57,7 @@ class JudgedRun:
     @property
     def seconds(self) -> float:
         """The measured step."""
-        return self.named.run.seconds
+        return self.run.seconds
 
     def error(self, estimate: float) -> float:
         """Return the share by which an estimate is off."""
@@ -101,8 +101,8 @@ class CalibrationReport:
             "gpus": self.cluster.num_gpus,
             "runs": [
                 {
-                    "name": each.named.name,
-                    "line": each.named.line,
+                    "name": each.run.name,
+                    "line": each.run.line,
                     "measured_s": each.seconds,
                     "before_s": each.before,
                     "after_s": each.after,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES, Cell
-from treadle.estimate import Cluster, Job, MeasuredRun, load_model
+from treadle.estimate import Cluster, Job, load_model
 from treadle.estimate.input_files import nearest_hint
 from treadle.estimate.stages import stage_rows
 from treadle.ir.blocks import parse_layout
@@ -18,15 +18,16 @@ from treadle.search.judged import describe
 from treadle.search.space import check_schedule
 
 
-class NamedRun(NamedTuple):
-    """A measured run, what it is called, and its line in the file."""
+class MeasuredRun(NamedTuple):
+    """A job that was run, its seconds a step, what it is called, and its line in the file."""
 
-    run: MeasuredRun
+    job: Job
+    seconds: float
     name: str
     line: int
 
 
-def read_runs(path: str | Path, cluster: Cluster) -> tuple[NamedRun, ...]:
+def read_runs(path: str | Path, cluster: Cluster) -> tuple[MeasuredRun, ...]:
     """Read measured runs on GPUs of a cluster.
 
     Args:
@@ -92,7 +93,7 @@ def _cells(file: Path, line: int, header: list[str], row: list[str]) -> dict[str
     return {name: cell for name, cell in cells.items() if cell.text}
 
 
-def _run(file: Path, line: int, cells: Mapping[str, Cell], cluster: Cluster) -> NamedRun:
+def _run(file: Path, line: int, cells: Mapping[str, Cell], cluster: Cluster) -> MeasuredRun:
     seconds, gpus = cells["step_s"].seconds(), _cluster(cells, cluster)
     numbers = {name: cells[name].whole() for name in SIZES if name in cells}
     numbers.pop("num_gpus", None)
@@ -103,7 +104,7 @@ def _run(file: Path, line: int, cells: Mapping[str, Cell], cluster: Cluster) -> 
     except ValueError as error:
         raise error if str(error).startswith(f"{file}, ") else ValueError(f"{file}, line {line}: {error}") from error
     name = cells["name"].text if "name" in cells else f"{job.model.name} {gpus.num_gpus:,} GPUs {describe(job)}"
-    return NamedRun(MeasuredRun(job, seconds), name, line)
+    return MeasuredRun(job, seconds, name, line)
 
 
 def _cluster(cells: Mapping[str, Cell], cluster: Cluster) -> Cluster:
@@ -140,7 +141,7 @@ def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: 
         given["offload"] = cells["offload"].truth()
     if "layout" in cells:
         given["layout"] = parse_layout(cells["layout"].text)
-    job = Job(model, cluster, schedule=schedule.name, a2a_overlap=schedule.overlapped, **given)
+    job = Job(model, cluster, schedule=schedule.name, **given)
     check_schedule(job)
     cluster.peak(job.precision)
     return replace(job, layout=stage_rows(job))

@@ -26,16 +26,9 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
         "share of launches that runs ahead of kernels in a model without experts",
     ),
     "latency_us": (8.0, "microseconds of a message or collective besides its bytes"),
-    "ring_us": (
-        4.6,
-        "microseconds that a rank adds to each ring of gradients or parameters, as far as nothing hides it",
-    ),
     "optimizer": (0.6, "share of the memory's bandwidth of the optimizer's step"),
     "step_us": (50000.0, "microseconds of a step besides all else: norms over ranks, data, logging"),
-    "ep_hidden": (0.8, "share of the exchange with experts that runs beside computation if it is overlapped"),
-    "fsdp_hidden": (0.7, "the same where parameters are cut, gathered and reduced with every micro-batch"),
-    "dp_hidden": (0.8, "share of gradient reduction and parameter gathering that runs beside computation"),
-    "pp_hidden": (0.7, "share of messages between stages that runs beside computation in the steady state"),
+    "dp_hidden": (0.8, "share of parameter gathering that runs beside computation"),
 }
 """Name, default, and meaning of each constant."""
 

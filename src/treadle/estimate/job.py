@@ -59,9 +59,6 @@ class Job:
     cuda_graph: str = "none"
     """none, partial (parts of layers), or whole (the iteration)."""
 
-    a2a_overlap: bool = False
-    """Expert all-to-all of one micro-batch runs beside the computation of another."""
-
     sharding: str = "optimizer"
     """What is cut over dp: none, optimizer (ZeRO-1, Megatron's distributed optimizer), gradients, parameters."""
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from treadle.costs import Costs
+from treadle.estimate.block_times import BlockTimes, block_times
 from treadle.estimate.job import Job
-from treadle.estimate.messages import between_stages, exchange, send
+from treadle.estimate.messages import between_stages, exchange, gather, send
 from treadle.estimate.parameters import ModelCut
 from treadle.estimate.rates import PeakTimes, constant, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
 from treadle.estimate.stages import is_tied, rank_rows
-from treadle.estimate.step_time import (
-    GRAD_BYTES,
-    PARAM_BYTES,
-    JobTimes,
-    data_parallel_seconds,
-    job_times,
-    optimizer_seconds,
-)
 from treadle.estimate.work import BF16
 from treadle.ir.trace import MICROSECONDS
 
 NS = 1e9
+GRAD_BYTES = 4
+PARAM_BYTES = 2
+ADAM_BYTES = 30
+"""Read and written for a parameter by Adam: FP32 gradient, weight and moments, and the BF16 weight."""
 
 
 def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
@@ -39,7 +38,7 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
         ValueError: the GPU does not do the job's precision.
 
     """
-    times = job_times(job)
+    times = block_times(job)
     layer = _ticks(times.actions["t"], times.factors)
     dense = _ticks(times.actions["d"], times.factors) if "d" in times.actions else {}
     if inline_recompute:
@@ -62,7 +61,7 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
     )
 
 
-def _ticks(actions: dict[str, PeakTimes], by: PeakTimes) -> dict[str, int]:
+def _ticks(actions: Mapping[str, PeakTimes], by: PeakTimes) -> dict[str, int]:
     return {name: round(NS * seconds(times, by)) for name, times in actions.items()}
 
 
@@ -87,7 +86,7 @@ def _model(job: Job) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _messages(job: Job, times: JobTimes) -> dict[str, int]:
+def _messages(job: Job, times: BlockTimes) -> dict[str, int]:
     """Messages between stages, and the reduction of a chunk's gradients: of the largest chunk, as all wait for it."""
     cluster, found = job.cluster, {}
     latency = 1e-6 * constant(cluster, "latency_us")
@@ -109,11 +108,11 @@ def _tied_bytes(job: Job) -> int:
     return GRAD_BYTES * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
 
 
-def _step(job: Job, times: JobTimes) -> dict[str, int]:
+def _step(job: Job, times: BlockTimes) -> dict[str, int]:
     """What ends a step, on the rank that has most to do then."""
     held = [_parameters(times, "".join(chunks)) for chunks in rank_rows(job)]
     gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held)
-    optimizer = max(optimizer_seconds(job, *each) for each in held)
+    optimizer = max(_optimizer_seconds(job, *each) for each in held)
     ends = {
         "optimizer": optimizer + 1e-6 * constant(job.cluster, "step_us"),
         "gather_params": gathered * (1 - constant(job.cluster, "dp_hidden")),
@@ -121,15 +120,28 @@ def _step(job: Job, times: JobTimes) -> dict[str, int]:
     return {name: round(NS * value) for name, value in ends.items() if value}
 
 
+def data_parallel_seconds(job: Job, dense: float, experts: float, size_bytes: int) -> float:
+    """Return the seconds to reduce-scatter or all-gather so many parameters over their replicas."""
+    messages = gather(job, "dp", dense * size_bytes) + gather(job, "expert_dp", experts * size_bytes)
+    return sum(message.seconds(job.cluster) for message in messages) / constant(job.cluster, "dp")
+
+
+def _optimizer_seconds(job: Job, dense: float, experts: float) -> float:
+    """Return the seconds of the optimizer's step on a rank's share of the parameters."""
+    cut = job.sharding != "none"
+    held = dense / (job.num_holders if cut else 1) + experts / (job.num_expert_holders if cut else 1)
+    return held * ADAM_BYTES / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
+
+
 def _chunks(job: Job) -> set[str]:
     return {row for chunks in rank_rows(job) for row in chunks}
 
 
-def _parameters(times: JobTimes, row: str) -> tuple[float, float]:
+def _parameters(times: BlockTimes, row: str) -> tuple[float, float]:
     return sum(times.parameters[letter] for letter in row), sum(times.experts[letter] for letter in row)
 
 
-def _moved(job: Job, times: JobTimes) -> dict[str, int]:
+def _moved(job: Job, times: BlockTimes) -> dict[str, int]:
     sizes = {"send": sum(message.size_bytes for message in send(job))}
     if job.model.is_moe:
         token = BF16 * job.model.hidden_size

@@ -144,11 +144,6 @@ def factors(job: Job) -> PeakTimes:
     )
 
 
-def add(*times: PeakTimes) -> PeakTimes:
-    """Return the sum, term by term."""
-    return PeakTimes(*map(sum, zip(*times, strict=True))) if times else PeakTimes()
-
-
 def seconds(times: PeakTimes, by: PeakTimes) -> float:
     """Return the seconds of some work: its terms, each times its factor."""
     return float(sum(map(mul, times, by)))

@@ -83,7 +83,6 @@ def candidates(
                     global_batch_size=global_batch_size,
                     seq_len=seq_len,
                     schedule=name,
-                    a2a_overlap=family(name).overlapped,
                 )
                 check_schedule(first)
             except ValueError as error:

@@ -64,7 +64,7 @@ def calibrate(
         suggest(again("-o ours.toml"))
     else:
         out.print(f"wrote {escape(str(output))}; every --cluster takes it", style="dim", soft_wrap=True)
-        names = [each.named.run.job.model.name for each in report.runs]
+        names = [each.run.job.model.name for each in report.runs]
         for name in [name for name in names if (PRESETS / f"{name}.toml").is_file()][:1]:
             suggest(f"treadle plan --model {name} --cluster {shlex.quote(str(output))}")
 
@@ -73,7 +73,7 @@ def _print_runs(report: CalibrationReport) -> None:
     table = rows_table("run", "measured", "before", "after", "left out")
     for each in report.runs:
         estimates = (_estimate(each, value) for value in (each.before, each.after, each.left_out))
-        table.add_row(escape(each.named.name), f"{each.seconds:.4g} s", *estimates)
+        table.add_row(escape(each.run.name), f"{each.seconds:.4g} s", *estimates)
     medians = (report.median(name) for name in ("before", "after", "left_out"))
     table.add_row("median, either way", "", *("" if each is None else f"{each:.1%}" for each in medians))
     out.print(table)
@@ -96,7 +96,7 @@ def _print_constants(report: CalibrationReport) -> None:
 
 def _point_out(each: JudgedRun) -> None:
     """Say what is odd about a run."""
-    where = f"line {each.named.line}, {each.named.name}"
+    where = f"line {each.run.line}, {each.run.name}"
     if each.suspicious:
         off = each.error(each.after)
         out.print(

@@ -31,11 +31,6 @@ class LogPrior(NamedTuple):
     mean: Floats
     covariance: Floats
 
-    @classmethod
-    def independent(cls, mean: Floats, width: Floats) -> LogPrior:
-        """Return a prior of logarithms that say nothing of each other; `width` are standard deviations."""
-        return cls(mean, np.diag(width**2))
-
 
 class LogFit(NamedTuple):
     """The most likely logarithms, and how uncertain each still is: its standard deviation."""

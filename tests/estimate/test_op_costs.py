@@ -1,0 +1,85 @@
+"""Costs of a job's ops: what a step of them takes, what recomputation and copies add, and that files keep them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import treadle
+from treadle.costs import parse
+from treadle.costs.costs import dump
+from treadle.estimate import Job, estimate_costs, load_cluster, load_model
+from treadle.estimate.rates import constant
+from treadle.estimate.stages import stage_rows
+from treadle.ir.program import OpKind
+from treadle.plan import LoweringOptions, lower
+from treadle.simulate import simulate
+
+
+def dense(**changes: object) -> Job:
+    model = replace(load_model("llama3-70b"), num_hidden_layers=24)
+    job = Job(model, load_cluster("h100:64"), tp=4, pp=4, global_batch_size=128, seq_len=8192)
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+def moe(**changes: object) -> Job:
+    model = replace(load_model("deepseek-v3"), num_hidden_layers=16, first_k_dense_replace=1)
+    job = Job(model, load_cluster("h100:64"), ep=8, pp=4, global_batch_size=256, precision="fp8")
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+def simulated(job: Job, **options: object) -> float:
+    costs = estimate_costs(job)
+    schedule = treadle.generate(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
+    lowered = lower(
+        schedule,
+        costs,
+        LoweringOptions(blocks=stage_rows(job), by_layer=True, moe=job.model.is_moe, **options),  # type: ignore[arg-type]
+    )
+    return float(simulate(lowered, costs).makespan / 1e9)
+
+
+def test_recomputing_half_of_the_layers_adds_half() -> None:
+    whole, half = dense(recompute=("full",)), dense(recompute=("full",), recompute_layers=3)
+    plain = estimate_costs(half).layer
+    for job, share in ((whole, 1), (half, 2)):
+        inlined = estimate_costs(job, inline_recompute=True).layer
+        assert inlined["mlp_b"] == plain["mlp_b"] + round(plain["mlp_r"] / share)
+
+
+def test_each_microbatch_more_takes_the_time_of_the_slowest_rank() -> None:
+    few, many = dense(global_batch_size=128), dense(global_batch_size=256)
+    costs = estimate_costs(few)
+    slowest = max(sum(costs.of_block(block) for block in row) for row in stage_rows(few)) / 1e9
+    more = many.num_microbatches - few.num_microbatches
+    assert simulated(many) - simulated(few) == pytest.approx(more * slowest, rel=0.01)
+
+
+@pytest.mark.parametrize("job", [dense(), moe()])
+def test_costs_survive_their_file(job: Job) -> None:
+    costs = estimate_costs(job)
+    assert parse(dump(costs)) == costs
+
+
+def test_layout_with_heavier_end_is_slower() -> None:
+    even = dense()
+    heavier = dense(layout=("E" + "t" * 5, "t" * 6, "t" * 6, "t" * 7 + "L"))
+    assert simulated(heavier) > 1.1 * simulated(even)
+
+
+def test_unknown_precision_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take --precision bf16 or another GPU"):
+        estimate_costs(dense(precision="nvfp4"))
+
+
+def test_costs_say_what_parts_save_and_what_copies_of_it_take() -> None:
+    job = moe(offload=True)
+    costs = estimate_costs(job)
+    saved = costs.saved_bytes["attn"] + costs.saved_bytes["mlp"]
+    latency = 1e-6 * constant(job.cluster, "latency_us")
+    seconds = saved / (job.cluster.pcie_bandwidth * constant(job.cluster, "pcie")) + latency
+    assert costs.message["offload"] == costs.message["onload"] == pytest.approx(1e9 * seconds, abs=1)
+    assert costs.message_bytes(OpKind.OFFLOAD) == saved
+    assert costs.unsaved("EmL") == ()
+    assert "offload" not in estimate_costs(moe()).message
