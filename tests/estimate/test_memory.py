@@ -10,7 +10,9 @@ import pytest
 from held_to import simumax_memory
 from treadle.estimate import Job, MemoryEstimate, MemoryOptions, ModelShape, estimate_memory, load_cluster, load_model
 from treadle.estimate.activations import OPERAND_BYTES, ActivationCut, block_activations
-from treadle.estimate.parameters import ModelCut, block_parameters, count_parameters, rank_parameters
+from treadle.estimate.model_cut import ModelCut
+from treadle.estimate.parameter_counts import block_parameters, chunk_weights, count_parameters, rank_parameters
+from treadle.estimate.stages import rank_rows
 from treadle.ir.blocks import parse_layout
 
 DENSE = ModelShape("dense", hidden_size=1024, num_hidden_layers=8, vocab_size=32768, num_attention_heads=16)
@@ -121,6 +123,16 @@ def test_a_tied_head_on_another_rank_is_a_copy() -> None:
     tied = replace(DENSE, tie_word_embeddings=True)
     assert sum(each.dense for each in rank_parameters(_job(tied))) == count_parameters(tied)
     assert sum(each.dense for each in rank_parameters(_job(tied, pp=2))) == count_parameters(DENSE)
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe", 2)])
+def test_times_and_memory_count_the_same_parameters(schedule: str, vpp: int) -> None:
+    """What is reduced and stepped is what is held, but for norms; a tied head beside its embedding is held once."""
+    job = _job(replace(DENSE, tie_word_embeddings=True), pp=2, vpp=vpp, schedule=schedule)
+    cut = ModelCut.of(job)
+    for held, weights, rows in zip(rank_parameters(job), chunk_weights(job), rank_rows(job), strict=True):
+        norms = sum(block_parameters(cut, block).norms for block in "".join(rows))
+        assert sum(dense for dense, _ in weights) == held.dense - norms
 
 
 def test_an_mtp_block_brings_an_embedding_to_its_rank() -> None:

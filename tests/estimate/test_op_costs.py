@@ -9,7 +9,7 @@ import pytest
 import treadle
 from treadle.costs import parse
 from treadle.costs.costs import dump
-from treadle.estimate import Job, estimate_costs, load_cluster, load_model
+from treadle.estimate import Job, estimate_costs, estimate_memory, load_cluster, load_model
 from treadle.estimate.rates import constant
 from treadle.estimate.stages import stage_rows
 from treadle.ir.program import OpKind
@@ -71,6 +71,18 @@ def test_layout_with_heavier_end_is_slower() -> None:
 def test_unknown_precision_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take --precision bf16 or another GPU"):
         estimate_costs(dense(precision="nvfp4"))
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("zb-v", 2), ("v-half", 2), ("dualpipev", 2)])
+def test_optimizer_steps_the_parameters_that_memory_holds(schedule: str, vpp: int) -> None:
+    """Where a rank has embedding and head in one parameter, it is stepped once."""
+    tied = replace(load_model("llama3-8b"), tie_word_embeddings=True)
+    job = Job(tied, load_cluster("h100:16"), tp=4, pp=4, vpp=vpp, schedule=schedule, global_batch_size=64)
+    held = max(rank.parameters for rank in estimate_memory(job)) / 2
+    cluster = job.cluster
+    seconds = estimate_costs(job).step["optimizer"] / 1e9 - 1e-6 * constant(cluster, "step_us")
+    stepped = seconds * cluster.memory_bandwidth * constant(cluster, "optimizer") / 30
+    assert stepped == pytest.approx(held, rel=1e-3)
 
 
 def test_costs_say_what_parts_save_and_what_copies_of_it_take() -> None:

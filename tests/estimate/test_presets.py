@@ -9,7 +9,7 @@ import pytest
 from treadle.estimate import load_cluster, load_model
 from treadle.estimate.cluster import PRESETS as CLUSTERS
 from treadle.estimate.model_shape import PRESETS as MODELS
-from treadle.estimate.parameters import active_parameters, count_parameters
+from treadle.estimate.parameter_counts import active_parameters, count_parameters
 
 TOTALS = {
     "gpt3-175b": 174.6e9,  # GPT-3's paper: 175.0B, rounded

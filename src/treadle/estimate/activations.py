@@ -1,25 +1,24 @@
 """Activations: the bytes that each block saves for its backward, and those it needs only while it computes.
 
-One micro-batch on one rank. Tensors are those that Megatron-core with Transformer Engine keeps: input and output of
-each norm; queries, keys, values and output of attention (which is fused: no scores, one FP32 number a head and token);
-input and output of the activation, fused as well. Tensor parallelism cuts what is inside attention and MLPs, and with
-sequence parallelism the rest too. Inputs of products are saved in the products' precision, all else in BF16.
+One micro-batch on one rank. What is saved is listed by `treadle.estimate.block_parts`. Tensor parallelism cuts what is
+inside attention and MLPs, and with sequence parallelism the rest too. Operands of GEMMs are saved in the GEMMs'
+precision, all else in BF16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from treadle.estimate.block_parts import BlockPiece, SavedTensor, block_parts
 from treadle.estimate.job import Job
-from treadle.estimate.parameters import ModelCut
-
-BF16 = 2
-FP32 = 4
+from treadle.estimate.model_cut import ModelCut
+from treadle.estimate.work import BF16, FP32
 
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-"""Bytes of an element of a saved input of a product, with its scales."""
+"""Bytes of an element of a saved operand of a GEMM, with its scales."""
 
 ROUTER_BYTES = BF16 + FP32 + FP32 + 1
 """Saved a token and expert: logits, scores, probabilities and the routing map."""
@@ -30,12 +29,6 @@ class ActivationCut:
     """All that the activations of a block depend on."""
 
     model: ModelCut
-    tokens: int
-    """Of a micro-batch on one rank, before tp cuts the sequence."""
-
-    sequence_tp: int
-    """Ranks that cut along the sequence what tp leaves whole."""
-
     precision: str
     recompute: tuple[str, ...]
     gathered_output: bool
@@ -47,39 +40,40 @@ class ActivationCut:
     @classmethod
     def of(cls, job: Job, cp_comm_type: str, *, fused_loss: bool) -> ActivationCut:
         """Return what a job says."""
-        return cls(
-            ModelCut.of(job),
-            job.tokens,
-            job.tp if job.sequence_parallel else 1,
-            job.precision,
-            job.recompute,
-            job.cp > 1 and cp_comm_type == "a2a",
-            fused_loss,
-        )
+        gathered_output = job.cp > 1 and cp_comm_type == "a2a"
+        return cls(ModelCut.of(job), job.precision, job.recompute, gathered_output, fused_loss)
 
     @property
     def hidden(self) -> int:
         """Bytes of the hidden states on one rank, as they are between blocks."""
-        return self.whole_hidden // self.sequence_tp
+        return self.whole_hidden // self.model.sequence_tp
 
     @property
     def whole_hidden(self) -> int:
         """The same, gathered from all ranks of tp."""
-        return self.tokens * self.model.shape.hidden_size * BF16
+        return self.model.tokens * self.model.shape.hidden_size * BF16
 
     @property
     def gathered(self) -> int:
-        """Bytes of the hidden states that a product gathers from other ranks; nothing where each has them."""
-        return self.whole_hidden if self.sequence_tp > 1 else 0
+        """Bytes of the hidden states that a GEMM gathers from other ranks; nothing where each has them."""
+        return self.whole_hidden if self.model.sequence_tp > 1 else 0
 
+    @property
+    def logits(self) -> int:
+        """Bytes of the logits as the loss leaves them."""
+        return self.model.tokens * self.model.vocabulary * (BF16 if self.fused_loss else FP32)
 
-class SavedTensor(NamedTuple):
-    """What one tensor takes, and which parts' recomputation discards it."""
-
-    size: float
-    parts: tuple[str, ...] = ()
-    for_weights: bool = False
-    """The weight half needs it: it is the input of a product."""
+    def size(self, tensors: Iterable[SavedTensor]) -> float:
+        """Return the bytes of saved tensors."""
+        bytes_of = {
+            "bf16": BF16,
+            "fp32": FP32,
+            "gemm": OPERAND_BYTES[self.precision],
+            "logits": BF16 if self.fused_loss else FP32,
+            "router": ROUTER_BYTES,
+        }
+        kept = (tensor for tensor in tensors if self.gathered_output or not tensor.a2a_only)
+        return sum(tensor.elements * bytes_of[tensor.kind] for tensor in kept)
 
 
 class BlockActivations(NamedTuple):
@@ -89,7 +83,7 @@ class BlockActivations(NamedTuple):
     """From its forward to its backward."""
 
     split: int
-    """From the input half of its backward to the weight half, where they are apart."""
+    """From dgrad to wgrad, where they are apart."""
 
     forward: int
     """At most beside what all forwards saved so far, while it computes forward."""
@@ -98,7 +92,7 @@ class BlockActivations(NamedTuple):
     """At most beside what is still saved, this block's included, while it computes backward."""
 
     again: int = 0
-    """Of `backward`, what is computed again."""
+    """Of `backward`, what is recomputed."""
 
 
 @lru_cache(maxsize=65536)
@@ -114,14 +108,14 @@ def block_activations(cut: ActivationCut, block: str) -> BlockActivations:
     if block == "L":
         return _head(cut)
     if block in ("t", "d"):
-        return _layer(cut, moe=cut.model.shape.is_moe and block == "t")
+        return _layer(cut, block)
     if block == "m":
         return _mtp(cut)
     raise ValueError(f"blocks are E, t, d, m and L, got {block!r}")
 
 
 def checkpointed(cut: ActivationCut, block: str) -> BlockActivations:
-    """Return the bytes of a layer or MTP block that keeps its inputs only and computes all else again ("full").
+    """Return the bytes of a layer or MTP block that keeps its inputs only and recomputes all else ("full").
 
     An MTP block has two inputs, and keeps what its head and loss save.
     """
@@ -135,133 +129,49 @@ def checkpointed(cut: ActivationCut, block: str) -> BlockActivations:
     return BlockActivations(kept, whole.split, whole.forward, max(layer.backward - head.saved, whole.backward))
 
 
-def layer_tensors(cut: ActivationCut, *, moe: bool) -> tuple[list[SavedTensor], list[SavedTensor]]:
-    """Return what attention and what the MLP or experts of a layer save, with what recomputation would discard."""
-    return _mla(cut) if cut.model.shape.is_mla else _gqa(cut), _moe(cut) if moe else _mlp(cut)
+def saved_by_part(cut: ActivationCut, block: str) -> dict[str, list[SavedTensor]]:
+    """Return the tensors that each part of a block saves where nothing is recomputed."""
+    parts = block_parts(cut.model, block)
+    return {name: [tensor for piece in pieces for tensor in piece.saved] for name, pieces in parts.items()}
 
 
-@lru_cache(maxsize=65536)
-def _layer(cut: ActivationCut, *, moe: bool) -> BlockActivations:
-    attention, mlp = layer_tensors(cut, moe=moe)
-    saved = attention + mlp
-    discarded = sum(tensor.size for tensor in saved if not set(tensor.parts).isdisjoint(cut.recompute))
-    forward, backward = _moe_peaks(cut) if moe else _mlp_peaks(cut)
+def _layer(cut: ActivationCut, block: str) -> BlockActivations:
+    """Return the bytes of a layer.
+
+    wgrad needs inputs of GEMMs and gradients of their outputs. They wait as the GEMM takes them, in its precision, as
+    Transformer Engine's delayed weight gradients do.
+    """
+    pieces = _pieces(cut, block)
+    saved = [tensor for piece in pieces for tensor in piece.saved]
+    discarded = cut.size(tensor for tensor in saved if not set(tensor.discarded_by).isdisjoint(cut.recompute))
+    gradients = sum(piece.output_gradients for piece in pieces) * OPERAND_BYTES[cut.precision]
+    forward, backward = _moe_peaks(cut) if cut.model.shape.is_moe and block == "t" else _mlp_peaks(cut)
     return BlockActivations(
-        int(sum(tensor.size for tensor in saved) - discarded),
-        int(sum(tensor.size for tensor in saved if tensor.for_weights) + _output_gradients(cut, moe=moe)),
+        int(cut.size(saved) - discarded),
+        int(cut.size(tensor for tensor in saved if tensor.for_wgrad) + gradients),
         int(forward),
         int(backward + discarded),
         int(discarded),
     )
 
 
-def _operand(cut: ActivationCut) -> float:
-    return OPERAND_BYTES[cut.precision]
-
-
-def _norm(cut: ActivationCut, part: str, *others: str) -> list[SavedTensor]:
-    """Return input, output and FP32 factor of a norm in front of a product. Its input is the layer's own."""
-    shape = cut.model.shape
-    tokens = cut.tokens // cut.sequence_tp
-    output = tokens * shape.hidden_size * _operand(cut)
-    inside = ("layernorm", part, *others)
-    return [SavedTensor(cut.hidden), SavedTensor(output, inside, True), SavedTensor(tokens * FP32, inside)]
-
-
-def _core(cut: ActivationCut) -> list[SavedTensor]:
-    """Return queries, keys, values, output and softmax factors of attention."""
-    model, part = cut.model, ("attn", "mla_up_proj")
-    heads = model.shape.num_attention_heads // model.tp
-    inputs = model.query_width + model.key_width + model.value_width
-    output = cut.tokens * model.output_width * BF16
-    found = [
-        SavedTensor(cut.tokens * inputs * BF16, part if model.shape.is_mla else ("attn",)),
-        SavedTensor(output, ("attn",), True),
-        SavedTensor(cut.tokens * heads * FP32, ("attn", "core_attn")),
-    ]
-    return [*found, SavedTensor(output, ("attn",))] if cut.gathered_output else found
-
-
-def _gqa(cut: ActivationCut) -> list[SavedTensor]:
-    return _norm(cut, "attn") + _core(cut)
-
-
-def _mla(cut: ActivationCut) -> list[SavedTensor]:
-    shape = cut.model.shape
-    tokens = cut.tokens // cut.sequence_tp
-    latents = tokens * (shape.q_lora_rank + shape.kv_lora_rank)
-    return [
-        *_norm(cut, "attn"),
-        SavedTensor((latents + tokens * shape.qk_rope_head_dim) * BF16, ("attn",)),
-        SavedTensor(latents * _operand(cut), ("attn", "mla_up_proj"), True),
-        *_core(cut),
-    ]
-
-
-def _activated(cut: ActivationCut, tokens: int, width: int, *parts: str) -> list[SavedTensor]:
-    """Return input and output of an MLP's activation. `parts`: the whole MLP's, then the activation's alone."""
-    first = 2 if cut.model.shape.gated_mlp else 1
-    return [
-        SavedTensor(tokens * first * width * BF16, parts[:-1]),
-        SavedTensor(tokens * width * _operand(cut), parts, True),
-    ]
-
-
-def _mlp(cut: ActivationCut) -> list[SavedTensor]:
-    width = cut.model.shape.intermediate_size // cut.model.tp
-    return [*_norm(cut, "mlp"), *_activated(cut, cut.tokens, width, "mlp", "mlp_act")]
-
-
-def _routed(cut: ActivationCut) -> int:
-    """Return the tokens that a rank's experts are sent, taken to be balanced."""
-    shape = cut.model.shape
-    return cut.tokens // cut.sequence_tp * shape.num_experts_per_tok
-
-
-def _moe(cut: ActivationCut) -> list[SavedTensor]:
-    shape, etp = cut.model.shape, cut.model.etp
-    tokens, routed = cut.tokens // cut.sequence_tp, _routed(cut) * etp
-    width = shape.moe_intermediate_size
-    shared = shape.shared_width // cut.model.tp
-    return [
-        *_norm(cut, ""),
-        SavedTensor(tokens * shape.num_experts * ROUTER_BYTES, ("moe",)),
-        SavedTensor(routed * shape.hidden_size * _operand(cut), ("moe",), True),
-        SavedTensor(routed * FP32, ("moe",)),
-        *_activated(cut, routed, width // etp, "moe", "mlp", "moe_act"),
-        *_activated(cut, cut.tokens, shared, "moe", "shared_experts", "mlp", "mlp_act"),
-    ]
-
-
-def _output_gradients(cut: ActivationCut, *, moe: bool) -> float:
-    """Return the gradients of products' outputs, which the weight half needs beside their inputs.
-
-    They wait as that product takes them, in its precision, as Transformer Engine's delayed weight gradients do.
-    """
-    model, shape = cut.model, cut.model.shape
-    hidden = cut.tokens // cut.sequence_tp * shape.hidden_size
-    attention = cut.tokens * (model.query_width + model.key_width + model.value_width) + hidden
-    first = 2 if shape.gated_mlp else 1
-    if not moe:
-        return (attention + cut.tokens * first * (shape.intermediate_size // model.tp) + hidden) * _operand(cut)
-    routed, width = _routed(cut) * model.etp, shape.moe_intermediate_size
-    experts = routed * (first * width // model.etp + shape.hidden_size)
-    shared = cut.tokens * first * (shape.shared_width // model.tp)
-    return (attention + experts + shared + hidden) * _operand(cut)
+def _pieces(cut: ActivationCut, block: str) -> list[BlockPiece]:
+    return [piece for part in block_parts(cut.model, block).values() for piece in part]
 
 
 def _mlp_peaks(cut: ActivationCut) -> tuple[float, float]:
     """Return what a dense layer needs beside what is saved: forward, backward.
 
-    Backward holds the gradient of the layer's output and, at the worst of three moments: behind the second product, the
-    gathered output gradient and the gradient of its input; behind the activation, the gradients on both its sides,
-    while the second product's input is free; behind the first product, also the gathered norm output and its gradient,
-    while the activation's input is free.
+    Backward holds the gradient of the layer's output and, at the worst of three moments: after the second GEMM, the
+    gathered output gradient and the gradient of its input; after the activation, the gradients on both its sides,
+    while the second GEMM's input is free; after the first GEMM, also the gathered norm output and its gradient, while
+    the activation's input is free.
     """
     shape = cut.model.shape
-    act = cut.tokens * (shape.intermediate_size // cut.model.tp) * BF16
+    inner = cut.model.tokens * (shape.intermediate_size // cut.model.tp)
+    act = inner * BF16
     first = 2 * act if shape.gated_mlp else act
-    freed = cut.tokens * (shape.intermediate_size // cut.model.tp) * _operand(cut)
+    freed = inner * OPERAND_BYTES[cut.precision]
     moments = (cut.gathered + act, first + act - freed, cut.gathered + cut.whole_hidden - freed)
     return cut.gathered, cut.hidden + max(moments)
 
@@ -274,8 +184,8 @@ def _moe_peaks(cut: ActivationCut) -> tuple[float, float]:
     holds what it sends and what it receives.
     """
     shape = cut.model.shape
-    sent = _routed(cut) * shape.hidden_size * BF16
-    inside = sent * cut.model.etp
+    inside = cut.model.routed_rows * shape.hidden_size * BF16
+    sent = inside // cut.model.etp
     shared = cut.hidden if shape.shared_width else 0
     return 2 * sent + 2 * inside + shared, sent + inside + cut.hidden
 
@@ -291,12 +201,12 @@ def _head(cut: ActivationCut) -> BlockActivations:
     Backward, the head holds the gathered input, the gradient of it and that gradient's own part. A loss that is not
     fused overwrites its FP32 softmax with the gradient, and casts that.
     """
-    logits = cut.tokens * cut.model.vocabulary
-    saved = 2 * cut.hidden + logits * (BF16 if cut.fused_loss else FP32)
-    gradients = 0 if cut.fused_loss else logits * BF16
-    own = cut.hidden if cut.sequence_tp > 1 else 0
+    logits = cut.model.tokens * cut.model.vocabulary * BF16
+    saved = cut.size(tensor for piece in _pieces(cut, "L") for tensor in piece.saved)
+    gradients = 0 if cut.fused_loss else logits
+    own = cut.hidden if cut.model.sequence_tp > 1 else 0
     backward = gradients + cut.gathered + cut.whole_hidden + own
-    return BlockActivations(saved, cut.hidden + logits * BF16, 0, backward)
+    return BlockActivations(int(saved), cut.hidden + logits, 0, backward)
 
 
 def _mtp(cut: ActivationCut) -> BlockActivations:
@@ -305,7 +215,7 @@ def _mtp(cut: ActivationCut) -> BlockActivations:
     Its backward frees the head's first, and ends with the gradient of the embedding.
     """
     layer, head = block_activations(cut, "t"), _head(cut)
-    joined = 4 * cut.hidden
+    joined = int(cut.size(_pieces(cut, "m")[0].saved))
     saved = layer.saved + head.saved + joined
     return BlockActivations(
         saved,

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from treadle.estimate.activations import ActivationCut, BlockActivations, block_activations, checkpointed
 from treadle.estimate.alive import Moments, moments
 from treadle.estimate.job import Job
-from treadle.estimate.parameters import ModelCut, RankParameters, block_parameters, rank_parameters
+from treadle.estimate.model_cut import ModelCut
+from treadle.estimate.parameter_counts import RankParameters, block_parameters, rank_parameters
 from treadle.estimate.stages import rank_rows
 from treadle.ir.blocks import LAYERS
 
@@ -174,8 +175,7 @@ class _RowBytes(NamedTuple):
 
 def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
     """Return the bytes of a stage. When a block computes, those behind it have saved nothing yet, or freed all."""
-    logits = cut.tokens * cut.model.vocabulary * (2 if cut.fused_loss else 4)
-    saved = 0
+    logits, saved = cut.logits, 0
     forward, backward = [0], [0]
     blocks = _blocks(job, cut, row)
     for block, each in reversed(list(zip(row, blocks, strict=True))):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from treadle.estimate.block_parts import BlockMessage
 from treadle.estimate.job import Job
+from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.work import BF16, GroupMessage
 
 _GROUPS: dict[str, Callable[[Job], tuple[int, int]]] = {
@@ -52,8 +54,8 @@ def gather(job: Job, group: str, size_bytes: float, collective: str = "all_gathe
     return (GroupMessage(collective, group, ranks, size_bytes * (inside - 1) / inside, nic),)
 
 
-def exchange(job: Job, tokens: float, token_bytes: float) -> tuple[GroupMessage, ...]:
-    """Return the all-to-all of tokens to the ranks of their experts.
+def exchange(job: Job, size_bytes: float) -> tuple[GroupMessage, ...]:
+    """Return the all-to-all of a rank's tokens, so many bytes, to the ranks of their experts.
 
     A token goes to a rank once, however many of its experts are there, and crosses to another domain once (as DeepEP
     and HybridEP send it).
@@ -63,27 +65,30 @@ def exchange(job: Job, tokens: float, token_bytes: float) -> tuple[GroupMessage,
         return ()
     domains = ranks / inside
     chosen = job.model.num_experts_per_tok
-    nvlink = tokens * token_bytes * _distinct(ranks, chosen) * (inside - 1) / inside
-    nic = tokens * token_bytes * _distinct(domains, chosen) * (1 - 1 / domains)
+    nvlink = size_bytes * _distinct(ranks, chosen) * (inside - 1) / inside
+    nic = size_bytes * _distinct(domains, chosen) * (1 - 1 / domains)
     return (GroupMessage("all_to_all", "ep", ranks, nvlink, nic),)
+
+
+def messages_of(job: Job, collective: BlockMessage) -> tuple[GroupMessage, ...]:
+    """Return the message of a block's collective; nothing if its group has one rank."""
+    if collective.kind == "all_to_all":
+        return exchange(job, collective.size_bytes)
+    ranks = job.cp if collective.kind == "ring" else 1  # each sends its own share around
+    return gather(job, collective.group, ranks * collective.size_bytes, collective.kind)
 
 
 def send(job: Job) -> tuple[GroupMessage, ...]:
     """Return the message of an activation, or its gradient, to the next stage."""
     if job.pp == 1:
         return ()
-    return (between_stages(job, "send", BF16 * job.tokens * job.model.hidden_size / cut_by_sequence(job)),)
+    return (between_stages(job, "send", BF16 * ModelCut.of(job).own_tokens * job.model.hidden_size),)
 
 
 def between_stages(job: Job, collective: str, size_bytes: float) -> GroupMessage:
     """Return a message between two ranks of the pipeline; it takes NVLink where one domain has all GPUs."""
     inside = job.cluster.num_gpus <= job.cluster.nvlink_domain
     return GroupMessage(collective, "pp", 2, size_bytes if inside else 0.0, 0.0 if inside else size_bytes)
-
-
-def cut_by_sequence(job: Job) -> int:
-    """Return by how much what tp does not cut is cut: tp with sequence parallelism, 1 without."""
-    return job.tp if job.sequence_parallel else 1
 
 
 def _distinct(places: float, draws: int) -> float:

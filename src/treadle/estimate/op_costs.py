@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from typing import TypeAlias
 
 from treadle.costs import Costs
-from treadle.estimate.block_times import BlockTimes, block_times
+from treadle.estimate.block_parts import block_parts
+from treadle.estimate.block_work import actions
 from treadle.estimate.job import Job
-from treadle.estimate.messages import between_stages, exchange, gather, send
-from treadle.estimate.parameters import ModelCut
-from treadle.estimate.rates import PeakTimes, constant, seconds
+from treadle.estimate.messages import between_stages, gather, messages_of, send
+from treadle.estimate.model_cut import ModelCut
+from treadle.estimate.parameter_counts import chunk_weights
+from treadle.estimate.rates import at_peak, constant, factors, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
-from treadle.estimate.stages import is_tied, rank_rows
-from treadle.estimate.work import BF16
+from treadle.estimate.stages import is_tied
+from treadle.estimate.work import OpWork
 from treadle.ir.trace import MICROSECONDS
+
+RankWeights: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+"""For each rank and chunk the weights of all but experts, and of experts."""
 
 NS = 1e9
 GRAD_BYTES = 4
@@ -27,8 +36,8 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
 
     Args:
         job: the model, the cluster and how they are cut.
-        inline_recompute: add the whole parts that are computed again to the input halves, for programs at the grain of
-            cells, which have no ops for them. With `recompute_layers` every layer has its share.
+        inline_recompute: add the whole parts that are recomputed to dgrad, for programs at the grain of cells, which
+            have no ops for them. With `recompute_layers` every layer has its share.
 
     Returns:
         Costs with the parts of a layer, the ends, messages, and what ends a step. Exchanges with experts have their
@@ -38,35 +47,53 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
         ValueError: the GPU does not do the job's precision.
 
     """
-    times = block_times(job)
-    layer = _ticks(times.actions["t"], times.factors)
-    dense = _ticks(times.actions["d"], times.factors) if "d" in times.actions else {}
+    ticks = _block_ticks(_same_blocks(job))
+    layer, dense = dict(ticks["t"]), dict(ticks.get("d", {}))
     if inline_recompute:
         layer, dense = _inlined(job, layer), _inlined(job, dense)
-    ends: dict[str, int] = {}
-    for block in "EmL":
-        ends |= _ticks(times.actions.get(block, {}), times.factors)
+    weights = chunk_weights(job)
     return Costs(
         f"{job.model.name} on {job.cluster.name}",
         MICROSECONDS,
         layer=layer,
         dense=dense,
-        ends=ends,
-        message=_messages(job, times),
-        step=_step(job, times),
+        ends={name: time for block in "EmL" for name, time in ticks.get(block, {}).items()},
+        message=_messages(job, weights),
+        step=_step(job, weights),
         saved_bytes=saved_bytes(job),
-        moved_bytes=_moved(job, times),
+        moved_bytes=_moved(job, weights),
         model=_model(job),
         about="estimated from the model's shape and the cluster's rates",
     )
 
 
-def _ticks(actions: Mapping[str, PeakTimes], by: PeakTimes) -> dict[str, int]:
-    return {name: round(NS * seconds(times, by)) for name, times in actions.items()}
+def _same_blocks(job: Job) -> Job:
+    """Return the job that stands for all with the same blocks on the same GPUs, whatever their schedule and batch."""
+    return replace(
+        job,
+        vpp=1,
+        schedule=Job.schedule,
+        layout=None,
+        offload=False,
+        recompute_layers=0,
+        sharding=Job.sharding,
+        global_batch_size=job.micro_batch_size * job.dp,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _block_ticks(job: Job) -> Mapping[str, Mapping[str, int]]:
+    """Return for each block the ticks of its actions."""
+    by = factors(job)
+
+    def ticks(work: OpWork) -> int:
+        return round(NS * seconds(at_peak(work, job.cluster, job.precision), by))
+
+    return {block: {name: ticks(work) for name, work in actions(job, block).items()} for block in set(job.model.blocks)}
 
 
 def _inlined(job: Job, layer: dict[str, int]) -> dict[str, int]:
-    """Parts of a layer, what is computed again added to the input halves."""
+    """Parts of a layer, what is recomputed added to dgrad."""
     parts = ("attn", "mlp") if "full" in job.recompute else tuple(p for p in ("attn", "mlp") if p in job.recompute)
     per_stage = max(1, job.model.num_hidden_layers // job.num_stages)
     share = min(1.0, job.recompute_layers / per_stage) if job.recompute_layers else 1.0
@@ -86,7 +113,7 @@ def _model(job: Job) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _messages(job: Job, times: BlockTimes) -> dict[str, int]:
+def _messages(job: Job, weights: RankWeights) -> dict[str, int]:
     """Messages between stages, and the reduction of a chunk's gradients: of the largest chunk, as all wait for it."""
     cluster, found = job.cluster, {}
     latency = 1e-6 * constant(cluster, "latency_us")
@@ -94,7 +121,7 @@ def _messages(job: Job, times: BlockTimes) -> dict[str, int]:
     for name, messages in (("send", send(job)), ("reduce_tied", (tied,))):
         if sent := sum(message.seconds(cluster) for message in messages):
             found[name] = round(NS * (sent / constant(cluster, "pp") + latency))
-    reduced = max(data_parallel_seconds(job, *_parameters(times, row), GRAD_BYTES) for row in _chunks(job))
+    reduced = max(data_parallel_seconds(job, *each, GRAD_BYTES) for each in {*chain.from_iterable(weights)})
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
@@ -108,9 +135,9 @@ def _tied_bytes(job: Job) -> int:
     return GRAD_BYTES * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
 
 
-def _step(job: Job, times: BlockTimes) -> dict[str, int]:
+def _step(job: Job, weights: RankWeights) -> dict[str, int]:
     """What ends a step, on the rank that has most to do then."""
-    held = [_parameters(times, "".join(chunks)) for chunks in rank_rows(job)]
+    held = {(sum(dense for dense, _ in chunks), sum(experts for _, experts in chunks)) for chunks in weights}
     gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held)
     optimizer = max(_optimizer_seconds(job, *each) for each in held)
     ends = {
@@ -133,21 +160,12 @@ def _optimizer_seconds(job: Job, dense: float, experts: float) -> float:
     return held * ADAM_BYTES / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
 
 
-def _chunks(job: Job) -> set[str]:
-    return {row for chunks in rank_rows(job) for row in chunks}
-
-
-def _parameters(times: BlockTimes, row: str) -> tuple[float, float]:
-    return sum(times.parameters[letter] for letter in row), sum(times.experts[letter] for letter in row)
-
-
-def _moved(job: Job, times: BlockTimes) -> dict[str, int]:
+def _moved(job: Job, weights: RankWeights) -> dict[str, int]:
     sizes = {"send": sum(message.size_bytes for message in send(job))}
     if job.model.is_moe:
-        token = BF16 * job.model.hidden_size
-        tokens = job.tokens / (job.tp if job.sequence_parallel else 1)
-        moved = sum(message.size_bytes for message in exchange(job, tokens, token))
-        sizes |= {"dispatch": moved, "combine": moved}
+        for name in ("dispatch", "combine"):
+            (piece,) = block_parts(ModelCut.of(job), "t")[name]
+            sizes[name] = sum(m.size_bytes for each in piece.collectives for m in messages_of(job, each))
     sizes["reduce_tied"] = _tied_bytes(job)
-    sizes["reduce_grad"] = max(GRAD_BYTES * sum(_parameters(times, row)) for row in _chunks(job))
+    sizes["reduce_grad"] = max(GRAD_BYTES * sum(each) for each in chain.from_iterable(weights))
     return {name: round(size) for name, size in sizes.items() if size}

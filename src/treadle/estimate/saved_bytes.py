@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from treadle.estimate.activations import ActivationCut, block_activations, layer_tensors
+from treadle.estimate.activations import ActivationCut, block_activations, saved_by_part
 from treadle.estimate.job import Job
 from treadle.estimate.rates import constant
 
 
 def saved_bytes(job: Job) -> dict[str, int]:
-    """Return the [saved_bytes] of a job's costs: all that a part saves, and what it keeps where it is computed again.
+    """Return the [saved_bytes] of a job's costs: all that a part saves, and what it keeps where it is recomputed.
 
     What Megatron's finer recomputation (core_attn, mla_up_proj and so on) discards is not counted; attn and mlp are ops
     of a Program, which discards and saves them.
@@ -20,9 +20,9 @@ def saved_bytes(job: Job) -> dict[str, int]:
     found = {"embed": 0, "head": block_activations(cut, "L").saved}
     if job.model.num_nextn_predict_layers:
         found["mtp"] = block_activations(cut, "m").saved
-    found |= _of_layer(cut, moe=job.model.is_moe, prefix="")
+    found |= _of_layer(cut, "t", prefix="")
     if job.model.is_moe and job.model.num_dense_layers:
-        found |= _of_layer(cut, moe=False, prefix="dense_")
+        found |= _of_layer(cut, "d", prefix="dense_")
     return found
 
 
@@ -33,10 +33,11 @@ def offload_seconds(job: Job) -> float:
     return block_activations(cut, "t").saved / share
 
 
-def _of_layer(cut: ActivationCut, *, moe: bool, prefix: str) -> dict[str, int]:
+def _of_layer(cut: ActivationCut, block: str, *, prefix: str) -> dict[str, int]:
     found = {}
-    for part, tensors in zip(("attn", "mlp"), layer_tensors(cut, moe=moe), strict=True):
-        saved = [tensor for tensor in tensors if set(tensor.parts).isdisjoint(cut.recompute)]
-        found[f"{prefix}{part}"] = int(sum(tensor.size for tensor in saved))
-        found[f"{prefix}{part}_input"] = int(sum(tensor.size for tensor in saved if part not in tensor.parts))
+    for part in ("attn", "mlp"):
+        tensors = saved_by_part(cut, block)[part]
+        saved = [tensor for tensor in tensors if set(tensor.discarded_by).isdisjoint(cut.recompute)]
+        found[f"{prefix}{part}"] = int(cut.size(saved))
+        found[f"{prefix}{part}_input"] = int(cut.size(tensor for tensor in saved if part not in tensor.discarded_by))
     return found

@@ -1,10 +1,8 @@
-"""The work of each part of a block: matrix products by shape, attention, bytes touched, messages, kernel launches.
+"""The work of each part of a block: GEMMs by shape, attention, bytes touched, messages, kernel launches.
 
 All of it is for one micro-batch on one GPU. Parts have the names that costs have (`treadle.costs.format`): attn_f,
-dispatch_f, mlp_f, combine_f, the input halves combine_b, mlp_b, dispatch_b, attn_b, the weight halves mlp_w, attn_w,
-and attn_r, mlp_r: computed again. `treadle.estimate.rates` turns work into seconds.
-
-`treadle.estimate.parts` makes it from a job.
+dispatch_f, mlp_f, combine_f, dgrad combine_b, mlp_b, dispatch_b, attn_b, wgrad mlp_w, attn_w, and attn_r, mlp_r:
+recomputed. `treadle.estimate.block_work` makes it from a job, `treadle.estimate.rates` turns it into seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ FP32 = 4
 
 
 class Gemm(NamedTuple):
-    """`groups` products [m, k] x [k, n] in one kernel. `precision` is "" where it is the job's."""
+    """`groups` GEMMs [m, k] x [k, n] in one kernel. `precision` is "" where it is the job's."""
 
     m: float
     n: int
@@ -44,7 +42,7 @@ class GroupMessage(NamedTuple):
     """A message or collective of a group: the bytes that one GPU sends over NVLink and over its NIC."""
 
     collective: str
-    """all_gather, reduce_scatter, all_to_all, ring (of context parallelism) or send."""
+    """all_gather, reduce_scatter, all_reduce, all_to_all, ring (of context parallelism) or send."""
 
     group: str
     """tp, cp, ep, pp, dp or expert_dp."""
@@ -82,16 +80,16 @@ class OpWork:
 
     gemms: tuple[Gemm, ...] = ()
     grouped: tuple[Gemm, ...] = ()
-    """Products of experts: as many as a rank has, in one kernel."""
+    """GEMMs of experts: as many as a rank has, in one kernel."""
 
     attention_flops: float = 0.0
-    """Of the products with queries, keys and values; what the causal mask leaves out is not counted."""
+    """Of the GEMMs with queries, keys and values; what the causal mask leaves out is not counted."""
 
     vector_bytes: float = 0.0
     """Read and written by norms, activations, positions, residuals and losses."""
 
     cast_bytes: float = 0.0
-    """Read and written to cast operands of products to a smaller precision."""
+    """Read and written to cast operands of GEMMs to a smaller precision."""
 
     permuted_bytes: float = 0.0
     """Read and written to sort tokens by expert, and back."""
@@ -120,15 +118,13 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True)
 class PartWork:
-    """A part of a block in all its phases: `f` forward, `b` input half of the backward, `w` weight half."""
+    """A part of a block in all its phases: `f` forward, `b` dgrad, `w` wgrad. Works add."""
 
     f: OpWork
     b: OpWork
     w: OpWork
-    parameters: int = 0
-    """Weights of its matrix products on this rank, without experts."""
-
-    expert_parameters: int = 0
-
     again: OpWork = OpWork()
-    """What recomputation adds to the input half: smaller pieces than the whole part."""
+    """What recomputation of less than the whole part adds to dgrad."""
+
+    def __add__(self, other: PartWork) -> PartWork:
+        return PartWork(self.f + other.f, self.b + other.b, self.w + other.w, self.again + other.again)

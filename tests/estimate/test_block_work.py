@@ -8,9 +8,11 @@ import pytest
 
 from treadle.estimate import Job, load_cluster, load_model
 from treadle.estimate.activations import ActivationCut, block_activations
+from treadle.estimate.block_work import actions, block_work
 from treadle.estimate.flops import model_flops
 from treadle.estimate.messages import exchange, gather, group_of
-from treadle.estimate.parts import actions, block_work
+from treadle.estimate.model_cut import ModelCut
+from treadle.estimate.parameter_counts import block_parameters
 from treadle.estimate.work import BF16, FP32, Gemm, OpWork
 
 
@@ -31,7 +33,8 @@ def forward_flops(job: Job, block: str) -> float:
 def test_dense_layer_does_two_flops_a_parameter_and_token() -> None:
     job = dense()
     parts = block_work(job, "t")
-    parameters = sum(part.parameters for part in parts.values())
+    parameters, experts = block_parameters(ModelCut.of(job), "t").weights
+    assert experts == 0
     assert parameters == 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672
     attention = parts["attn"].f.attention_flops
     assert attention == 4 * 128 * 64 * 8192 * 8193 / 2
@@ -43,7 +46,7 @@ def test_experts_take_each_token_as_often_as_it_is_routed() -> None:
     (up, down) = block_work(job, "t")["mlp"].f.grouped
     assert up == Gemm(4096 * 8 / 4, 2 * 2048, 7168, 4)
     assert down == Gemm(4096 * 8 / 4, 7168, 2048, 4)
-    assert block_work(job, "t")["mlp"].expert_parameters == 4 * 3 * 7168 * 2048
+    assert block_parameters(ModelCut.of(job), "t").experts == 4 * 3 * 7168 * 2048
 
 
 @pytest.mark.parametrize("cut", [{"tp": 4}, {"tp": 8}, {"cp": 4}, {"tp": 2, "cp": 2}])
@@ -55,7 +58,7 @@ def test_ranks_of_a_cut_do_the_flops_of_one_rank(cut: dict[str, int]) -> None:
             assert actions(parts, block)[name].flops * ranks == pytest.approx(work.flops), name
 
 
-def test_halves_of_backward_do_as_much_as_forward() -> None:
+def test_dgrad_and_wgrad_do_as_much_as_forward() -> None:
     for part in block_work(moe(), "t").values():
         products = sum(gemm.flops for gemm in part.f.gemms + part.f.grouped)
         assert sum(gemm.flops for gemm in part.b.gemms + part.b.grouped) == products
@@ -65,7 +68,7 @@ def test_halves_of_backward_do_as_much_as_forward() -> None:
 @pytest.mark.parametrize(
     "piece", ["core_attn", "mla_up_proj", "layernorm", "moe_act", "moe", "shared_experts", "mlp_act"]
 )
-def test_piece_computed_again_adds_to_the_input_half_only(piece: str) -> None:
+def test_recomputed_piece_adds_to_dgrad_only(piece: str) -> None:
     plain, again = actions(moe(), "t"), actions(moe(recompute=(piece,)), "t")
     changed = {name for name in plain if plain[name] != again[name]}
     assert changed == {"attn_b" if piece in ("core_attn", "mla_up_proj", "layernorm") else "mlp_b"}
@@ -76,14 +79,14 @@ def _again(job: Job, block: str, part: str) -> OpWork:
 
 
 @pytest.mark.parametrize("block", ["t", "d"])
-def test_both_norms_of_a_layer_are_computed_again(block: str) -> None:
+def test_both_norms_of_a_layer_are_recomputed(block: str) -> None:
     job = moe(recompute=("layernorm",))
     assert _again(job, block, "attn").vector_bytes == 2 * (BF16 + BF16) * job.tokens * job.model.hidden_size
     freed = 2 * job.tokens * (BF16 * job.model.hidden_size + FP32)
     assert _freed(job, block) == freed, "memory frees the output and the factor of two"
 
 
-def test_activation_of_shared_experts_is_computed_again() -> None:
+def test_activation_of_shared_experts_is_recomputed() -> None:
     job = moe(recompute=("mlp_act",))
     width = job.model.n_shared_experts * job.model.moe_intermediate_size
     assert _again(job, "t", "mlp") == OpWork(vector_bytes=3 * BF16 * job.tokens * width)
@@ -92,7 +95,7 @@ def test_activation_of_shared_experts_is_computed_again() -> None:
     assert _again(none, "t", "mlp") == OpWork()
 
 
-def test_a_moe_layer_computed_again_has_its_shared_experts() -> None:
+def test_a_recomputed_moe_layer_has_its_shared_experts() -> None:
     both, routed, shared = (moe(recompute=each) for each in (("moe",), ("moe_act",), ("shared_experts",)))
     assert _again(both, "t", "mlp").gemms == _again(shared, "t", "mlp").gemms != ()
     assert _again(both, "t", "mlp").vector_bytes == sum(
@@ -130,7 +133,7 @@ def test_a_group_is_spread_evenly_over_domains_that_it_does_not_fill() -> None:
     assert (gathered.nvlink_bytes, gathered.nic_bytes) == (6400 * 7 / 8, 6400 / 8 * 7 / 8)
     ep = moe(cluster=load_cluster("gb200:512"), ep=128, global_batch_size=512)
     assert group_of(ep, "ep") == (128, 64)
-    (sent,) = exchange(ep, 1.0, 1.0)
+    (sent,) = exchange(ep, 1.0)
     assert sent.nic_bytes == 2 * (1 - 0.5**ep.model.num_experts_per_tok) * 0.5
     assert group_of(dense(cluster=load_cluster("h100:24"), global_batch_size=24), "dp") == (24, 8)
 
@@ -146,10 +149,10 @@ def test_gather_sends_all_but_its_own_share() -> None:
 def test_token_crosses_once_to_each_domain_of_its_experts() -> None:
     job = moe()
     job = replace(job, cluster=replace(job.cluster, nvlink_domain=8))
-    (message,) = exchange(job, 100.0, 1.0)
+    (message,) = exchange(job, 100.0)
     assert message.nic_bytes < 100 * 8
     assert message.nic_bytes == pytest.approx(100 * 7 * (1 - (7 / 8) ** 8))
-    assert exchange(replace(job, ep=1), 100.0, 1.0) == ()
+    assert exchange(replace(job, ep=1), 100.0) == ()
 
 
 def test_whole_graphs_leave_no_launch() -> None:
