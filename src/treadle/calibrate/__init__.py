@@ -1,6 +1,6 @@
 """Calibrating: a cluster's constants, fitted to runs that were measured on it.
 
-columns.py            what a file of runs may say
+columns.py            the columns of a file of runs
 runs_file.py          runs from the file
 constants_of_job.py   the constants that a job's step depends on
 log_fit.py            the most likely values of logarithms, given a prior

@@ -1,4 +1,4 @@
-"""All of it in a row: runs estimated before, constants fitted, runs estimated after and each with itself left out."""
+"""The calibration: runs estimated before, constants fitted, runs estimated after and each with itself left out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def planned(job: Job) -> Judged:
 
 
 class _Steps:
-    """Tells how far the work is."""
+    """Reports how far the work is."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._done, self._progress = total, 0, progress
@@ -106,7 +106,7 @@ def _with_logs(cluster: Cluster, keys: Sequence[str], found: FittedLogs) -> Clus
 
 
 def _constants(cluster: Cluster, fitted: Cluster, keys: Sequence[str], found: FittedLogs) -> tuple[FittedConstant, ...]:
-    """Return all constants, those that the runs tell most about first."""
+    """Return all constants, those that the runs constrain most first."""
     told = {key: share for key, share in zip(keys, found.told.tolist(), strict=True) if share > 0}
     names = dict.fromkeys((*told, *cluster.efficiency, *EFFICIENCY))
     made = [

@@ -19,7 +19,7 @@ def cluster_text(cluster: Cluster, before: Cluster, about: str) -> str:
 
     Args:
         cluster: the fitted one.
-        before: what it was fitted from; constants that differ say so.
+        before: what it was fitted from; constants that differ are marked.
         about: a line for the head of the file.
 
     """

@@ -1,4 +1,4 @@
-"""The constants of a cluster that the simulated step of a job depends on, and what a run can say about them."""
+"""The constants of a cluster that the simulated step of a job depends on, and which of them a run constrains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BETWEEN_DOMAINS = ("cp", "pp", "dp", "dp_hidden")
 def constants_of(job: Job) -> tuple[str, ...]:
     """Return the constants that the step of a job may depend on, as [efficiency] names them.
 
-    What differs by precision or graph has its own name, even where the cluster has one for all: a run tells of its own.
+    What differs by precision or graph has its own name, even where the cluster has one for all: its runs constrain it.
 
     Example:
         >>> from treadle.estimate import Job, load_cluster, load_model
@@ -53,7 +53,7 @@ def partners_of(job: Job) -> dict[str, str]:
 
 
 def untold_by(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return the constants that a run uses and cannot tell for the cluster.
+    """Return the constants that a run uses and does not constrain for the cluster.
 
     A run inside one NVLink domain shows what NVLink does. In a cluster of several domains the same messages go over
     NICs.

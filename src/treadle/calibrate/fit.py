@@ -1,6 +1,6 @@
 """Constants fitted to runs: the most likely ones, given what is believed of the cluster before.
 
-`treadle.calibrate.prior` says what is believed. Measured steps scatter about estimates by `MODEL_ERROR`. Runs of the
+`treadle.calibrate.prior` has what is believed. Measured steps scatter about estimates by `MODEL_ERROR`. Runs of the
 same job count as one: what an estimate gets wrong of a job, it gets wrong every time.
 """
 
@@ -27,7 +27,7 @@ _STEPS = 40
 
 
 class FittedLogs(NamedTuple):
-    """Logarithms of how much longer things take, and for each constant how much the runs told.
+    """Logarithms of how much longer things take, and for each constant how much the runs constrain it.
 
     `told` is from 0 (no run depends on it) to 1 (nothing is left of the prior): one minus the variance that is left,
     over the one before.
@@ -43,7 +43,7 @@ def fit_paths(forms: Sequence[PathForm], seconds: Sequence[float], cluster: Clus
     Args:
         forms: one for each run, all with the same keys; runs of one job share theirs.
         seconds: what was measured.
-        cluster: decides which runs can tell which constants.
+        cluster: decides which runs constrain which constants.
 
     """
     measured: dict[PathForm, list[float]] = {}
@@ -63,7 +63,7 @@ def fit_paths(forms: Sequence[PathForm], seconds: Sequence[float], cluster: Clus
 
 
 class _FormTable:
-    """Forms of some jobs, and which constants each can tell."""
+    """Forms of some jobs, and which constants each constrains."""
 
     def __init__(self, forms: Sequence[PathForm], cluster: Cluster) -> None:
         self.forms, self.keys = forms, forms[0].keys

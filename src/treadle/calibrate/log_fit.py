@@ -1,6 +1,6 @@
 """Logarithms of constants, fitted to logarithms of measured times: the most likely ones, given a prior.
 
-Each logarithm is known before to be about `mean`, as `covariance` says. Times scatter about what the form says by
+Each logarithm is known before to be about `mean`, with `covariance`. Times scatter about those of the form by
 `MODEL_ERROR`; errors beyond `HUBER` count linearly, so that one wild run does not bend all others. Gauss-Newton steps
 find the most likely values.
 """
@@ -45,8 +45,8 @@ def most_likely(form: LogForm, measured: Floats, prior: LogPrior, steps: int = 2
     logs = prior.mean.copy()
     curvature = weight
     for _ in range(steps):
-        said, slopes = form(logs)
-        off = measured - said
+        estimated, slopes = form(logs)
+        off = measured - estimated
         trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / MODEL_ERROR**2
         curvature = slopes.T @ (slopes * trust[:, None]) + weight
         change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight @ (prior.mean - logs))

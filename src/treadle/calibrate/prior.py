@@ -29,7 +29,7 @@ COMMON = 0.1
 
 
 def prior_of_constants(keys: Sequence[str]) -> LogPrior:
-    """Return the prior of how much longer, in logarithms, things take than the cluster's constants say."""
+    """Return the prior of how much longer, in logarithms, things take than by the cluster's constants."""
     own = np.array([OWN * WIDTHS[base_of(key)] for key in keys])
     together = np.array([0.0 if key.endswith("_hidden") else COMMON for key in keys])
     return LogPrior(np.zeros(len(keys)), np.diag(own**2) + np.outer(together, together))

@@ -32,7 +32,7 @@ class FittedConstant:
     before: float
     after: float
     told: float
-    """How much the runs say about it: 0 nothing, 1 all; the share of the prior's variance that they take away."""
+    """How much the runs constrain it: 0 nothing, 1 all; the share of the prior's variance that they take away."""
 
     @property
     def moved(self) -> bool:
@@ -42,7 +42,7 @@ class FittedConstant:
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """A measured run and its estimates, in seconds, each as `treadle plan` says it."""
+    """A measured run and its estimates, in seconds, each as `treadle plan` prints it."""
 
     run: MeasuredRun
     before: float
@@ -80,7 +80,7 @@ class CalibrationReport:
 
     @property
     def moved(self) -> tuple[FittedConstant, ...]:
-        """Constants that the runs moved, those they tell most about first."""
+        """Constants that the runs moved, those they constrain most first."""
         return tuple(each for each in self.constants if each.moved)
 
     @property

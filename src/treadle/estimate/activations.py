@@ -39,7 +39,7 @@ class ActivationCut:
 
     @classmethod
     def of(cls, job: Job, cp_comm_type: str, *, fused_loss: bool) -> ActivationCut:
-        """Return what a job says."""
+        """Return that of a job."""
         gathered_output = job.cp > 1 and cp_comm_type == "a2a"
         return cls(ModelCut.of(job), job.precision, job.recompute, gathered_output, fused_loss)
 

@@ -1,7 +1,7 @@
 """What a schedule keeps alive: on each rank and at each moment, how many micro-batches of each chunk have activations.
 
 A rank's own row decides it, whatever its times: a forward makes a micro-batch's activations, its backward frees them.
-Where the backward is split, the input half leaves what the weight half needs, and the weight half frees that.
+Where the backward is split, dgrad leaves what wgrad needs, and wgrad frees that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Moments:
     """Moments of a step that may be a rank's peak, of all ranks one below the other.
 
     In moment i rank `rank[i]` computes a forward of chunk `forward[i]` and a backward of chunk `backward[i]` (-1: none)
-    while `full[i, c]` micro-batches of chunk c have all they saved, and `split[i, c]` what their weight half needs. A
-    weight half alone is a moment as well: what was computed again for the input half lives until then.
+    while `full[i, c]` micro-batches of chunk c have all they saved, and `split[i, c]` what their wgrad needs. A wgrad
+    alone is a moment as well: what was recomputed for dgrad lives until then.
     """
 
     rank: npt.NDArray[np.int64]
@@ -104,7 +104,7 @@ def _of_row(row: Row, vpp: int) -> list[tuple[int, int, _Counts, _Counts]]:
 
 
 def _computed(cell: Cell) -> tuple[int, int]:
-    """Return the chunk that runs forward and the one that runs backward; weight halves take nothing."""
+    """Return the chunk that runs forward and the one that runs backward; wgrad takes nothing."""
     forward = backward = -1
     for action in cell.actions:
         if action.kind is Kind.F:

@@ -57,7 +57,7 @@ def actions(job: Job, block: str) -> dict[str, OpWork]:
     """Return the work of each action of a block by the name that costs have for it.
 
     dgrad includes the smaller pieces that are recomputed (core_attn, mlp_act, ...). attn_r and mlp_r are the whole
-    parts; they are here for layers and are done only where the job's `recompute` says so.
+    parts; they are here for layers and run only where the job's `recompute` names them.
     """
     named: dict[str, OpWork] = {}
     for name, part in block_work(job, block).items():

@@ -127,7 +127,7 @@ def load_cluster(name: str | Path) -> Cluster:
     """Read a cluster: a preset's name with how many GPUs (h100:2048), or a TOML file. Without a number it is one host.
 
     Raises:
-        ValueError: there is no such preset or file, or it says no cluster.
+        ValueError: there is no such preset or file, or it is no cluster.
 
     Example:
         >>> load_cluster("h100").name, load_cluster("h100:2048").name
@@ -179,7 +179,7 @@ def _check_kinds(table: Mapping[str, Any], source: str) -> None:
 
 
 def _check_domain(table: Mapping[str, Any], merged: Mapping[str, Any], source: str) -> None:
-    """Refuse a domain that a file says and that leaves a rest. Of a preset's domains some GPUs may be left unused."""
+    """Refuse a domain of a file that leaves a rest. Of a preset's domains some GPUs may be left unused."""
     domain, num_gpus = merged["nvlink_domain"], merged["num_gpus"]
     if "nvlink_domain" not in table or type(domain) is not int or type(num_gpus) is not int or domain < 1:
         return

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from treadle.estimate.input_files import nearest_hint
 
 EFFICIENCY: dict[str, tuple[float, str]] = {
-    "gemm": (0.75, "share of the peak rate that products achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
-    "grouped": (0.6, "share of the peak rate of grouped products, those of experts; grouped_fp8 in FP8"),
+    "gemm": (0.75, "share of the peak rate that GEMMs achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
+    "grouped": (0.6, "share of the peak rate of grouped GEMMs, those of experts; grouped_fp8 in FP8"),
     "attention": (0.55, "share of the BF16 peak rate of attention's core"),
-    "memory": (0.75, "share of the memory's bandwidth of products, norms and activations"),
+    "memory": (0.75, "share of the memory's bandwidth of GEMMs, norms and activations"),
     "cast": (0.6, "share of the memory's bandwidth of casts to FP8, MXFP8 or NVFP4; cast_nvfp4 in NVFP4"),
     "permute": (0.5, "share of the memory's bandwidth of sorting tokens by expert"),
     "tp": (1.0, "share of the link's bandwidth of collectives of tensor parallelism, some of them hidden"),
@@ -20,7 +20,10 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "pp": (0.7, "share of the link's bandwidth of a message between stages"),
     "dp": (0.7, "share of the link's bandwidth of reduced gradients and gathered parameters"),
     "pcie": (0.85, "share of PCIe's bandwidth of copies to the host and back"),
-    "launch_us": (20.0, "microseconds that the GPU waits for a launch of `treadle.estimate.parts` outside of graphs"),
+    "launch_us": (
+        20.0,
+        "microseconds that the GPU waits for a launch (`treadle.estimate.block_work`) outside graphs",
+    ),
     "launch_hidden": (
         0.9,
         "share of launches that runs ahead of kernels in a model without experts",
@@ -42,7 +45,7 @@ _KINDS = {
 
 _PRODUCTS = ("gemm", "grouped", "attention")
 _MOST_SHARE, _MOST_HIDDEN_SHARE, _MOST_US = 2.0, 10.0, 1e8
-"""The largest share that is taken for one: of the peak rate of products; of memory and links, whose bytes fused kernels
+"""The largest share that is taken for one: of the peak rate of GEMMs; of memory and links, whose bytes fused kernels
 spare and other work hides; and the longest time."""
 
 NAMES = (*EFFICIENCY, *(f"{name}_{kind}" for name, kinds in _KINDS.items() for kind in kinds))
@@ -64,7 +67,7 @@ def replace_constants(preset: Mapping[str, float], given: Mapping[str, float]) -
 def check_efficiency(given: Mapping[str, float]) -> None:
     """Raise a ValueError if a name is not known, or a value is no share or time.
 
-    Shares are above 0, of products up to 2, else up to 10; what is hidden is from 0 to 1, and microseconds are from 0.
+    Shares are above 0, of GEMMs up to 2, else up to 10; what is hidden is from 0 to 1, and microseconds are from 0.
 
     Example:
         >>> check_efficiency({"dp": 0})

@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = 12
 """FP32 weight and two FP32 moments of Adam."""
 
 WORKSPACE_BYTES = 32 * MIB
-"""cuBLAS's workspace since Hopper. torch has one, Transformer Engine another, grouped products four more."""
+"""cuBLAS's workspace since Hopper. torch has one, Transformer Engine another, grouped GEMMs four more."""
 
 RESERVED_OVER_ALLOCATED = 1.1
 """The most that torch's allocator reserved in the 43 runs of benchmarks/held_to/data/simumax.csv was 9.3 % more."""
@@ -41,7 +41,7 @@ OUTSIDE_BYTES = 6_400 * MIB
 6429: 68,973 MB in use, 62,570 MB reserved)."""
 
 _QUANTISED_WEIGHTS = {"nvfp4": 2 * (1 / 2 + 1 / 16)}
-"""Bytes of a weight's copies in the products' precision, by rows and by columns. FP8 ones replace the BF16 weight."""
+"""Bytes of a weight's copies in the GEMMs' precision, by rows and by columns. FP8 ones replace the BF16 weight."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def estimate_memory(
 
 
 def _states(job: Job, options: MemoryOptions, held: RankParameters, blocks: str) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer, cut over replicas as the job says.
+    """Return the bytes of parameters, gradients and optimizer, cut over replicas as the job has it.
 
     What is cut is gathered a block at a time, the next one while one computes.
     """
@@ -144,7 +144,7 @@ def _states(job: Job, options: MemoryOptions, held: RankParameters, blocks: str)
 def _buffers(job: Job, cut: ActivationCut, held: RankParameters, rows: tuple[str, ...]) -> int:
     """Return the bytes that stay allocated beside states and activations.
 
-    A product that adds its weight gradient to the main gradient still hands autograd a BF16 tensor of the weight's
+    A GEMM that adds its weight gradient to the main gradient still hands autograd a BF16 tensor of the weight's
     shape; Transformer Engine keeps one for each shape. A rank receives the input of a stage ahead of its forward, of
     two stages where it has several.
     """
@@ -158,7 +158,7 @@ def _buffers(job: Job, cut: ActivationCut, held: RankParameters, rows: tuple[str
 class _RowBytes(NamedTuple):
     """Bytes of a stage for one micro-batch, as in `BlockActivations`, and those of its logits.
 
-    `whole` is all that was saved and computed again, `more` what `split` is larger than that. `forward` and `backward`
+    `whole` is all that was saved and recomputed, `more` what `split` is larger than that. `forward` and `backward`
     are beside what the whole stage saves; `beside_forward` and `beside_backward` beside what is saved by then.
     """
 
@@ -174,7 +174,7 @@ class _RowBytes(NamedTuple):
 
 
 def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
-    """Return the bytes of a stage. When a block computes, those behind it have saved nothing yet, or freed all."""
+    """Return the bytes of a stage. When a block computes, those after it have saved nothing yet, or freed all."""
     logits, saved = cut.logits, 0
     forward, backward = [0], [0]
     blocks = _blocks(job, cut, row)
@@ -224,11 +224,11 @@ def _activation_peaks(
     saved = _alive(found.full, by_name["saved"][found.rank])
     if job.offload and held is None:  # the cell that is made or leaves, and the one that comes back or is used
         saved = np.minimum(saved, 2 * by_name["saved"].max(1)[found.rank])
-    if found.splits:  # what weight halves wait with stays here
+    if found.splits:  # what wgrad waits with stays here
         saved += _alive(found.split, by_name["split"][found.rank])
     temporary = _computing(found, by_name["forward"], by_name["backward"])
     if job.offload and held is not None:
-        waiting = _alive(found.split, by_name["whole"][found.rank])  # a Program holds it up to the weight half
+        waiting = _alive(found.split, by_name["whole"][found.rank])  # a Program holds it up to wgrad
         there = np.maximum(np.array(held, np.float64)[found.rank], waiting)
         there += _alive(found.split, by_name["more"][found.rank])
         beside = _computing(found, by_name["beside_forward"], by_name["beside_backward"])

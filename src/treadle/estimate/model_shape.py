@@ -75,7 +75,7 @@ class ModelShape:
     """Layers, from the first on, that are dense."""
 
     num_nextn_predict_layers: int = 0
-    """MTP blocks behind the layers; each has an MoE layer (or a dense one in a dense model) and the head's loss."""
+    """MTP blocks after the layers; each has an MoE layer (or a dense one in a dense model) and the head's loss."""
 
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -161,7 +161,7 @@ class ModelShape:
 
     @property
     def is_moe(self) -> bool:
-        """True if layers behind the dense ones have experts."""
+        """True if layers after the dense ones have experts."""
         return self.num_experts > 0
 
     @property
@@ -198,7 +198,7 @@ def load_model(name: str | Path) -> ModelShape:
     """Read a model's shape: a preset's name, a TOML file, a config.json, or a directory with one.
 
     Raises:
-        ValueError: there is no such preset or file, or it says no model.
+        ValueError: there is no such preset or file, or it is no model.
 
     """
     path, preset = Path(name), PRESETS / f"{name}.toml"
@@ -225,7 +225,7 @@ def _from_directory(directory: Path) -> ModelShape:
 
 
 def shape_from_hf(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape that a Hugging Face config.json says; fields of no weight to it are passed over.
+    """Return the shape of a Hugging Face config.json; fields that do not matter to it are passed over.
 
     Raises:
         ValueError: sizes are lacking or make no model; the message names the field.

@@ -41,7 +41,7 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
 
     Returns:
         Costs with the parts of a layer, the ends, messages, and what ends a step. Exchanges with experts have their
-        whole time: the program says what runs beside them.
+        whole time: the Program decides what runs beside them.
 
     Raises:
         ValueError: the GPU does not do the job's precision.

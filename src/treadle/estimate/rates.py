@@ -1,7 +1,7 @@
 """Work to seconds: a part takes the sum of its terms at peak rates, each divided by an achieved share.
 
-A matrix product takes its FLOPs at the peak rate and its bytes at the memory's: small or narrow products achieve less
-of the peak because they move more bytes a FLOP. A share above 1 means that a part of that time is hidden behind other
+A GEMM takes its FLOPs at the peak rate and its bytes at the memory's: small or narrow GEMMs achieve less
+of the peak because they move more bytes a FLOP. A share above 1 means that a part of that time is hidden by other
 work. A cluster's [efficiency] section replaces the defaults of `treadle.estimate.efficiency`, entry by entry.
 """
 
@@ -24,7 +24,7 @@ class PeakTimes(NamedTuple):
 
     gemm: float = 0.0
     gemm_bf16: float = 0.0
-    """Products that stay BF16 whatever the job's precision: the head, the router."""
+    """GEMMs that stay BF16 whatever the job's precision: the head, the router."""
 
     gemm_bytes: float = 0.0
     grouped: float = 0.0
@@ -46,16 +46,16 @@ def at_peak(work: OpWork, cluster: Cluster, precision: str) -> PeakTimes:
     rate, bf16 = cluster.peak(precision), cluster.peak("bf16")
     memory, element = cluster.memory_bandwidth, _ELEMENT[precision]
     gemm = gemm_bf16 = gemm_bytes = grouped = grouped_bytes = 0.0
-    for product in work.gemms:
-        if product.precision and product.precision != precision:
-            gemm_bf16 += product.flops / bf16
-            gemm_bytes += product.moved_bytes(BF16) / memory
+    for each in work.gemms:
+        if each.precision and each.precision != precision:
+            gemm_bf16 += each.flops / bf16
+            gemm_bytes += each.moved_bytes(BF16) / memory
         else:
-            gemm += product.flops / rate
-            gemm_bytes += product.moved_bytes(element) / memory
-    for product in work.grouped:
-        grouped += product.flops / rate
-        grouped_bytes += product.moved_bytes(element) / memory
+            gemm += each.flops / rate
+            gemm_bytes += each.moved_bytes(element) / memory
+    for each in work.grouped:
+        grouped += each.flops / rate
+        grouped_bytes += each.moved_bytes(element) / memory
     links = {"tp": 0.0, "cp": 0.0, "etp": 0.0}
     ep_nvlink = ep_nic = 0.0
     for message in work.messages:

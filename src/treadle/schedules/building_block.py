@@ -30,7 +30,7 @@ INTERVAL = 6
 PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
 """What a rank does for a micro-batch, and in which chunk. The first four are in the order of the way."""
 
-_F, _WEIGHT_HALF = (0, 1), {2: 4, 3: 5}
+_F, _WGRAD = (0, 1), {2: 4, 3: 5}
 
 
 class BuildingBlock(NamedTuple):
@@ -91,7 +91,7 @@ class _BlockRank:
         repeated = list(_repeated(starts, self.places, size.microbatches))
         self.order = bytes(which for which, _ in repeated)
         self.due = [fitted for _, fitted in repeated[: self.order.rindex(0) + 1]]
-        self.next, self.tick, self.held, self.num_weight_halves = 0, 0, 0, 0
+        self.next, self.tick, self.held, self.num_wgrad = 0, 0, 0, 0
         self.pending: deque[int] = deque()
         self.done = bytearray()
 
@@ -106,8 +106,8 @@ class _BlockRank:
             ready = self.ready(self.places[which])
             if ready is None:
                 return
-            while self.pending and (self.tick < ready or self.is_weight_half_due(which)):
-                self.weight_half()
+            while self.pending and (self.tick < ready or self.is_wgrad_due(which)):
+                self.wgrad()
             self.tick = max(self.tick, ready) + 1
             self.ends[self.places[which]].append(self.tick)
             self.done.append(which)
@@ -116,9 +116,9 @@ class _BlockRank:
                 self.held += 1
                 assert self.held <= self.most_held, "the building block holds more than it is allowed"
             else:
-                self.pending.append(_WEIGHT_HALF[which])
+                self.pending.append(_WGRAD[which])
         while self.pending:
-            self.weight_half()
+            self.wgrad()
 
     def ready(self, place: int) -> int | None:
         """Return when the next micro-batch has left the place before this one."""
@@ -127,13 +127,13 @@ class _BlockRank:
         before, mb = self.ends[place - 1], len(self.ends[place])
         return before[mb] if mb < len(before) else None
 
-    def is_weight_half_due(self, which: int) -> bool:
+    def is_wgrad_due(self, which: int) -> bool:
         """Say whether the blocks have one more W before this pass, or this one is an F without memory."""
-        behind = self.next < len(self.due) and self.num_weight_halves < self.due[self.next]
+        behind = self.next < len(self.due) and self.num_wgrad < self.due[self.next]
         return behind or (which in _F and self.held == self.most_held)
 
-    def weight_half(self) -> None:
+    def wgrad(self) -> None:
         self.done.append(self.pending.popleft())
         self.held -= 1
         self.tick += 1
-        self.num_weight_halves += 1
+        self.num_wgrad += 1

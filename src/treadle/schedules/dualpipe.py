@@ -35,13 +35,13 @@ class _DualPipeRank:
         self._backwards[direction] += 1
         return B(mb, direction)
 
-    def input_half(self, direction: int) -> Action:
-        """The input half of the next backward; its weight half waits in the queue."""
+    def dgrad(self, direction: int) -> Action:
+        """Dgrad of the next backward; its wgrad waits in the queue."""
         mb = self.backward(direction).mb
         self._weights.append(W(mb, direction))
         return I(mb, direction)
 
-    def weight_half(self) -> Action:
+    def wgrad(self) -> Action:
         return self._weights.popleft()
 
 
@@ -55,10 +55,10 @@ def phases(ahead: int, behind: int, num_steady: int, *, near: int, far: int) -> 
     for _ in range(ahead + 1):
         yield rank.forward(near)
         yield rank.forward(far)
-    # 3. (I W F) of the far direction: weight halves fill the wait
+    # 3. (I W F) of the far direction: wgrad fills the wait
     for _ in range(behind):
-        yield rank.input_half(far)
-        yield rank.weight_half()
+        yield rank.dgrad(far)
+        yield rank.wgrad()
         yield rank.forward(far)
     # 4. (F|B F|B) steady: near forward with far backward, then far forward with near backward
     for step in range(num_steady):
@@ -76,14 +76,14 @@ def phases(ahead: int, behind: int, num_steady: int, *, near: int, far: int) -> 
     num_whole = 2 * ((ahead + 1) // 2) + (0 if ahead % 2 else 1)
     for step in range(2 * (ahead + 1)):
         direction = far if step % 2 == 0 else near
-        yield rank.backward(direction) if step < num_whole else rank.input_half(direction)
-    # 7. (W I) of the near direction: weight halves fill the wait for its last gradients
+        yield rank.backward(direction) if step < num_whole else rank.dgrad(direction)
+    # 7. (W I) of the near direction: wgrad fills the wait for its last gradients
     for _ in range(behind):
-        yield rank.weight_half()
-        yield rank.input_half(near)
-    # 8. W: the weight halves left over
+        yield rank.wgrad()
+        yield rank.dgrad(near)
+    # 8. W: the wgrad left over
     for _ in range(ahead + 1):
-        yield rank.weight_half()
+        yield rank.wgrad()
 
 
 def row(size: Size, rank: int) -> Iterator[Cell]:

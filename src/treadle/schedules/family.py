@@ -55,11 +55,11 @@ class Family:
     """From 2P micro-batches on, each further P of them lengthen the step by the same time where stages are alike."""
 
     searched: bool = True
-    """A plan considers it unless told which schedules to consider. False: another one is never slower or larger."""
+    """A plan considers it where no schedule is named. False: another one is never slower or larger."""
 
     @property
     def default_vpp(self) -> int:
-        """Chunks a rank where the user says nothing."""
+        """Chunks a rank where the user gives none."""
         return self.vpps[0] if self.vpps else 2
 
     def size(self, pp: int, vpp: int | None, microbatches: int) -> Size:
@@ -73,7 +73,7 @@ class Family:
         return size
 
     def generate(self, size: Size, progress: Callable[[int, int], None] | None = None) -> Schedule:
-        """The schedule of this size, row by row; `progress(rows done, rows)` is told after each."""
+        """The schedule of this size, row by row; `progress(rows done, rows)` is called after each."""
         rows = []
         for rank in range(size.pp):
             rows.append(tuple(self.row(size, rank)))

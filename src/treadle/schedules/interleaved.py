@@ -40,7 +40,7 @@ def order(size: Size) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
 
 
 def num_warmup(size: Size, rank: int) -> int:
-    """Forwards before the first backward can run: two for each rank behind, and a group for each chunk but one."""
+    """Forwards before the first backward can run: two for each rank after it, and a group for each chunk but one."""
     return 2 * (size.pp - 1 - rank) + (size.vpp - 1) * group_size(size)
 
 

@@ -20,7 +20,7 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
     """Warm up until the first gradient can arrive, then a backward after each forward."""
     num_mb = size.microbatches
     warmup = min(size.pp - 1 - rank, num_mb)
-    # 1. F: fill the pipe, one forward for each rank behind
+    # 1. F: fill the pipe, one forward for each rank after it
     yield from (F(mb) for mb in range(warmup))
     # 2. (F B) steady
     for k in range(num_mb - warmup):

@@ -36,18 +36,18 @@ class _ZbvRank:
             yield F(self.forwards[chunk], chunk)
             self.forwards[chunk] += 1
 
-    def input_half(self, chunk: int) -> Iterator[Cell]:
+    def dgrad(self, chunk: int) -> Iterator[Cell]:
         yield I(self.backwards[chunk], chunk)
         self.pending[chunk].append(self.backwards[chunk])
         self.backwards[chunk] += 1
 
-    def weight_half(self, chunk: int) -> Iterator[Cell]:
+    def wgrad(self, chunk: int) -> Iterator[Cell]:
         yield W(self.pending[chunk].popleft(), chunk)
 
     def one_of_each(self, chunk: int) -> Iterator[Cell]:
-        """Input half of `chunk`, its weight half."""
-        yield from self.input_half(chunk)
-        yield from self.weight_half(chunk)
+        """Dgrad of `chunk`, then its wgrad."""
+        yield from self.dgrad(chunk)
+        yield from self.wgrad(chunk)
 
 
 def row(size: Size, rank: int) -> Iterator[Cell]:
@@ -71,17 +71,17 @@ def row(size: Size, rank: int) -> Iterator[Cell]:
         yield from state.one_of_each(0)
         yield from state.forward(1)
         yield from state.one_of_each(1)
-    # 5. (I I) of chunks 0 and 1: back along both arms, weight halves held back
+    # 5. (I I) of chunks 0 and 1: back along both arms, wgrad held back
     for _ in range(rank):
-        yield from state.input_half(0)
-        yield from state.input_half(1)
+        yield from state.dgrad(0)
+        yield from state.dgrad(1)
     # 6. (I W) of chunk 0: up the V
     for _ in range(after):
         yield from state.one_of_each(0)
-    # 7. W of chunk 1, then of chunk 0: the weight halves left over
+    # 7. W of chunk 1, then of chunk 0: the wgrad left over
     for chunk in (1, 0):
         while state.pending[chunk]:
-            yield from state.weight_half(chunk)
+            yield from state.wgrad(chunk)
 
 
 FAMILY = Family(

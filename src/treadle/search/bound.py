@@ -6,7 +6,7 @@ from treadle.costs import Costs
 from treadle.ir.blocks import LAYERS
 from treadle.ir.placement import Placement
 
-_HALVES = {"f": ("attn_f", "mlp_f"), "b": ("mlp_b", "attn_b", "mlp_w", "attn_w")}
+_PASSES = {"f": ("attn_f", "mlp_f"), "b": ("mlp_b", "attn_b", "mlp_w", "attn_w")}
 _ENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "E": {"f": ("embed_f",), "b": ("embed_b",)},
     "m": {"f": ("mtp_f",), "b": ("mtp_b", "mtp_w")},
@@ -37,20 +37,20 @@ def least_ticks(
 def _computed(costs: Costs, block: str, recompute: tuple[str, ...]) -> tuple[int, int]:
     """Return the ticks that a block computes in its forward and in its backward."""
     if block not in LAYERS:
-        halves = _ENDS[block]
-        return sum(costs.ends.get(part, 0) for part in halves["f"]), sum(
-            costs.ends.get(part, 0) for part in halves["b"]
+        passes = _ENDS[block]
+        return sum(costs.ends.get(part, 0) for part in passes["f"]), sum(
+            costs.ends.get(part, 0) for part in passes["b"]
         )
 
     def ticks(part: str) -> int:
         return costs.dense_part(part) if block == "d" else costs.layer.get(part, 0)
 
     again = sum(_again(costs, block, part) for part in recompute)
-    return sum(map(ticks, _HALVES["f"])), sum(map(ticks, _HALVES["b"])) + again
+    return sum(map(ticks, _PASSES["f"])), sum(map(ticks, _PASSES["b"])) + again
 
 
 def _again(costs: Costs, block: str, part: str) -> int:
-    """Return the ticks of a part that is computed again: its own, or those of its forward."""
+    """Return the ticks of a part that is recomputed: its own, or those of its forward."""
     if block == "d":
         own = costs.dense.get(f"{part}_r")
         return own if own is not None else costs.dense_part(f"{part}_f")

@@ -46,7 +46,7 @@ class Chosen:
 
     @property
     def flops_per_s_per_gpu(self) -> float:
-        """Floating-point operations of the model, without what is computed again, that a GPU does in a second."""
+        """Floating-point operations of the model, without what is recomputed, that a GPU does in a second."""
         job = self.judged.job
         return model_flops(job.model, job.seq_len) * job.global_batch_size / self.step_s / job.cluster.num_gpus
 

@@ -21,7 +21,7 @@ from treadle.search.structure import Structure, recomputed_ops
 class Judged:
     """A candidate with its memory, the least time its step can take, and the simulated one where it was needed.
 
-    What a job holds that offloads shows in its simulation only. Before it, its memory is without what may be offloaded.
+    With offload, peak memory is known only after simulation; before it, what may be offloaded is left out.
     """
 
     job: Job

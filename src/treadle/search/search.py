@@ -1,4 +1,4 @@
-"""The search: feasible jobs are bounded, simulated and ranked."""
+"""The search: jobs that fit are bounded, simulated and ranked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""
 
 _NEAR = 1.05
-"""A simulation of few micro-batches tells memory where activations are offloaded to within so much."""
+"""The memory of a simulation of few micro-batches is right to within so much where activations are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def search(
         progress: called with the candidates done, and all of them.
 
     Raises:
-        ValueError: nothing fits; the message says what comes nearest.
+        ValueError: nothing fits; the message names what comes nearest.
 
     """
     points = list(candidates)

@@ -63,13 +63,13 @@ def candidates(
 
     `refused` counts, by reason, the sizes that do not go together.
     """
-    told = refused if refused is not None else Counter()
+    reasons = refused if refused is not None else Counter()
     space = fill(space, model, cluster, seq_len)
     for tp, cp, pp, ep in product(space.tp or (), space.cp or (), space.pp or (), space.ep or ()):
         if cluster.num_gpus % (tp * cp * pp):
-            told[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
+            reasons[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
             continue
-        for size, (name, vpp) in product(space.micro_batch_size, _schedules(space, pp, told)):
+        for size, (name, vpp) in product(space.micro_batch_size, _schedules(space, pp, reasons)):
             try:
                 first = Job(
                     model,
@@ -86,7 +86,7 @@ def candidates(
                 )
                 check_schedule(first)
             except ValueError as error:
-                told[str(error)] += 1
+                reasons[str(error)] += 1
                 continue
             yield from _variations(first, space)
 
@@ -134,7 +134,7 @@ def searched_schedules(model: ModelShape) -> tuple[str, ...]:
     return tuple(each.name for each in sorted(found, key=lambda each: each.overlapped))
 
 
-def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tuple[str, int]]:
+def _schedules(space: SearchSpace, pp: int, reasons: Counter[str]) -> Iterator[tuple[str, int]]:
     """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
     names = space.schedules or ()
     if pp == 1:
@@ -142,12 +142,12 @@ def _schedules(space: SearchSpace, pp: int, told: Counter[str]) -> Iterator[tupl
         if alone in names:
             yield alone, 1
         else:
-            told[f"a pipeline of one rank runs {alone}; add --schedule {alone}"] += 1
+            reasons[f"a pipeline of one rank runs {alone}; add --schedule {alone}"] += 1
         return
     for name in names:
         vpps = family(name).vpps or tuple(count for count in space.vpp if count > 1)
         if not vpps:
-            told[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
+            reasons[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
         for vpp in vpps:
             yield name, vpp
 

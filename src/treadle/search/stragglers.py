@@ -31,7 +31,7 @@ def study_plan(
         stragglers: how many GPUs are slow, and how slow.
         draws: how often slow GPUs are drawn.
         seed: of the draws.
-        progress: told how many simulations are done, and of how many.
+        progress: called with the simulations done, and all of them.
 
     """
     jobs = {shown(best.job, "schedule"): best}
