@@ -10,6 +10,7 @@ import pytest
 from held_to import printed
 from held_to.rows import Prediction, misses_of, read_rows, spread
 from tests.support.command import treadle
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(("name", "number"), [("zero_bubble", 12), ("vtrain", 109), ("simumax", 43)])
@@ -65,6 +66,15 @@ def test_figures_of_errors() -> None:
     found = printed.figures(rows)
     assert found["max"] == pytest.approx(100 * max(map(abs, errors)))
     assert found["bias"] == pytest.approx(100 * statistics.median(errors))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bridge_dense", "mlperf", "zb_1f1b", "zb_interleaved"])
+def test_the_page_has_the_figures_of_what_plans_print(name: str) -> None:
+    found = printed.figures(printed.data_sets()[name])
+    shown = " | ".join(f"{found[key]:.1f}" for key in ("median", "p90", "max"))
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert f"| {found['rows']:.0f} | {shown} | {found['bias']:+.1f} |" in page
 
 
 def test_pairs_are_ranked_by_tokens() -> None:
