@@ -75,30 +75,30 @@ HEAD = "model,pp,global_batch_size,step_s\n"
         ("", "is empty; its first line names columns: model, step_s"),
         ("# nothing\n\n", "is empty"),
         (HEAD, "has a header and no run"),
-        ("model,step,global_batch_size\n", "line 1: 'step' is no column; the nearest is step_s; all are model"),
+        ("model,step,global_batch_size\n", ":1: 'step' is no column; did you mean 'step_s'?"),
         ("model,pp,pp,global_batch_size,step_s\n", "column pp is there twice"),
-        ("model,global_batch_size\n", "line 1: column step_s is missing: measured seconds of a step"),
+        ("model,global_batch_size\n", ":1: column step_s is missing: measured seconds of a step"),
         ("model,step_s\n", "a batch is global_batch_size or tokens_per_batch, got neither"),
         ("model,step_s,global_batch_size,tokens_per_batch\n", "got both"),
-        (HEAD + "llama3-8b,2,64\n", "line 2: it has 3 cells, and the header 4 columns"),
-        (HEAD + "llama3-8b,2,64,1\nllama3-8b,two,64,1\n", "line 3, column pp: it is a whole number from 1, got 'two'"),
-        (HEAD + "llama3-8b,0,64,1\n", "line 2, column pp: it is a whole number from 1, got '0'"),
-        (HEAD + "llama3-8b,2,64,fast\n", "line 2, column step_s: it is a number of seconds above 0, got 'fast'"),
+        (HEAD + "llama3-8b,2,64\n", ":2: it has 3 cells, and the header 4 columns"),
+        (HEAD + "llama3-8b,2,64,1\nllama3-8b,two,64,1\n", ":3: pp is a whole number from 1, got 'two'"),
+        (HEAD + "llama3-8b,0,64,1\n", ":2: pp is a whole number from 1, got '0'"),
+        (HEAD + "llama3-8b,2,64,fast\n", ":2: step_s is a number above 0, got 'fast'"),
         (HEAD + "llama3-8b,2,64,-1\n", "above 0, got '-1'"),
         (HEAD + "llama3-8b,2,64,nan\n", "above 0, got 'nan'"),
-        (HEAD + "llama3-8b,2,64,\n", "column step_s: it is measured seconds of a step, got ''"),
-        (HEAD + "llama3-9b,2,64,1\n", "line 2: a model is a preset"),
-        (HEAD + "llama3-8b,3,64,1\n", "line 2: tp x cp x pp is 3 and does not divide 64 GPUs"),
-        (HEAD + "llama3-8b,2,63,1\n", "line 2: the global batch is a multiple of micro_batch_size x dp"),
-        (HEAD + "llama3-8b,64,64,1\n", "line 2: 1f1b has 64 stages, and the model 32 layers"),
-        ("model,tokens_per_batch,step_s\nllama3-8b,5000,1\n", "column tokens_per_batch: it is a multiple of seq_len"),
+        (HEAD + "llama3-8b,2,64,\n", "step_s is measured seconds of a step, got ''"),
+        (HEAD + "llama3-9b,2,64,1\n", ":2: a model is a preset"),
+        (HEAD + "llama3-8b,3,64,1\n", ":2: tp x cp x pp is 3 and does not divide 64 GPUs"),
+        (HEAD + "llama3-8b,2,63,1\n", ":2: the global batch is a multiple of micro_batch_size x dp"),
+        (HEAD + "llama3-8b,64,64,1\n", ":2: 1f1b has 64 stages, and the model 32 layers"),
+        ("model,tokens_per_batch,step_s\nllama3-8b,5000,1\n", "tokens_per_batch is a multiple of seq_len"),
         ("model,num_gpus,global_batch_size,step_s\nllama3-8b,128,128,1\n",
-         "column num_gpus: it is at most the 64 GPUs of the cluster (--cluster h100:128 has more), got '128'"),
-        ("model,gpu,global_batch_size,step_s\nllama3-8b,b200,64,1\n", "column gpu: it is the cluster's GPU, h100;"),
-        ("model,offload,global_batch_size,step_s\nllama3-8b,no,64,1\n", "offload: it is true or false, got 'no'"),
-        ("model,schedule,global_batch_size,step_s\nllama3-8b,2f2b,64,1\n", "line 2: '2f2b' is not a schedule"),
-        ("model,precision,global_batch_size,step_s\nllama3-8b,nvfp4,64,1\n", "line 2: 64 h100 computes in bf16, fp8"),
-        ("model,recompute,global_batch_size,step_s\nllama3-8b,atn,64,1\n", "line 2: recompute is one of full, attn"),
+         "num_gpus is at most the 64 GPUs of the cluster (--cluster h100:128 has more), got '128'"),
+        ("model,gpu,global_batch_size,step_s\nllama3-8b,b200,64,1\n", "gpu is the cluster's GPU, h100;"),
+        ("model,offload,global_batch_size,step_s\nllama3-8b,no,64,1\n", "offload is true or false, got 'no'"),
+        ("model,schedule,global_batch_size,step_s\nllama3-8b,2f2b,64,1\n", ":2: '2f2b' is not a schedule"),
+        ("model,precision,global_batch_size,step_s\nllama3-8b,nvfp4,64,1\n", ":2: 64 h100 computes in bf16, fp8"),
+        ("model,recompute,global_batch_size,step_s\nllama3-8b,atn,64,1\n", ":2: recompute is one of full, attn"),
         ("model,layout,global_batch_size,step_s\nllama3-8b,Et|tL,64,1\n", "a layout of llama3-8b has 32 layers"),
     ],
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_bytes(b"model\xff\xfe")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         read_runs(tmp_path / "runs.csv", CLUSTER)
 
 

@@ -121,7 +121,7 @@ def test_errors_name_what_is_lacking_or_cannot_be_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dense: \[2\]"):
         _read("qwen3_moe", tmp_path, mlp_only_layers=[2])
     assert _read("qwen3_moe", tmp_path, mlp_only_layers=[0, 1]).first_k_dense_replace == 2
-    with pytest.raises(ValueError, match="the nearest is llama3-70b"):
+    with pytest.raises(ValueError, match="did you mean 'llama3-70b'"):
         load_model("llama-3-70b")
     with pytest.raises(ValueError, match="num_key_value_heads divides num_attention_heads"):
         _read("llama", tmp_path, num_key_value_heads=3)
@@ -201,18 +201,18 @@ def test_files_that_say_no_model(tmp_path: Path) -> None:
             r"mine\.toml lacks num_hidden_layers, num_attention_heads; .* has them$",
         ),
         ("hidden_size = 1\nnum_hidden_layers = 1\nnum_attention_heads = 1", "lacks vocab_size; every model has it$"),
-        ("hidden_size = 64\nvocab_size =", r"mine\.toml is not TOML: .*\(at "),
-        ("hidden_size 64", r"mine\.toml is not TOML: .*line 1, column 13"),
+        ("hidden_size = 64\nvocab_size =", r"mine\.toml:2: not TOML: .*\(at "),
+        ("hidden_size 64", r"mine\.toml:1: not TOML: .*line 1, column 13"),
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             load_model(file)
     (tmp_path / "config.json").write_text('{"hidden_size": 64,\n "vocab_size" 3}', encoding="utf-8")
     for where in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(ValueError, match=r"config\.json is not JSON: .*line 2, column 15"):
+        with pytest.raises(ValueError, match=r"config\.json:2: not JSON: .*column 15"):
             load_model(where)
     (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json is JSON of an object, got list"):
+    with pytest.raises(ValueError, match=r"config\.json has a JSON object, got \[1\]"):
         load_model(tmp_path)
     with pytest.raises(ValueError, match=r"no config\.json in .*empty"):
         load_model(directory)
@@ -341,15 +341,15 @@ def test_every_kind_of_transformers_is_counted_or_refused(part: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"text_config": 3}, "text_config of a config.json is an object, got 3"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures of a config.json is a list, got 'LlamaForCausalLM'"),
-        ({"layer_types": 5}, "layer_types of a config.json is a list, got 5"),
-        ({"attn_type_list": 1}, "attn_type_list of a config.json is a list, got 1"),
-        ({"num_hidden_layers": "four"}, "num_hidden_layers of a config.json is a whole number, got 'four'"),
-        ({"moe_layer_freq": "x"}, "moe_layer_freq of a config.json is a whole number, got 'x'"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers of a config.json is a list, got 3"),
-        ({"moe_intermediate_size": "48"}, "moe_intermediate_size of a config.json is a whole number, got '48'"),
-        ({"shared_expert_intermediate_size": 4.5}, "shared_expert_intermediate_size of a config.json is a whole"),
+        ({"text_config": 3}, "config.json: text_config is an object, got 3"),
+        ({"architectures": "LlamaForCausalLM"}, "config.json: architectures is a list, got 'LlamaForCausalLM'"),
+        ({"layer_types": 5}, "config.json: layer_types is a list, got 5"),
+        ({"attn_type_list": 1}, "config.json: attn_type_list is a list, got 1"),
+        ({"num_hidden_layers": "four"}, "config.json: num_hidden_layers is a whole number, got 'four'"),
+        ({"moe_layer_freq": "x"}, "config.json: moe_layer_freq is a whole number, got 'x'"),
+        ({"mlp_only_layers": 3}, "config.json: mlp_only_layers is a list, got 3"),
+        ({"moe_intermediate_size": "48"}, "config.json: moe_intermediate_size is a whole number, got '48'"),
+        ({"shared_expert_intermediate_size": 4.5}, "config.json: shared_expert_intermediate_size is a whole"),
         ({"num_experts": "8"}, "num_experts is a whole number from 0, got '8'"),
     ],
 )

@@ -491,34 +491,34 @@ def test_json_is_a_line_a_rank() -> None:
 GOOD = json.loads(json_form.dump(generate("1f1b", pp=2, microbatches=1)))
 
 BAD_JSON = [
-    ({"treadle-schedule": 2}, "'treadle-schedule' must be 1, the form this version reads, got 2"),
-    ({"treadle-schedule": True}, "'treadle-schedule' must be 1, .*got True"),
-    ({"treadle-schedule": None}, "'treadle-schedule' must be 1, .*got None"),
-    ({"microbatch": 3}, "'microbatch' is not a key of a schedule; did you mean 'microbatches'?"),
-    ({"zzz": 3}, "'zzz' is not a key of a schedule; known are treadle-schedule, name, .*, receives"),
-    ({"pp": "2"}, "'pp' is a whole number from 1, got '2'"),
-    ({"pp": 2.0}, "'pp' is a whole number from 1, got 2.0"),
-    ({"vpp": True}, "'vpp' is a whole number from 1, got true"),
-    ({"microbatches": 0}, "'microbatches' is a whole number from 1, got 0"),
-    ({"name": None}, "'name' is a text, got null"),
-    ({"placement": ["loop"]}, "'placement' is a text, got a list"),
+    ({"treadle-schedule": 2}, "treadle-schedule is 1, the version that is read here, got 2"),
+    ({"treadle-schedule": True}, "treadle-schedule is 1, .*got true"),
+    ({"treadle-schedule": None}, "treadle-schedule is 1, .*got null"),
+    ({"microbatch": 3}, "microbatch is not known; did you mean 'microbatches'?"),
+    ({"zzz": 3}, "zzz is not known; known are treadle-schedule, name, .*, receives"),
+    ({"pp": "2"}, "pp is a whole number from 1, got '2'"),
+    ({"pp": 2.0}, "pp is a whole number from 1, got 2.0"),
+    ({"vpp": True}, "vpp is a whole number from 1, got true"),
+    ({"microbatches": 0}, "microbatches is a whole number from 1, got 0"),
+    ({"name": None}, "name is a text, got null"),
+    ({"placement": ["loop"]}, r"placement is a text, got \['loop'\]"),
     ({"placement": "ring"}, "placement 'ring' is not known; use loop, v, bidirectional"),
     ({"placement": "bidirectional", "vpp": 2}, "2 pipes share the micro-batches equally, got 1; use 2"),
-    ({"rows": {}}, "'rows' is a list of a row for each rank, got an object"),
-    ({"rows": [["F0.0"]]}, "'rows' has a row for each of the pp=2 ranks, got 1"),
-    ({"rows": [[], "F0.0"]}, r"'rows\[1\]' is a list of cells, got 'F0.0'"),
-    ({"rows": [["F0.0"], ["F0.0", "B0"]]}, "rank 1, position 1: 'B0' is not a cell; cells are F0.0, B0.0"),
-    ({"rows": [["F0.0 "], []]}, "rank 0, position 0: 'F0.0 ' is not a cell"),
-    ({"rows": [[0], []]}, "rank 0, position 0: 0 is not a cell"),
-    ({"rows": [["F" * 99], []]}, r"rank 0, position 0: 'F{56}\.\.\. is not a cell"),
-    ({"receives": []}, "'receives' is an object such as .*, got a list"),
-    ({"receives": {"0-1": []}}, "no channel '0-1'; a channel is two of the 2 ranks, such as '0>1'"),
-    ({"receives": {"0>2": []}}, "no channel '0>2'"),
+    ({"rows": {}}, "rows is a list, .*, got an object"),
+    ({"rows": [["F0.0"]]}, "rows has a row for each of the pp=2 ranks, got 1"),
+    ({"rows": [[], "F0.0"]}, r"rows\[1\] is a list, each item a cell: .*, got 'F0.0'"),
+    ({"rows": [["F0.0"], ["F0.0", "B0"]]}, r"rows\[1\]\[1\] is a cell: F0.0, B0.0, .*, got 'B0'"),
+    ({"rows": [["F0.0 "], []]}, r"rows\[0\]\[0\] is a cell: .*, got 'F0.0 '"),
+    ({"rows": [[0], []]}, r"rows\[0\]\[0\] is a cell: .*, got 0"),
+    ({"rows": [["F" * 99], []]}, r"rows\[0\]\[0\] is a cell: .*, got 'F{56}\.\.\."),
+    ({"receives": []}, "receives is an object, got a list of 0"),
+    ({"receives": {"0-1": []}}, "receives.0-1 is not a channel: two ranks, such as 0>1"),
+    ({"receives": {"0>2": []}}, "no channel '0>2'; a channel is two of 2 ranks, such as '0>1'"),
     ({"receives": {"1>1": []}}, "no channel '1>1'"),
-    ({"receives": {"0>1": "F0.0"}}, "'receives 0>1' is a list of messages, got 'F0.0'"),
+    ({"receives": {"0>1": "F0.0"}}, "receives.0>1 is a list, each item a message: .*, got 'F0.0'"),
     (
         {"receives": {"0>1": ["F0.0", "I0.0"]}},
-        "receives 0>1, position 1: 'I0.0' is not a message; .* F0.0 or B0.0",
+        r"receives.0>1\[1\] is a message: F0.0 or B0.0, got 'I0.0'",
     ),
 ]
 
@@ -529,10 +529,10 @@ def test_json_errors_name_the_key(change: dict[str, object], message: str) -> No
         json_form.parse(json.dumps({**GOOD, **change}), "mine.json")
 
 
-@pytest.mark.parametrize("key", json_form.KEYS)
+@pytest.mark.parametrize("key", [key for key in GOOD if key != "receives"])
 def test_json_missing_key(key: str) -> None:
     content = {name: value for name, value in GOOD.items() if name != key}
-    with pytest.raises(ValueError, match=f"^mine.json: '{key}' (is missing|must be 1, .*got none)"):
+    with pytest.raises(ValueError, match=f"^mine.json( lacks {key}: |: {key} is 1, .*got null)"):
         json_form.parse(json.dumps(content), "mine.json")
 
 
@@ -543,7 +543,7 @@ def test_json_key_given_twice() -> None:
 
 
 def test_json_that_is_no_object() -> None:
-    with pytest.raises(ValueError, match=r"^mine\.json: a schedule is a JSON object with the keys .*, got a list"):
+    with pytest.raises(ValueError, match=r"^mine\.json is an object with treadle-schedule, name, .*, got \[1\]"):
         json_form.parse("[1]", "mine.json")
 
 

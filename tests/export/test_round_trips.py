@@ -25,8 +25,8 @@ from tests.support.example_traces import (
 )
 from treadle.export import chrome, npz
 from treadle.export.columns import DTYPES
-from treadle.export.fields import Fields
 from treadle.export.header import layout_object, read_layout
+from treadle.fields.fields import Fields
 from treadle.ir import B, F, Placement, Schedule
 from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
 from treadle.ir.trace import Clock, Trace

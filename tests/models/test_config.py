@@ -64,7 +64,7 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no config at"):
         ModelConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a config"):
+    with pytest.raises(ValueError, match=r"config\.json has a JSON object, got a list of 0"):
         ModelConfig.from_hf(tmp_path)
 
 

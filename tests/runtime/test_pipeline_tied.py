@@ -379,7 +379,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (
         {"t": {0: "table.weight", 1: "linear.wait"}},
         "",
-        "stage 1 has no parameter linear.wait; the nearest is line",
+        "stage 1 has no parameter linear.wait; did you mean 'line",
     ),
     ({"t": {0: "table.weight"}}, "", "the tie 't' has one stage, 0 (table.weight); a tie joins two stages or more"),
     ({"t": {}}, "", "the tie 't' names no stage"),

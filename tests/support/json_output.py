@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 
-from treadle.cli.output import VERSIONS, schema_text
+from treadle.cli.output import KINDS, schema
 
 
 def read_json(kind: str, text: str) -> dict[str, Any]:
@@ -17,8 +17,8 @@ def read_json(kind: str, text: str) -> dict[str, Any]:
         raise AssertionError(f"{name} is not JSON")
 
     read: dict[str, Any] = json.loads(text, parse_constant=no_constant)
-    validator = jsonschema.Draft202012Validator(json.loads(schema_text(kind)))
+    validator = jsonschema.Draft202012Validator(schema(kind))
     problems = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(read)]
     assert not problems, "\n".join(problems)
-    assert next(iter(read.items())) == (f"treadle-{kind}", VERSIONS[kind])
+    assert next(iter(read.items())) == (f"treadle-{kind}", KINDS[kind].version)
     return read

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from treadle.fields.kinds import Flag, Number
 
 REQUIRED = ("model", "step_s")
 SIZES = ("num_gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
@@ -44,26 +45,26 @@ class Cell(NamedTuple):
 
     def refuse(self, allowed: str) -> ValueError:
         """Return the error of a cell that is not what is allowed."""
-        return ValueError(f"{self.file}, line {self.line}, column {self.column}: it is {allowed}, got {self.text!r}")
+        return ValueError(f"{self.file}:{self.line}: {self.column} is {allowed}, got {self.text!r}")
 
-    def whole(self, least: int = 1) -> int:
-        """Read a whole number."""
-        if re.fullmatch(r"[0-9]{1,15}", self.text) is None or int(self.text) < least:
-            raise self.refuse(f"a whole number from {least}")
-        return int(self.text)
-
-    def seconds(self) -> float:
-        """Read a time."""
-        try:
-            found = float(self.text)
-        except ValueError:
-            found = -1.0
-        if not 0 < found < float("inf"):
-            raise self.refuse("a number of seconds above 0")
+    def number(self, kind: Number) -> Any:
+        """Return the number of a cell, whole if the kind is."""
+        found = kind.read(self.text)
+        if found is None:
+            raise self.refuse(kind.words)
         return found
 
+    def whole(self, least: int = 1) -> int:
+        """Return a whole number."""
+        number: int = self.number(Number(least, whole=True))
+        return number
+
+    def seconds(self) -> float:
+        """Return a time."""
+        return float(self.number(Number(0, above=True)))
+
     def truth(self) -> bool:
-        """Read true or false."""
+        """Return true or false."""
         if self.text.lower() not in ("true", "false"):
-            raise self.refuse("true or false")
+            raise self.refuse(Flag().words)
         return self.text.lower() == "true"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treadle.calibrate.runs_file import MeasuredRun
 from treadle.estimate import Cluster
+
+if TYPE_CHECKING:
+    from treadle.calibrate.printed_calibration import CalibrateJson
 
 SUSPICIOUS = 0.15
 """A run that is off by more than this share after fitting is pointed out."""
@@ -94,8 +97,11 @@ class CalibrationReport:
         errors = [abs(each.error(estimate)) for each, estimate in estimates if estimate is not None]
         return statistics.median(errors) if errors else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> CalibrateJson:
         """Return a dict for JSON."""
+        before, after = self.median("before"), self.median("after")
+        assert before is not None
+        assert after is not None
         return {
             "cluster": self.cluster.name,
             "gpus": self.cluster.num_gpus,
@@ -113,7 +119,7 @@ class CalibrationReport:
                 }
                 for each in self.runs
             ],
-            "median_error": {name: self.median(name) for name in ("before", "after", "left_out")},
+            "median_error": {"before": before, "after": after, "left_out": self.median("left_out")},
             "moved": [
                 {"name": each.name, "before": each.before, "after": each.after, "told": each.told}
                 for each in self.moved

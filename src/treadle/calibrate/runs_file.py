@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES, Cell
 from treadle.estimate import Cluster, Job, load_model
-from treadle.estimate.input_files import nearest_hint
 from treadle.estimate.stages import stage_rows
+from treadle.fields.input_files import read_text
+from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.schedules import default_schedule, family
 from treadle.search.judged import describe
@@ -42,13 +43,7 @@ def read_runs(path: str | Path, cluster: Cluster) -> tuple[MeasuredRun, ...]:
 
     """
     file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    lines = [(number, row) for number, row in _rows(text) if row and not row[0].lstrip().startswith("#")]
+    lines = [(number, row) for number, row in _rows(read_text(file)) if row and not row[0].lstrip().startswith("#")]
     if not lines:
         raise ValueError(
             f"{file} is empty; its first line names columns: {', '.join(REQUIRED)}, global_batch_size, ..."
@@ -68,24 +63,23 @@ def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
 def _header(file: Path, line: int, names: list[str]) -> list[str]:
     for name in names:
         if name not in COLUMNS:
-            near = nearest_hint(name, list(COLUMNS))
-            raise ValueError(f"{file}, line {line}: {name!r} is no column{near}; all are {', '.join(COLUMNS)}")
+            raise ValueError(f"{file}:{line}: {name!r} is no column; {did_you_mean(name, COLUMNS)}")
         if names.count(name) > 1:
-            raise ValueError(f"{file}, line {line}: column {name} is there twice; leave one")
+            raise ValueError(f"{file}:{line}: column {name} is there twice; leave one")
     missing = [name for name in REQUIRED if name not in names]
     if missing:
-        raise ValueError(f"{file}, line {line}: column {missing[0]} is missing: {COLUMNS[missing[0]]}")
+        raise ValueError(f"{file}:{line}: column {missing[0]} is missing: {COLUMNS[missing[0]]}")
     batches = [name for name in ("global_batch_size", "tokens_per_batch") if name in names]
     if len(batches) != 1:
         got = "both" if batches else "neither"
-        raise ValueError(f"{file}, line {line}: a batch is global_batch_size or tokens_per_batch, got {got}")
+        raise ValueError(f"{file}:{line}: a batch is global_batch_size or tokens_per_batch, got {got}")
     return names
 
 
 def _cells(file: Path, line: int, header: list[str], row: list[str]) -> dict[str, Cell]:
     """Return the cells that are not empty."""
     if len(row) != len(header):
-        raise ValueError(f"{file}, line {line}: it has {len(row)} cells, and the header {len(header)} columns")
+        raise ValueError(f"{file}:{line}: it has {len(row)} cells, and the header {len(header)} columns")
     cells = {name: Cell(str(file), line, name, text) for name, text in zip(header, row, strict=True)}
     for name in (*REQUIRED, "global_batch_size", "tokens_per_batch"):
         if name in cells and not cells[name].text:
@@ -102,7 +96,7 @@ def _run(file: Path, line: int, cells: Mapping[str, Cell], cluster: Cluster) -> 
     try:
         job = _job(file, cells, numbers, gpus)
     except ValueError as error:
-        raise error if str(error).startswith(f"{file}, ") else ValueError(f"{file}, line {line}: {error}") from error
+        raise error if str(error).startswith(f"{file}:") else ValueError(f"{file}:{line}: {error}") from error
     name = cells["name"].text if "name" in cells else f"{job.model.name} {gpus.num_gpus:,} GPUs {describe(job)}"
     return MeasuredRun(job, seconds, name, line)
 

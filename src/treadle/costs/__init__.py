@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from treadle.costs.durations import durations, ticks
 from treadle.costs.format import schema
 from treadle.costs.lacking import Lack, lacks, missing
 from treadle.costs.reading import Problem, read
+from treadle.fields.input_files import read_text
+from treadle.fields.nearest import did_you_mean
 
 UNIT_COSTS = Costs(
     "unit",
@@ -54,11 +55,9 @@ def costs_text(name: str) -> str:
     if name in PRESETS:
         return files("treadle.costs").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
     if Path(name).suffix or "/" in name:
-        return Path(name).read_text(encoding="utf-8")
-    known = ("unit", *PRESETS)
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-    raise ValueError(f"{name!r} is not a preset of costs; {hint} (a file ends in .toml)")
+        return read_text(name)
+    way_out = did_you_mean(name, ("unit", *PRESETS))
+    raise ValueError(f"{name!r} is not a preset of costs; {way_out} (a file ends in .toml)")
 
 
 __all__ = [

@@ -59,7 +59,7 @@ from typing import Any
 
 from treadle.costs.format import NUMBERED, SECTIONS, KeyKind, Section
 from treadle.costs.reading import read
-from treadle.costs.toml_text import quoted
+from treadle.fields.input_files import toml_value
 from treadle.ir.blocks import LAYERS
 from treadle.ir.program import STEP_END, OpKind
 from treadle.ir.trace import MICROSECONDS, Clock
@@ -278,10 +278,10 @@ def _number(value: Any, kind: KeyKind, clock: Clock) -> Any:
 
 def dump(costs: Costs, *, comments: bool = False) -> str:
     """Write TOML that `parse` reads back to the same costs; `comments` say what each entry is."""
-    lines = [f"name = {quoted(costs.name)}"]
+    lines = [f"name = {toml_value(costs.name)}"]
     if costs.about:
-        lines.append(f"about = {quoted(costs.about)}")
-    lines.append(f"unit = {quoted(costs.clock.unit)}")
+        lines.append(f"about = {toml_value(costs.about)}")
+    lines.append(f"unit = {toml_value(costs.clock.unit)}")
     for name, section in SECTIONS.items():
         lines += _written(f"[{name}]", section, getattr(costs, name), costs.clock, comments=comments)
     for number, entries in sorted(costs.stage.items()):
@@ -300,9 +300,7 @@ def _written(title: str, section: Section, entries: Mapping[str, Any], clock: Cl
 
 
 def _text(value: Any, kind: KeyKind, clock: Clock) -> str:
-    if kind is KeyKind.FACTORS:
-        return f"[{', '.join(map(repr, value))}]"
-    if kind in (KeyKind.FACTOR, KeyKind.SHARE):
-        return repr(value)
+    if kind in (KeyKind.FACTORS, KeyKind.FACTOR, KeyKind.SHARE):
+        return toml_value(value)
     scale = clock.ticks if kind is KeyKind.TIME else 1
     return str(value // scale) if value % scale == 0 else repr(value / scale)

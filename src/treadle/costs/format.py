@@ -1,6 +1,6 @@
 """The format of a costs file: its sections and keys, each with its kind and meaning, in one table.
 
-The parser, the writer, the JSON schema and the texts of `treadle costs` all read this table, so a new section is an
+The parser, the writer, the JSON schema and the texts of `treadle costs` read this table, so a new section is an
 entry here and a field of `Costs`.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from treadle.fields.kinds import DIALECT, SHARE, Field, ListOf, Number, ObjectOf, OneOf, TableOf, Text, ValueKind
 
 
 class KeyKind(Enum):
@@ -21,6 +23,11 @@ class KeyKind(Enum):
     SHARE = "a number from 0 to 1"
     FACTORS = "a list of numbers above 0"
 
+    @property
+    def value_kind(self) -> ValueKind:
+        """What a value of this kind may be."""
+        return _VALUE_KINDS[self]
+
 
 LIMIT = 1e12
 """Times and sizes are below this; a larger number is taken for a typing error."""
@@ -28,6 +35,17 @@ MOST_LAYERS = 32_767
 """Layers are numbered by 16 bits."""
 MOST_FACTOR = 1e6
 """Factors are at most this."""
+
+_AMOUNT = Number(0, LIMIT, below=True)
+_FACTOR = Number(0, MOST_FACTOR, above=True)
+_VALUE_KINDS: dict[KeyKind, ValueKind] = {
+    KeyKind.TIME: _AMOUNT,
+    KeyKind.BYTES: _AMOUNT,
+    KeyKind.COUNT: Number(1, MOST_LAYERS, whole=True),
+    KeyKind.FACTOR: _FACTOR,
+    KeyKind.SHARE: SHARE,
+    KeyKind.FACTORS: ListOf(_FACTOR, 1, f"a list of numbers above 0, up to {MOST_FACTOR:g}, one for each micro-batch"),
+}
 
 
 @dataclass(frozen=True)
@@ -226,51 +244,30 @@ TEXTS = {
 }
 
 
+def _object_of(section: Section) -> ObjectOf:
+    fields = {
+        key.name: Field(key.kind.value_kind, f"{key.meaning} ({key.kind.value})", key.name in section.required)
+        for key in section.keys
+    }
+    return ObjectOf(fields, f"a section with a number for each of {', '.join(section.names)}")
+
+
+def _numbered(name: str, section: Section) -> TableOf:
+    form = f"a section for each number, such as [{name}.3]"
+    return TableOf(_object_of(section), NUMBER, form, f"not a number of a {name}; write [{name}.3]")
+
+
+FILE = ObjectOf(
+    {
+        **{name: Field(OneOf(UNITS) if name == "unit" else Text(), about, False) for name, about in TEXTS.items()},
+        **{name: Field(_object_of(section), section.meaning, False) for name, section in SECTIONS.items()},
+        **{name: Field(_numbered(name, section), section.meaning, False) for name, section in NUMBERED.items()},
+    },
+    names=(*TEXTS, *(f"[{name}]" for name in (*SECTIONS, *NUMBERED))),
+)
+"""What a costs file holds."""
+
+
 def schema() -> dict[str, Any]:
     """Return the JSON schema of a costs file."""
-    texts: dict[str, Any] = {name: {"type": "string", "description": about} for name, about in TEXTS.items()}
-    texts["unit"]["enum"] = list(UNITS)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Costs of a training step",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            **texts,
-            **{name: _section_schema(section) for name, section in SECTIONS.items()},
-            **{name: _numbered_schema(section) for name, section in NUMBERED.items()},
-        },
-    }
-
-
-def _numbered_schema(section: Section) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": section.meaning,
-        "additionalProperties": False,
-        "patternProperties": {NUMBER: _section_schema(section)},
-    }
-
-
-def _section_schema(section: Section) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "type": "object",
-        "description": section.meaning,
-        "additionalProperties": False,
-        "properties": {key.name: _key_schema(key) for key in section.keys},
-    }
-    return {**described, "required": list(section.required)} if section.required else described
-
-
-def _key_schema(key: Key) -> dict[str, Any]:
-    described = f"{key.meaning} ({key.kind.value})"
-    if key.kind is KeyKind.COUNT:
-        return {"type": "integer", "minimum": 1, "maximum": MOST_LAYERS, "description": described}
-    if key.kind is KeyKind.SHARE:
-        return {"type": "number", "minimum": 0, "maximum": 1, "description": described}
-    factor = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_FACTOR}
-    if key.kind is KeyKind.FACTOR:
-        return {**factor, "description": described}
-    if key.kind is KeyKind.FACTORS:
-        return {"type": "array", "items": factor, "minItems": 1, "description": described}
-    return {"type": "number", "minimum": 0, "exclusiveMaximum": LIMIT, "description": described}
+    return {"$schema": DIALECT, "title": "Costs of a training step", **FILE.schema()}

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.estimate.efficiency import check_efficiency, replace_constants
-from treadle.estimate.input_files import nearest_hint, read_toml
 from treadle.estimate.rate_units import check_rate
+from treadle.fields.input_files import Toml, read_toml
+from treadle.fields.kinds import FROM_1, OneOf
+from treadle.fields.nearest import did_you_mean, hint
 
 PRESETS = Path(__file__).parent / "presets" / "clusters"
 GIB = 1 << 30
@@ -75,9 +77,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "nvlink_domain", "gpus_per_pcie"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} of a cluster is a whole number from 1, got {value!r}")
+            FROM_1.check(getattr(self, name), f"{name} of a cluster")
         rates = {f"peak_flops.{name}": value for name, value in self.peak_flops.items()}
         rates |= {name: getattr(self, name) for name in _POSITIVE}
         for name, rate in rates.items():
@@ -99,12 +99,7 @@ class Cluster:
             ValueError: there is no such precision, or the GPU has no units for it; the message names those there are.
 
         """
-        if precision not in PRECISIONS:
-            near = nearest_hint(precision, list(PRECISIONS))
-            raise ValueError(
-                f"a precision is one of {', '.join(PRECISIONS)}, got {precision!r}{near}; "
-                f"{self.name} computes in {', '.join(self.peak_flops)}"
-            )
+        OneOf(PRECISIONS).check(precision, "a precision", f"{self.name} computes in {', '.join(self.peak_flops)}")
         found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
         if found is None:
             instead = "take --precision bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
@@ -136,16 +131,17 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     text = str(name)
     if Path(text).suffix == ".toml":
-        return _from_table(read_toml(Path(text)), Path(text).stem, text)
+        return _from_table(read_toml(text), Path(text).stem)
     preset, _, count = text.partition(":")
     if count and not count.isdecimal():
-        raise ValueError(f"behind the colon is the number of GPUs, got {count!r}; for example h100:2048")
+        raise ValueError(f"after the colon is the number of GPUs, got {count!r}; for example h100:2048")
     table = {"gpu": preset} | ({"num_gpus": int(count), "name": f"{int(count):,} {preset}"} if count else {})
-    return _from_table(table, preset, text)
+    return _from_table(Toml(text, table, {}), preset)
 
 
-def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
-    _check_kinds(table, source)
+def _from_table(file: Toml, name: str) -> Cluster:
+    source, table = file.source, file.table
+    _check_kinds(file)
     base: dict[str, Any] = _preset(str(table["gpu"]), source) if "gpu" in table else {}
     merged = {**base, **{key: value for key, value in table.items() if not isinstance(value, dict)}}
     for key, value in table.items():
@@ -154,8 +150,8 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
             merged[key] = replace_constants(from_preset, value) if key == "efficiency" else {**from_preset, **value}
     unknown = sorted(set(merged) - _FIELDS)
     if unknown:
-        near = nearest_hint(unknown[0], sorted(_FIELDS))
-        raise ValueError(f"{source}: {unknown[0]} is no field of a cluster{near}; all are {', '.join(sorted(_FIELDS))}")
+        way_out = did_you_mean(unknown[0], sorted(_FIELDS))
+        raise ValueError(f"{file.at(unknown[0])}: {unknown[0]} is no field of a cluster; {way_out}")
     needed = [each for each in ("num_gpus", "nvlink_domain", *_POSITIVE, "peak_flops") if each not in merged]
     if needed:
         raise ValueError(f"{source}: a cluster lacks {', '.join(needed)}; give them, or gpu = a preset")
@@ -166,16 +162,16 @@ def _from_table(table: Mapping[str, Any], name: str, source: str) -> Cluster:
     return Cluster(**{"name": name, **merged})
 
 
-def _check_kinds(table: Mapping[str, Any], source: str) -> None:
+def _check_kinds(file: Toml) -> None:
     """Refuse a section where a value belongs, a value where a section does, and a name that is no text."""
-    for key in sorted(_FIELDS & table.keys()):
-        value = table[key]
+    for key in sorted(_FIELDS & file.table.keys()):
+        value, place = file.table[key], f"{file.at(key)}: {key} of a cluster"
         if key in _SECTIONS and not isinstance(value, dict):
-            raise ValueError(f"{source}: {key} of a cluster is a section, got {value!r}; write [{key}], a line each")
+            raise ValueError(f"{place} is a section, got {value!r}; write [{key}], a line each")
         if key not in _SECTIONS and isinstance(value, dict):
-            raise ValueError(f"{source}: {key} of a cluster is a value, got a section; write {key} = ...")
+            raise ValueError(f"{place} is a value, got a section; write {key} = ...")
         if key in _TEXTS and not isinstance(value, str):
-            raise ValueError(f'{source}: {key} of a cluster is text in quotes, got {value!r}; write {key} = "{value}"')
+            raise ValueError(f'{place} is text in quotes, got {value!r}; write {key} = "{value}"')
 
 
 def _check_domain(table: Mapping[str, Any], merged: Mapping[str, Any], source: str) -> None:
@@ -197,5 +193,5 @@ def _preset(name: str, source: str) -> dict[str, Any]:
         known = sorted(path.stem for path in PRESETS.glob("*.toml"))
         said = f"{source}: gpu is" if source.endswith(".toml") else "a cluster is a .toml file or"
         example = "" if source.endswith(".toml") else " (h100:2048)"
-        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}{nearest_hint(name, known)}")
-    return read_toml(file)
+        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}{hint(name, known)}")
+    return read_toml(file).table

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from treadle.estimate.input_files import nearest_hint
+from treadle.fields.kinds import SHARE, Number
+from treadle.fields.nearest import did_you_mean
 
 EFFICIENCY: dict[str, tuple[float, str]] = {
     "gemm": (0.75, "share of the peak rate that GEMMs achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
@@ -78,17 +79,12 @@ def check_efficiency(given: Mapping[str, float]) -> None:
     """
     for name, value in given.items():
         if name not in NAMES:
-            raise ValueError(
-                f"{name} is no constant of [efficiency]{nearest_hint(name, sorted(NAMES))}; all are "
-                f"{', '.join(EFFICIENCY)}"
-            )
-        number = type(value) in (int, float)
+            raise ValueError(f"{name} is no constant of [efficiency]; {did_you_mean(name, NAMES)}")
         if name.endswith("_hidden"):
-            right, allowed, meant = number and 0 <= value <= 1, "from 0 to 1", "1 hides all of it"
+            kind, meant = SHARE, "1 hides all of it"
         elif "_us" in name:
-            right, allowed, meant = number and 0 <= value <= _MOST_US, f"from 0 to {_MOST_US:g}", "in microseconds"
+            kind, meant = Number(0, _MOST_US), "in microseconds"
         else:
             most = _MOST_SHARE if name.startswith(_PRODUCTS) else _MOST_HIDDEN_SHARE
-            right, allowed, meant = number and 0 < value <= most, f"above 0, up to {most:g}", "1 is the whole peak rate"
-        if not right:
-            raise ValueError(f"efficiency.{name} of a cluster is a number {allowed}, got {value!r}; {meant}")
+            kind, meant = Number(0, most, above=True), "1 is the whole peak rate"
+        kind.check(value, f"efficiency.{name} of a cluster", meant)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from treadle.estimate.cluster import PRECISIONS, Cluster
-from treadle.estimate.input_files import nearest_hint
 from treadle.estimate.model_shape import ModelShape
+from treadle.fields.kinds import COUNT, FROM_1, OneOf
 from treadle.ir import Placement
 from treadle.ir.blocks import check_blocks, with_dense
 from treadle.schedules import default_schedule, family
@@ -26,6 +26,8 @@ RECOMPUTED = (
     "moe",
     "shared_experts",
 )
+_NAMES = {"precision": OneOf(PRECISIONS), "cuda_graph": OneOf(CUDA_GRAPHS), "sharding": OneOf(SHARDINGS)}
+_RECOMPUTED = OneOf(RECOMPUTED)
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
 
 
@@ -157,31 +159,21 @@ def _layout_of_model(layout: tuple[str, ...], model: ModelShape) -> tuple[str, .
 
 def _check_numbers(job: Job) -> None:
     for name in _SIZES:
-        value = getattr(job, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is a whole number from 1, got {value!r}")
-    if type(job.recompute_layers) is not int or job.recompute_layers < 0:
-        raise ValueError(f"recompute_layers is a whole number from 0, got {job.recompute_layers!r}")
+        FROM_1.check(getattr(job, name), name)
+    COUNT.check(job.recompute_layers, "recompute_layers")
 
 
 def _check_names(job: Job) -> None:
-    known = {"precision": PRECISIONS, "cuda_graph": CUDA_GRAPHS, "sharding": SHARDINGS}
-    for name, allowed in known.items():
-        _check_name(name, getattr(job, name), allowed)
+    for name, allowed in _NAMES.items():
+        allowed.check(getattr(job, name), name)
     if isinstance(job.recompute, str):
         raise ValueError(f"recompute is a tuple of parts, got the text {job.recompute!r}; write ({job.recompute!r},)")
     for part in job.recompute:
-        _check_name("recompute", part, RECOMPUTED)
+        _RECOMPUTED.check(part, "recompute")
     if "full" in job.recompute and len(job.recompute) > 1:
         raise ValueError(f"recompute full is the whole layer, got {job.recompute}; give either full or parts")
     if job.recompute_layers and "full" not in job.recompute:
         raise ValueError("recompute_layers is for recompute full, which is not asked for; leave it 0")
-
-
-def _check_name(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        near = nearest_hint(str(value), list(allowed))
-        raise ValueError(f"{name} is one of {', '.join(allowed)}, got {value!r}{near}")
 
 
 def _check_ranks(job: Job) -> None:

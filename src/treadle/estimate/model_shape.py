@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.estimate.hf_config import EXPERT_FIELDS, fields_of_config
-from treadle.estimate.input_files import nearest_hint, read_json, read_toml
+from treadle.fields.input_files import Toml, read_json, read_toml
+from treadle.fields.kinds import COUNT, FROM_1, Flag, Text, ValueKind
+from treadle.fields.nearest import did_you_mean, hint
 
 PRESETS = Path(__file__).parent / "presets" / "models"
 _MLA_FIELDS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -129,13 +131,9 @@ class ModelShape:
 
     def _check_numbers(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (type(value) is not int or value < (field.name in _FROM_ONE)):
-                raise ValueError(f"{field.name} is a whole number from {int(field.name in _FROM_ONE)}, got {value!r}")
-            if field.type == "bool" and type(value) is not bool:
-                raise ValueError(f"{field.name} is true or false, got {value!r}")
-            if field.type == "str" and not isinstance(value, str):
-                raise ValueError(f"{field.name} is text, got {value!r}")
+            number = FROM_1 if field.name in _FROM_ONE else COUNT
+            kinds: dict[str, ValueKind] = {"int": number, "bool": Flag(), "str": Text()}
+            kinds[str(field.type)].check(getattr(self, field.name), field.name)
 
     def _check_attention(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -207,13 +205,13 @@ def load_model(name: str | Path) -> ModelShape:
     if path.suffix == ".json":
         return shape_from_hf(read_json(path), path.parent.name or path.stem)
     if path.suffix == ".toml":
-        return _from_fields(read_toml(path), path.stem, str(path))
+        return _from_fields(read_toml(path), path.stem)
     if preset.is_file():
-        return _from_fields(read_toml(preset), str(name), preset.name)
+        return _from_fields(read_toml(preset), str(name))
     known = sorted(file.stem for file in PRESETS.glob("*.toml"))
     raise ValueError(
         f"a model is a preset ({', '.join(known)}), a .toml file, a config.json or a directory with one, "
-        f"got {str(name)!r}{nearest_hint(str(name), known)}"
+        f"got {str(name)!r}{hint(str(name), known)}"
     )
 
 
@@ -234,14 +232,14 @@ def shape_from_hf(config: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(name, **fields_of_config(config, name))
 
 
-def _from_fields(table: Mapping[str, Any], name: str, source: str) -> ModelShape:
-    unknown = sorted(set(table) - _FIELDS)
+def _from_fields(file: Toml, name: str) -> ModelShape:
+    unknown = sorted(set(file.table) - _FIELDS)
     if unknown:
-        near = nearest_hint(unknown[0], sorted(_FIELDS))
-        raise ValueError(f"{source}: {unknown[0]} is no field of a model{near}; all are {', '.join(sorted(_FIELDS))}")
-    lacking = [each for each in _FROM_ONE if each not in table]
+        way_out = did_you_mean(unknown[0], sorted(_FIELDS))
+        raise ValueError(f"{file.at(unknown[0])}: {unknown[0]} is no field of a model; {way_out}")
+    lacking = [each for each in _FROM_ONE if each not in file.table]
     if lacking:
         raise ValueError(
-            f"{source} lacks {', '.join(lacking)}; every model has {'it' if len(lacking) == 1 else 'them'}"
+            f"{file.source} lacks {', '.join(lacking)}; every model has {'it' if len(lacking) == 1 else 'them'}"
         )
-    return ModelShape(**{"name": name, **table})
+    return ModelShape(**{"name": name, **file.table})

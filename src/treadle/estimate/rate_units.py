@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from treadle.fields.kinds import Number
+
+_RATE = Number(0, above=True)
+
 
 class RateUnit(NamedTuple):
     """What a rate is counted in, the range that is taken for one, and other units that people count it in.
@@ -44,8 +48,8 @@ def check_rate(name: str, value: object) -> None:
         ValueError: nic_bandwidth of a cluster is bytes a second, from 1e+08 to 3e+11, got 400; 400 Gb/s are 5e+10
 
     """
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} of a cluster is a number above 0, got {value!r}")
+    _RATE.check(value, f"{name} of a cluster")
+    assert isinstance(value, int | float)
     unit, least, most, others = UNITS[name.partition(".")[0]]
     if not least <= value <= most:
         meant = next(

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.export.fields import Fields, Object
+from treadle.fields.fields import Fields, Object
+from treadle.fields.kinds import COUNT, SHARE, ListOf, Number, OneOf, Text
 from treadle.ir.placement import MOST_CHUNKS, Placement
 from treadle.ir.program import SAVED_UNITS, Layout, OpKind
 from treadle.ir.schedule import MOST_MICROBATCHES
@@ -37,6 +38,9 @@ _SCALES = ("stage_scale", "mb_scale")
 _LATER = ("blocks", *_FORMER, "saved_unit", *_KINDS, *_SCALES, "dense_saved", "tied")
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
+_SCALE = ListOf(Number(0, 1e12, above=True, below=True))
+_ROWS = ListOf(ListOf(COUNT, least=1))
+_OP_KINDS = ListOf(OneOf(tuple(OpKind.__members__), "a kind of op:"))
 
 
 class Timing(NamedTuple):
@@ -98,7 +102,7 @@ def check_version(fields: Fields) -> None:
 
 def read_layout(fields: Fields) -> Layout:
     """The Layout that `layout_object` wrote."""
-    fields.expect((*_LAYOUT_KEYS, "blocks" if "layers" not in fields.content else "layers"), _LATER)
+    fields.expect((*_LAYOUT_KEYS, "blocks" if "layers" not in fields else "layers"), _LATER)
     placement = _placement(fields.inner("placement"))
     forward = _kinds(fields, "forward")
     try:
@@ -112,13 +116,13 @@ def read_layout(fields: Fields) -> Layout:
             ep=fields.whole("ep", 1, _MOST_RANKS),
             dp=fields.whole("dp", 1, _MOST_RANKS),
             saved=_saved(fields.inner("saved")),
-            kept=fields.share("kept"),
+            kept=float(fields.get("kept", SHARE)),
             saved_unit=_saved_unit(fields, forward),
-            dense_saved=_saved(fields.inner("dense_saved")) if "dense_saved" in fields.content else {},
+            dense_saved=_saved(fields.inner("dense_saved")) if "dense_saved" in fields else {},
             tied=_tied(fields),
-            recomputed=_kinds(fields, "recomputed") if "recomputed" in fields.content else (),
-            step_end=_kinds(fields, "step_end") if "step_end" in fields.content else (),
-            **{name: fields.factors(name) for name in _SCALES if name in fields.content},
+            recomputed=_kinds(fields, "recomputed") if "recomputed" in fields else (),
+            step_end=_kinds(fields, "step_end") if "step_end" in fields else (),
+            **{name: tuple(map(float, fields.get(name, _SCALE))) for name in _SCALES if name in fields},
         )
     except ValueError as error:
         prefix = "" if str(error).startswith(fields.source) else f"{fields.source}: {fields.where}: "
@@ -130,10 +134,10 @@ def read_layout(fields: Fields) -> Layout:
 
 def _blocks(fields: Fields, num_stages: int) -> tuple[str, ...]:
     """The blocks of each stage; in older files their numbers."""
-    if "blocks" in fields.content and "layers" in fields.content:
+    if "blocks" in fields and "layers" in fields:
         raise ValueError(f"{fields.source}: {fields.where}.layers stands beside blocks; a file has one of the two")
-    if "blocks" in fields.content:
-        rows = fields.texts("blocks")
+    if "blocks" in fields:
+        rows = tuple(fields.get("blocks", ListOf(Text())))
         if len(rows) != num_stages:
             raise fields.error("blocks", f"a text for each of the {num_stages} stages", list(rows))
         if any(len(row) > _MOST_LAYERS for row in rows):
@@ -146,18 +150,16 @@ def _blocks(fields: Fields, num_stages: int) -> tuple[str, ...]:
         raise fields.error("layers", "0 for every stage (the grain of cells) or at least 1 for each", list(layers))
     made = ["t" * count for count in layers]
     known = layers[0] > 0
-    embedding, head = (known and name in fields.content and fields.flag(name) for name in ("embedding", "head"))
+    embedding, head = (known and name in fields and fields.flag(name) for name in ("embedding", "head"))
     made[0] = "E" * embedding + made[0]
     made[-1] += "L" * head
     return tuple(made)
 
 
 def _tied(fields: Fields) -> tuple[tuple[int, ...], ...]:
-    if "tied" not in fields.content:
+    if "tied" not in fields:
         return ()
-    ties = {f"tied[{place}]": tie for place, tie in enumerate(fields.listed("tied"))}
-    listed = Fields(fields.source, fields.where, {**ties})
-    return tuple(listed.wholes(place) for place in ties)
+    return tuple(map(tuple, fields.get("tied", _ROWS)))
 
 
 def read_timing(fields: Fields) -> Timing:
@@ -177,19 +179,16 @@ def _placement(fields: Fields) -> Placement:
         raise fields.error("pipes", f"a pipe for each of at most {MOST_CHUNKS} chunks, numbered from 0", list(pipes))
     if not name.isprintable():
         raise fields.error("name", "one line of printable text", name)
-    rows = {str(rank): row for rank, row in enumerate(fields.listed("stages"))}
-    table = Fields(fields.source, f"{fields.where}.stages", rows)
+    stages = tuple(map(tuple, fields.get("stages", _ROWS)))
     try:
-        return Placement(name, tuple(table.wholes(rank) for rank in rows), pipes)
+        return Placement(name, stages, pipes)
     except ValueError as error:
         prefix = "" if str(error).startswith(fields.source) else f"{fields.source}: {fields.where}: "
         raise ValueError(f"{prefix}{error}") from None
 
 
 def _kinds(fields: Fields, key: str) -> tuple[OpKind, ...]:
-    names = {f"{key}[{place}]": name for place, name in enumerate(fields.listed(key))}
-    listed = Fields(fields.source, fields.where, {**names})
-    return tuple(OpKind[listed.one_of(place, OpKind.__members__, "a kind of op")] for place in names)
+    return tuple(OpKind[name] for name in fields.get(key, _OP_KINDS))
 
 
 def _usual_unit(forward: tuple[OpKind, ...]) -> str:
@@ -198,9 +197,10 @@ def _usual_unit(forward: tuple[OpKind, ...]) -> str:
 
 
 def _saved_unit(fields: Fields, forward: tuple[OpKind, ...]) -> str:
-    if "saved_unit" not in fields.content:
+    if "saved_unit" not in fields:
         return _usual_unit(forward)
-    return fields.one_of("saved_unit", SAVED_UNITS, "a unit of what is saved")
+    unit: str = fields.get("saved_unit", OneOf(tuple(SAVED_UNITS), "a unit of what is saved:"))
+    return unit
 
 
 def _saved(fields: Fields) -> dict[OpKind, int]:

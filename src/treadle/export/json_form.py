@@ -18,24 +18,44 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from treadle.ir import Action, Cell, Channel, Kind, Placement, Row, Schedule
-from treadle.ir.former import renamed_key
+from treadle.fields.input_files import parse_json
+from treadle.fields.kinds import CountFrom1, Text, sentence, shown
+from treadle.fields.typed import versioned
+from treadle.ir import Action, Cell, Channel, Placement, Schedule
 from treadle.ir.text import ParseError, parse_action, parse_cell
 
+_NUMBERS = r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,2})"
+_CELL = Text(rf"^([FBIW]{_NUMBERS}|\(F{_NUMBERS}\|B{_NUMBERS}\))$", "a cell: F0.0, B0.0, I0.0, W0.0 or (F1.0|B0.0)")
+_MESSAGE = Text(rf"^[FB]{_NUMBERS}$", "a message: F0.0 or B0.0")
+_CHANNEL = Text("^(0|[1-9][0-9]*)>(0|[1-9][0-9]*)$", "a channel: two ranks, such as 0>1")
+
+
+class ScheduleJson(TypedDict):
+    """A schedule as JSON, besides its first key."""
+
+    name: Annotated[str, "The schedule's name."]
+    placement: Annotated[str, "Where stages are: loop, v, bidirectional, or the stages of each rank."]
+    pp: Annotated[CountFrom1, "Ranks of the pipeline."]
+    vpp: Annotated[CountFrom1, "Chunks on each rank."]
+    microbatches: Annotated[CountFrom1, "Micro-batches of a step, over all pipes."]
+    rows: Annotated[
+        list[list[Annotated[str, _CELL]]],
+        "A row for each rank: its cells in order, such as F0.0 or (F1.0|B0.0).",
+    ]
+    receives: NotRequired[
+        Annotated[
+            dict[Annotated[str, _CHANNEL], list[Annotated[str, _MESSAGE]]],
+            "By channel, such as 0>1, the order of receives; the sender's order where left out.",
+        ]
+    ]
+
+
 VERSION_KEY, VERSION = "treadle-schedule", 1
-KEYS = (VERSION_KEY, "name", "placement", "pp", "vpp", "microbatches", "rows")
-OPTIONAL_KEYS = ("receives",)
-
-_CHANNEL = re.compile("(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
-
-Object: TypeAlias = dict[str, object]
+FORM = versioned("schedule", VERSION, ScheduleJson)
 
 
 def dump(schedule: Schedule) -> str:
@@ -66,127 +86,58 @@ def _block(brackets: str, lines: Iterable[str]) -> str:
 
 
 def parse(text: str, source: str = "<text>") -> Schedule:
-    """Reads the JSON form, and nothing that `dump` would not write, layout aside."""
-    reader = _JsonReader(source)
-    return reader.schedule(reader.load(text))
+    """Read the JSON form, and nothing that `dump` would not write, layout aside.
+
+    Raises:
+        ValueError: the text holds no schedule; the message names the field.
+
+    """
+    content = _load(text, source)
+    version = FORM.fields[VERSION_KEY].kind
+    if isinstance(content, dict) and not version.fits(content.get(VERSION_KEY)):  # before what another version may have
+        raise ValueError(f"{source}: {VERSION_KEY} is {version.words}, got {shown(content.get(VERSION_KEY))}")
+    for wrong in FORM.wrong(content):
+        raise ValueError(sentence(source, wrong))
+    pp = content["pp"]
+    if len(content["rows"]) != pp:
+        raise ValueError(f"{source}: rows has a row for each of the pp={pp} ranks, got {len(content['rows'])}")
+    rows = tuple(tuple(map(_cell, row)) for row in content["rows"])
+    receives = {
+        _channel(key, pp, source): tuple(map(_label, labels)) for key, labels in content.get("receives", {}).items()
+    }
+    try:
+        placement = Placement.parse(content["placement"], pp, content["vpp"])
+        return Schedule(content["name"], placement, content["microbatches"], rows, receives)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
-@dataclass(frozen=True)
-class _JsonReader:
-    """Takes the object apart; every error starts with the source."""
-
-    source: str
-
-    def error(self, message: str) -> ValueError:
-        return ValueError(f"{self.source}: {message}")
-
-    def load(self, text: str) -> Object:
-        try:
-            content = json.loads(text, object_pairs_hook=self._once)
-        except json.JSONDecodeError as error:
-            line = text.split("\n")[error.lineno - 1].rstrip("\r")
-            message = f"not JSON: {error.msg}"
-            raise ParseError(message, self.source, error.lineno, line, error.colno - 1) from error
-        except RecursionError:
-            raise self.error("nested deeper than any schedule; rows are lists of cells") from None
-        if not isinstance(content, dict):
-            raise self.error(f"a schedule is a JSON object with the keys {', '.join(KEYS)}, got {_kind(content)}")
-        return renamed_key(content, VERSION_KEY)
-
-    def _once(self, pairs: list[tuple[str, object]]) -> Object:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise self.error(f"{twice!r} is given twice; keep one of them")
-        return content
-
-    def schedule(self, content: Object) -> Schedule:
-        self._check_keys(content)
-        pp, vpp, num_mb = (self._number(content, key) for key in ("pp", "vpp", "microbatches"))
-        name, where = (self._text(content, key) for key in ("name", "placement"))
-        rows = self._list(content["rows"], "rows", "a list of a row for each rank")
-        if len(rows) != pp:
-            raise self.error(f"'rows' has a row for each of the pp={pp} ranks, got {len(rows)}")
-        cells = tuple(self._row(rank, row) for rank, row in enumerate(rows))
-        receives = self._receives(content.get("receives", {}), pp)
-        try:
-            return Schedule(name, Placement.parse(where, pp, vpp), num_mb, cells, receives)
-        except ValueError as error:
-            raise self.error(str(error)) from error
-
-    def _check_keys(self, content: Object) -> None:
-        version = content.get(VERSION_KEY)
-        if version != VERSION or type(version) is not int:
-            got = repr(version) if VERSION_KEY in content else "none"
-            raise self.error(f"{VERSION_KEY!r} must be {VERSION}, the form this version reads, got {got}")
-        for key in content:
-            if key not in (*KEYS, *OPTIONAL_KEYS):
-                close = difflib.get_close_matches(key, KEYS + OPTIONAL_KEYS, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KEYS + OPTIONAL_KEYS)}"
-                raise self.error(f"{key!r} is not a key of a schedule; {hint}")
-        for key in KEYS:
-            if key not in content:
-                raise self.error(f"{key!r} is missing; a schedule has {', '.join(KEYS)}")
-
-    def _number(self, content: Object, key: str) -> int:
-        value = content[key]
-        if type(value) is not int or value < 1:  # bool is an int too
-            raise self.error(f"{key!r} is a whole number from 1, got {_kind(value)}")
-        return value
-
-    def _text(self, content: Object, key: str) -> str:
-        value = content[key]
-        if not isinstance(value, str):
-            raise self.error(f"{key!r} is a text, got {_kind(value)}")
-        return value
-
-    def _list(self, value: object, what: str, allowed: str) -> list[object]:
-        if not isinstance(value, list):
-            raise self.error(f"{what!r} is {allowed}, got {_kind(value)}")
-        return value
-
-    def _row(self, rank: int, row: object) -> Row:
-        tokens = self._list(row, f"rows[{rank}]", "a list of cells")
-        return tuple(self._cell(rank, position, token) for position, token in enumerate(tokens))
-
-    def _cell(self, rank: int, position: int, token: object) -> Cell:
-        cell = parse_cell(token) if isinstance(token, str) else None
-        if cell is None:
-            raise self.error(
-                f"rank {rank}, position {position}: {_kind(token)} is not a cell; "
-                "cells are F0.0, B0.0, I0.0, W0.0 or (F1.0|B0.0)"
-            )
-        return cell
-
-    def _receives(self, value: object, pp: int) -> dict[Channel, tuple[Action, ...]]:
-        if not isinstance(value, dict):
-            raise self.error(f'\'receives\' is an object such as {{"0>1": ["F0.0"]}}, got {_kind(value)}')
-        return {self._channel(key, pp): self._labels(key, labels) for key, labels in value.items()}
-
-    def _channel(self, key: str, pp: int) -> Channel:
-        match = _CHANNEL.fullmatch(key)
-        src, dst = (int(match[1]), int(match[2])) if match else (0, 0)
-        if src == dst or max(src, dst) >= pp:
-            raise self.error(f"'receives': no channel {key!r}; a channel is two of the {pp} ranks, such as '0>1'")
-        return src, dst
-
-    def _labels(self, key: str, value: object) -> tuple[Action, ...]:
-        tokens = self._list(value, f"receives {key}", "a list of messages")
-        return tuple(self._label(key, position, token) for position, token in enumerate(tokens))
-
-    def _label(self, key: str, position: int, token: object) -> Action:
-        label = parse_action(token) if isinstance(token, str) else None
-        if label is None or label.kind not in (Kind.F, Kind.B):
-            raise self.error(
-                f"receives {key}, position {position}: {_kind(token)} is not a message; messages are F0.0 or B0.0"
-            )
-        return label
+def _load(text: str, source: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        line = text.split("\n")[error.lineno - 1].rstrip("\r")
+        raise ParseError(f"not JSON: {error.msg}", source, error.lineno, line, error.colno - 1) from error
+    except RecursionError:
+        raise ValueError(f"{source}: nested deeper than any schedule; rows are lists of cells") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
-def _kind(value: object) -> str:
-    """Show a value, short enough for an error's line."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value) if not isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _cell(token: str) -> Cell:
+    cell = parse_cell(token)
+    assert cell is not None, token
+    return cell
+
+
+def _label(token: str) -> Action:
+    label = parse_action(token)
+    assert label is not None, token
+    return label
+
+
+def _channel(key: str, pp: int, source: str) -> Channel:
+    src, dst = map(int, key.split(">"))
+    if src == dst or max(src, dst) >= pp:
+        raise ValueError(f"{source}: receives has no channel {key!r}; a channel is two of {pp} ranks, such as '0>1'")
+    return src, dst

@@ -24,7 +24,6 @@ from typing import IO, Any
 import numpy as np
 
 from treadle.export.columns import DTYPES, TIME_COLUMNS, Column, check_program, check_times, make_program, make_trace
-from treadle.export.fields import Fields, Object, parse_json, shown
 from treadle.export.header import (
     TIMING_KEYS,
     VERSION,
@@ -34,7 +33,9 @@ from treadle.export.header import (
     read_timing,
     timing_object,
 )
-from treadle.ir.former import former, renamed
+from treadle.fields.fields import Fields, Object
+from treadle.fields.input_files import parse_json
+from treadle.fields.kinds import OneOf, shown
 from treadle.ir.program import COLUMNS, Program
 from treadle.ir.trace import Trace
 
@@ -117,8 +118,6 @@ class _Archive:
     source: str
     file: zipfile.ZipFile
     size_bytes: int
-    mark: str
-    """The name of the array that says what the file is."""
 
     @classmethod
     def of(cls, file: IO[bytes], source: str) -> _Archive:
@@ -129,29 +128,27 @@ class _Archive:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"{source}: {shown(twice)} is in the file twice; write it again")
-        mark = next((mark for mark in (HEADER, former(HEADER)) if f"{mark}.npy" in names), None)
-        if mark is None:
+        if f"{HEADER}.npy" not in names:
             raise ValueError(f"{source}: an .npz file, but not of treadle: it has no array {HEADER!r}")
-        return cls(source, archive, size_bytes, mark)
+        return cls(source, archive, size_bytes)
 
     def header(self) -> Fields:
         """Read the kind that the file says it has."""
-        dtype, shape = self._announced(self.mark)
+        dtype, shape = self._announced(HEADER)
         if dtype.kind != "S" or shape != ():
             raise ValueError(f"{self.source}: array {HEADER!r} is one text, got {dtype} of shape {shape}")
-        text = self._read(self.mark).item()
+        text = self._read(HEADER).item()
         with _reading(self.source, f"array {HEADER!r}"):
             content = parse_json(text)
         header = Fields.of(content, self.source, HEADER)
         check_version(header)
-        if "form" in header.content and isinstance(form := header.content["form"], str):
-            header.content["form"] = renamed(form)
-        header.expect(_KEYS[header.one_of("form", _KEYS, "what the file holds")])
+        header.expect(("form",), header.content)
+        header.expect(_KEYS[header.get("form", OneOf(tuple(_KEYS), "what the file holds:"))])
         return header
 
     def expect(self, form: str) -> None:
         """Exactly the arrays of this form."""
-        wanted = {f"{name}.npy" for name in (self.mark, *_ARRAYS[form])}
+        wanted = {f"{name}.npy" for name in (HEADER, *_ARRAYS[form])}
         names = set(self.file.namelist())
         for name in sorted(wanted - names):
             raise ValueError(f"{self.source}: column {name.removesuffix('.npy')!r} is missing from this {form}")

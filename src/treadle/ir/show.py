@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from treadle.ir.printed_peak import PeakJson
     from treadle.ir.trace import Clock
 
 
@@ -24,7 +25,7 @@ def show_held(size: float, unit: str) -> str:
     return f"{size:.6g} {unit[:-1] if size == 1 else unit}"
 
 
-def peak_object(peaks: Sequence[float], unit: str) -> dict[str, Any]:
+def peak_object(peaks: Sequence[float], unit: str) -> PeakJson:
     """What each rank holds at most, as JSON has it."""
     return {"unit": unit, "most": max(peaks, default=0), "ranks": list(peaks)}
 

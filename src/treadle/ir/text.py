@@ -16,15 +16,14 @@ may begin with `rank 0:` or `rank0:`.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from treadle.fields.nearest import did_you_mean
 from treadle.host.errors import PortableError
 from treadle.ir.action import Action, Cell, Kind, Pair
-from treadle.ir.former import renamed
 from treadle.ir.placement import Placement
 from treadle.ir.schedule import Channel, Row, Schedule
 
@@ -132,9 +131,8 @@ class _TextReader:
             return
         key, value = match[1], match[4]
         if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KEYS)}"
-            raise self.error(f"{key!r} is not a line of a schedule; {hint} ('##' starts a comment)", 2)
+            way_out = did_you_mean(key, KEYS)
+            raise self.error(f"{key!r} is not a line of a schedule; {way_out} ('##' starts a comment)", 2)
         if (key == "receive") != (match[2] is not None):
             raise self.error("a channel is written '# receive 0>1: F0.0 ...', and only there", 2)
         if key == "receive":
@@ -230,7 +228,7 @@ def _junk(token: str) -> int:
 
 def parse(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
     """Reads the text form. `placement` is used only where the text does not name one."""
-    lines = [f"# {renamed(line[2:])}" if line.startswith("# ") else line for line in text.splitlines()]
+    lines = text.splitlines()
     versions = [line for line in lines if line.startswith("# treadle-schedule")]
     if versions and versions != [MAGIC]:
         raise ValueError(

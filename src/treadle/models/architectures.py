@@ -9,10 +9,11 @@ What only training needs (MTP, the bias's rate) stands in the same file under ou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from treadle.fields.input_files import read_json
 
 if TYPE_CHECKING:
     from treadle.models.config import ModelConfig
@@ -68,10 +69,7 @@ def read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"there is no config at {path}; give a directory with a config.json, or the config itself")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a config: it has {type(config).__name__} where a config has named settings")
-    return config
+    return read_json(path)
 
 
 def fields_of(hf: Mapping[str, Any]) -> dict[str, Any]:

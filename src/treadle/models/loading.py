@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from treadle.fields.nearest import nearest
 from treadle.models.checkpoint_files import files_of
 from treadle.models.names import views
 from treadle.models.views import NamedView
@@ -65,8 +65,8 @@ def _check_shapes(file: Path, parts: Iterable[NamedView]) -> None:
 def _refuse_missing(wanted: Iterable[NamedView], files: Collection[str], directory: str | Path) -> None:
     missing = [view.name for view in wanted if view.name not in files]
     if missing:
-        near = difflib.get_close_matches(missing[0], list(files), n=1)
-        hint = f" (it has {near[0]})" if near else ""
+        near = nearest(missing[0], files)
+        hint = f" (it has {near})" if near is not None else ""
         raise ValueError(
             f"{directory} lacks {len(missing)} tensors of this model, the first {missing[0]}{hint}; build the model "
             "from the checkpoint's own config (ModelConfig.from_hf)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from treadle.ir.trace import Clock
 from treadle.plan.folding import MeshSize
 from treadle.plan.replicas import BodyTimes, Members, Replicas, factors_of, together
 from treadle.simulate.slowness import Stragglers
+
+if TYPE_CHECKING:
+    from treadle.plan.printed_stragglers import StragglerRowJson, StragglersJson
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Told how far the work is: `progress(done, total)`."""
@@ -49,7 +52,7 @@ class StragglerRow:
         """
         return float(np.quantile(self.makespans, quantile)) / self.base - 1 if self.base else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> StragglerRowJson:
         """Return a dict for JSON: a step without and a median one with stragglers, in seconds, and slowdowns.
 
         Where the clock has no real unit, a unit stands for a second.
@@ -59,7 +62,10 @@ class StragglerRow:
             "name": self.name,
             "step_s": self.base / second,
             "median_s": self.median / second,
-            **{name: self.slowdown(quantile) for name, quantile in QUANTILES.items()},
+            "p10": self.slowdown(QUANTILES["p10"]),
+            "p50": self.slowdown(QUANTILES["p50"]),
+            "p90": self.slowdown(QUANTILES["p90"]),
+            "max": self.slowdown(QUANTILES["max"]),
         }
 
 
@@ -82,7 +88,7 @@ class StragglerStudy:
         """The schedule with the shortest median step under stragglers."""
         return min(self.rows, key=lambda row: row.median)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> StragglersJson:
         """Return a dict for JSON."""
         return {
             "share": self.stragglers.share,

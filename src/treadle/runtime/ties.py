@@ -6,7 +6,6 @@ so ranks may give all of it, or each the names in its own stages.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
@@ -15,6 +14,7 @@ from torch import nn
 
 from treadle.dist.gathering import gather_json
 from treadle.dist.rank_groups import Groups
+from treadle.fields.nearest import did_you_mean
 from treadle.host.errors import named
 from treadle.ir.placement import Placement
 from treadle.runtime.agreement import raise_for_all
@@ -134,9 +134,8 @@ def _find(names: _Names, held: Mapping[int, int], modules: Mapping[int, nn.Modul
         module = modules[chunk_of[stage]]
         there = dict(module.named_parameters(remove_duplicate=False))
         if name not in there:
-            near = difflib.get_close_matches(name, there, 1, 0.0)
-            nearest = f"; the nearest is {near[0]}" if near else ""
-            return found, f"the tie {tie!r}: stage {stage} has no parameter {name}{nearest}"
+            way_out = did_you_mean(name, there, most=4)
+            return found, f"the tie {tie!r}: stage {stage} has no parameter {name}; {way_out}"
         found[tie, stage] = there[name]
         if any(there[name] in set(part.parameters()) for part in module.modules() if isinstance(part, RankOwned)):
             return found, f"the tie {tie!r}: {name} of stage {stage} is an expert's, which only ranks of one ep share"

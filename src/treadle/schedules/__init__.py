@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from functools import cache
 from importlib.metadata import entry_points
 
+from treadle.fields.nearest import did_you_mean
 from treadle.ir import Schedule
 from treadle.schedules import (
     dualpipe,
@@ -62,9 +62,8 @@ def family(name: str) -> Family:
     """The schedule of this name, or a ValueError that names the ones there are."""
     found = known().get(name)
     if found is None:
-        close = difflib.get_close_matches(name.lower(), known(), 1, 0.5)
-        hint = f"did you mean {close[0]!r}?" if close else "'treadle schedules' lists them"
-        raise ValueError(f"{name!r} is not a schedule; {hint} (known: {', '.join(known())})")
+        way_out = did_you_mean(name, known())
+        raise ValueError(f"{name!r} is not a schedule; {way_out} ('treadle schedules' describes them)")
     return found
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.costs import dump as dump_costs
-from treadle.costs.toml_text import quoted
 from treadle.estimate import Job, ModelShape
 from treadle.export import FORMATS
+from treadle.fields.input_files import toml_value
 from treadle.ir.blocks import write_layout
 from treadle.search.chosen import Chosen
 from treadle.search.judged import Judged
@@ -96,20 +96,18 @@ def train_file(job: Job, costs: Path) -> str:
     model = job.model
     sigmoid = model.n_shared_experts > 0
     fields = {name: getattr(model, name) for name in _TRAINED if model.is_moe or "expert" not in name}
-    fields["num_experts"] = model.num_experts
-    fields["tie_word_embeddings"] = str(model.tie_word_embeddings).lower()
+    fields |= {"num_experts": model.num_experts, "tie_word_embeddings": model.tie_word_embeddings}
     if sigmoid:
-        fields |= {"n_shared_experts": model.n_shared_experts, "scoring": '"sigmoid"'}
-    recompute = ", ".join(f'"{part}"' for part in job.recompute)
+        fields |= {"n_shared_experts": model.n_shared_experts, "scoring": "sigmoid"}
     assert job.layout is not None
     lines = [
         f"# {model.name} on {job.cluster.name}: torchrun ... -m treadle.train --config train.toml (--dry-run first).",
         "# The trainer's attention normalises queries and keys, as Qwen3's does, whatever the model was planned as.",
-        f"output = {quoted(f'runs/{model.name}')}",
-        f"costs = {quoted(str(costs))}",
+        f"output = {toml_value(f'runs/{model.name}')}",
+        f"costs = {toml_value(str(costs))}",
         "",
         "[model]",
-        *(f"{name} = {value}" for name, value in fields.items()),
+        *(f"{name} = {toml_value(value)}" for name, value in fields.items()),
         "",
         "[parallel]",
         f"pp = {job.pp}",
@@ -118,7 +116,7 @@ def train_file(job: Job, costs: Path) -> str:
         f'schedule = "{job.schedule}"',
         *([f"vpp = {job.vpp}"] if job.vpp > 1 else []),
         f'layout = "{write_layout(job.layout if model.is_moe else _dense(job.layout), dense=True)}"',
-        f"recompute = [{recompute}]",
+        f"recompute = {toml_value(job.recompute)}",
         f'saved = "{"offload" if job.offload else "leave"}"',
         "",
         "[training]",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
+from treadle.estimate.memory import MemoryEstimate
 from treadle.ir.blocks import write_layout
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
@@ -17,10 +18,13 @@ from treadle.search.search import Found
 from treadle.search.structure import columns
 from treadle.search.why import Alternative
 
+if TYPE_CHECKING:
+    from treadle.search.printed_plan import JobJson, MemoryJson, PlanJson
+
 
 def plan_object(
     found: Found, chosen: Chosen, others: tuple[Alternative, ...], study: StragglerStudy | None = None
-) -> dict[str, Any]:
+) -> PlanJson:
     """Return a dict for JSON: the chosen job, the front, and what other values of its knobs would cost."""
     job = chosen.judged.job
     return {
@@ -44,7 +48,7 @@ def plan_object(
             "host_bytes": chosen.host_bytes,
             "untrainable": untrainable(job),
             "options": options_text(chosen.judged),
-            "memory": [rank._asdict() for rank in chosen.judged.memory],
+            "memory": [_memory_object(rank) for rank in chosen.judged.memory],
         },
         "front": [job_object(each) for each in found.front],
         "alternatives": [
@@ -63,7 +67,19 @@ def plan_object(
     }
 
 
-def job_object(judged: Judged) -> dict[str, Any]:
+def _memory_object(rank: MemoryEstimate) -> MemoryJson:
+    return {
+        "parameters": rank.parameters,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "activations": rank.activations,
+        "logits": rank.logits,
+        "temporary": rank.temporary,
+        "buffers": rank.buffers,
+    }
+
+
+def job_object(judged: Judged) -> JobJson:
     """Return a job's knobs, its step and its memory."""
     job = judged.job
     assert job.layout is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from treadle.host.errors import TreadleError
@@ -64,20 +64,3 @@ class SelfcheckReport:
     def num(self, status: CheckStatus) -> int:
         """Returns the number of checks with this status."""
         return sum(check.status == status for check in self.checks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns a dict for JSON."""
-        return {
-            "ok": self.ok,
-            "num_passed": self.num("passed"),
-            "num_skipped": self.num("skipped"),
-            "num_failed": self.num("failed"),
-            "device_type": self.device_type,
-            "backend": self.backend,
-            "num_ranks": self.num_ranks,
-            "quick": self.quick,
-            "seconds": round(self.seconds, 3),
-            "machine": dict(self.machine),
-            "settings": dict(self.settings),
-            "checks": [{**asdict(check), "seconds": round(check.seconds, 3)} for check in self.checks],
-        }

@@ -7,15 +7,18 @@ other op was late by, and would count that again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from treadle.ir.show import peak_object
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.difference import Difference, difference, unlike
 from treadle.simulate.held import StepSize, held_text
 from treadle.simulate.metrics import Metrics, measure
+
+if TYPE_CHECKING:
+    from treadle.simulate.printed_step import ComparedJson, CompareJson, VersusJson
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Versus:
         """A number beside the first one."""
         return cls(value, value - first, value / first if first else None)
 
+    def as_dict(self, show: Callable[[float], float] = float) -> VersusJson:
+        """Return a dict for JSON; `show` turns ticks into units where the number is a time."""
+        return {"value": show(self.value), "difference": show(self.difference), "ratio": self.ratio}
+
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -42,6 +49,17 @@ class ComparisonRow:
     bubble: Versus
     exposed: Versus
     size: StepSize
+
+    def as_dict(self, clock: Clock) -> ComparedJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {
+            "name": self.name,
+            "bubble": self.bubble.as_dict(),
+            "size": self.size.as_dict(),
+            "peak": peak_object(self.metrics.peaks, self.metrics.peak_unit),
+            "makespan": self.makespan.as_dict(clock.show),
+            "exposed": self.exposed.as_dict(clock.show),
+        }
 
 
 @dataclass(frozen=True)
@@ -61,24 +79,15 @@ class Comparison:
         """The sizes that are the same in all rows, and those that are not."""
         return held_text([(row.name, row.size) for row in self.rows])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> CompareJson:
         """Return a dict for JSON; times are in the clock's unit."""
         return {
             "unit": self.clock.unit,
             "held": self.held,
-            "rows": [self._row(row) for row in self.rows],
+            "rows": [row.as_dict(self.clock) for row in self.rows],
             "ops": self.ops.as_dict(self.clock) if self.ops is not None else None,
             "why_not": self.why_not,
         }
-
-    def _row(self, row: ComparisonRow) -> dict[str, Any]:
-        shown: dict[str, Any] = {"name": row.name, "bubble": asdict(row.bubble), "size": asdict(row.size)}
-        shown["peak"] = peak_object(row.metrics.peaks, row.metrics.peak_unit)
-        for name in ("makespan", "exposed"):
-            number: Versus = getattr(row, name)
-            value, by = self.clock.show(number.value), self.clock.show(number.difference)
-            shown[name] = {"value": value, "difference": by, "ratio": number.ratio}
-        return shown
 
 
 def compare(traces: Sequence[tuple[str, Trace]]) -> Comparison:

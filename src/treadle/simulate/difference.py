@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from treadle.ir.program import Bools, Ints, LaneKind, Longs, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.grouping import WORK, Floats, tally, work_of
 from treadle.simulate.waiting import without_waiting
+
+if TYPE_CHECKING:
+    from treadle.simulate.printed_step import DeltaJson, DifferenceJson, GroupJson, OutlierJson
 
 MOST_OUTLIERS = 20
 MOST_CAUSES = 20
@@ -34,6 +37,10 @@ class Delta:
     mean: float
     total: int
 
+    def as_dict(self, clock: Clock) -> DeltaJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {"median": clock.show(self.median), "mean": clock.show(self.mean), "total": clock.show(self.total)}
+
 
 @dataclass(frozen=True)
 class OpGroup:
@@ -50,6 +57,18 @@ class OpGroup:
     duration: Delta
     start: Delta
     ratio: float | None
+
+    def as_dict(self, clock: Clock) -> GroupJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "rank": self.rank,
+            "num_ops": self.num_ops,
+            "duration": self.duration.as_dict(clock),
+            "start": self.start.as_dict(clock),
+            "ratio": self.ratio,
+        }
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,19 @@ class Outlier:
     usual: float
     score: float
 
+    def as_dict(self, clock: Clock) -> OutlierJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {
+            "op": self.op,
+            "rank": self.rank,
+            "label": self.label,
+            "first": clock.show(self.first),
+            "second": clock.show(self.second),
+            "ratio": self.ratio,
+            "usual": self.usual,
+            "score": self.score if math.isfinite(self.score) else None,  # JSON has no infinity
+        }
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -89,21 +121,14 @@ class Difference:
     causes: tuple[Cause, ...]
     outliers: tuple[Outlier, ...]
 
-    def as_dict(self, clock: Clock) -> dict[str, Any]:
+    def as_dict(self, clock: Clock) -> DifferenceJson:
         """Return a dict for JSON; times are in the clock's unit. Groups that are no causes are left out."""
-
-        def group(g: OpGroup) -> dict[str, Any]:
-            deltas = {n: {k: clock.show(v) for k, v in asdict(getattr(g, n)).items()} for n in ("duration", "start")}
-            return {**asdict(g), **deltas}
-
-        def outlier(o: Outlier) -> dict[str, Any]:
-            score = o.score if math.isfinite(o.score) else None  # JSON has no infinity
-            return {**asdict(o), "first": clock.show(o.first), "second": clock.show(o.second), "score": score}
-
         return {
-            **{name: [group(g) for g in getattr(self, name)] for name in ("by_kind", "by_lane", "by_rank")},
-            "causes": [{"share": cause.share, **group(cause.group)} for cause in self.causes],
-            "outliers": [outlier(o) for o in self.outliers],
+            "by_kind": [group.as_dict(clock) for group in self.by_kind],
+            "by_lane": [group.as_dict(clock) for group in self.by_lane],
+            "by_rank": [group.as_dict(clock) for group in self.by_rank],
+            "causes": [{"share": cause.share, **cause.group.as_dict(clock)} for cause in self.causes],
+            "outliers": [outlier.as_dict(clock) for outlier in self.outliers],
         }
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from treadle.ir.program import Layout
+
+if TYPE_CHECKING:
+    from treadle.simulate.printed_step import SizeJson
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class StepSize:
     def of(cls, layout: Layout) -> StepSize:
         """The sizes that a Program's layout has."""
         return cls(layout.model_layers or None, layout.num_ranks, layout.num_microbatches)
+
+    def as_dict(self) -> SizeJson:
+        """Return a dict for JSON."""
+        return {"layers": self.layers, "ranks": self.ranks, "microbatches": self.microbatches}
 
 
 _WORDS = {"layers": "a model of {} layers", "ranks": "{} ranks", "microbatches": "{} micro-batches"}

@@ -6,8 +6,8 @@ hidden is the intersection of two such lists: linear in the ops, however many th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from treadle.ir.program import COMMUNICATION, Ints, LaneKind, Longs, Program
 from treadle.ir.show import peak_object
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.waiting import without_waiting
+
+if TYPE_CHECKING:
+    from treadle.simulate.printed_step import CoverJson, MetricsJson, RankJson
 
 COPIES = (LaneKind.OUT, LaneKind.IN)
 """The lanes that move activations between device and host."""
@@ -35,6 +38,10 @@ class Cover:
         """Hidden or not."""
         return self.hidden + self.exposed
 
+    def as_dict(self, clock: Clock) -> CoverJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {"hidden": clock.show(self.hidden), "exposed": clock.show(self.exposed)}
+
 
 @dataclass(frozen=True)
 class RankMetrics:
@@ -46,6 +53,17 @@ class RankMetrics:
     bubble: float
     communication: Cover
     copies: Cover
+
+    def as_dict(self, clock: Clock) -> RankJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {
+            "busy": clock.show(self.busy),
+            "span": clock.show(self.span),
+            "idle": clock.show(self.idle),
+            "bubble": self.bubble,
+            "communication": self.communication.as_dict(clock),
+            "copies": self.copies.as_dict(clock),
+        }
 
 
 @dataclass(frozen=True)
@@ -76,10 +94,10 @@ class Metrics:
         """Communication that no compute hides, on a rank on average."""
         return sum(rank.communication.exposed for rank in self.ranks) / max(1, len(self.ranks))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> MetricsJson:
         """Return a dict for JSON; times are in the clock's unit."""
         different = {id(rank): rank for rank in self.ranks}  # ranks of a folded step share their numbers
-        shown = {key: _shown(asdict(rank), self.clock) for key, rank in different.items()}
+        shown = {key: rank.as_dict(self.clock) for key, rank in different.items()}
         rows = [shown[id(rank)] for rank in self.ranks]
         return {
             "unit": self.clock.unit,
@@ -90,13 +108,6 @@ class Metrics:
             "ranks": rows,
             "peak": peak_object(self.peaks, self.peak_unit),
         }
-
-
-def _shown(fields: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Ticks in units, through the nested fields; shares are floats and stay."""
-    nested = {key: _shown(value, clock) for key, value in fields.items() if isinstance(value, dict)}
-    times = {key: clock.show(value) for key, value in fields.items() if isinstance(value, int)}
-    return {key: nested.get(key, times.get(key, value)) for key, value in fields.items()}
 
 
 def measure(trace: Trace) -> Metrics:

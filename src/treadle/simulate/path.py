@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from treadle.ir.kernel import kernel
 from treadle.ir.program import Bools, Bytes, Ints, LaneKind, Longs
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.grouping import WORK, tally, work_of
+
+if TYPE_CHECKING:
+    from treadle.simulate.printed_step import PathJson
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,15 @@ class PathSummary:
     gaps: int
     num_gaps: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PathJson:
         """Return a dict for JSON; times are in the clock's unit."""
         show = self.clock.show
-        tables = {name: {k: show(v) for k, v in getattr(self, name).items()} for name in ("by_kind", "by_lane")}
         return {
             "unit": self.clock.unit,
             "num_ops": self.num_ops,
             "length": show(self.length),
-            **tables,
+            "by_kind": {kind: show(ticks) for kind, ticks in self.by_kind.items()},
+            "by_lane": {lane: show(ticks) for lane, ticks in self.by_lane.items()},
             "by_rank": {str(rank): show(ticks) for rank, ticks in self.by_rank.items()},
             "num_hops": self.num_hops,
             "gaps": show(self.gaps),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from treadle.ir import Schedule
 from treadle.ir.trace import Clock
+
+if TYPE_CHECKING:
+    from treadle.synthesize.printed_synthesis import SynthesisJson
 
 
 class Standing(NamedTuple):
@@ -63,7 +66,7 @@ class Synthesis:
         """How much shorter than ours the step is, as a share of ours; None where none of ours fits."""
         return 1 - self.makespan / self.ours_makespan if self.ours_makespan else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> SynthesisJson:
         """Return the figures, times in units."""
         show = self.clock.show
         return {

@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 
+from treadle.fields.input_files import read_toml
+from treadle.fields.nearest import did_you_mean
 from treadle.train.checking import check_config
 from treadle.train.config import TrainConfig
-from treadle.train.reading import config_of, flag_names, read_table, unknown
+from treadle.train.reading import EMPTY, config_of, flag_names
 
 PROGRAM = "python -m treadle.train"
 _OTHER_FLAGS = ("--config", "--help", "-h")
@@ -35,8 +37,7 @@ def parse_command(arguments: Sequence[str]) -> TrainConfig:
     path, rest = _take(list(arguments), "--config")
     _check_flags(rest)
     weights, _ = _take(rest, "--checkpoint.weights")
-    table = read_table(path) if path is not None else {}
-    config = _parse(rest, config_of(table, weights=weights, source=path or ""))
+    config = _parse(rest, config_of(read_toml(path) if path is not None else EMPTY, weights=weights))
     check_config(config)
     return config
 
@@ -64,7 +65,8 @@ def _check_flags(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0].replace("-", "_")
         allowed = {flag.replace("-", "_") for flag in (*known, *switches, *_OTHER_FLAGS)}
         if argument.startswith("--") and name not in allowed:
-            raise ValueError(unknown(argument.partition("=")[0], [*known, *_OTHER_FLAGS], "an option"))
+            flag = argument.partition("=")[0]
+            raise ValueError(f"{flag!r} is not an option; {did_you_mean(flag, [*known, *_OTHER_FLAGS])}")
 
 
 def _parse(arguments: Sequence[str], base: TrainConfig) -> TrainConfig:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import NamedTuple
+
+from treadle.fields.nearest import did_you_mean
 
 
 class Explanation(NamedTuple):
@@ -141,7 +142,5 @@ def explain(code: str) -> Explanation:
     """
     found = CODES.get(code.upper())
     if found is None:
-        close = difflib.get_close_matches(code.upper(), CODES, 1)
-        hint = f"did you mean {close[0]}?" if close else f"codes are {', '.join(CODES)}"
-        raise ValueError(f"{code!r} is not a code of a finding; {hint}")
+        raise ValueError(f"{code!r} is not a code of a finding; {did_you_mean(code, CODES)}")
     return found

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treadle.ir.program import Op
 from treadle.ir.show import peak_object, show_held
+
+if TYPE_CHECKING:
+    from treadle.verify.printed_report import FindingJson, VerifyJson
 
 MOST = 1000
 """Findings of one code past this many say nothing new: they are not looked for, and the report says so."""
@@ -41,7 +44,7 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.code} rank {self.rank}: {self.message}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> FindingJson:
         """Return a dict for JSON."""
         return {
             "code": self.code,
@@ -111,7 +114,7 @@ class VerifyReport:
         most = max(self.peak_activations, default=0)
         return f"clean: {self.num_ranks} ranks, {self.num_cells} cells, peak {most} activations"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> VerifyJson:
         """Return a dict for JSON."""
         return {
             "clean": self.clean,

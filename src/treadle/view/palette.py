@@ -5,10 +5,10 @@ Neighbouring roles differ in lightness by 15 L* or carry a hatch, so that pictur
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from enum import StrEnum
 
+from treadle.fields.nearest import did_you_mean
 from treadle.ir.program import OpKind
 
 
@@ -226,7 +226,5 @@ def palette(name: str) -> Palette:
     """The palette of this name, or a ValueError that names the ones there are."""
     name = "colourblind" if name == "colorblind" else name
     if name not in PALETTES:
-        close = difflib.get_close_matches(name, PALETTES, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(PALETTES)}"
-        raise ValueError(f"{name!r} is not a palette; {hint}")
+        raise ValueError(f"{name!r} is not a palette; {did_you_mean(name, PALETTES)}")
     return PALETTES[name]

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treadle.ir.program import NEVER, Longs, OpKind, Program
 from treadle.ir.trace import Trace
+
+if TYPE_CHECKING:
+    from treadle.view.printed_rows import UpdateRowJson, UpdateRowsJson
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +94,14 @@ def update_text(trace: Trace, ranks: range) -> str:
     return "\n".join(lines) + "\n"
 
 
-def update_object(trace: Trace, ranks: range) -> dict[str, Any]:
+def update_object(trace: Trace, ranks: range) -> UpdateRowsJson:
     """Return a dict for JSON: `ops` are [name, start, end]."""
     show, program = trace.clock.show, trace.program
-    rows = [
+    rows: list[UpdateRowJson] = [
         {
             "device": row.rank,
             "buffer": row.name,
-            "ops": [[token(program, int(op)), show(trace.start[op]), show(trace.end[op])] for op in row.ops],
+            "ops": [(token(program, int(op)), show(trace.start[op]), show(trace.end[op])) for op in row.ops],
         }
         for row in buffer_rows(trace, ranks)
     ]

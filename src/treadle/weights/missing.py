@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 
+from treadle.fields.nearest import nearest
 from treadle.weights.pieces import Box, Holding
 
 _MOST_NAMED = 4
 _MOST_WORKERS = 8
-_MOST_COMPARED = 10_000
-"""Names that are looked through for a near one: of a trillion parameters there are 140,000, which takes seconds."""
 
 
 def missing_tensors(names: list[str], have: Holding, want: Holding) -> str:
@@ -33,10 +31,9 @@ def unwanted_tensors(names: list[str]) -> str:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """An aside with the known names that come nearest, if any does."""
-    prefixed = sorted(other for other in known if other.endswith(f".{name}") or name.endswith(f".{other}"))
-    found = prefixed or difflib.get_close_matches(name, sorted(known)[:_MOST_COMPARED], n=2, cutoff=0.8)
-    return f" (near: {', '.join(map(repr, found[:2]))})" if found else ""
+    """Return an aside with the nearest known name; nothing if none is close."""
+    found = nearest(name, sorted(known))
+    return f" (near: {found!r})" if found is not None else ""
 
 
 def who_wants(want: Holding, name: str, box: Box) -> str:

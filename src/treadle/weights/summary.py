@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treadle.ir.program import LaneKind, Longs
 from treadle.ir.trace import Clock, Trace
+
+if TYPE_CHECKING:
+    from treadle.weights.printed_update import DeviceJson, UpdateMetricsJson
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,16 @@ class DeviceMetrics:
     reload: int
     h2d_hidden: int
     reload_hidden: int
+
+    def as_dict(self, clock: Clock) -> DeviceJson:
+        """Return a dict for JSON; times are in the clock's unit."""
+        return {
+            "h2d": clock.show(self.h2d),
+            "broadcast": clock.show(self.broadcast),
+            "reload": clock.show(self.reload),
+            "h2d_hidden": clock.show(self.h2d_hidden),
+            "reload_hidden": clock.show(self.reload_hidden),
+        }
 
 
 @dataclass(frozen=True)
@@ -38,16 +51,15 @@ class UpdateMetrics:
         total = sum(device.reload for device in self.devices)
         return sum(device.reload_hidden for device in self.devices) / total if total else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> UpdateMetricsJson:
         """Return a dict for JSON; times are in the clock's unit."""
-        names = tuple(DeviceMetrics.__dataclass_fields__)
         return {
             "unit": self.clock.unit,
             "makespan": self.clock.show(self.makespan),
             "num_ops": self.num_ops,
             "moved_bytes": self.moved_bytes,
             "hidden": self.hidden,
-            "devices": [{name: self.clock.show(getattr(d, name)) for name in names} for d in self.devices],
+            "devices": [device.as_dict(self.clock) for device in self.devices],
         }
 
 

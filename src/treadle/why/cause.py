@@ -19,6 +19,7 @@ below 1.05, and none that explains it where nothing recovers 30 % of the time lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.simulate.grouping import work_of
 from treadle.why.whatif import WhatIf
+
+if TYPE_CHECKING:
+    from treadle.why.printed_why import SlowCauseJson
 
 SLOW = 1.05
 """S from which on a run is called slow."""
@@ -51,6 +55,17 @@ class StragglerCause:
     dp: int | None
     recovers: float
     sentence: str
+
+    def as_dict(self) -> SlowCauseJson:
+        """Return a dict for JSON."""
+        return {
+            "what": self.what,
+            "stage": self.stage,
+            "pp": self.pp,
+            "dp": self.dp,
+            "recovers": self.recovers,
+            "sentence": self.sentence,
+        }
 
 
 @dataclass(frozen=True)

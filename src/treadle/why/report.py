@@ -10,8 +10,8 @@ as in "Understanding Stragglers in Large Model Training Using What-if Analysis" 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock
 from treadle.why.cause import StragglerCause, Suspects, name_cause, recoveries, step_shares
 from treadle.why.whatif import WhatIf
+
+if TYPE_CHECKING:
+    from treadle.why.printed_why import WhyJson
 
 SHARE_OF_WORKERS = 3
 """Percent of the workers, rounded up, that M_W makes ordinary."""
@@ -90,7 +93,7 @@ class WhyReport:
             return ""
         return f" ({show_time(self.clock, self.shortest)} to {show_time(self.clock, self.longest)})"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> WhyJson:
         """Return a dict for JSON; times are in the clock's unit."""
         show = self.clock.show
         return {
@@ -105,7 +108,7 @@ class WhyReport:
                 "no_gaps": show(self.no_gaps),
                 "ideal": show(self.ideal),
             },
-            "cause": asdict(self.cause),
+            "cause": self.cause.as_dict(),
             "by_kind": self.by_kind,
             "by_stage": list(self.by_stage),
             "by_dp": list(self.by_dp),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -29,6 +29,9 @@ from treadle.plan.stages import CutCosts, StageCost, model_blocks, weigh
 from treadle.schedules import default_schedule
 from treadle.simulate import Metrics, measure
 from treadle.simulate import simulate as simulate_step
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import BalanceJson, CutJson
 
 _PLACEMENTS = {"loop": Placement.loop, "v": Placement.v}
 
@@ -165,7 +168,7 @@ def _weigh(name: str, blocks: tuple[str, ...], costs: Costs, placement: Placemen
 
 def _as_dict(
     cuts: list[_Cut], model: str, clock: Clock, placement: Placement, schedule: Schedule | None
-) -> dict[str, Any]:
+) -> BalanceJson:
     return {
         "unit": clock.unit,
         "saved_unit": cuts[0].costs.saved_unit,
@@ -177,7 +180,7 @@ def _as_dict(
     }
 
 
-def _cut_object(cut: _Cut, clock: Clock) -> dict[str, Any]:
+def _cut_object(cut: _Cut, clock: Clock) -> CutJson:
     weighed, step = cut.costs, cut.step
     return {
         "name": cut.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -15,6 +15,10 @@ from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.costs import PRESETS, dump, lacks, load_costs, parse, read, schema
+from treadle.fields.input_files import read_text
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import CostsCheckJson
 
 costs = make_typer("costs", help=COMMANDS["costs"].about, no_args_is_help=True)
 
@@ -27,14 +31,17 @@ def check(
 
     Exits with 0 if the file is right, 1 if not.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     _, problems = read(text)
     checked = parse(text, str(path)) if not problems else None
     lacking = lacks(checked) if checked is not None else ()
     if as_json:
-        found = [problem.as_dict() for problem in problems]
-        absent = [{"names": list(lack.names), "effect": lack.effect} for lack in lacking]
-        body = {"file": str(path), "right": not problems, "problems": found, "lacks": absent}
+        body: CostsCheckJson = {
+            "file": str(path),
+            "right": not problems,
+            "problems": [problem.as_dict() for problem in problems],
+            "lacks": [{"names": list(lack.names), "effect": lack.effect} for lack in lacking],
+        }
         print_json("costs-check", body)
         raise typer.Exit(1 if problems else 0)
     for problem in problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -17,6 +17,7 @@ from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements
 
 if TYPE_CHECKING:
+    from treadle.cli.printed import DryrunJson
     from treadle.runtime.dryrun import Rehearsal
 
 
@@ -56,7 +57,7 @@ def dryrun(
     raise typer.Exit(1 if found else 0)
 
 
-def _as_dict(done: Rehearsal, world: int, rank: int, found: list[str]) -> dict[str, Any]:
+def _as_dict(done: Rehearsal, world: int, rank: int, found: list[str]) -> DryrunJson:
     return {
         "world": world,
         "rank": rank,

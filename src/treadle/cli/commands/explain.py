@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -12,6 +13,10 @@ from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.verify import CODES
 from treadle.verify import explain as explain_code
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import ExplainJson
+    from treadle.verify.codes import Explanation
 
 
 def explain(
@@ -23,7 +28,7 @@ def explain(
     """Says what a finding means, why it matters, and the way out."""
     codes = CODES if code is None else {code.upper(): explain_code(code)}
     if as_json:
-        print_json("explain", {"findings": {name: found._asdict() for name, found in codes.items()}})
+        print_json("explain", _as_dict(codes))
         return
     for name, found in codes.items():
         out.print(f"[bold]{name}[/] {escape(found.title)}")
@@ -32,3 +37,12 @@ def explain(
             plain("".join(f"    {line}\n" for line in found.example.splitlines()))
             out.print(f"\nThe way out: {escape(found.wayout)}")
     suggest("treadle explain T201" if code is None else "treadle verify --help")
+
+
+def _as_dict(codes: Mapping[str, Explanation]) -> ExplainJson:
+    return {
+        "findings": {
+            name: {"title": code.title, "meaning": code.meaning, "example": code.example, "wayout": code.wayout}
+            for name, code in codes.items()
+        }
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -22,6 +22,9 @@ from treadle.ir.show import show_time
 from treadle.profiles.imported import Imported
 from treadle.simulate import Metrics, fit, measure
 from treadle.simulate.stage_fitting import fit_stages
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import ImportJson
 
 
 def import_(
@@ -78,7 +81,7 @@ def _fitted(imported: Imported, step: int | None) -> Costs:
     return fit(imported.steps.trace(step)) if by_layer else fit_stages(imported.steps)
 
 
-def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> dict[str, Any]:
+def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> ImportJson:
     schedule, steps, clock = imported.schedule, imported.steps, imported.steps.clock
     return {
         "form": imported.form,

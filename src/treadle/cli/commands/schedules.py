@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from rich.markup import escape
 from rich.table import Table
 
@@ -10,13 +13,15 @@ from treadle.cli.output import print_json
 from treadle.cli.terminal import out, suggest
 from treadle.schedules import known
 
+if TYPE_CHECKING:
+    from treadle.cli.printed import SchedulesJson
+    from treadle.schedules.family import Family
+
 
 def schedules(as_json: Json = False) -> None:
     """Lists the schedules: what each is, the sizes it takes, its bubble and its memory."""
     if as_json:
-        fields = ("name", "summary", "demands", "bubble", "memory", "source")
-        rows = [{field: getattr(family, field) for field in fields} for family in known().values()]
-        print_json("schedules", {"schedules": rows})
+        print_json("schedules", _as_dict(known().values()))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
@@ -40,3 +45,19 @@ def schedules(as_json: Json = False) -> None:
         style="dim",
     )
     suggest("treadle show interleaved-overlap --pp 4 -m 8")
+
+
+def _as_dict(families: Iterable[Family]) -> SchedulesJson:
+    return {
+        "schedules": [
+            {
+                "name": family.name,
+                "summary": family.summary,
+                "demands": family.demands,
+                "bubble": family.bubble,
+                "memory": family.memory,
+                "source": family.source,
+            }
+            for family in families
+        ]
+    }

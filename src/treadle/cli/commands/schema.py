@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import Annotated
 
@@ -10,8 +9,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.output import VERSIONS, schema_text
+from treadle.cli.output import KINDS
+from treadle.cli.output import schema as schema_of
 from treadle.cli.terminal import out, plain, suggest
+from treadle.fields.nearest import did_you_mean
 
 
 def schema(
@@ -21,13 +22,13 @@ def schema(
 ) -> None:
     """Lists the kinds of JSON that commands print, or prints the JSON schema of one."""
     if name is not None:
-        plain(schema_text(_known(name)))
+        plain(json.dumps(schema_of(_known(name)), indent=1) + "\n")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("name", "version", "what it is"):
         table.add_column(column)
-    for kind, version in VERSIONS.items():
-        table.add_row(f"[bold]{kind}[/]", str(version), escape(json.loads(schema_text(kind))["title"]))
+    for kind, found in KINDS.items():
+        table.add_row(f"[bold]{kind}[/]", str(found.version), escape(found.title))
     out.print(table)
     suggest("treadle schema verify")
 
@@ -35,8 +36,6 @@ def schema(
 def _known(name: str) -> str:
     """The kind that a name stands for; it may begin with `treadle-`, as the first key of an output does."""
     kind = name.removeprefix("treadle-")
-    if kind not in VERSIONS:
-        close = difflib.get_close_matches(kind, VERSIONS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(VERSIONS)}"
-        raise ValueError(f"no JSON output is called {name!r}; {hint}")
+    if kind not in KINDS:
+        raise ValueError(f"no JSON output is called {name!r}; {did_you_mean(kind, KINDS)}")
     return kind

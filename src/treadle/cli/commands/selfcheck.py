@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from treadle.cli.options import Json
-from treadle.cli.output import VERSIONS, print_json
+from treadle.cli.output import json_text, print_json
 from treadle.cli.terminal import again, err, out, suggest
 from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
+    from treadle.cli.printed import MachineJson, SelfcheckJson
     from treadle.selfcheck import CheckResult, SelfcheckReport
 
 COLOURS = {"passed": "green", "skipped": "yellow", "failed": "bold red"}
@@ -40,15 +40,41 @@ def selfcheck(
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(READ_BY_BACKENDS)}
     report = run_checks(Setup(num_ranks=ranks, quick=quick, device_type=device), _progress, settings)
     if output is not None:
-        whole = {"treadle-selfcheck": VERSIONS["selfcheck"], **report.as_dict()}
-        output.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        output.write_text(json_text("selfcheck", _as_dict(report)), "utf-8")
     if as_json:
-        print_json("selfcheck", report.as_dict())
+        print_json("selfcheck", _as_dict(report))
     else:
         _print(report)
         if output is None:
             suggest(again("-o report.json"))
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _as_dict(report: SelfcheckReport) -> SelfcheckJson:
+    return {
+        "ok": report.ok,
+        "num_passed": report.num("passed"),
+        "num_skipped": report.num("skipped"),
+        "num_failed": report.num("failed"),
+        "device_type": report.device_type,
+        "backend": report.backend,
+        "num_ranks": report.num_ranks,
+        "quick": report.quick,
+        "seconds": round(report.seconds, 3),
+        "machine": cast("MachineJson", dict(report.machine)),
+        "settings": dict(report.settings),
+        "checks": [
+            {
+                "name": check.name,
+                "status": check.status,
+                "about": check.about,
+                "advice": check.advice,
+                "seconds": round(check.seconds, 3),
+                "numbers": dict(check.numbers),
+            }
+            for check in report.checks
+        ],
+    }
 
 
 def _progress(name: str, result: CheckResult | None) -> None:

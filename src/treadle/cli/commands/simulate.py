@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -28,6 +28,9 @@ from treadle.plan.folded_path import folded_path
 from treadle.plan.folding import Folded
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.weights.summary import UpdateMetrics, measure_update
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import SimulateJson, SimulateUpdateJson
 
 SHOWN_RANKS = 16
 
@@ -80,10 +83,12 @@ class _StepNumbers:
     taken_as_zero: list[str]
     trace: Trace | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> SimulateJson | SimulateUpdateJson:
         """Return a dict for JSON."""
-        told = {"about": self.about, "critical_path": self.path.as_dict(), "taken_as_zero": self.taken_as_zero}
-        return {**self.metrics.as_dict(), **told}
+        path, zero = self.path.as_dict(), self.taken_as_zero
+        if isinstance(self.metrics, UpdateMetrics):
+            return {**self.metrics.as_dict(), "about": self.about, "critical_path": path, "taken_as_zero": zero}
+        return {**self.metrics.as_dict(), "about": self.about, "critical_path": path, "taken_as_zero": zero}
 
 
 def _of_trace(trace: Trace, loaded: object, model: Model) -> _StepNumbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -15,10 +15,13 @@ from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.terminal import Advance, again, note, out, suggest, working
 from treadle.cli.writable import check_file
-from treadle.ir.show import show_held, show_time
+from treadle.ir.show import peak_object, show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.simulate import Metrics, measure
 from treadle.synthesize import MemoryLimits, SolverOptions, Standing, Synthesis, synthesize_schedule
+
+if TYPE_CHECKING:
+    from treadle.cli.printed import SynthesizeJson
 
 _FORMS = {".json": "json", ".csv": "torch-csv"}
 """The form of a file by its ending; text for any other."""
@@ -89,8 +92,12 @@ def synthesize(
     if output is not None:
         output.write_text(files.dumps(found.schedule, _FORMS.get(output.suffix, "text")), encoding="utf-8")
     if as_json:
-        peak = {"unit": metrics.peak_unit, "most": metrics.peak, "ranks": list(metrics.peaks)}
-        body = {**found.as_dict(), "bubble": metrics.bubble, "peak": peak, "schedule": files.dumps(found.schedule)}
+        body: SynthesizeJson = {
+            **found.as_dict(),
+            "bubble": metrics.bubble,
+            "peak": peak_object(metrics.peaks, metrics.peak_unit),
+            "schedule": files.dumps(found.schedule),
+        }
         print_json("synthesize", body)
         return
     _print(found, metrics)

@@ -25,6 +25,7 @@ from treadle.ir.show import show_bytes
 if TYPE_CHECKING:
     import torch
 
+    from treadle.cli.printed import UpdateJson
     from treadle.update import Updated, UpdateOptions, Updater, WeightSource
 
 _RANK = "RANK"
@@ -308,7 +309,7 @@ class _Bar:
 
 def _print(done: Updated, *, as_json: bool) -> None:
     if as_json:
-        shown = {
+        shown: UpdateJson = {
             "version": done.version,
             "attempt": done.epoch,
             "bytes": done.size_bytes,

@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import DTYPES, Column
-from treadle.export.fields import shown
+from treadle.fields.kinds import shown
 from treadle.ir.program import NEVER, Longs, OpKind
 
 _EVENT_KEYS = frozenset(("ph", "name", "cat", "pid", "tid", "ts", "dur", "args"))

@@ -15,9 +15,10 @@ import numpy as np
 from treadle.export.chrome.ops import Ops
 from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import LATEST, Column
-from treadle.export.fields import Fields, parse_json
 from treadle.export.header import TIMING_KEYS, Timing, check_version, read_layout, read_timing
-from treadle.ir.former import renamed_key
+from treadle.fields.fields import Fields
+from treadle.fields.input_files import parse_json
+from treadle.fields.kinds import OneOf
 from treadle.ir.program import LaneKind, Layout
 
 MOST_BYTES = 2**31
@@ -27,6 +28,7 @@ _TOP_KEYS = ("displayTimeUnit", "otherData", "treadle", "traceEvents")
 _COUNT_KEYS = ("program", "num_ops", "num_lanes", "origin", "ticks_per_us")
 _TREADLE_KEYS = ("version", "layout", *TIMING_KEYS, *_COUNT_KEYS, "lanes")
 _LANE_KEYS = ("tid", "lane", "rank", "kind", "peer", "group", "first", "num_ops")
+_LANE_KIND = OneOf(tuple(LaneKind.__members__), "a kind of lane:")
 _PIECE_BYTES = 2**24
 
 
@@ -77,7 +79,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _part(value: object, source: str) -> TracePart:
-    content = Fields.of(renamed_key(value, "treadle") if isinstance(value, dict) else value, source, "the trace")
+    content = Fields.of(value, source, "the trace")
     if "treadle" not in content.content:
         raise ValueError(f"{source}: a JSON file, but no trace of treadle: it has no 'treadle' beside 'traceEvents'")
     content.expect(_TOP_KEYS)
@@ -151,7 +153,7 @@ def _lanes(treadle: Fields, ranks: range) -> dict[str, Column]:
     ]
     for row in rows:
         row.expect(_LANE_KEYS)
-    kinds = [LaneKind[row.one_of("kind", LaneKind.__members__, "a kind of lane")] for row in rows]
+    kinds = [LaneKind[row.get("kind", _LANE_KIND)] for row in rows]
     most = int(np.iinfo(np.int32).max)
     lowest = {"tid": 0, "lane": 0, "first": 0, "num_ops": 0, "peer": -1, "group": -1}
     table = {key: np.array([row.whole(key, low, most) for row in rows], np.int64) for key, low in lowest.items()}

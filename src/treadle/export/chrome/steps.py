@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from treadle.export.columns import LATEST
-from treadle.export.fields import Fields, Object
+from treadle.fields.fields import Fields, Object
 from treadle.ir.program import Longs
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Trace

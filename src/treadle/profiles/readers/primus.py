@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from treadle.fields.kinds import FROM_1
 from treadle.ir.program import Bools, Bytes, Ints, Longs, OpKind, Shorts
 from treadle.profiles.entries import entries
 from treadle.profiles.reader import Advance, Opening
@@ -91,8 +92,8 @@ def _config(paths: Sequence[Path]) -> dict[str, Any]:
         raise ValueError(f"{found[0]} and {found[1]} are of two runs; give the directory of one")
     config = dict(entries(found[0])) if found else {}
     for key in ("pp_size", "vp_size", "vpp_size", "num_mbs", "micro_batches", "dp_size"):
-        if key in config and (not isinstance(config[key], int) or config[key] < 1):
-            raise ValueError(f"{found[0]}: {key} is a whole number from 1, got {config[key]!r}")
+        if key in config:
+            FROM_1.check(config[key], f"{found[0]}: {key}")
     return config
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from torch import nn
+
+from treadle.fields.nearest import hint
 
 Side: TypeAlias = Mapping[str, Any]
 
@@ -57,7 +58,7 @@ def refuse_unread(side: Side, readable: Iterable[str]) -> None:
     if not unread or ANY in names:
         return
     known = f"stages of this pipeline read {', '.join(names)}" if names else "no stage of this pipeline reads any"
-    raise ValueError(f"nothing reads the side value {unread[0]!r}; {known}{_hint(unread[0], names)}")
+    raise ValueError(f"nothing reads the side value {unread[0]!r}; {known}{hint(unread[0], names)}")
 
 
 def refuse_missing(side: Side, needed: Mapping[str, str], written: Iterable[str]) -> None:
@@ -68,10 +69,5 @@ def refuse_missing(side: Side, needed: Mapping[str, str], written: Iterable[str]
             raise ValueError(
                 f"{reader} reads {name!r}, which no segment before it writes, so it is a side value, and the step has "
                 f"the side values: {given}; give step(..., side={{{name!r}: ...}}) on every rank"
-                f"{_hint(name, sorted({*side, *written}))}"
+                f"{hint(name, sorted({*side, *written}))}"
             )
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from treadle.fields.nearest import nearest
 from treadle.train.checkpoint.parts import TensorPart, form_of
 
 _SHOWN = 3
@@ -27,9 +27,9 @@ def unmet(have: Mapping[str, str], need: Mapping[str, TensorPart]) -> str | None
     """Return which tensors a rank needs and the checkpoint lacks, or has in another form."""
     missing = [name for name in need if name not in have]
     if missing:
-        near = difflib.get_close_matches(missing[0], have, 1, 0.0)
-        nearest = f"; the nearest it has is {near[0]}" if near else ""
-        return f"it has no {_listed(missing)}{nearest}"
+        near = nearest(missing[0], have)
+        has = f"the nearest it has is {near}" if near is not None else f"it has {_listed(list(have)) or 'none'}"
+        return f"it has no {_listed(missing)}; {has}"
     other = [f"{name} as {have[name]}, needed as {part.form}" for name, part in need.items() if have[name] != part.form]
     return f"it has {_listed(other)}" if other else None
 
