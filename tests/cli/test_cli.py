@@ -286,7 +286,7 @@ def test_compare_holds_the_model() -> None:
     """interleaved is faster than 1f1b for one model; as chunks of one size it would take 1.84 times as long."""
     done = run("compare", "1f1b", "interleaved", "zb-v", "dualpipev", "--pp", "4", "-m", "16")
     *table, held = done.stdout.splitlines()
-    assert held == "held: a model of 8 layers, 4 ranks, 16 micro-batches; a layer's forward takes 1"
+    assert held == "same for all: 8 layers, 4 ranks, 16 micro-batches; a layer's forward takes 1"
     assert [line.split()[:4] for line in table[1:]] == [
         ["1f1b", "114", "1.000x", "15.79%"],
         ["interleaved", "105", "0.921x", "8.57%"],
@@ -302,7 +302,7 @@ def test_compare_has_sizes_for_each_target() -> None:
     done = run("compare", "1f1b", "interleaved", "interleaved:vpp=4", *size, "--vpp", "3")
     assert done.stderr == "note: --vpp 3 is not for all of them: 1f1b keeps 1\n"
     compared = json.loads(done.stdout)
-    assert compared["held"] == "held: a model of 48 layers, 4 ranks, 8 micro-batches"
+    assert compared["held"] == "same for all: 48 layers, 4 ranks, 8 micro-batches"
     assert [row["size"]["layers"] for row in compared["rows"]] == [48, 48, 48]
     assert [row["peak"]["unit"] for row in compared["rows"]] == ["layers"] * 3
     bubbles = [row["bubble"]["value"] for row in compared["rows"]]
@@ -318,11 +318,11 @@ def test_compare_with_costs_of_a_chunk(tmp_path: Path) -> None:
     assert "say what a chunk takes" in refused.stderr
     assert "1f1b 4, interleaved 8" in refused.stderr
     alike = run("compare", "1f1b", "gpipe", *size, cwd=tmp_path)
-    assert "of the layers of the model nothing is known; a chunk's forward takes 3 us" in alike.stdout
+    assert "model layers: unknown; a chunk's forward takes 3 us" in alike.stdout
     assert alike.stderr == "note: taken as 0: send (not in costs 'chunk.toml')\n"
     (tmp_path / "chunk.toml").write_text("[cells]\nlayers = 2\nf = 3\nb = 6\n[message]\nsend = 0\n")
     held = run("compare", "1f1b", "interleaved", *size, cwd=tmp_path)
-    assert "held: a model of 8 layers, 4 ranks, 8 micro-batches; a layer's forward takes 1.5 us" in held.stdout
+    assert "same for all: 8 layers, 4 ranks, 8 micro-batches; a layer's forward takes 1.5 us" in held.stdout
     assert held.stderr == ""
 
 

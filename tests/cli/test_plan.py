@@ -37,7 +37,18 @@ def test_plan_says_what_was_chosen_and_why_not_another() -> None:
     assert lines[0].startswith("llama3-8b on 16 h100: ")
     first = [line.split()[0] for line in lines if line.strip()]
     assert "batch                  524,288 tokens: 128 sequences of 4,096, in bf16" in [line.rstrip() for line in lines]
-    for word in ("step", "tokens", "MFU", "bubble", "memory", "layout", "verified", "rank", "why", "nothing"):
+    for word in (
+        "step",
+        "throughput",
+        "MFU",
+        "bubble",
+        "memory",
+        "layout",
+        "verified",
+        "rank",
+        "alternatives",
+        "Pareto",
+    ):
         assert word in first, word
 
 

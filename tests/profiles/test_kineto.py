@@ -331,7 +331,7 @@ def test_what_is_not_marked_or_not_known_is_said(tmp_path: Path) -> None:
     told = [remark.what for remark in recording.remarks]
     assert told == [
         "PP:0UNSHARD or RESHARD, work of FSDP, has no op: 30.0 ms in all",
-        "a range 'PP:1F' is no op that is known",
+        "unknown range 'PP:1F', ignored",
         "no op of a pipeline is marked in it",
     ]
 

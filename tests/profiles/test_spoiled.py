@@ -142,8 +142,11 @@ TEXT = ("kineto", "ndtimeline", "primus")
 SPOILS: dict[Spoil, tuple[tuple[str, ...], str]] = {
     cut_file: (ANY, r"rank_?2.*(cut off|malformed)"),
     cut_compressed_file: (TEXT, r"rank_?2.*cut off"),
-    missing_rank: (ANY, r"no file is of rank 2|no file has a forward of stage 2"),
-    missing_last_rank: (ANY, r"no file is of rank 3|first 3 of 4 ranks of 1f1b: files of the last ranks are missing"),
+    missing_rank: (ANY, r"missing profiles of pipeline rank 2|no file has a forward of stage 2"),
+    missing_last_rank: (
+        ANY,
+        r"missing profiles of pipeline rank 3|first 3 of 4 ranks of 1f1b: files of the last ranks are missing",
+    ),
     clock_off_by_a_second: (
         ANY,
         r"clocks were moved .* rank 2 by -1\.000 s|pp_rank_2\.json: step 1: ends 1290 ms after",

@@ -170,7 +170,7 @@ def test_interleaving_beats_1f1b_where_the_model_is_held() -> None:
     names = ["1f1b", "interleaved", "zb-v", "dualpipev"]
     layers = common_layers(treadle.generate(name, pp=4, microbatches=16).placement.num_stages for name in names)
     compared = compare([(name, simulate(held(name, layers), UNIT_COSTS)) for name in names])
-    assert compared.held == "held: a model of 8 layers, 4 ranks, 16 micro-batches"
+    assert compared.held == "same for all: 8 layers, 4 ranks, 16 micro-batches"
     first, *others = compared.rows
     assert [row.makespan.ratio for row in others] == [105 / 114, 99 / 114, 102 / 114]
     assert all(row.metrics.bubble < first.metrics.bubble for row in others)
@@ -301,8 +301,10 @@ def test_held_sizes_that_differ_or_are_not_known_are_named() -> None:
     program = held("1f1b", 8)
     other = lower(treadle.generate("1f1b", pp=4, microbatches=8), UNIT_COSTS, LoweringOptions())
     traces = [("a", simulate(program, UNIT_COSTS)), ("b", simulate(other, UNIT_COSTS))]
-    assert compare(traces).held == "held: 4 ranks; not held: layers (a 8, b ?); not held: micro-batches (a 16, b 8)"
-    assert compare(traces[1:]).held.endswith("of the layers of the model nothing is known")
+    assert (
+        compare(traces).held == "same for all: 4 ranks; differs: layers (a 8, b ?); differs: micro-batches (a 16, b 8)"
+    )
+    assert compare(traces[1:]).held.endswith("model layers: unknown")
 
 
 MIXED = """

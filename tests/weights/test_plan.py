@@ -372,7 +372,7 @@ def test_digests_tell_plans_apart() -> None:
 
 def test_what_cannot_be_moved_is_refused() -> None:
     one = [Tensor("w", (4, 4), "float32")]
-    with pytest.raises(ValueError, match=r"wanted as float32 \(4, 4\), but had as bfloat16 \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"worker expects float32 \(4, 4\), source has bfloat16 \(4, 4\)"):
         plan_update(replicated([Tensor("w", (4, 4), "bfloat16")], 1), replicated(one, 1), Memory(1 << 30))
     with pytest.raises(ValueError, match=r"worker 0 wants a tensor that no rank has: 'w'; give a source"):
         plan_update(replicated([], 1), replicated(one, 1), Memory(1 << 30))

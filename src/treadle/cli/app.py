@@ -56,7 +56,7 @@ COMMANDS = {
         "treadle import rank*_trace.json.gz --json   |   treadle import profile/ --schedule ran.txt",
     ),
     "why": CommandHelp(
-        "Says why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.",
+        "Finds why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.",
         "Examples: treadle why trace.json.gz   |   treadle why profile/ -o why.html   |   "
         "treadle why timeline.json.gz --steps 16-39,403- --json",
     ),
@@ -67,7 +67,7 @@ COMMANDS = {
         "treadle balance --pp 4 --costs mine.toml --layout 'Et*4|(t*5|)*2t*3L'",
     ),
     "plan": CommandHelp(
-        "Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.",
+        "Picks schedule and parallelism for a model on a cluster: step time, memory by part, and the alternatives.",
         "Examples: treadle plan --model kimi-k2 --cluster h800:2048   |   "
         "treadle plan --model config.json --cluster ours.toml --tokens-per-batch 4194304 -o plan.html   |   "
         "treadle plan --model qwen3-30b-a3b --cluster h100:32 --trainable --files plan/",
@@ -90,7 +90,7 @@ COMMANDS = {
         "treadle draw update --devices 4 --rounds 2 -o update.svg",
     ),
     "dryrun": CommandHelp(
-        "Runs a step as one rank of a world that is not there, without its memory, and reports what the rank did.",
+        "Runs a step as one rank of a simulated world, without its memory, and reports what the rank did.",
         "Examples: treadle dryrun dualpipe --pp 8 -m 64 --world 256 --rank 37   |   "
         "treadle dryrun mine.txt --width 4096 --layers 2",
     ),
@@ -99,7 +99,7 @@ COMMANDS = {
         "Examples: treadle selfcheck --quick   |   treadle selfcheck --ranks 8 -o report.json",
     ),
     "update": CommandHelp(
-        "Brings new weights to a running engine: all of its workers serve them, or none does.",
+        "Pushes new weights to running engines: all workers serve them, or none does.",
         "Examples: treadle update --from checkpoint/ --to /run/engine   |   "
         "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
         "treadle update --recover --to /run/engine",

@@ -58,7 +58,7 @@ def marks_of(file: KinetoFile, remarks: list[Remark]) -> list[Mark]:
         if a.name.startswith("PP:") and at not in exact and not is_sharding(a.name)
     )
     for name, times in unread.items():
-        remarks.append(Remark(f"a range {name!r} is no op that is known", file.source, times))
+        remarks.append(Remark(f"unknown range {name!r}, ignored", file.source, times))
     if not exact:
         exact = _parts(file)
     ranges = _in_one(file, _timed(file, exact, remarks))

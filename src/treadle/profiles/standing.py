@@ -36,8 +36,8 @@ def stand(recording: Recording) -> Grid:
     if missing:
         has = ", ".join(map(str, sorted(columns)))
         raise ValueError(
-            f"no file is of rank {_listed(missing)} of the pipeline, which has {pp} ranks: the {len(ranks)} files are "
-            f"of {has}; add the missing ones"
+            f"missing profiles of pipeline rank{'s' if len(missing) > 1 else ''} {_listed(missing)}: the pipeline has "
+            f"{pp} ranks, and the {len(ranks)} files are of {has}; add the missing ones"
         )
     dp = recording.dp if recording.dp is not None else max(map(len, columns.values()))
     for place, here in sorted(columns.items()):

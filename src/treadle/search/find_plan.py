@@ -82,7 +82,9 @@ def find_plan(
     points = list(candidates(shape, gpus, space, global_batch_size=batch, seq_len=seq_len, refused=refused))
     if not points:
         reasons = "; ".join(reason for reason, _ in refused.most_common(_REASONS))
-        raise ValueError(f"no sizes go together for {batch:,} sequences of {seq_len:,} tokens: {reasons}")
+        raise ValueError(
+            f"no valid parallelism for a global batch of {batch:,} sequences of {seq_len:,} tokens: {reasons}"
+        )
     names = fill(space, shape, gpus, seq_len).schedules or ()
     return replace(search(points, limit, progress=progress), unable=tuple(_unable(names, points, refused)))
 

@@ -59,7 +59,7 @@ def _figures(chosen: Chosen, limit: int) -> str:
     figures = (
         (f"{chosen.step_s:.3f} s", "a step"),
         (f"{job.global_batch_size * job.seq_len:,}", f"tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}"),
-        (f"{chosen.tokens_per_s_per_gpu:,.0f}", "tokens a second and GPU"),
+        (f"{chosen.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"),
         (f"{chosen.mfu:.1%}", f"MFU in {job.precision}"),
         (f"{chosen.bubble:.1%}", "bubble, mean over ranks"),
         (f"{chosen.exposed_share:.1%}", "exposed communication"),

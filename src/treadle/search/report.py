@@ -112,8 +112,8 @@ def batch_text(job: Job) -> str:
 
 
 def host_text(chosen: Chosen) -> str:
-    """Say what is offloaded to."""
-    return f"up to {chosen.host_bytes / GIB:.1f} GiB a GPU for what is offloaded, which nothing here limits"
+    """Return the host memory that offloading takes."""
+    return f"up to {chosen.host_bytes / GIB:.1f} GiB per GPU (host capacity not checked)"
 
 
 def count_text(found: Found) -> str:
@@ -122,8 +122,7 @@ def count_text(found: Found) -> str:
     others = found.num_simulated < count and any(each.ticks is None for each in found.fitting)
     return (
         f"{count:,} candidates: {len(found.too_large):,} do not fit into {found.memory_limit / GIB:.1f} GiB, "
-        f"{found.num_simulated:,} simulated"
-        + (", the others cannot be faster or smaller than one that was" if others else "")
+        f"{found.num_simulated:,} simulated" + (", the rest pruned: a lower bound is already beaten" if others else "")
     )
 
 
@@ -149,10 +148,10 @@ def mesh_text(job: Job) -> str | None:
     """Say what `--ep` and `--dp` of these commands count where that is not the job's EP and DP."""
     ep, dp = columns(job)
     told = (
-        [f"--ep {ep}: groups of TP{job.tp} that EP{job.ep} reaches over"] if job.model.is_moe and ep != job.ep else []
+        [f"--ep {ep} counts the TP{job.tp} groups that EP{job.ep} spans"] if job.model.is_moe and ep != job.ep else []
     )
     if dp > 1 and dp != job.dp:
         told.append(
-            f"--dp {dp}: replicas of the experts" if job.model.is_moe else f"--dp {dp}: DP{job.dp} x CP{job.cp}"
+            f"--dp {dp} is expert data parallelism" if job.model.is_moe else f"--dp {dp} is DP{job.dp} x CP{job.cp}"
         )
     return "; ".join(told) or None

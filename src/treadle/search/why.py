@@ -131,18 +131,16 @@ def _alternative(best: Judged, knob: str, value: str, group: list[Judged], fits:
 
 
 def _reason(best: Judged, other: Judged) -> str:
-    """Say where the time goes: into computing, or into waiting for messages and other stages."""
+    """Return where the time goes: into computing, or into stalls, the wait for messages and other stages."""
     assert best.ticks
     assert other.ticks
     scale = 1 / best.ticks
-    computes = (other.least - best.least) * scale
-    waits = (other.ticks - other.least - best.ticks + best.least) * scale
+    compute = (other.least - best.least) * scale
+    stalls = (other.ticks - other.least - best.ticks + best.least) * scale
     memory = (other.memory_bytes - best.memory_bytes) / GIB
     parts = [
-        f"{what} {abs(share):.1%} {'more' if share > 0 else 'less'}"
-        for what, share in (("computes", computes), ("waits", waits))
-        if abs(share) >= 0.0005
+        f"{what} {share:+.1%}" for what, share in (("compute", compute), ("stalls", stalls)) if abs(share) >= 0.0005
     ]
     if abs(memory) >= 0.05:
-        parts.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+        parts.append(f"memory {memory:+.1f} GiB")
     return ", ".join(parts) or "the same"

@@ -30,20 +30,20 @@ class StepSize:
         return {"layers": self.layers, "ranks": self.ranks, "microbatches": self.microbatches}
 
 
-_WORDS = {"layers": "a model of {} layers", "ranks": "{} ranks", "microbatches": "{} micro-batches"}
+_WORDS = {"layers": "{} layers", "ranks": "{} ranks", "microbatches": "{} micro-batches"}
 
 
 def held_text(sizes: Sequence[tuple[str, StepSize]]) -> str:
-    """Say which sizes are the same: `held: a model of 8 layers, 4 ranks, 16 micro-batches`; and which are not."""
+    """Return which sizes all have: `same for all: 8 layers, 4 ranks, 16 micro-batches`; and which differ."""
     columns = {name: [asdict(size)[name] for _, size in sizes] for name in _WORDS}
     same = {name: values[0] for name, values in columns.items() if len(set(values)) == 1 and values[0] is not None}
-    parts = [f"held: {', '.join(_WORDS[name].format(value) for name, value in same.items())}"] if same else []
+    parts = [f"same for all: {', '.join(_WORDS[name].format(value) for name, value in same.items())}"] if same else []
     for name, values in columns.items():
         if name not in same and any(value is not None for value in values):
             listed = ", ".join(
                 f"{who} {value if value is not None else '?'}" for (who, _), value in zip(sizes, values, strict=True)
             )
-            parts.append(f"not held: {name.replace('microbatches', 'micro-batches')} ({listed})")
+            parts.append(f"differs: {name.replace('microbatches', 'micro-batches')} ({listed})")
     if "layers" not in same and all(value is None for value in columns["layers"]):
-        parts.append("of the layers of the model nothing is known")
+        parts.append("model layers: unknown")
     return "; ".join(parts)

@@ -138,7 +138,7 @@ def _moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[s
         had = have.tensors[name]
         if (had.shape, had.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"{name} is wanted as {wanted.dtype} {wanted.shape}, but had as {had.dtype} {had.shape}; "
+                f"{name}: worker expects {wanted.dtype} {wanted.shape}, source has {had.dtype} {had.shape}; "
                 "an update moves bytes as they are, so convert it at the source"
             )
         tensors[name] = had if had.family else wanted

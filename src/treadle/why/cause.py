@@ -125,7 +125,7 @@ def name_cause(
     share = recovered[what]
     if share < EXPLAINS:
         parts = ", ".join(f"{name} {_percent(share)}" for name, share in _sorted(recovered))
-        sentence = f"no single cause: of the time lost to stragglers, made ordinary one at a time, {parts} come back"
+        sentence = f"no single cause: lost time recovered by fixing one at a time: {parts}"
         return StragglerCause("several", None, None, None, share, sentence)
     if what == "worker":
         dp, place = suspects.workers[0]
@@ -224,8 +224,8 @@ def _stage_sentence(whatif: WhatIf, stage: int) -> str:
     gain = 1 - float(whatif.taking(stages_balanced(whatif)).mean() / whatif.no_gaps.mean())
     finds = "" if layout.by_layer else "; 'treadle balance' finds the cut"
     return (
-        f"stage {stage}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} off it "
-        f"makes the step {_percent(gain)} shorter{finds}"
+        f"stage {stage}{last} takes {_percent(longer)} longer than the others for a micro-batch: moving {what} "
+        f"elsewhere would cut the step time by {_percent(gain)}{finds}"
     )
 
 
@@ -261,15 +261,28 @@ def _microbatches_sentence(whatif: WhatIf, share: float) -> str:
     spread = float(np.std(whatif.measured[:, ops] / np.maximum(mean, 1)))
     return (
         f"micro-batches are unequal: on one worker their times vary by {_percent(spread)} (standard deviation), and "
-        f"{_percent(share)} of the lost time comes back where they are alike: put sequences together so that each "
-        "micro-batch costs the same (attention costs the square of a sequence's length)"
+        f"equal ones would recover {_percent(share)} of the lost time: pack sequences so that each micro-batch costs "
+        "the same (attention costs the square of a sequence's length)"
     )
 
 
 def _communication_sentence(whatif: WhatIf) -> str:
     names = [name for name, ops in whatif.types.items() if (ops & whatif.communicates).any()]
     slowest = max(names, key=lambda name: whatif.only(whatif.types[name]).mean())
-    return f"communication varies, {slowest} most: look at the network between the ranks that come last there"
+    ranks = _slowest_ranks(whatif, whatif.types[slowest] & whatif.communicates)
+    return f"communication varies, {slowest} most: check the links of the slowest ranks: {', '.join(ranks)}"
+
+
+def _slowest_ranks(whatif: WhatIf, chosen: Bools) -> list[str]:
+    """Return the two ranks, the ends of a link, whose chosen ops take longest on average; the slower one first."""
+    ops = np.flatnonzero(chosen)
+    num_replicas = whatif.program.layout.num_replicas
+    rank = whatif.place[ops] * num_replicas + whatif.replica[ops]
+    took = np.bincount(rank, whatif.measured[:, ops].mean(axis=0)) / np.maximum(np.bincount(rank), 1)
+    slowest = np.argsort(-took, kind="stable")[:2].tolist()
+    return [
+        f"dp {each % num_replicas} rank {each // num_replicas}" if num_replicas > 1 else str(each) for each in slowest
+    ]
 
 
 def _sorted(recovered: dict[str, float]) -> list[tuple[str, float]]:

@@ -34,15 +34,15 @@ def page(report: WhyReport, name: str) -> str:
 def _figures(report: WhyReport) -> str:
     clock = report.clock
     figures = (
-        (f"{report.slowdown:.3f}", "S, slowdown"),
+        (f"{report.slowdown:.3f}", "S, slowdown against the ideal step"),
         (show_time(clock, report.measured), "a step, measured"),
         (show_time(clock, report.no_gaps), "without gaps"),
-        (show_time(clock, report.ideal), "ideal"),
+        (show_time(clock, report.ideal), "ideal: every op at the mean or median of its type"),
         (f"{report.gaps:.1%}", "gaps"),
         (f"{report.messages:.1%}", "waiting for messages"),
         (f"{report.communication:.1%}", "exposed communication"),
-        (f"{report.last_stage.removed:.3f}", "M_S, last stage"),
-        (f"{report.slowest_workers.removed:.3f}", "M_W, slowest workers"),
+        (f"{report.last_stage.removed:.3f}", "M_S, share of the lost time recovered by fixing the last stage"),
+        (f"{report.slowest_workers.removed:.3f}", "M_W, the same for the slowest 3 % of workers"),
     )
     return "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
 

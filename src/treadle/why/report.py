@@ -82,8 +82,8 @@ class WhyReport:
         return (
             f"a step takes {show_time(self.clock, self.measured)}{self._range}, "
             f"{show_time(self.clock, self.no_gaps)} without gaps between ops ({self.gaps:.1%}), "
-            f"{show_time(self.clock, self.ideal)} if all ops were ordinary; waiting for messages {self.messages:.1%}, "
-            f"exposed communication {self.communication:.1%}; "
+            f"{show_time(self.clock, self.ideal)} with every op at the mean or median of its type; "
+            f"waiting for messages {self.messages:.1%}, exposed communication {self.communication:.1%}; "
             f"{chunks}{replicas}, {self.num_mb} micro-batches, {steps} step{'s' if steps > 1 else ''}"
         )
 

@@ -70,7 +70,7 @@ def calibrate(
 
 
 def _print_runs(report: CalibrationReport) -> None:
-    table = rows_table("run", "measured", "before", "after", "left out")
+    table = rows_table("run", "measured", "before", "after", "leave-one-out")
     for each in report.runs:
         estimates = (_estimate(each, value) for value in (each.before, each.after, each.left_out))
         table.add_row(escape(each.run.name), f"{each.seconds:.4g} s", *estimates)
@@ -84,14 +84,14 @@ def _estimate(each: JudgedRun, value: float | None) -> str:
 
 
 def _print_constants(report: CalibrationReport) -> None:
-    table = rows_table("constant", "from", "to", "told by the runs")
+    table = rows_table("constant", "from", "to", "constrained by the runs")
     for each in report.moved:
         table.add_row(each.name, show_constant(each.before), show_constant(each.after), f"{each.told:.0%}")
     if report.moved:
         out.print(table)
     else:
         out.print("no constant moved: the estimates fit the runs as they are")
-    out.print(f"the runs do not tell: {', '.join(report.untold)}", style="dim")
+    out.print(f"not constrained by these runs: {', '.join(report.untold)}", style="dim")
 
 
 def _point_out(each: JudgedRun) -> None:

@@ -33,7 +33,7 @@ def dryrun(
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 4096,
     as_json: Json = False,
 ) -> None:
-    """Runs a step as one rank of a world that is not there, without its memory, and reports what the rank did.
+    """Runs a step as one rank of a simulated world, without its memory, and reports what the rank did.
 
     Exits with 1 if that differs from the program that was verified.
     """

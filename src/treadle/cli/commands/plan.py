@@ -54,7 +54,7 @@ def plan(
     memory_limit: Annotated[
         str | None, typer.Option(help="What a GPU may hold: 70GiB. By default what CUDA, NCCL and torch leave of it.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="Of matrix products: bf16, fp8, mxfp8, nvfp4.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="Of GEMMs: bf16, fp8, mxfp8, nvfp4.")] = "bf16",
     schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; several times.")] = None,
     tp: Sizes = None,
     cp: Sizes = None,
@@ -80,7 +80,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Picks schedule and parallelism for a model on a cluster: step time, memory by part, and why not another.
+    """Picks schedule and parallelism for a model on a cluster: step time, memory by part, and the alternatives.
 
     Needs no GPU. Every candidate's memory is counted and its step is simulated, unless one that was simulated beats
     the least time it can take.
@@ -220,12 +220,12 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> Non
     figures = {
         "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
-        "tokens": f"{chosen.tokens_per_s_per_gpu:,.0f} a second and GPU",
-        "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOPS of {job.precision})",
+        "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
+        "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
         "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
-        **({"host memory": host_text(chosen)} if job.offload else {}),
+        **({"pinned host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
         "layout": write_layout(job.layout),
         "verified": "clean" if chosen.report.clean else str(chosen.report),
@@ -245,7 +245,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> Non
 def _print_memory(chosen: Chosen) -> None:
     """Print the ranks' memory by part; ranks in a row that hold the same share a line."""
     memory = chosen.judged.memory
-    table = rows_table("rank", *(_SHORT.get(name, name) for name in memory[0]._fields), "GiB in all")
+    table = rows_table("rank", *(_SHORT.get(name, name) for name in memory[0]._fields), "total, GiB")
     start = 0
     for rank in range(1, len(memory) + 1):
         if rank == len(memory) or memory[rank] != memory[start]:
@@ -257,7 +257,7 @@ def _print_memory(chosen: Chosen) -> None:
 
 def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str, str], ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("why not")
+    table.add_column("alternatives (one setting changed)")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("")
     for other in others:
@@ -269,7 +269,7 @@ def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str
 
 
 def _print_front(found: Found) -> None:
-    table = rows_table("nothing is faster in less memory", "step", "memory")
+    table = rows_table("Pareto front: step time against memory", "step", "memory")
     for each in found.front[:SHOWN]:
         table.add_row(escape(describe(each.job)), f"{each.step_s:.3f} s", f"{each.memory_bytes / GIB:.1f} GiB")
     out.print(table)

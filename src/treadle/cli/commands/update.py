@@ -107,15 +107,15 @@ class UpdateScope:
     ] = False
     new_set: Annotated[
         bool,
-        typer.Option("--new-set", help="The workers are a new set; members of the log that are not there have ended."),
+        typer.Option("--new-set", help="The workers are a new set; members of the log that are absent have ended."),
     ] = False
 
 
 @spread_options
 def update(where: UpdateTarget, how: UpdateManner, scope: UpdateScope, as_json: Json = False) -> None:
-    """Brings new weights to a running engine: all of its workers serve them, or none does.
+    """Pushes new weights to running engines: all workers serve them, or none does.
 
-    Exits with 1 if the update did not come about. Without torchrun, starts an update rank for each worker.
+    Exits with 1 if the update was not committed. Without torchrun, starts an update rank for each worker.
     """
     if (where.source is None) != scope.recover:
         raise ValueError("an update needs --from; --recover takes the version from the workers that serve it")

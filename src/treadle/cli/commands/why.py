@@ -36,9 +36,9 @@ def why(
     steps: Annotated[str | None, typer.Option(help="Only these steps: 16,20-39,403-.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Says why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.
+    """Finds why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.
 
-    S is how much longer the steps take than with the same ops all ordinary: each of the duration of its type.
+    The slowdown S compares the steps with an ideal one, in which every op takes the mean or median of its type.
     """
     if output is not None and output.suffix != ".html":
         raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
@@ -84,8 +84,8 @@ def _print(report: WhyReport, commands: tuple[str, ...]) -> None:
     out.print(f"[bold]{escape(_capital(report.cause.sentence))}.[/]", soft_wrap=True)
     for command in commands:
         out.print(escape(f"  {command}"), soft_wrap=True)
-    out.print(f"S = {report.slowdown:.3f}: {escape(report.in_words)}", soft_wrap=True)
-    _print_table("share of the step that each costs", report.shares.items(), "{:.1%}")
+    out.print(f"slowdown {report.slowdown:.3f}x against the ideal step: {escape(report.in_words)}", soft_wrap=True)
+    _print_table("share of the step lost to each", report.shares.items(), "{:.1%}")
     kinds = sorted(report.by_kind.items(), key=lambda item: -item[1])
     _print_table("slowdown by one kind of op alone", kinds, "{:.4f}")
     _print_steps(report)
