@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.rooms import arrows, drawn, lines, room_of
+from tests.support.rooms import SOURCE, arrows, drawn, lines, room_of
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
@@ -28,6 +28,12 @@ def test_layers_are_those_that_are_enforced() -> None:
     enforced = [layer.replace("treadle.", "").split(" | ") for layer in layers]
     shown = re.findall(r"^    ([a-z]+(?: \| [a-z]+)*)  ", section("Layers"), re.MULTILINE)
     assert [layer.split(" | ") for layer in shown] == enforced
+
+
+def test_files_of_the_tour_exist() -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", ARCHITECTURE.replace("`src/treadle`", ""))
+    assert len(named) > 20
+    assert [path for path in named if not (SOURCE / path).exists()] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A brute-force executor of schedules: the oracle that tests hold the verifier against.
 
-It was written from "What the verifier promises" in ARCHITECTURE.md alone. It takes the data types of
+It was written from "Schedules" of docs/reference/semantics.md alone. It takes the data types of
 `treadle.ir` and nothing else, and restates the dependency rule, so as to share no mistake with what it checks.
 """
 

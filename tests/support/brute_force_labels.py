@@ -1,6 +1,6 @@
 """The labels of a layout's ops, restated for the brute-force executor: which there are, and what they need.
 
-It was written from "What the verifier promises about Programs" in ARCHITECTURE.md alone.
+It was written from "Programs" of docs/reference/semantics.md alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ops take and give back, restated for the brute-force executor.
 
-It was written from "What the verifier promises about Programs" in ARCHITECTURE.md alone.
+It was written from "Programs" of docs/reference/semantics.md alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A brute-force executor of Programs: the oracle that tests hold the verifier of Programs against.
 
-It was written from "What the verifier promises about Programs" in ARCHITECTURE.md alone. It takes the data types of
+It was written from "Programs" of docs/reference/semantics.md alone. It takes the data types of
 `treadle.ir` and nothing else, and restates what ops need of each other (`brute_force_labels`) and what they hold
 (`brute_force_memory`), so as to share no mistake with what it checks.
 """

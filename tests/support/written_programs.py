@@ -1,4 +1,4 @@
-"""Programs written as text, small enough to be worked out by hand from ARCHITECTURE.md."""
+"""Programs written as text, small enough to be worked out by hand from docs/reference/semantics.md."""
 
 from __future__ import annotations
 

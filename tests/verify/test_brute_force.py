@@ -1,4 +1,4 @@
-"""The oracle itself, on schedules small enough to be worked out by hand from ARCHITECTURE.md."""
+"""The oracle itself, on schedules small enough to be worked out by hand from docs/reference/semantics.md."""
 
 from __future__ import annotations
 

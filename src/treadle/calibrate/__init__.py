@@ -10,6 +10,10 @@ fit.py                the most likely constants
 calibrate.py          all of it in a row
 report.py             what was found
 cluster_file.py       the cluster as a file
+
+A simulated step is as long as its critical path, and each op on it takes a sum of terms, each proportional to a
+constant. So one simulation gives the seconds that a step spends on every constant, exactly. A path stays one under
+other constants: a step is the longest of the paths found so far, and the fit adds paths until the simulator agrees.
 """
 
 from treadle.calibrate.calibrate import calibrate

@@ -4,6 +4,12 @@ config = ModelConfig.from_hf("checkpoints/qwen3-moe")
 stages = build_stages(config, ("Ett", "ttL"), {0: pp_rank})
 load_pretrained(stages, "checkpoints/qwen3-moe")
 pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn)
+
+A tensor has one name, that of Hugging Face's file, whatever the cut. A `NamedView` maps it to this rank's parameters;
+a fused expert weight is several views of one parameter. Loading, saving, the optimizer's shards, checkpoints and
+weight updates go by views, so none of them knows about stages, chunks or expert groups. Initial values are drawn from
+(seed, name), the same on every layout. The shared expert runs in `mlp`, so that the dispatch leaves before it. An MTP
+block's layer is dense: blocks run on the compute lane and may not exchange tokens.
 """
 
 from treadle.host.extras import brought_by

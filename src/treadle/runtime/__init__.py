@@ -1,4 +1,18 @@
-"""Running schedules on torch.distributed: `Pipeline`, what a stage may return, and the stream checker."""
+"""Running schedules on torch.distributed: `Pipeline`, what a stage may return, and the stream checker.
+
+    pipeline, build, agreement, handshake   what a user calls; how it is built, agreed on and reported
+    model/     a rank's stages as autograd sees them      checker/   streams and an allocator that record
+    run/       the executors and lane backends            faults/    which rank failed first, at which op
+
+One list a rank: `plan/running.py` merges computation and launches of the verified Program, and a communication op
+stands before the computation during which it would start. Whatever a list waits for has ended, in one execution of the
+whole Program, before the wait begins.
+
+Before the first step ranks compare by name what must be the same (schedule, options, parameters); a step that failed
+leaves nothing but changed buffers. Communicators are made from torch's backends, each by its members only, at most
+eight a rank: torch's `new_group` must be called by all ranks, or names groups by counts that differ along a pipe. On a
+device, control (shapes, agreement, clocks) goes over gloo, with deadlines.
+"""
 
 from treadle.host.extras import brought_by
 

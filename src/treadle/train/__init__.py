@@ -10,4 +10,14 @@
     trainer                               makes all of it, and runs the steps
     optim, checkpoint                     the sharded optimizer; saving and loading
     metrics, probe, nonfinite, stopping   the line a step; what is not finite; SIGTERM
+
+The batch of a step is defined by its number and the seed alone. Side values (positions, documents) are given to every
+rank and read by name. The main loss is a sum over tokens divided by their number; auxiliary losses are means over a
+micro-batch's tokens, averaged over micro-batches.
+
+The optimizer divides what ranks hold in common; torch's own AdamW and Muon do the arithmetic on flat float32 pieces.
+Checkpoints are torch.distributed.checkpoint with planners of our own: parts of tensors under global names, so another
+layout reads the parts it needs. A save is copied before it returns, written by a thread, renamed when it is whole,
+with a digest of every file; a resume checks all of them and skips a checkpoint that is damaged. A PrefixStore with the
+number of the restart keeps the addresses of dead processes apart.
 """

@@ -23,6 +23,18 @@ numbered steps.
     errors.py        UpdateError                        worker/       an inference worker: Endpoint, Worker, Gate
     protocol/        all decisions, as pure functions   adapters/     engines: plain, transformers, vLLM
     memory/          buffers, and copies with digests
+
+All workers have voted before the decision is written to disk, and it is on disk before any rank hears it. A worker
+that has voted stays closed until it learns the decision, however late; one that has not voted may roll back by itself.
+Attempts are numbered, and messages of an older attempt are refused.
+
+Every party has an identity. A log has a random id, which a worker that votes belongs to from then on. An endpoint has
+an incarnation, new with each start, and a slot: a lock beside its socket that one process at a time holds, so two
+workers with one slot cannot both serve. Members without a rank are refused unless the caller passes `new_set`, workers
+of another log unless it passes `takeover`.
+
+Ranks that hold the same piece may hold different bytes, which a sender's digests cannot show: each rank compares
+received buckets with its own copies, by default a sample that moves on with each update, and refuses before its vote.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Verifying a Program: labels, groups, waits, execution, launch order, memory. ARCHITECTURE.md has the semantics."""
+"""Verify a Program: labels, groups, waits, execution, launch order, memory. Rules: docs/reference/semantics.md."""
 
 from __future__ import annotations
 

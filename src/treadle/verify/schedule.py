@@ -1,4 +1,4 @@
-"""Verifying a schedule: does it finish, with the right data, within its memory. ARCHITECTURE.md has the semantics."""
+"""Verify a schedule: it finishes, with the right data, within its memory. Rules: docs/reference/semantics.md."""
 
 from __future__ import annotations
 

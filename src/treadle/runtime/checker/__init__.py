@@ -13,6 +13,9 @@ line. It knows what streams, events, the caching allocator and NCCL promise, and
 
 `log` is what is noted, `recorder` the device, `kernels` the modes that see torch's kernels, `communicator` a group with
 a stream, `analysis` the judgement, `findings` how it is told.
+
+It does not see kernels that get pointers (Triton, DeepEP), aliasing below a storage, or whether NCCL keeps its
+promises.
 """
 
 from treadle.runtime.checker.checker import CheckReport, StreamChecker, check_streams

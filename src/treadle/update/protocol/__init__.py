@@ -3,4 +3,8 @@
 There are no sockets and no clocks here. The coordinator, the update ranks, the workers and the log call these
 functions, and so does the model checker of the tests (`tests/support/update/model_checker.py`): it explores the code
 that runs.
+
+The checker walks all orders of messages, ends of processes, restarts, replaced workers, too few ranks and a second
+log, and asks in every state whether each serving worker serves the committed version, whole. Without log ids, members
+or slots it finds each of the faults that they prevent.
 """
