@@ -46,7 +46,7 @@ NOT_RUN = {
     ("docs/torchtitan.md", "needs torchtitan and GPUs"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),
-    ("docs/weights.md", "examples/rl_loop.py, below, is the whole of it"),
+    ("docs/weights.md", "examples/rl_loop.py, above, is the whole of it"),
     ("docs/weights.md", "needs an engine in that directory; examples/vllm_serve.py is one"),
     ("docs/weights.md", "needs two hosts"),
 }
