@@ -50,7 +50,7 @@ class Layers(nn.Module):
         self.seconds = depth * sleep_ms / 1000
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layers, one behind the other."""
+        """Run the layers, one after the other."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return Wait.apply(x, self.seconds) if self.seconds else x
