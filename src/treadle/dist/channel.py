@@ -36,7 +36,7 @@ _SMALL_BYTES = 1 << 18
 
 
 def most_in_flight(size_bytes: int) -> int:
-    """Return how many messages of one tensor of this size a channel keeps alive at most, behind their send.
+    """Return how many messages of one tensor of this size a channel keeps alive at most, after their send.
 
     Example:
         >>> most_in_flight(1 << 20), most_in_flight(1 << 12)

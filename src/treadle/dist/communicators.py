@@ -26,7 +26,7 @@ from treadle.dist.streams import streams_of
 
 NEVER = timedelta(days=365)
 """The timeout of a device's own communicators. They count from the launch of an op, not from the begin of its wait, so
-an op behind a long step would be late: the device's `catch_up` and the watch judge lateness instead."""
+an op after a long step would be late: the device's `catch_up` and the watch judge lateness instead."""
 
 CONNECT_POLL_S = 0.002
 
@@ -84,7 +84,7 @@ EXCHANGE = Traffic(urgent=True, max_ctas=16)
 """Rows between experts: computation waits for them."""
 
 REDUCTION = Traffic()
-"""Gradients, behind everything else."""
+"""Gradients, after everything else."""
 
 
 def make_communicator(

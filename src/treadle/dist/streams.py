@@ -183,7 +183,7 @@ def _poll(event: DeviceEvent) -> None:
 
 
 class Download:
-    """A tensor of the device on its way to the host; `tensor` and `tolist` wait for it, and for nothing behind it."""
+    """A tensor of the device on its way to the host; `tensor` and `tolist` wait for it, and for nothing after it."""
 
     def __init__(self, tensor: Tensor) -> None:
         streams = streams_of(tensor.device)

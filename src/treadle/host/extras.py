@@ -1,4 +1,4 @@
-"""What `pip install .` leaves out: whoever needs it says which command brings it."""
+"""What `pip install .` leaves out: an error names the command that brings it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MissingPackageError(ModuleNotFoundError, ValueError):
 
 @contextmanager
 def brought_by(*extras: str, needed_by: str) -> Iterator[None]:
-    """Turn the failed import of such a package into one that says how to install it.
+    """Turn the failed import of such a package into one that names how to install it.
 
     Raises:
         MissingPackageError: it is not there.

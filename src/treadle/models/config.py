@@ -20,7 +20,7 @@ class ModelConfig:
     """The shape of a decoder: grouped-query attention with q/k norms, RMSNorm, rotary positions, gated MLPs or experts.
 
     With `num_experts` 0 it is Qwen3; with `scoring="softmax"` Qwen3-MoE; with `scoring="sigmoid"` the router and the
-    shared expert are DeepSeek-V3's behind Qwen3's attention (in transformers: Dots1).
+    shared expert are DeepSeek-V3's after Qwen3's attention (in transformers: Dots1).
 
     Raises:
         ValueError: sizes that do not fit each other, or that no architecture of transformers has.

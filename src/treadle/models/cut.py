@@ -34,7 +34,7 @@ def cut_causal_lm(
         For each chunk its module. Keep no other reference to the model: what no stage holds is then freed.
 
     Raises:
-        ValueError: the model cannot be cut so; the message says why.
+        ValueError: the model cannot be cut so; the message names the reason.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP

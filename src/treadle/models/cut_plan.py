@@ -1,4 +1,4 @@
-"""Where a causal model of transformers can be cut: its list of layers, and what runs before and behind them."""
+"""Where a causal model of transformers can be cut: its list of layers, and what runs before and after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class CutPlan:
-    """Where a model's layers are, and what runs before and behind them.
+    """Where a model's layers are, and what runs before and after them.
 
     `path` are the names from the model to the list of its layers; `before` and `behind` the full names of modules
     beside that path which have parameters.
@@ -84,7 +84,7 @@ class CutPlan:
 
 
 class _Calls:
-    """Notes which of the modules beside the layers are called before the first, behind the last, and in between."""
+    """Notes which of the modules beside the layers are called before the first, after the last, and in between."""
 
     def __init__(self, beside: Mapping[str, nn.Module], layers: nn.ModuleList) -> None:
         self.before: list[str] = []

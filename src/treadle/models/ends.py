@@ -33,7 +33,7 @@ class TokenEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The norm behind the last layer, and the logits of the next token."""
+    """The norm after the last layer, and the logits of the next token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class OpBytes:
-    """The memory of an op: at most `peak` bytes more while it runs than before, and `after` bytes more behind it.
+    """The memory of an op: at most `peak` bytes more while it runs than before, and `after` bytes more after it.
 
     Of `after`, `gradients` bytes are gradients of parameters; only the first micro-batch makes some.
     """
@@ -150,7 +150,7 @@ class StageFootprint:
     """Of what passes from stage to stage, of one micro-batch."""
 
     kept: float
-    """The part of what is saved that deferred weight gradients hold behind the backward."""
+    """The part of what is saved that deferred weight gradients hold after the backward."""
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +172,7 @@ def stage_footprint(
         microbatch: the shape of a micro-batch.
         ep: the number of ranks that share the experts.
         dtype: that of parameters and activations.
-        recompute: parts that are computed again before their backward: some of attn, mlp.
+        recompute: parts that are recomputed before their backward: some of attn, mlp.
         split: weight gradients are ops of their own, as in a Pipeline.
 
     Returns:

@@ -17,7 +17,7 @@ from treadle.runtime.model.segments import Segment, compute, exchange, reference
 
 
 class DecoderLayer(nn.Module):
-    """Attention behind a norm, and what a subclass has behind another. `number` is that of the layer in the model."""
+    """Attention after a norm, and what a subclass has after another. `number` is that of the layer in the model."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class MetaSavedTensors(SavedTensors):
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def keeping(self, key: Key, part: str) -> Callable[[Tensor], Any]:
-        """Count the inputs of what is computed again."""
+        """Count the inputs of what is recomputed."""
 
         def keep(tensor: Tensor) -> InPlace:
             self._count(key, part, tensor)

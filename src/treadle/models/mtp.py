@@ -30,7 +30,7 @@ class SharedHead(nn.Module):
 class TokenPredictor(MTPBlock):
     """The `depth`-th MTP block, from 1: joins the hidden state of token i with token i + depth, predicts the one after.
 
-    One dense layer behind a projection of both. Its embedding and its head are the model's: tied parameters
+    One dense layer after a projection of both. Its embedding and its head are the model's: tied parameters
     (`tied_parameters`). It predicts nothing across the end of a document. Its loss is a sum, as `loss_fn`'s is.
     """
 
@@ -48,7 +48,7 @@ class TokenPredictor(MTPBlock):
     def forward(
         self, x: Tensor, target: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden state for the block behind, and the loss."""
+        """Return the hidden state for the next block, and the loss."""
         if positions is None:
             positions = positions_in(documents if documents is not None else torch.zeros_like(target))
         tokens, wanted = self._shifted(target, documents)
@@ -67,7 +67,7 @@ class TokenPredictor(MTPBlock):
 
 
 def ahead(values: Tensor, steps: int, beyond: int) -> Tensor:
-    """Return `values[..., i + steps]` at i, and `beyond` behind the end.
+    """Return `values[..., i + steps]` at i, and `beyond` after the end.
 
     Example:
         >>> ahead(torch.tensor([1, 2, 3]), 1, -1).tolist()

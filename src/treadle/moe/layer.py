@@ -13,7 +13,7 @@ from treadle.runtime.model.segments import Segment, compute, exchange
 
 
 class MoELayer(nn.Module):
-    """`mixer` (attention, or whatever mixes tokens) and `ep`-th part of the experts, each behind a norm and a residual.
+    """`mixer` (attention, or whatever mixes tokens) and `ep`-th part of the experts, each with norm and residual.
 
     `x` is [..., width]. With `balance` the router's loss is added to the model's. `exchange` is how tokens travel
     (`treadle.moe.exchanges`): all_to_all, or deepep, which has no segments for counts. Checkpoints belong inside `attn`

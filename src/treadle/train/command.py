@@ -26,7 +26,7 @@ def parse_command(arguments: Sequence[str]) -> TrainConfig:
             With `--checkpoint.weights DIR` the model is that of DIR/config.json.
 
     Raises:
-        ValueError: the file or a flag is wrong; one line says what, and the nearest name.
+        ValueError: the file or a flag is wrong; one line names it, and the nearest name.
         SystemExit: help was asked for and is printed.
 
     Example:

@@ -60,7 +60,7 @@ class ParallelConfig:
     """Megatron's layout string, such as "Et|tt|ttL": the blocks of each stage. Empty: layers as even as can be."""
 
     recompute: tuple[Literal["attn", "mlp"], ...] = ()
-    """Segments of layers that are computed again before their backward instead of saved."""
+    """Segments of layers that are recomputed before their backward instead of saved."""
 
     saved: Literal["leave", "count", "offload"] = "leave"
     """What becomes of tensors saved for backward: left, counted, or offloaded to the host."""
@@ -107,7 +107,7 @@ class TrainingConfig:
     """Last steps, in which the learning rate falls to `final_lr`; cut where `steps` are fewer than both."""
 
     final_lr: float = 0.0
-    """The learning rate behind the last step."""
+    """The learning rate after the last step."""
 
     decay_shape: DecayShape = "linear"
     """The curve of the decay."""
@@ -127,7 +127,7 @@ class CheckpointConfig:
     """Checkpoints of the run."""
 
     every: int = 0
-    """Steps between two checkpoints. 0: only at the end, and where the run is told to stop (SIGTERM)."""
+    """Steps between two checkpoints. 0: only at the end, and where the run is asked to stop (SIGTERM)."""
 
     keep: int = 2
     """How many of the latest to keep."""
@@ -149,7 +149,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a run tells of itself."""
+    """What a run reports."""
 
     every: int = 1
     """Steps between two lines."""

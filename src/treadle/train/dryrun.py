@@ -70,7 +70,7 @@ class DryRun:
         plan, config = self.plan, self.config
         training, parallel = config.training, config.parallel
         per_rank = f", {plan.schedule.vpp} stages a rank" if plan.schedule.vpp > 1 else ""
-        extra = [f"{' and '.join(parallel.recompute)} computed again"] if parallel.recompute else []
+        extra = [f"{' and '.join(parallel.recompute)} recomputed"] if parallel.recompute else []
         extra += ["saved tensors offloaded to the host"] if parallel.saved == "offload" else []
         return [
             f"model     {'|'.join(plan.rows)}  {_count(self.num_parameters)} parameters, "
@@ -97,7 +97,7 @@ class DryRun:
     def _tail(self) -> list[str]:
         if self.step_s is None:
             return [
-                f"bubble    {self.bubble:.1%}, if a layer's forward, input and weight half take 1 each and "
+                f"bubble    {self.bubble:.1%}, if a layer's forward, dgrad and wgrad take 1 each and "
                 "communication nothing",
                 f"time      not known; a run with --logging.trace_every N writes {self.config.output}/{NAME}, which "
                 "the next dry run reads, or give --costs FILE",

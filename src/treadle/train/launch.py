@@ -21,7 +21,7 @@ _COMMON_S = 2.0
 
 
 def rank_of_launch() -> int:
-    """Return this process's rank as torchrun says it, 0 without torchrun. Needs no process group."""
+    """Return this process's rank as torchrun sets it, 0 without torchrun. Needs no process group."""
     return int(os.environ.get("RANK", "0"))
 
 

@@ -1,4 +1,4 @@
-"""What a step tells of itself: one line, a row of metrics.jsonl, TensorBoard."""
+"""What a step reports: one line, a row of metrics.jsonl, TensorBoard."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _more(names: Sequence[tuple[str, int]]) -> str:
 
 
 def _layer(name: str) -> int:
-    """Return the layer that a tensor's name is of: -1 for the embedding, one behind all others for norm and head."""
+    """Return the layer that a tensor's name is of: -1 for the embedding, one after all others for norm and head."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     if found:
         return int(found[1])

@@ -74,7 +74,7 @@ def mesh_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int
     """Return (pp, dp, ep) for a number of ranks.
 
     Raises:
-        ValueError: the sizes do not make this number of ranks; the message says which would.
+        ValueError: the sizes do not make this number of ranks; the message names those that would.
 
     Example:
         >>> mesh_sizes(ParallelConfig(pp=2, ep=2), 8)

@@ -211,7 +211,7 @@ class Trainer:
         A checkpoint that cannot be saved is reported, and the run goes on.
 
         Args:
-            after_step: is called on every rank with what the step told of itself, once the step is evaluated and
+            after_step: is called on every rank with what the step reported, once the step is evaluated and
                 saved where that is due. The next step begins when it returns.
 
         Raises:

@@ -15,7 +15,7 @@
     └─ inference worker 0 ─────────┘                          └─ inference worker 1 ─────────┘
 
 One update rank runs beside each inference worker, on the same device. Ranks speak for their workers; the coordinator,
-a thread of rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` tells an update in
+a thread of rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` is an update in
 numbered steps.
 
     updater.py       Updater: what a user calls         coordinator/  the coordinator and its commit log

@@ -19,7 +19,7 @@ class UpdateOptions:
     """Memory for buffers on each rank's device, in bytes, and the size of buckets.
 
     None takes what a GPU has free once the process group is made, less what engines copy while they load, and 1 GiB on
-    a host. Too little costs speed, not success: `Updated.notes` says which buffers were left out.
+    a host. Too little costs speed, not success: `Updated.notes` names the buffers were left out.
     """
 
     rollback: Rollback = "host"

@@ -4,7 +4,7 @@
     done = updater.update(Source.of(model.state_dict()), version=7)
 
 All ranks call the same methods in the same order. An attempt either commits on all workers or raises UpdateError on
-every rank that lives, and can be tried again unless a rank was lost. `AttemptRun.run` tells it step by step.
+every rank that lives, and can be tried again unless a rank was lost. `AttemptRun.run` has it step by step.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class Updater:
             source: This rank's part of the weights. Its elements must not change until this returns or raises.
             version: A number from 1 that is above the committed one.
             changed: Names of the tensors that differ from version `base`; only they move, where all workers serve
-                `base` and their engines can load a part. Otherwise all tensors move, and `notes` says why.
+                `base` and their engines can load a part. Otherwise all tensors move, and `notes` has the reason.
             base: The version that `changed` is against.
 
         Raises:
-            UpdateError: on every rank that lives. Its `committed` says whether the version was decided before.
+            UpdateError: on every rank that lives. Its `committed` is whether the version was decided before.
 
         """
         number, before = _version("version", version), _version("base", base) if base is not None else None

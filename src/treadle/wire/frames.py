@@ -16,7 +16,7 @@ FIRST_BYTES = 4 << 10
 
 
 def framed(body: bytes, most_bytes: int = MOST_BYTES) -> bytes:
-    """Returns the body behind its length."""
+    """Return the body after its length."""
     if len(body) > most_bytes:
         raise WireError(f"a message of {len(body)} bytes is larger than the limit of {most_bytes}")
     return _LENGTH.pack(len(body)) + body
@@ -39,7 +39,7 @@ class Frames:
             return None
         (length,) = _LENGTH.unpack_from(self._held)
         if length > self.most_bytes:
-            raise WireError(f"a message says it has {length} bytes, the limit is {self.most_bytes}")
+            raise WireError(f"a message has {length} bytes, the limit is {self.most_bytes}")
         end = _LENGTH.size + length
         if len(self._held) < end:
             return None

@@ -47,7 +47,7 @@ class Seal:
         self._session = hmac.digest(self._key, b"treadle update" + called + caller, "sha256")
 
     def close(self, body: bytes) -> bytes:
-        """Returns the body with its code behind it."""
+        """Return the body with its code appended."""
         self._sent += 1
         return body + self._code(body, self._sent, from_listener=self._listens)
 

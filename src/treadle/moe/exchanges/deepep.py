@@ -64,7 +64,7 @@ class DeepEP(EpGroupModule):
         trip = Trip(self._buffer(leaving), self.num_experts)
         came, gates = _Dispatch.apply(leaving, gates, routing.chosen, trip)  # type: ignore[no-untyped-call]
         assert trip.experts is not None
-        expert = trip.experts.reshape(-1)  # -1 for those of other ranks, which go behind the rows that came
+        expert = trip.experts.reshape(-1)  # -1 for those of other ranks, which go after the rows that came
         order = torch.argsort(torch.where(expert >= 0, expert, self.num_experts), stable=True)
         taken = order[: sum(trip.per_expert)]  # the host knows how many: it need not wait for a count of them
         trip.token = taken // trip.experts.shape[-1]

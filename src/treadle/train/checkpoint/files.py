@@ -48,7 +48,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """What a checkpoint records of itself."""
 
     step: int
     files: Mapping[str, FileFacts]

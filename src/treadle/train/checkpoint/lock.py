@@ -16,11 +16,11 @@ LOCK = "lock"
 class DirectoryLock:
     """Holds a directory until it is released or this process ends, however it ends: the kernel keeps the lock.
 
-    The file stays. It says who has held the directory last, and has a token by which another node sees that it is the
-    same file. Filesystems without flock have no lock (`missing` says why): NFS without a lock service, some others.
+    The file stays. It names who has held the directory last, and has a token by which another node sees that it is the
+    same file. Filesystems without flock have no lock (`missing` has the reason): NFS without a lock service, others.
 
     Raises:
-        ValueError: Another process holds the directory; the message says which.
+        ValueError: Another process holds the directory; the message names it.
 
     """
 

@@ -49,7 +49,7 @@ class PackedTokens:
     seq_len: int
 
     def __len__(self) -> int:
-        """Return how many samples there are; tokens behind the last whole one are left out."""
+        """Return how many samples there are; tokens after the last whole one are left out."""
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def sample(self, index: int) -> PackedSample:

@@ -26,7 +26,7 @@ class GlobalBatches:
         return GlobalBatchIterator(self)
 
     def at(self, taken: int) -> NDArray[np.int64]:
-        """Return the samples of the batch behind the first `taken` samples."""
+        """Return the samples of the batch after the first `taken` samples."""
         places = np.arange(taken, taken + self.size)
         epochs = places // self.num_samples
         batch = np.empty(self.size, np.int64)
@@ -53,7 +53,7 @@ class GlobalBatchIterator(Iterator[NDArray[np.int64]]):
         return {"samples": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind so many samples."""
+        """Go on after so many samples."""
         self._taken = state["samples"]
 
 

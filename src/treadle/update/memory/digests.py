@@ -1,4 +1,4 @@
-"""The table of digests behind a bucket: read and written at once, as each access to a device's bytes is a copy."""
+"""The table of digests after a bucket: read and written at once, as each access to a device's bytes is a copy."""
 
 from __future__ import annotations
 

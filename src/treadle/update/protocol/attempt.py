@@ -27,7 +27,7 @@ from treadle.update.protocol.record import (
 
 
 class AttemptRefusedError(TreadleError, ValueError):
-    """An attempt cannot go on: `who` is to blame, the text says why."""
+    """An attempt cannot go on: `who` is to blame, the text has the reason."""
 
     def __init__(self, who: str, text: str) -> None:
         super().__init__(text)
@@ -125,7 +125,7 @@ class Attempt:
                 ", ".join(member.name for member in missing),
                 f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
                 f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
-                "start a rank beside each worker, or say that the set is a new one (new_set=True, --new-set)",
+                "start a rank beside each worker, or declare the set a new one (new_set=True, --new-set)",
             )
         replaced = replaced_members(record, self.statuses)
         if replaced:

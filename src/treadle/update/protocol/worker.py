@@ -26,7 +26,7 @@ and loads the rollback copy."""
 
 
 class MessageRefusedError(TreadleError):
-    """A message that the worker does not obey; the text says why. `code` is for programs."""
+    """A message that the worker does not obey; the text has the reason. `code` is for programs."""
 
     def __init__(self, code: Reason, text: str) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Each worker's part of a plan, and the table of digests behind each bucket.
+"""Each worker's part of a plan, and the table of digests after each bucket.
 
 A bucket is followed by one digest for each box that a worker takes of it, in the order in which workers and their takes
 first name the boxes. Replicas that take the same box share a digest.
