@@ -1,7 +1,7 @@
 """What mkdocs cannot do by itself: figures from the pages' own commands, help texts, files of the repository.
 
 A picture that a page shows as `made/NAME.svg` is made by the command of that page that says `-o NAME.svg`.
-A link to `../FILE` leads to a copy of that file in the site.
+A link to `../FILE` leads to a copy of that file in the site; so do links within such a copy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import pages  # noqa: E402
 
 _MADE = re.compile(r"\((?:\.\./)*made/([\w.-]+)\)")
 _OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)(#[\w-]*)?\)")
+_INSIDE = re.compile(r"\]\((?![a-z]+:|[#/])([\w./-]+)(#[\w-]*)?\)")
 _HELP = re.compile(r"^<!-- help: (.*) -->$", re.MULTILINE)
 _NOT_RUN = re.compile(r"^<!-- not run: (.+) -->\n", re.MULTILINE)
 
@@ -49,8 +50,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                     raise PluginError(f"{file.src_uri} shows made/{name}, and no command there writes it")
                 files.append(File.generated(config, f"made/{name}", abs_src_path=str(directory / name)))
         linked |= {path for path in (_outside(file.src_uri, m) for m in _OUTSIDE.finditer(text)) if path}
-    for path in sorted(linked):
-        files.append(File.generated(config, _copied(path), content=_as_page(path)))
+    copied: set[str] = set()
+    while left := linked - copied:
+        for path in sorted(left):
+            files.append(File.generated(config, _copied(path), content=_as_page(path)))
+            linked |= _linked(path)
+        copied |= left
     return files
 
 
@@ -106,9 +111,28 @@ def _as_page(path: str) -> str:
         raise PluginError(f"a page links to {path}, which is not in the repository")
     text = (ROOT / path).read_text("utf-8")
     if path.endswith(".md"):
-        return text
+        return _INSIDE.sub(lambda found: f"]({_from_copy(path, found[1])}{found[2] or ''})", text)
     language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "text")
     return f"# {path}\n\n```{language}\n{text}```\n"
+
+
+def _linked(path: str) -> set[str]:
+    """Return the files of the repository that a copy of a page links to, and that are no pages."""
+    if not path.endswith(".md"):
+        return set()
+    targets = {_target(path, found[1]) for found in _INSIDE.finditer((ROOT / path).read_text("utf-8"))}
+    return {target for target in targets if not target.startswith("docs/")}
+
+
+def _target(path: str, link: str) -> str:
+    return os.path.normpath(PurePosixPath(path).parent / link)
+
+
+def _from_copy(path: str, link: str) -> str:
+    """Return the link of a file of the repository as its copy in the site has it."""
+    target = _target(path, link)
+    uri = target.removeprefix("docs/") if target.startswith("docs/") else _copied(target)
+    return os.path.relpath(uri, PurePosixPath(_copied(path)).parent)
 
 
 def _help(command: str) -> str:
