@@ -67,7 +67,7 @@ def test_the_best_of_ours_is_named() -> None:
         (("--memory-limit", "3g"), "'3g' is not a number of bytes; write 3GiB"),
         (("--vpp", "0"), "vpp is a whole number from 1, got 0"),
         (("--time-limit", "0"), "a time limit is more than 0 seconds, got 0"),
-        (("-m", "100000"), "searched for at most 30000 forwards and backward halves, got 600000"),
+        (("-m", "100000"), "searched for at most 30000 forwards, dgrads and wgrads, got 600000"),
     ],
 )
 def test_mistakes_are_named(args: tuple[str, ...], said: str) -> None:

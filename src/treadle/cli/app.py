@@ -78,7 +78,7 @@ COMMANDS = {
         "treadle plan --model qwen3-30b-a3b --cluster ours.toml",
     ),
     "synthesize": CommandHelp(
-        "Finds an order of cells that is no slower than any schedule here, and says how much faster one could be.",
+        "Finds an order of cells that is no slower than any schedule here, and bounds how much faster one could be.",
         "Examples: treadle synthesize --pp 4 -m 8 --max-activations 3 -o tight.txt   |   "
         "treadle synthesize --pp 8 -m 32 --costs mine.toml --time-limit 120 -o mine.txt",
     ),

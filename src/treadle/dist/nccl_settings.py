@@ -26,7 +26,7 @@ SETTINGS = (
         "NCCL_ASYNC_ERROR_HANDLING",
         default="3",
         needed="0",
-        why="else torch ends this process when another rank dies, before Treadle can say which",
+        why="else torch ends this process when another rank dies, before Treadle can name it",
     ),
     Setting(
         "TORCH_NCCL_ENABLE_MONITORING",

@@ -288,7 +288,7 @@ def _check_sends(schedule: Schedule, sends: _Posts, lines: list[_Line]) -> None:
                     f"and {due} is next from rank {channel[0]} to rank {channel[1]}"
                 )
             if num_before <= made[k][1]:
-                raise entry.error(f"{entry.word} stands before the action that makes it; move it behind")
+                raise entry.error(f"{entry.word} stands before the action that makes it; move it after")
         num_sent = len(sends.get(channel, ()))
         if num_sent < len(made):
             due = _send_word(schedule.placement, channel, made[num_sent][0])
@@ -321,7 +321,7 @@ def _check_receives(schedule: Schedule, posted: _Posts) -> None:
     for channel, ops in _lanes(program, LaneKind.RECV).items():
         for op, (_, num_before, entry) in zip(ops, posted[channel], strict=True):
             if op in reader and num_before > program.cell[reader[op]]:
-                raise entry.error(f"{entry.word} stands behind the action that reads it; move it before")
+                raise entry.error(f"{entry.word} stands after the action that reads it; move it before")
 
 
 _Post: TypeAlias = tuple[str, _Part]

@@ -117,8 +117,8 @@ def check_blocks(blocks: Sequence[str]) -> None:
                 )
             if letter in LAYERS and seen_mtp is not None:
                 raise ValueError(
-                    f"stage {stage}: layers stand before the MTP blocks, got {letter} in {row!r} behind the m of "
-                    f"stage {seen_mtp}; move the m behind the last layer"
+                    f"stage {stage}: layers stand before the MTP blocks, got {letter} in {row!r} after the m of "
+                    f"stage {seen_mtp}; move the m after the last layer"
                 )
             if letter == "m" and seen_mtp is None:
                 seen_mtp = stage
@@ -225,7 +225,7 @@ class _LayoutReader:
         if letter == "(":
             self.fail("a group cannot stand in a group, as Megatron reads none; write the inner one out", place)
         if letter not in LETTERS + "|":
-            hint = "'*' and ')' belong behind a block or a group; blocks" if letter in "*)" else "blocks"
+            hint = "'*' and ')' belong after a block or a group; blocks" if letter in "*)" else "blocks"
             self.fail(f"{letter!r} is not a block; {hint} are {_ALLOWED}, '|' ends a stage", place)
         self.at += 1
         count = self.count()
@@ -241,7 +241,7 @@ class _LayoutReader:
         if found is None:
             return None
         if not found[1]:
-            self.fail("a number belongs behind '*'; write t*4 or (tt|)*3", found.end())
+            self.fail("a number belongs after '*'; write t*4 or (tt|)*3", found.end())
         if len(found[1]) > len(str(MOST_LETTERS)):
             self.too_long(self.at)
         self.at = found.end()

@@ -329,7 +329,7 @@ class Layout:
             raise ValueError(f"recomputed parts are ATTN_R and MLP_R, got {self.recomputed}")
         if self.step_end not in STEP_ENDS:
             raise ValueError(
-                f"a step ends with OPTIMIZER, or CLIP before it, GATHER_PARAMS behind, got {self.step_end}"
+                f"a step ends with OPTIMIZER, or CLIP before it, GATHER_PARAMS after it, got {self.step_end}"
             )
 
     @cached_property

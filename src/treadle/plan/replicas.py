@@ -61,7 +61,7 @@ class Replicas:
         factor = np.array(members).T.reshape(-1)
         times = execute(program, ticks(program, self.costs, slowness=factor))
         if not times.finished:
-            raise ValueError("the program does not finish: 'treadle verify' says why")
+            raise ValueError("the program does not finish: 'treadle verify' shows why")
         return program, times
 
     def of_size(self, num_columns: int) -> Program:

@@ -185,7 +185,7 @@ def _in_order(meetings: list[Meeting], inside: tuple[tuple[int, ...], ...]) -> t
     while left:
         free = [meeting for meeting in left if all(done.issuperset(inside[i]) for i in meeting.ops)]
         if not free:
-            raise ValueError("the program does not finish: 'treadle verify' says why")
+            raise ValueError("the program does not finish: 'treadle verify' shows why")
         done.update(i for meeting in free for i in meeting.ops)
         ordered += free
         left = [meeting for meeting in left if not done.issuperset(meeting.ops)]

@@ -70,7 +70,7 @@ class ChromeEvents:
             held += piece
             held = held[(yield from self._events(held)) :]
             if len(held) > _MOST_EVENT_BYTES:
-                self.trouble = f"an event of more than {_MOST_EVENT_BYTES:,} bytes; what stands behind it is not read"
+                self.trouble = f"an event of more than {_MOST_EVENT_BYTES:,} bytes; what follows is not read"
                 return
         yield from self._events(held)
         self._read_end()

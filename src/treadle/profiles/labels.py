@@ -90,7 +90,7 @@ def _num_mb(recording: Recording, grid: Grid, placement: Placement, named: bool)
     forwards = first.kind == OpKind.F
     if (first.step == UNKNOWN).any():
         raise ValueError(
-            f"{first.source}: neither steps nor micro-batches are named, so their number cannot be told; give "
+            f"{first.source}: neither steps nor micro-batches are named, so their number is unknown; give "
             "--microbatches, how many a step has"
         )
     counts = Counter(first.step[forwards].tolist()).values()

@@ -71,7 +71,7 @@ def marks_of(file: NsysFile, ranges: Sequence[Range]) -> tuple[list[Mark], int, 
     marks, idle = [], 0
     if any(_exchanges(each) for each in intervals):
         intervals = [each if each.ops[0].kind not in _MESSAGES else each._replace(ops=()) for each in intervals]
-        remarks.append(Remark("messages of several chunks are exchanged at once, not told apart, and left out", source))
+        remarks.append(Remark("messages of several chunks are exchanged at once, inseparable, and ignored", source))
     for at, each in enumerate(intervals):
         message = all(op.kind in _MESSAGES for op in each.ops)
         start, end = (found.nccl_start, found.nccl_end) if message else (found.start, found.end)
@@ -117,9 +117,7 @@ def _intervals(ranges: Sequence[Range], source: str) -> tuple[int, list[_Interva
             flat.append(each)
     remarks = []
     if weights := sum(_WEIGHT.fullmatch(each.name) is not None for each in ranges):
-        remarks.append(
-            Remark("'weight chunk' does not say of which micro-batch it is, and is left out", source, weights)
-        )
+        remarks.append(Remark("'weight chunk' names no micro-batch, and is ignored", source, weights))
     if len(flat) < len(chosen):
         left = len(chosen) - len(flat)
         remarks.append(Remark("a range is of another thread, or within one of its like, and left out", source, left))

@@ -70,7 +70,7 @@ def _places(ranks: Sequence[RankRecording], recording: Recording) -> list[int]:
             return [rank.rank // (world // recording.pp) for rank in ranks]
         raise ValueError(f"{world} ranks do not divide into pipelines of {recording.pp}; give the files of all ranks")
     raise ValueError(
-        f"{_sources(ranks)}: nothing tells which rank of the pipeline a file is of: neither its stages are named nor "
+        f"{_sources(ranks)}: the pipeline rank of a file is unknown: neither its stages are named nor "
         "its rank; keep 'rank3' in the files' names"
     )
 
@@ -88,7 +88,7 @@ def _refuse_two_directions(ranks: Sequence[RankRecording], held: Sequence[set[in
     if len(ends) > 1 and last > 1:
         raise ValueError(
             f"{ends[0].source} and {ends[1].source} both have stages 0 and {last}: replicas of a V placement, or the "
-            f"two directions of DualPipe, whose names do not tell them apart; for replicas give "
+            f"two directions of DualPipe, whose names are the same; for replicas give "
             f"--dp {len(ends)} to 'treadle import', for DualPipe Treadle's own trace"
         )
 

@@ -50,7 +50,7 @@ def size_by_warmup(ranks: Sequence[RankRecording]) -> Sized:
     if pp < 2 or {one - two for one, two in pairwise(levels)} != {2 if by_two else 1}:
         raise ValueError(
             f"{ranks[0].source}: the forwards before the first backward of each rank ({_listed(levels)}) are not those "
-            "of one of Megatron's pipelines, and nothing else tells the ranks' places; give the files of all its "
+            "of one of Megatron's pipelines, and nothing else shows the ranks' places; give the files of all its "
             "ranks, of a step with more micro-batches than ranks"
         )
     vpp, rest = divmod(levels[-1] - 1, pp)

@@ -147,12 +147,12 @@ def _refuse_mixed(rows: Sequence[RankStages], ranks: Sequence[int], schedule: Sc
     if len(with_mtp) > 1:
         raise ValueError(
             f"stages {', '.join(map(str, with_mtp))} have MTP blocks; all of a model's stand on one stage, as the "
-            "hidden state of one goes to the next: put them behind the last layers, or on one stage before the head"
+            "hidden state of one goes to the next: put them after the last layers, or on one stage before the head"
         )
     later = [at for at, letters in enumerate(blocks) if with_mtp and at > with_mtp[0] and set("dt") & {*letters}]
     if later:
         raise ValueError(
-            f"stage {with_mtp[0]} has MTP blocks, and stage {later[0]} behind it has layers; MTP blocks stand behind "
+            f"stage {with_mtp[0]} has MTP blocks, and stage {later[0]} after it has layers; MTP blocks stand after "
             "all layers of a model"
         )
 

@@ -117,5 +117,5 @@ def every_microbatch(structure: Structure, microbatches: int, variant: Variant, 
 def _times(program: Program, costs: Costs) -> Times:
     times = execute(program, ticks(program, costs))
     if not times.finished:
-        raise ValueError("the program of a candidate does not finish: 'treadle verify' says why")
+        raise ValueError("the program of a candidate does not finish: 'treadle verify' shows why")
     return times

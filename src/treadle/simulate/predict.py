@@ -94,5 +94,5 @@ def _execute_each(program: Program, durations: Durations, factor: Factors | None
 
 def _finished(times: Times) -> Times:
     if not times.finished:
-        raise ValueError("the program does not finish: 'treadle verify' says why")
+        raise ValueError("the program does not finish: 'treadle verify' shows why")
     return times

@@ -48,7 +48,7 @@ def make_problem(
     num_tasks = placement.pp * placement.vpp * (microbatches // placement.num_pipes) * (2 if whole else 3)
     if num_tasks > MOST_TASKS:
         raise ValueError(
-            f"an order is searched for at most {MOST_TASKS} forwards and backward halves, got {num_tasks}; "
+            f"an order is searched for at most {MOST_TASKS} forwards, dgrads and wgrads, got {num_tasks}; "
             "take fewer micro-batches: from twice as many as ranks on, the middle of a step repeats itself"
         )
     sizes = {split: read_sizes(placement, microbatches, costs, options, split=split) for split in (False, True)}

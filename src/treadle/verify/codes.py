@@ -29,7 +29,7 @@ CODES: dict[str, Explanation] = {
         "The same F, B, I or W stands twice, or B stands beside I or W of the same micro-batch: its gradient would "
         "count twice, and its second message shifts every later one on the channel.",
         "0: F0.0 F1.0 B0.0 B1.0 W1.0  (B1.0 has done what W1.0 does)",
-        "Remove one. Use B for a whole backward, or I and W for its halves, never both.",
+        "Remove one. Use B for a whole backward, or I (dgrad) and W (wgrad), never both.",
     ),
     "T103": Explanation(
         "actions of one rank in the wrong order",
@@ -107,7 +107,7 @@ CODES: dict[str, Explanation] = {
     ),
     "T302": Explanation(
         "more bytes of activations than the limit",
-        "What forward parts save is held until their weight halves end, or is out on the host between its offload and "
+        "What forward parts save is held until their wgrad ends, or is out on the host between its offload and "
         "its onload. The peak is over the execution in which every op starts as soon as it can under the given costs.",
         "treadle verify 1f1b --pp 4 -m 8 --layers 4 --costs deepseek-v3-h800 --memory-limit 4e9",
         "Offload ('--offload'), take a schedule that holds less, or raise the limit.",

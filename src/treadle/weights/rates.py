@@ -63,6 +63,6 @@ def simulate_update(program: Program, rates: Rates | None = None) -> Trace:
     dur, clock = update_ticks(program, rates)
     times = execute(program, dur)
     if not times.finished:
-        raise ValueError("the update does not finish: 'treadle verify' says why")
+        raise ValueError("the update does not finish: 'treadle verify' shows why")
     assumed = str(rates) if rates is not None else "h2d 4, broadcast 1, reload 1"
     return Trace(program, times.start, times.end, clock, f"predicted: {assumed}")

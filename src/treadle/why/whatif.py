@@ -49,11 +49,11 @@ class WhatIf:
         """
         program = steps.program
         if program.layout.is_update:
-            raise ValueError("this is a weight update, which has no stages; 'treadle simulate' says what it waits for")
+            raise ValueError("this is a weight update, which has no stages; 'treadle simulate' shows what it waits for")
         measured = transfers(steps)
         made = cls(program, measured, _ordinary(program, measured))
         if made.ideal < 0:
-            raise ValueError("the program of these steps does not finish: 'treadle verify' says why")
+            raise ValueError("the program of these steps does not finish: 'treadle verify' shows why")
         return made
 
     @cached_property

@@ -112,7 +112,7 @@ def refused(rank: int, kind: str) -> str:
 def test_around_an_exchange_it_is_refused_on_every_rank(kind: str, what: str) -> None:
     """Some meet it themselves; the others are told of those, in their words."""
     for said in check(run_ranks(PP * EP, refused, kind)):
-        assert f"{what} is computed again in backward: a checkpoint spans it" in said
+        assert f"{what} is recomputed in backward: a checkpoint spans it" in said
         assert "checkpoint only inside what computes, attn and mlp each on their own" in said
 
 

@@ -54,10 +54,10 @@ def balance(
     pp: Pp = None,
     vpp: Vpp = None,
     model_layers: Annotated[
-        int | None, typer.Option(help="Layers of the model, where neither costs nor a layout say.")
+        int | None, typer.Option(help="Layers of the model, where neither costs nor a layout have them.")
     ] = None,
     dense: Annotated[int | None, typer.Option(help="Layers, from the first on, that are dense.")] = None,
-    mtp: Annotated[int | None, typer.Option(help="MTP blocks behind the layers.")] = None,
+    mtp: Annotated[int | None, typer.Option(help="MTP blocks after the layers.")] = None,
     layouts: Annotated[
         list[str] | None, typer.Option("--layout", help="A cut to compare with, as Megatron writes it; several times.")
     ] = None,

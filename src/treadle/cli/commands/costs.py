@@ -63,7 +63,7 @@ def show(
     """Prints costs as TOML, with a comment on each entry: a file to start from."""
     shown = load_costs(name)
     source = "built in" if name == "unit" else "a preset of treadle" if name in PRESETS else name
-    told = "; `about` says where its numbers come from" if shown.about else ""
+    told = "; `about` has the source of its numbers" if shown.about else ""
     plain(f"# Source: {source}{told}\n{dump(shown, comments=True)}")
     suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {name}")
 

@@ -44,10 +44,10 @@ def import_(
         str | None, typer.Option("--layout", help="The stages' blocks, as Megatron writes them: 'Et*4|(t*5|)*2t*3L'.")
     ] = None,
     dp: Annotated[
-        int | None, typer.Option("--dp", help="Replicas of the pipeline, where the files do not say.")
+        int | None, typer.Option("--dp", help="Replicas of the pipeline, where the files do not have it.")
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="Micro-batches of a step, where files do not say.")
+        int | None, typer.Option("--microbatches", "-m", help="Micro-batches of a step, where files do not have it.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="The step to show and to write; else the one in the middle.")] = None,
     as_json: Json = False,

@@ -40,7 +40,7 @@ def schedules(as_json: Json = False) -> None:
     out.print(table)
     out.print(
         "P ranks, V chunks on each, M micro-batches, rank r. bubble: idle time of a rank; F, B = I + W, FB are the "
-        "times of a forward, of a backward and its halves, of an overlapped pair, over all chunks of a rank. "
+        "times of a forward, of a backward, its dgrad and its wgrad, of an overlapped pair, over all chunks of a rank. "
         "memory: activations held at most.",
         style="dim",
     )

@@ -40,9 +40,7 @@ def synthesize(
     model_layers: Annotated[int | None, typer.Option(help="Layers of the whole model, cut into stages.")] = None,
     layout: Annotated[str | None, typer.Option(help="Blocks of each stage: 'Et|(tt|)*30L'.")] = None,
     dense: Annotated[int | None, typer.Option(help="Layers, from the first on, that are dense.")] = None,
-    mtp: Annotated[
-        int | None, typer.Option(help="MTP blocks on the last stage; a --layout says itself where they are.")
-    ] = None,
+    mtp: Annotated[int | None, typer.Option(help="MTP blocks on the last stage; a --layout has its own.")] = None,
     max_activations: Annotated[int | None, typer.Option(help="Most activations alive at once on a rank.")] = None,
     memory_limit: Annotated[
         str | None,
@@ -50,9 +48,7 @@ def synthesize(
             help="Most bytes of activations on a rank: 60GB. With --model-layers, --layout, or costs of a whole model."
         ),
     ] = None,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Backwards stay whole: no weight halves of their own.")
-    ] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Backwards stay whole: wgrad is not split off.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds to search; less if the best is proven.")] = 60.0,
     workers: Annotated[int, typer.Option(help="Threads of the solver. 1 repeats itself.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the solver's randomness.")] = 0,
@@ -61,7 +57,7 @@ def synthesize(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Finds an order of cells that is no slower than any schedule here, and says how much faster one could be.
+    """Finds an order of cells that is no slower than any schedule here, and bounds how much faster one could be.
 
     The order keeps the placement and the limits. It is simulated and verified as every schedule is.
     """

@@ -60,7 +60,7 @@ class NsysReader:
             )
         if megatron:
             sized = size_by_warmup(ranks)
-            remarks.append(Remark("ranks, chunks and steps are not named: told by the forwards before the backwards"))
+            remarks.append(Remark("ranks, chunks and steps are not named: derived from forwards before backwards"))
             return Recording(
                 self.form,
                 sized.ranks,

@@ -59,7 +59,7 @@ class PrimusReader:
                     raise ValueError(f"{path}: has no step; the run ended before its first one, leave the file out")
                 found.append((path, int(named[1]), steps))
             elif not path.name.startswith("config.json"):
-                raise ValueError(f"{path}: Primus names a rank's file pp_rank_3.json; its name tells the rank")
+                raise ValueError(f"{path}: Primus names a rank's file pp_rank_3.json; its name has the rank")
             advance(path.stat().st_size)
         if not found:
             raise ValueError(f"{paths[0]}: no pp_rank_0.json is beside it; give the directory that Primus wrote")

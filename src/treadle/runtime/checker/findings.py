@@ -24,9 +24,9 @@ class FindingKind(Enum):
 
 _KEEP = "call treadle.dist.streams.keep(tensor) on the stream that uses it, or hold the tensor longer"
 _WAY_OUT = {
-    FindingKind.READ_TOO_EARLY: "let the second stream wait for an event behind the first",
-    FindingKind.WRITTEN_TOO_EARLY: "let the second stream wait for an event behind the first",
-    FindingKind.WRITTEN_TWICE: "let the second stream wait for an event behind the first",
+    FindingKind.READ_TOO_EARLY: "let the second stream wait for an event after the first",
+    FindingKind.WRITTEN_TOO_EARLY: "let the second stream wait for an event after the first",
+    FindingKind.WRITTEN_TWICE: "let the second stream wait for an event after the first",
     FindingKind.REUSED: _KEEP,
     FindingKind.NOT_KEPT: _KEEP,
     FindingKind.OTHER_STREAM: "run a backward on the lane of its forward",

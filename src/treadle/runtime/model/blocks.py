@@ -51,7 +51,7 @@ def parts_of(module: nn.Module, stage: int) -> Blocks:
     if sorted(named[first : last + 1], reverse=True) != named[first : last + 1]:
         at = named.index("m")
         raise ValueError(
-            f"stage {stage} has {type(children[at]).__name__}, an MTP block, before its last layer; put it behind all "
+            f"stage {stage} has {type(children[at]).__name__}, an MTP block, before its last layer; put it after all "
             "layers"
         )
     num_layers = named.count("t")

@@ -94,7 +94,7 @@ def refuse_in_backward(what: str) -> None:
     """Refuses the forward of an exchange during a backward: a checkpoint is recomputing it."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
         raise ValueError(
-            f"{what} is computed again in backward: a checkpoint spans it, and what ranks have exchanged they must not "
+            f"{what} is recomputed in backward: a checkpoint spans it, and what ranks have exchanged they must not "
             "exchange again; checkpoint only inside what computes, attn and mlp each on their own"
         )
 

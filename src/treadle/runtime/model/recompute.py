@@ -1,4 +1,4 @@
-"""A segment that is computed again: its forward keeps its inputs alone, and runs once more before its backward.
+"""A segment that is recomputed: its forward keeps its inputs alone, and runs once more before its backward.
 
 The forward runs under autograd as any other does, so that it takes the same kernels, and lets go of its graph. What
 it wrote stays: values, auxiliary losses and buffers count once. When the Program says so the segment runs again on the
@@ -51,7 +51,7 @@ class Kept:
         def refuse(_: object) -> NoReturn:
             raise ValueError(
                 f"segment {segment.name} takes gradients within its forward, and keeps nothing to take them from, as "
-                f"it is computed again; leave {segment.name} out of `recompute`"
+                f"it is recomputed; leave {segment.name} out of `recompute`"
             )
 
         with buffers.watched(), saved_tensors_hooks(_drop, refuse):
@@ -69,7 +69,7 @@ class Kept:
             if value.needs_grad and not (isinstance(thing, Tensor) and thing.requires_grad):
                 raise ValueError(
                     f"segment {self.segment.name} wrote a {name} that needs a gradient, and another without one when "
-                    "it was computed again; a segment of `recompute` does the same both times"
+                    "it was recomputed; a segment of `recompute` does the same both times"
                 )
             if value.needs_grad:
                 outputs.append((value, edge_of(thing)))

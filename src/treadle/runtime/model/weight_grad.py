@@ -201,7 +201,7 @@ class WeightGradSplit:
     def __str__(self) -> str:
         if self.why is not None:
             return f"backward runs whole: {self.why}"
-        return f"{self.num_deferred} of {self.num_params} parameters get their gradient in the weight half"
+        return f"{self.num_deferred} of {self.num_params} parameters get their gradient in wgrad"
 
 
 def examine(module: nn.Module) -> WeightGradSplit:

@@ -186,7 +186,7 @@ def _refuse_missing(partial: Path, written: Mapping[str, FileFacts]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{missing[0]}{more}, which other ranks have written to {partial.parent}, is not there on the first rank: "
+            f"{missing[0]}{more}, which other ranks have written to {partial.parent}, is missing on the first rank: "
             "the directory is not shared between nodes; give --checkpoint.directory a path that all nodes share"
         )
 

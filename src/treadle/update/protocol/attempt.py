@@ -69,7 +69,7 @@ class Attempt:
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
             if entry.status is None:
-                raise AttemptRefusedError(f"update rank {entry.rank}", "it does not say how its worker stands")
+                raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
             if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
@@ -132,7 +132,7 @@ class Attempt:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),
                 "another worker is in its place, at another path or host, and whether this one has ended cannot be "
-                f"told from there; it may still serve version {record.version}; end it and say that the set is a new "
+                f"known there; it may still serve version {record.version}; end it and declare the set a new "
                 "one (new_set=True, --new-set)",
             )
 
@@ -203,7 +203,7 @@ class Attempt:
                 told[entry.wants] = side.wants
         for rank, entry in enumerate(entries):
             if entry.has not in told or entry.wants not in told:
-                raise AttemptRefusedError(f"update rank {rank}", "nobody told the layout that it entered with")
+                raise AttemptRefusedError(f"update rank {rank}", "nobody sent the layout that it entered with")
         free = [sides[rank].free_bytes for rank in range(self.world)]
         return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
 

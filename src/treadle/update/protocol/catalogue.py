@@ -46,10 +46,10 @@ def check_layout(layout: WeightLayout) -> None:
     """Raise WireError where a tensor is listed twice, or a piece's tensor is not."""
     named = {tensor.name for tensor in layout.tensors}
     if len(named) < len(layout.tensors):
-        raise WireError("a layout tells of a tensor twice")
+        raise WireError("a layout lists a tensor twice")
     for piece in layout.pieces:
         if piece.tensor not in named:
-            raise WireError(f"{piece.tensor} {piece.box} is told, and {piece.tensor} itself is not")
+            raise WireError(f"{piece.tensor} {piece.box} is listed, and {piece.tensor} itself is not")
     for name, taken in layout.tied:
         if name in named or taken not in named:
             raise WireError(f"{name} is said to be tied to {taken}; only the latter may be a tensor of the layout")

@@ -284,7 +284,7 @@ class AttemptRun:
             return known
         text = (
             f"{known.text}; whether version {self.state.version} is committed is not known here, and the worker stays "
-            "closed until the next attempt tells it"
+            "closed until the next attempt"
         )
         return failure(self.epoch, known.who, known.phase, text, known.bucket)
 

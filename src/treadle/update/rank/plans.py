@@ -113,7 +113,7 @@ def _holding(sides: Sequence[WeightLayout], of: Collection[int]) -> Holding:
                 raise UnplannableError(
                     f"update rank {rank}",
                     f"{tensor.name} is {_words(tensor)} there and {_words(tensors[tensor.name])} on a rank before it; "
-                    "all must say the same of a tensor",
+                    "all must describe a tensor alike",
                 )
         seen.add(id(side))
     among = set(of)

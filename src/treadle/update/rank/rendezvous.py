@@ -117,7 +117,7 @@ class Rendezvous:
             self._store.wait([self.name], timedelta(seconds=deadline_s))
         except Exception as error:  # stores raise various types
             raise TimeoutError(
-                f"update rank 0 has not said within {deadline_s:g} s where its coordinator is; do all ranks make "
+                f"update rank 0 has not published within {deadline_s:g} s where its coordinator is; do all ranks make "
                 f"their updaters in the same order?{short_of_cores()}"
             ) from error
         return msgspec.json.decode(self._store.get(self.name), type=CoordinatorContact)
