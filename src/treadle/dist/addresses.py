@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def own_address() -> str:
-    """Returns the address at which other ranks reach this process.
+    """Return the address at which other ranks reach this process.
 
     It is the address from which this process reaches torch's store, as the other ranks reach the store too. Without a
     TCP store it is the address of the host's name, or that of the default route if the name stands for a loopback.
@@ -30,7 +30,7 @@ def own_address() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Returns this process's address towards `host`. A datagram socket has one without sending anything."""
+    """Return this process's address towards `host`. A datagram socket has one without sending anything."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

@@ -22,7 +22,7 @@ def is_dry() -> bool:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the name of the backend that carries tensors of `device`. Raises ValueError if the world has none."""
+    """Return the name of the backend that carries tensors of `device`. Raises ValueError if the world has none."""
     world = _world()
     if FAKE in world.values():
         return FAKE
@@ -38,7 +38,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def default_backend(device: torch.device) -> str:
-    """Returns torch's own choice for a device, whatever the world was made with."""
+    """Return torch's own choice for a device, whatever the world was made with."""
     if is_dry():
         return FAKE
     if device.type in _ON_HOST:
@@ -50,7 +50,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def _world() -> dict[str, str]:
-    """Returns the backend of each type of device, as the world has them."""
+    """Return the backend of each type of device, as the world has them."""
     pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
     return {device: backend.lower() for device, backend in pairs}
 

@@ -61,12 +61,12 @@ Flags = tuple[bool, ...]
 
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
-    """Returns the specs of a stage's outputs."""
+    """Return the specs of a stage's outputs."""
     return tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
 def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
-    """True if the tensors have the boundary's shapes, dtypes and `requires_grad`."""
+    """Return whether the tensors have the boundary's shapes, dtypes and `requires_grad`."""
     if len(tensors) != len(boundary):
         return False
     for tensor, spec in zip(tensors, boundary, strict=True):
@@ -76,12 +76,12 @@ def fits(tensors: Sequence[Tensor], boundary: Boundary) -> bool:
 
 
 def differ_in_shape(boundary: Boundary, other: Boundary) -> bool:
-    """True if the two differ in nothing but shapes."""
+    """Return whether the two differ in nothing but shapes."""
     return [(spec.dtype, spec.grad) for spec in boundary] == [(spec.dtype, spec.grad) for spec in other]
 
 
 def to_header(boundary: Boundary, stage: int) -> Tensor:
-    """Returns the boundary as numbers. Raises ValueError for what a header cannot hold."""
+    """Return the boundary as numbers. Raises ValueError for what a header cannot hold."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=HOST_MEMORY)
     if len(boundary) > _MOST_TENSORS:
         raise ValueError(
@@ -102,7 +102,7 @@ def to_header(boundary: Boundary, stage: int) -> Tensor:
 
 
 def from_header(header: Tensor) -> Boundary:
-    """Returns the boundary that `to_header` wrote."""
+    """Return the boundary that `to_header` wrote."""
     values = header.tolist()
     specs = []
     for number in range(values[0]):
@@ -112,12 +112,12 @@ def from_header(header: Tensor) -> Boundary:
 
 
 def all_flags(boundary: Boundary) -> Flags:
-    """Returns the flags for gradients of every output that may have one."""
+    """Return the flags for gradients of every output that may have one."""
     return tuple(True for spec in boundary if spec.grad)
 
 
 def to_flags(flags: Flags) -> Tensor:
-    """Returns the flags as numbers."""
+    """Return the flags as numbers."""
     header = torch.zeros(FLAGS_SIZE, dtype=torch.int64, device=HOST_MEMORY)
     header[0] = len(flags)
     header[1 : 1 + len(flags)] = torch.tensor(flags, dtype=torch.int64, device=HOST_MEMORY)
@@ -125,6 +125,6 @@ def to_flags(flags: Flags) -> Tensor:
 
 
 def from_flags(header: Tensor) -> Flags:
-    """Returns the flags that `to_flags` wrote."""
+    """Return the flags that `to_flags` wrote."""
     num, *flags = header.tolist()
     return tuple(map(bool, flags[:num]))

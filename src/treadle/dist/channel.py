@@ -86,7 +86,7 @@ class Channel:
         self._leaving_bytes = 0
 
     def send(self, tensors: Sequence[Tensor], told: str) -> None:
-        """Launches a message, and waits for earlier ones so that few stay alive. Errors call the message `told`."""
+        """Launch a message, and wait for earlier ones so that few stay alive. Errors call the message `told`."""
         if not tensors:
             return
         for tensor in tensors:
@@ -101,7 +101,7 @@ class Channel:
             self._wait_for_oldest()
 
     def drain(self) -> None:
-        """Waits until all messages have left."""
+        """Wait until all messages have left."""
         while self._headers:
             assert self.control_wait is not None
             self.control_wait(self._headers[0][1])
@@ -118,25 +118,25 @@ class Channel:
         refuse_reused(message.tensors, message.versions, message.told)
 
     def post(self, boundary: Boundary) -> Posted:
-        """Launches the receive of a message into new tensors."""
+        """Launch the receive of a message into new tensors."""
         tensors = tuple([spec.empty(self.device) for spec in boundary])
         return tensors, [self.communicator.recv([tensor], self.peer, 0) for tensor in tensors]
 
     def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
-        """Waits for a posted message and returns its tensors."""
+        """Wait for a posted message and return its tensors."""
         tensors, works = posted
         for work in works:
             self.wait(work)
         return tensors
 
     def send_header(self, header: Tensor) -> None:
-        """Launches the send of the header of a stage's messages to their reader."""
+        """Launch the send of the header of a stage's messages to their reader."""
         assert self.control is not None
         work = self.control.group.communicator.send([header], self.control.peer, HEADER_TAG)
         self._headers.append((header, work))
 
     def receive_header(self, size: int) -> Tensor:
-        """Returns the header of `size` numbers that the peer sends before the first message of a stage."""
+        """Return the header of `size` numbers that the peer sends before the first message of a stage."""
         assert self.control is not None
         assert self.control_wait is not None
         header = torch.empty(size, dtype=torch.int64, device=HOST_MEMORY)
@@ -144,7 +144,7 @@ class Channel:
         return header
 
     def close(self) -> None:
-        """Closes the communicator, and drops messages that did not leave."""
+        """Close the communicator, and drop messages that did not leave."""
         communicator, self.communicator = self.communicator, CLOSED
         self._leaving.clear()
         self._headers.clear()
@@ -152,12 +152,12 @@ class Channel:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns autograd's count of writes to each tensor's memory, which views of one storage share."""
+    """Return autograd's count of writes to each tensor's memory, which views of one storage share."""
     return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
 
 
 def refuse_reused(tensors: Sequence[Tensor], before: Sequence[int], told: str) -> None:
-    """Raises ValueError if a tensor was written to since it had the version `before`."""
+    """Raise ValueError if a tensor was written to since it had the version `before`."""
     if versions(tensors) != before:
         raise ValueError(
             f"{told} was written to before it was sent on or read: the stage uses the memory of an output again, for "

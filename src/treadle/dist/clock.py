@@ -16,13 +16,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_number() -> int:
-    """Returns a number for this host since its start, 0 if unknown. Ranks with the same number share a clock."""
+    """Return a number for this host since its start, 0 if unknown. Ranks with the same number share a clock."""
     boot = _BOOT.read_bytes() if _BOOT.exists() else b""
     return int.from_bytes(hashlib.sha256(boot).digest()[:7], "big") if boot else 0
 
 
 def clock_offset(group: Group) -> int:
-    """Returns the nanoseconds to add to this rank's times for the clock of the group's first rank. A collective.
+    """Return the nanoseconds to add to this rank's times for the clock of the group's first rank. A collective.
 
     The group is one of CPUs: there a send or receive has ended when its call returns.
     """

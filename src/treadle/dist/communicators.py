@@ -35,25 +35,25 @@ class Communicator(Protocol):
     """The methods used of a communicator: torch's process groups and their backends both have them."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
-        """Launches a send."""
+        """Launch a send."""
         ...
 
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> dist.Work:
-        """Launches a receive."""
+        """Launch a receive."""
         ...
 
     def allreduce(self, tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
-        """Launches a reduction."""
+        """Launch a reduction."""
         ...
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
-        """Launches an all-gather."""
+        """Launch an all-gather."""
         ...
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
     ) -> dist.Work:
-        """Launches an all-to-all of rows."""
+        """Launch an all-to-all of rows."""
         ...
 
     def abort(self) -> None:
@@ -61,7 +61,7 @@ class Communicator(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Ends the communicator, where the backend needs the call."""
+        """End the communicator, where the backend needs the call."""
         ...
 
 
@@ -97,7 +97,7 @@ def make_communicator(
     traffic: Traffic = REDUCTION,
     backend: str | None = None,
 ) -> Communicator:
-    """Makes a communicator of `ranks` for tensors of `device`, and connects it. All of them make it under one name.
+    """Make a communicator of `ranks` for tensors of `device`, and connect it. All of them make it under one name.
 
     Without a device it is for control messages, from CPU to CPU. `backend` is that of the world for the device if not
     given.
@@ -117,7 +117,7 @@ def make_communicator(
 
 
 def _seen(made: Communicator, name: str, device: torch.device | None) -> Communicator:
-    """Returns the communicator as the device's streams want it to be used."""
+    """Return the communicator as the device's streams want it to be used."""
     streams = streams_of(device) if device is not None else None
     seen: Communicator = made if streams is None else streams.communicator(made, name)
     return seen
@@ -135,7 +135,7 @@ def _nccl(store: PrefixStore, at: int, size: int, traffic: Traffic) -> Communica
 
 
 def _other(backend: str, store: PrefixStore, at: int, size: int) -> Communicator:
-    """Makes a communicator of torch's XCCL, or of a backend that was registered with torch."""
+    """Make a communicator of torch's XCCL, or of a backend that was registered with torch."""
     made: Communicator
     if backend == "xccl":
         xccl: Any = dist.ProcessGroupXCCL  # in torch's builds for XPUs
@@ -154,7 +154,7 @@ def _other(backend: str, store: PrefixStore, at: int, size: int) -> Communicator
 
 
 def connect(communicator: Communicator, device: torch.device, deadline: timedelta) -> None:
-    """Connects a communicator to its peers now: in a step it would wait while receives of others hold the device.
+    """Connect a communicator to its peers now: in a step it would wait while receives of others hold the device.
 
     Raises RuntimeError after the deadline. A message then uses this connection instead of another for each pair.
     """
@@ -186,13 +186,13 @@ def of_device(communicator: Communicator) -> bool:
 
 
 def close_communicator(communicator: Communicator) -> None:
-    """Ends a communicator's threads and gives back its memory."""
+    """End a communicator's threads and give back its memory."""
     if of_device(communicator):
         communicator.shutdown()
 
 
 def error_of(communicator: Communicator) -> str | None:
-    """Returns the error that a communicator has met, by its backend's name, or None."""
+    """Return the error that a communicator has met, by its backend's name, or None."""
     if not of_device(communicator) or not hasattr(communicator, "get_error"):
         return None
     with suppress(RuntimeError):  # the backend does not tell
@@ -216,7 +216,7 @@ class JointAbort:
             self._thread.start()
 
     def ended(self, deadline_s: float) -> bool:
-        """Waits for the abort; False if it has not ended within the deadline."""
+        """Wait for the abort; False if it has not ended within the deadline."""
         if self._thread is not None:
             self._thread.join(deadline_s)
         return self._thread is None or not self._thread.is_alive()

@@ -35,11 +35,11 @@ class Observer(Protocol):
     """Who is told about a wait for the device."""
 
     def refuse_void(self) -> None:
-        """Raises if the device's work is void."""
+        """Raise if the device's work is void."""
         ...
 
     def device_moves(self, moves: bool) -> None:
-        """Takes whether the device gets on with its work."""
+        """Take whether the device gets on with its work."""
         ...
 
 
@@ -57,15 +57,15 @@ class Device(Protocol):
         ...
 
     def catch_up(self) -> None:
-        """Waits until everything launched so far is done; raises LateError after a deadline without progress."""
+        """Wait until everything launched so far is done; raises LateError after a deadline without progress."""
         ...
 
     def await_event(self, event: DeviceEvent) -> None:
-        """Waits until the device has come to an event; raises LateError after a deadline without progress."""
+        """Wait until the device has come to an event; raises LateError after a deadline without progress."""
         ...
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """Converts times from `now` to nanoseconds of this host's clock."""
+        """Convert times from `now` to nanoseconds of this host's clock."""
         ...
 
 
@@ -77,17 +77,17 @@ class Host:
         self.now: Callable[[], Any] = perf_counter_ns
 
     def observe(self, observer: Observer) -> None:
-        """Does nothing: there are no waits for a CPU."""
+        """Do nothing: there are no waits for a CPU."""
 
     def catch_up(self) -> None:
-        """Returns at once: no work is left."""
+        """Return at once: no work is left."""
 
     def await_event(self, event: DeviceEvent) -> None:
-        """Raises AssertionError: nothing records an event here."""
+        """Raise AssertionError: nothing records an event here."""
         raise AssertionError("a CPU has no events")
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """Returns the times as they are."""
+        """Return the times as they are."""
         return noted
 
 
@@ -119,14 +119,14 @@ class StreamDevice:
         return event
 
     def catch_up(self) -> None:
-        """Polls an event: a thread blocked in the driver could not be told of a loss."""
+        """Poll an event: a thread blocked in the driver could not be told of a loss."""
         last = self.now()
         self.await_event(last)
         self._ahead.clear()
         self._anchor = last, perf_counter_ns()
 
     def await_event(self, event: DeviceEvent) -> None:
-        """Waits until the device has come to an event; raises after a deadline in which it has come to none at all.
+        """Wait until the device has come to an event; raises after a deadline in which it has come to none at all.
 
         A step may take longer than the deadline, which is how long one rank waits for another.
         """
@@ -144,18 +144,18 @@ class StreamDevice:
             time.sleep(self.POLL_S)
 
     def _has_moved(self) -> bool:
-        """Returns whether an event was reached since the last call."""
+        """Return whether an event was reached since the last call."""
         before = len(self._ahead)
         self._ahead = [event for event in self._ahead if not event.query()]
         return len(self._ahead) < before
 
     def nanoseconds(self, noted: list[Any]) -> list[int]:
-        """Converts events by their distance to the last one, whose time on the host's clock is known."""
+        """Convert events by their distance to the last one, whose time on the host's clock is known."""
         last, at_ns = self._anchor
         return [at_ns - round(event.elapsed_time(last) * 1e6) for event in noted]
 
 
 def device_of(device: torch.device, deadline: timedelta) -> Device:
-    """Returns the waits and times of a torch device."""
+    """Return the waits and times of a torch device."""
     streams = streams_of(device)
     return Host(deadline) if streams is None else StreamDevice(device, deadline, streams)

@@ -12,7 +12,7 @@ from treadle.dist.streams import HOST_MEMORY
 
 
 def gather_json(group: Group, value: object) -> list[Any]:
-    """Returns every rank's value, as JSON has it, in the order of its ranks. The group is one for control."""
+    """Return every rank's value, as JSON has it, in the order of its ranks. The group is one for control."""
     payload = json.dumps(value).encode()
     size = torch.tensor([len(payload)], dtype=torch.int64, device=HOST_MEMORY)
     sizes = [int(each) for each in group.all_gather(size)]

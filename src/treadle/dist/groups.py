@@ -19,13 +19,13 @@ from treadle.dist.streams import HOST_MEMORY
 
 
 def next_name(position: MeshPosition) -> str:
-    """Returns a name for the next pipeline of a mesh. All ranks of the mesh make their pipelines in one order."""
+    """Return a name for the next pipeline of a mesh. All ranks of the mesh make their pipelines in one order."""
     mesh = hashlib.sha1(repr(position.ranks).encode(), usedforsecurity=False).hexdigest()[:12]
     return f"{mesh}/{_get_default_store().add(f'treadle/{mesh}/made by {position.rank}', 1)}"
 
 
 def control_wait(deadline: timedelta) -> Wait:
-    """Returns the wait of groups for control: it blocks, and raises after the deadline."""
+    """Return the wait of groups for control: it blocks, and raises after the deadline."""
     return methodcaller("wait", deadline)
 
 
@@ -52,14 +52,14 @@ class Group:
         self._announced: tuple[Tensor, dist.Work] | None = None
 
     def announce(self, call: int) -> None:
-        """Launches the comparison of the calls that ranks begin (`dist.calls`). The next collective ends it first."""
+        """Launch the comparison of the calls that ranks begin (`dist.calls`). The next collective ends it first."""
         self.settle()
         if len(self.ranks) > 1:
             both = torch.tensor([call, -call], dtype=torch.int64, device=HOST_MEMORY)
             self._announced = both, self.launch_reduce(both, largest=True)
 
     def settle(self) -> None:
-        """Waits for the comparison that was launched, if one was. Raises if ranks began different calls.
+        """Wait for the comparison that was launched, if one was. Raises if ranks began different calls.
 
         What they exchange next would be of different sizes, which ends a process of gloo.
         """
@@ -72,31 +72,31 @@ class Group:
                 raise DifferentCallsError(reason)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns every rank's tensor, in the order of `ranks`."""
+        """Return every rank's tensor, in the order of `ranks`."""
         self.settle()
         gathered = [tensor.clone() for _ in self.ranks]  # the fake backend writes nothing: all ranks look like this one
         self.wait(self.communicator.allgather([gathered], [tensor]))
         return gathered
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
-        """Replaces the tensor by the sum over all ranks, or by the largest."""
+        """Replace the tensor by the sum over all ranks, or by the largest."""
         self.wait(self.launch_reduce(tensor, largest=largest))
 
     def launch_reduce(self, tensor: Tensor, *, largest: bool = False) -> dist.Work:
-        """Launches an all-reduce; the caller waits for it."""
+        """Launch an all-reduce; the caller waits for it."""
         self.settle()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return self.communicator.allreduce([tensor], options)
 
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Sends `send[r]` rows to each rank r and returns `receive[r]` rows of each; either may be 0."""
+        """Send `send[r]` rows to each rank r and return `receive[r]` rows of each; either may be 0."""
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
         self.wait(self.communicator.alltoall_base(arrived, rows.contiguous(), receive, send))
         return arrived
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Sends to the rank with this number in the group."""
+        """Send to the rank with this number in the group."""
         self.wait(self.communicator.send([tensor], peer, 0))
 
     def recv(self, tensor: Tensor, peer: int) -> None:
@@ -104,7 +104,7 @@ class Group:
         self.wait(self.communicator.recv([tensor], peer, 0))
 
     def close(self) -> None:
-        """Closes the communicator, even if others still refer to the group."""
+        """Close the communicator, even if others still refer to the group."""
         communicator, self.communicator = self.communicator, CLOSED
         self._announced = None  # its work would keep the communicator
         close_communicator(communicator)

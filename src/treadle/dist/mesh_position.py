@@ -46,7 +46,7 @@ class MeshPosition:
         return self.in_all_pipelines(self._both_ends)
 
     def in_all_pipelines(self, pp_ranks: Iterable[int]) -> list[int]:
-        """Returns the ranks at these positions along pp, in all pipelines."""
+        """Return the ranks at these positions along pp, in all pipelines."""
         return [rank for pp_rank in pp_ranks for rank in self.ranks[pp_rank]]
 
     @property
@@ -56,7 +56,7 @@ class MeshPosition:
         return list(self.ranks[self.pp_rank][first : first + self.ep])
 
     def with_same_experts(self, *, two_ended: bool) -> list[int]:
-        """Returns the ranks with this one's experts: in other expert groups, and at the pipe's other end."""
+        """Return the ranks with this one's experts: in other expert groups, and at the pipe's other end."""
         pp_ranks = self._both_ends if two_ended else [self.pp_rank]
         return [rank for pp_rank in pp_ranks for rank in self.ranks[pp_rank][self.dp_rank % self.ep :: self.ep]]
 
@@ -65,12 +65,12 @@ class MeshPosition:
         return sorted({self.pp_rank, len(self.ranks) - 1 - self.pp_rank})
 
     def neighbour(self, pp_rank: int) -> int:
-        """Returns the rank at another position of the same pipeline."""
+        """Return the rank at another position of the same pipeline."""
         return self.ranks[pp_rank][self.dp_rank]
 
 
 def mesh_position(mesh: DeviceMesh) -> MeshPosition:
-    """Returns this rank's position in a mesh with the dimension `pp`, and perhaps `dp` and `ep`."""
+    """Return this rank's position in a mesh with the dimension `pp`, and perhaps `dp` and `ep`."""
     if not isinstance(mesh, DeviceMesh):
         got = f"{type(mesh).__name__} {mesh!r}"
         raise TypeError(f"the mesh is a DeviceMesh with the dimensions pp, and perhaps dp and ep, got {got}; {WAY}")

@@ -36,7 +36,7 @@ class Sockets:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the sockets that are open at the end of the block and were not at its beginning."""
+        """Record the sockets that are open at the end of the block and were not at its beginning."""
         before = set(_open_sockets().items())
         try:
             yield
@@ -64,7 +64,7 @@ class Sockets:
 
 
 def _open_sockets() -> dict[int, int]:
-    """Returns the inode of each open socket: unlike a descriptor, an inode is not used again."""
+    """Return the inode of each open socket: unlike a descriptor, an inode is not used again."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed since, by the iteration itself or another thread
@@ -82,7 +82,7 @@ def _shut(fd: int, inode: int) -> None:
 
 
 def _ends(fd: int, inode: int) -> tuple[int, int, bool]:
-    """Returns the own and the peer's port of a TCP socket, 0 for none, and whether it listens."""
+    """Return the own and the peer's port of a TCP socket, 0 for none, and whether it listens."""
     with suppress(OSError), _copy(fd, inode) as connection:
         own = int(connection.getsockname()[1])
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -92,7 +92,7 @@ def _ends(fd: int, inode: int) -> tuple[int, int, bool]:
 
 
 def _copy(fd: int, inode: int) -> socket.socket:
-    """Returns a duplicate of the TCP socket with this inode. Raises OSError if `fd` is another socket by now."""
+    """Return a duplicate of the TCP socket with this inode. Raises OSError if `fd` is another socket by now."""
     copy = os.dup(fd)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)

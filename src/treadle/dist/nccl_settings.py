@@ -51,12 +51,12 @@ _FALSE = ("0", "n", "no", "f", "false", "off")
 
 
 def wrong_settings(environment: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each setting that this environment has wrong."""
+    """Return a sentence for each setting that this environment has wrong."""
     return [text for setting in SETTINGS if (text := _wrong(setting, environment)) is not None]
 
 
 def refuse_wrong_settings(environment: Mapping[str, str]) -> None:
-    """Raises ValueError if a communicator of NCCL made in this environment would end the process by itself."""
+    """Raise ValueError if a communicator of NCCL made in this environment would end the process by itself."""
     wrong = wrong_settings(environment)
     if wrong:
         assigned = " ".join(f"{name}={value}" for name, value in NEEDED.items())

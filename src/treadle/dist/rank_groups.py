@@ -50,7 +50,7 @@ class CommunicatorNeeds:
 
     @classmethod
     def of(cls, program: Program, position: MeshPosition, pp_rank: int) -> CommunicatorNeeds:
-        """Returns the needs of the rank at another position of this rank's pipeline."""
+        """Return the needs of the rank at another position of this rank's pipeline."""
         two_ended = program.layout.placement.num_pipes > 1
         there = replace(position, pp_rank=pp_rank)
         alike = there.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
@@ -65,7 +65,7 @@ class CommunicatorNeeds:
 
 
 def refuse_many(needs: Sequence[CommunicatorNeeds], ranks: Sequence[int]) -> None:
-    """Raises if a rank of the first pipeline needs too many, on all ranks alike: replicas need as many."""
+    """Raise if a rank of the first pipeline needs too many, on all ranks alike: replicas need as many."""
     most, rank = max(zip(needs, ranks, strict=True), key=lambda each: each[0].num)
     if most.num > MOST:
         ties, fewer = (f" and {len(most.tied)} ties", ", or tie fewer parameters") if most.tied else ("", "")
@@ -104,7 +104,7 @@ class Groups:
 
     @classmethod
     def make(cls, name: str, position: MeshPosition, deadline: timedelta) -> Groups:
-        """Makes the groups that exist before the Program: along pp, and along dp if there are replicas."""
+        """Make the groups that exist before the Program: along pp, and along dp if there are replicas."""
         sockets, dp_group, wait = Sockets(), None, control_wait(deadline)
         with sockets.recording():
             pp_group = Group(f"{name}/pp/{position.dp_rank}", position.pp_ranks, position.rank, deadline, wait)
@@ -113,7 +113,7 @@ class Groups:
         return cls(name, position, deadline, pp_group, dp_group, sockets=sockets)
 
     def connect(self, program: Program, device: torch.device, wait: Wait) -> None:
-        """Makes the rank's channels and further groups, in the order of the channels, which is the same on all ranks.
+        """Make the rank's channels and further groups, in the order of the channels, which is the same on all ranks.
 
         `wait` is that of the device.
         """
@@ -144,7 +144,7 @@ class Groups:
             }
 
     def _recording(self, device: torch.device) -> AbstractContextManager[None]:
-        """Records the sockets of gloo: other backends are aborted, and their sockets are not Treadle's to shut."""
+        """Record the sockets of gloo: other backends are aborted, and their sockets are not Treadle's to shut."""
         return self.sockets.recording() if backend_of(device) == GLOO else nullcontext()
 
     def _make_channels(self, own: list[tuple[int, int]], device: torch.device, wait: Wait) -> None:
@@ -160,7 +160,7 @@ class Groups:
         self.outgoing, self.incoming = sides
 
     def _make_reduce_group(self, device: torch.device, wait: Wait) -> Group | None:
-        """Returns the group that replicas agree over if the device's waits are like the CPU's, else one more."""
+        """Return the group that replicas agree over if the device's waits are like the CPU's, else one more."""
         control = self.replica_group
         if control is None or streams_of(device) is None or backend_of(device) == FAKE:
             return control
@@ -194,7 +194,7 @@ class Groups:
         return len(self.communicators)
 
     def refuse_errors(self) -> None:
-        """Raises CommunicatorError if a communicator has met an error that its waits have not raised."""
+        """Raise CommunicatorError if a communicator has met an error that its waits have not raised."""
         for communicator in self.communicators:
             error = error_of(communicator)
             if error is not None:
@@ -202,7 +202,7 @@ class Groups:
                 raise CommunicatorError(f"Connection closed: a communicator of rank {rank} reports {error}")
 
     def close(self) -> None:
-        """Closes all communicators: their connections, threads and memory."""
+        """Close all communicators: their connections, threads and memory."""
         if self._abort is not None and not self._abort.ended(ABORT_S):
             return  # a call on a communicator that is being aborted would hang too
         for channel in (*self.outgoing.values(), *self.incoming.values()):
@@ -211,7 +211,7 @@ class Groups:
             group.close()
 
     def break_off(self) -> None:
-        """Ends the wait of any thread on these communicators. Host waits raise; what a device computed is void.
+        """End the wait of any thread on these communicators. Host waits raise; what a device computed is void.
 
         Returns at once: communicators of a device are aborted in a thread.
         """
@@ -222,14 +222,14 @@ class Groups:
 
 
 def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
-    """Returns (from, to) of each channel of a rank, in the order of all channels."""
+    """Return (from, to) of each channel of a rank, in the order of all channels."""
     sends = program.lane_kind == LaneKind.SEND
     ends = zip(program.lane_rank[sends].tolist(), program.lane_peer[sends].tolist(), strict=True)
     return sorted(channel for channel in ends if pp_rank in channel)
 
 
 def _tied_ranks(program: Program, position: MeshPosition, pp_rank: int) -> dict[int, list[int]]:
-    """Returns the ranks that hold each tie of a rank, by the tie's number, where others hold it too."""
+    """Return the ranks that hold each tie of a rank, by the tie's number, where others hold it too."""
     placement, found = program.layout.placement, {}
     for number, tie in enumerate(program.layout.tied):
         holders = placement.ranks_of(tie)

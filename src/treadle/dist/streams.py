@@ -20,11 +20,11 @@ class DeviceEvent(Protocol):
     """A point on a stream."""
 
     def query(self) -> bool:
-        """Returns whether everything before the point is done."""
+        """Return whether everything before the point is done."""
         ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Returns the milliseconds to a later event; both are timed."""
+        """Return the milliseconds to a later event; both are timed."""
         ...
 
 
@@ -44,19 +44,19 @@ class Streams(Protocol):
     """What the runtime asks of a device that runs behind the host."""
 
     def new(self, device: torch.device, name: str) -> DeviceStream:
-        """Returns a new stream. Reports call it by its name."""
+        """Return a new stream. Reports call it by its name."""
         ...
 
     def current(self, device: torch.device) -> DeviceStream:
-        """Returns the stream on which this thread launches."""
+        """Return the stream on which this thread launches."""
         ...
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[Any]:
-        """Makes a stream the current one for a block."""
+        """Make a stream the current one for a block."""
         ...
 
     def event(self, device: torch.device, *, timed: bool = False) -> DeviceEvent:
-        """Records an event on the current stream."""
+        """Record an event on the current stream."""
         ...
 
     def keep(self, tensor: Tensor) -> None:
@@ -68,14 +68,14 @@ class Streams(Protocol):
         ...
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Returns host memory that the device copies to and from beside its computation, as uint8.
+        """Return host memory that the device copies to and from beside its computation, as uint8.
 
         It is reused only when all copies that read or write it have ended.
         """
         ...
 
     def communicator(self, made: Any, name: str) -> Any:
-        """Returns the communicator to use in place of the one that was made."""
+        """Return the communicator to use in place of the one that was made."""
         ...
 
     def begin_op(self, told: str) -> None:
@@ -87,26 +87,26 @@ class Accelerator:
     """The streams of any accelerator that torch knows."""
 
     def new(self, device: torch.device, name: str) -> DeviceStream:
-        """Makes a torch.Stream."""
+        """Make a torch.Stream."""
         return torch.Stream(device=device)
 
     def current(self, device: torch.device) -> DeviceStream:
-        """Returns torch's current stream."""
+        """Return torch's current stream."""
         return torch.accelerator.current_stream(device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Returns the stream, which is a context manager."""
+        """Return the stream, which is a context manager."""
         made: AbstractContextManager[Any] = stream
         return made
 
     def event(self, device: torch.device, *, timed: bool = False) -> DeviceEvent:
-        """Makes and records a torch.Event."""
+        """Make and record a torch.Event."""
         event = torch.Event(device, enable_timing=timed)
         event.record(torch.accelerator.current_stream(device))
         return event
 
     def keep(self, tensor: Tensor) -> None:
-        """Records the current stream for the caching allocator."""
+        """Record the current stream for the caching allocator."""
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def pinned(self, size_bytes: int) -> Tensor:
@@ -114,11 +114,11 @@ class Accelerator:
         return torch.empty(size_bytes, dtype=torch.uint8, device=HOST_MEMORY, pin_memory=True)
 
     def communicator(self, made: Any, name: str) -> Any:
-        """Returns it as it is."""
+        """Return it as it is."""
         return made
 
     def begin_op(self, told: str) -> None:
-        """Does nothing: a profiler's range already has the op's name."""
+        """Do nothing: a profiler's range already has the op's name."""
 
 
 HOST_MEMORY = torch.device("cpu", 0)
@@ -131,7 +131,7 @@ _replaced: dict[str, Streams] = {}
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Returns the streams of a device, None where calls return when their work is done."""
+    """Return the streams of a device, None where calls return when their work is done."""
     if device.type in _replaced:
         return _replaced[device.type]
     return None if device.type in _WITHOUT else _ACCELERATOR
@@ -139,7 +139,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 @contextmanager
 def replace_streams(device_type: str, streams: Streams) -> Iterator[None]:
-    """Gives the devices of a type other streams for a block, as the stream checker does for a CPU."""
+    """Give the devices of a type other streams for a block, as the stream checker does for a CPU."""
     if device_type in _replaced:
         raise ValueError(f"the streams of {device_type} are replaced already; leave that block first")
     _replaced[device_type] = streams
@@ -160,7 +160,7 @@ def keep(tensor: Tensor) -> None:
 
 
 def upload(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns numbers of the host as a tensor of the device. The host does not wait, unlike with `torch.tensor`."""
+    """Return numbers of the host as a tensor of the device. The host does not wait, unlike with `torch.tensor`."""
     made = torch.tensor(numbers, dtype=dtype, device=HOST_MEMORY)
     streams = streams_of(device)
     if streams is None or not made.numel():
@@ -177,7 +177,7 @@ _POLL_S = 0.00002
 
 
 def _poll(event: DeviceEvent) -> None:
-    """Waits for an event. A thread that is blocked in the driver could not be told of anything, so it asks again."""
+    """Wait for an event. A thread that is blocked in the driver could not be told of anything, so it asks again."""
     while not event.query():
         time.sleep(_POLL_S)
 
@@ -196,12 +196,12 @@ class Download:
         self._event = streams.event(tensor.device)
 
     def tensor(self, await_event: AwaitEvent | None = None) -> Tensor:
-        """Returns the tensor on the host. Where other ranks send it, `await_event` ends the wait if one is lost."""
+        """Return the tensor on the host. Where other ranks send it, `await_event` ends the wait if one is lost."""
         if self._event is not None:
             (await_event or _poll)(self._event)
             self._event = None
         return self._room
 
     def tolist(self) -> Any:
-        """Returns the numbers."""
+        """Return the numbers."""
         return self.tensor().tolist()

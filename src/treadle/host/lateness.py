@@ -7,5 +7,5 @@ from treadle.host.processes import stopped
 
 
 def why_late(*pids: int) -> str:
-    """Returns a note to end an error about lateness with, or an empty text where no reason is known."""
+    """Return a note to end an error about lateness with, or an empty text where no reason is known."""
     return "".join(map(stopped, pids)) or short_of_cores()

@@ -10,7 +10,7 @@ _MUCH = 50.0
 
 
 def short_of_cores(path: Path = _PRESSURE) -> str:
-    """Returns a note to end an error about lateness with; empty where cores are free or the host does not report it."""
+    """Return a note to end an error about lateness with; empty where cores are free or the host does not report it."""
     try:
         told = re.search(r"^some avg10=([\d.]+)", path.read_text())
     except OSError:

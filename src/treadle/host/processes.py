@@ -10,7 +10,7 @@ _STOPPED = {"T": "by SIGSTOP or from a terminal", "t": "by a debugger"}
 
 
 def stopped(pid: int) -> str:
-    """Returns a note if a process is stopped; empty if it runs or is unknown, as those of other hosts (pid 0)."""
+    """Return a note if a process is stopped; empty if it runs or is unknown, as those of other hosts (pid 0)."""
     if pid <= 0:
         return ""
     try:
@@ -22,7 +22,7 @@ def stopped(pid: int) -> str:
 
 
 def ended(pid: int) -> bool:
-    """Returns True where a process of this host is gone, or a zombie."""
+    """Return True where a process of this host is gone, or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -30,7 +30,7 @@ def ended(pid: int) -> bool:
 
 
 def no_descriptor_left() -> str:
-    """Returns why this process cannot open or receive another descriptor, and the way out."""
+    """Return why this process cannot open or receive another descriptor, and the way out."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"process {os.getpid()} has as many files open as it may, {limit}; raise its limit (ulimit -n), or close some"

@@ -34,7 +34,7 @@ class Peer:
 
 
 def own_directory(path: Path, why: str = "others could reach the sockets in it") -> Path:
-    """Makes the directory. Raises PermissionError if other users could reach into it; `why` completes the error."""
+    """Make the directory. Raises PermissionError if other users could reach into it; `why` completes the error."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def listen(path: Path) -> socket.socket:
-    """Returns a server at `path`. The socket of a process that has ended is replaced."""
+    """Return a server at `path`. The socket of a process that has ended is replaced."""
     own_directory(path.parent)
     if len(os.fsencode(path)) > _LONGEST:
         raise ValueError(f"{path} is longer than the {_LONGEST} bytes a Unix socket's path may have; use a shorter one")
@@ -81,7 +81,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def place_of(path: Path) -> tuple[int, int] | None:
-    """Returns the identity of the file at `path`, or None if there is none."""
+    """Return the identity of the file at `path`, or None if there is none."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def place_of(path: Path) -> tuple[int, int] | None:
 
 
 def close_server(server: socket.socket, path: Path, place: tuple[int, int] | None = None) -> None:
-    """Closes a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
+    """Close a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
     if place is None or place_of(path) == place:
         path.unlink(missing_ok=True)  # first: after the close, the path may be a successor's
     with suppress(OSError):
@@ -99,7 +99,7 @@ def close_server(server: socket.socket, path: Path, place: tuple[int, int] | Non
 
 
 def connect(path: Path) -> socket.socket:
-    """Returns a connection to the server at `path`. Raises PermissionError if it is another user's."""
+    """Return a connection to the server at `path`. Raises PermissionError if it is another user's."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.connect(os.fspath(path))
@@ -111,14 +111,14 @@ def connect(path: Path) -> socket.socket:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Returns the process that made the other end, as the kernel knows it."""
+    """Return the process that made the other end, as the kernel knows it."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return Peer(pid, uid)
 
 
 def refuse_strangers(connection: socket.socket) -> Peer:
-    """Returns the process at the other end. Raises PermissionError if it is another user's."""
+    """Return the process at the other end. Raises PermissionError if it is another user's."""
     peer = peer_of(connection)
     if peer.uid != os.getuid():
         raise PermissionError(f"process {peer.pid} belongs to uid {peer.uid}, this one to {os.getuid()}; refused")

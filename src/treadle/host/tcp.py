@@ -6,13 +6,13 @@ import socket
 
 
 def listen_at(address: str, backlog: int) -> socket.socket:
-    """Returns a server at a free port of `address`, IPv4 or IPv6, and of no other address of this host."""
+    """Return a server at a free port of `address`, IPv4 or IPv6, and of no other address of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def connect_to(address: str, port: int, timeout_s: float) -> socket.socket:
-    """Returns a connection to the server at `port` of `address`."""
+    """Return a connection to the server at `port` of `address`."""
     connection = socket.create_connection((address, port), timeout=timeout_s)
     send_at_once(connection)
     return connection

@@ -30,7 +30,7 @@ class Experts(RankOwned):
         return len(self.up)
 
     def forward(self, rows: Tensor, arriving: list[list[int]]) -> Tensor:
-        """Runs the experts on rows sorted by rank and then by expert; `arriving[rank][expert]` rows each."""
+        """Run the experts on rows sorted by rank and then by expert; `arriving[rank][expert]` rows each."""
         for_expert = list(zip(*arriving, strict=True))
         groups = RowGroups([sum(from_ranks) for from_ranks in for_expert])
         gate, value = self.up(_transposed(rows, arriving), groups).chunk(2, dim=-1)
@@ -39,7 +39,7 @@ class Experts(RankOwned):
 
 
 def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Returns rows that are sorted by (i, j), `sizes[i][j]` each, sorted by (j, i). One copy, and no index to make."""
+    """Return rows that are sorted by (i, j), `sizes[i][j]` each, sorted by (j, i). One copy, and no index to make."""
     num = len(sizes[0])
     if len(sizes) == 1 or num == 1:
         return rows

@@ -43,7 +43,7 @@ class MoELayer(nn.Module):
         self.exchange = make_exchange(exchange, num_experts)
 
     def segments(self) -> Sequence[Segment]:
-        """Returns the segments, which a pipeline runs op by op."""
+        """Return the segments, which a pipeline runs op by op."""
         counted = [
             exchange("counts", self.exchange.count, reads="routing", writes="routing"),
             exchange("host", self.exchange.wait, reads="routing", writes="routing"),
@@ -57,11 +57,11 @@ class MoELayer(nn.Module):
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the whole layer, in one process or called by all ranks at once; drops the router's loss."""
+        """Run the whole layer, in one process or called by all ranks at once; drops the router's loss."""
         return self.with_loss(x)[0]
 
     def with_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the whole layer; returns the output and the router's loss."""
+        """Run the whole layer; returns the output and the router's loss."""
         h, leaving, gates, routing, loss = self.attn(x)
         if self.exchange.counted:
             routing = self.exchange.wait(self.exchange.count(routing))
@@ -76,12 +76,12 @@ class MoELayer(nn.Module):
         return h, self.exchange.leaving(flat, routing), gates, routing, loss
 
     def mlp(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Runs this rank's experts on the rows that came."""
+        """Run this rank's experts on the rows that came."""
         made: Tensor = self.experts(rows, routing.rows)
         return made
 
     def combine(self, made: Tensor, h: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        """Returns the experts' outputs to their tokens and adds the residual.
+        """Return the experts' outputs to their tokens and add the residual.
 
         The residual follows combine: it needs the sums.
         """

@@ -33,7 +33,7 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> Routing:
-        """Returns the routing of tokens whose experts are chosen, before any rank knows of another's."""
+        """Return the routing of tokens whose experts are chosen, before any rank knows of another's."""
         flat = chosen.reshape(-1)
         return cls(chosen, torch.argsort(flat, stable=True), _counted(flat, num_experts))
 
@@ -56,7 +56,7 @@ class Router(nn.Module):
         self.num_experts, self.top_k, self.balance = num_experts, top_k, balance
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Routing, Tensor]:
-        """Returns (gates of the chosen experts, routing, balance loss) for tokens of shape [number, width]."""
+        """Return (gates of the chosen experts, routing, balance loss) for tokens of shape [number, width]."""
         probabilities = self.score(tokens).softmax(-1)
         gates, chosen = probabilities.topk(self.top_k, dim=-1)
         gates = gates / gates.sum(-1, keepdim=True)
@@ -67,5 +67,5 @@ class Router(nn.Module):
 
 
 def _counted(numbers: Tensor, num: int) -> Tensor:
-    """Returns how often each of 0..num-1 is there. `torch.bincount` makes the host wait for a GPU, twice."""
+    """Return how often each of 0..num-1 is there. `torch.bincount` makes the host wait for a GPU, twice."""
     return numbers.new_zeros(num).scatter_add_(0, numbers, torch.ones_like(numbers))

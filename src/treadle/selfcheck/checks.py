@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def all_checks() -> Iterator[Check]:
-    """Yields the checks: what others need comes first."""
+    """Yield the checks: what others need comes first."""
     yield Check("settings", check_settings)
     yield Check("lanes", check_lanes)
     yield Check("experts", check_experts)
@@ -48,7 +48,7 @@ def all_checks() -> Iterator[Check]:
 def run_checks(
     setup: Setup, tell: Tell = lambda name, result: None, settings: Mapping[str, str] | None = None
 ) -> SelfcheckReport:
-    """Runs all checks, one after the other; a failed one does not stop the rest.
+    """Run all checks, one after the other; a failed one does not stop the rest.
 
     `settings` are those of the environment that the report is to name.
     """
@@ -71,7 +71,7 @@ def run_checks(
 
 
 def run_check(check: Check, setup: Setup) -> CheckResult:
-    """Runs one check; whatever it raises is its result."""
+    """Run one check; whatever it raises is its result."""
     begun = time.monotonic()
     status: CheckStatus = "failed"
     advice, numbers = "", dict[str, float]()

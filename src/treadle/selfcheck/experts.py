@@ -17,13 +17,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 def check_experts(setup: Setup) -> Passed:
-    """Compares the output, the input gradient and the weight gradients; one expert gets no rows."""
+    """Compare the output, the input gradient and the weight gradients; one expert gets no rows."""
     (told,) = run_ranks(setup, 1, experts_in_rank)
     return told  # type: ignore[no-any-return]
 
 
 def experts_in_rank(setup: Setup, rank: int) -> Passed:
-    """Runs the check in a process of its own."""
+    """Run the check in a process of its own."""
     worst: dict[str, float] = {}
     for dtype, tolerance in TOLERANCE.items():
         name = str(dtype).removeprefix("torch.")
@@ -52,7 +52,7 @@ def _distances(experts: Experts, rows: Tensor) -> dict[str, float]:
 
 
 def far(got: Tensor, want: Tensor) -> float:
-    """Returns the largest difference, over the largest entry."""
+    """Return the largest difference, over the largest entry."""
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
 

@@ -26,7 +26,7 @@ ADVICE = "do not train on this machine; report it with this file, and try 'lanes
 
 
 def shapes_of(setup: Setup) -> list[MeshShape]:
-    """Returns the meshes to try: experts in groups of two, replicas of two, and one long pipe."""
+    """Return the meshes to try: experts in groups of two, replicas of two, and one long pipe."""
     num = setup.num_ranks
     side = 2 if num % 2 == 0 and num >= 4 else 1
     layered, plain = MeshShape(num // side, 1, side, True), MeshShape(num // side, side, 1, False)
@@ -36,7 +36,7 @@ def shapes_of(setup: Setup) -> list[MeshShape]:
 
 
 def schedule_for(name: str, pp: int) -> Schedule:
-    """Returns the smallest schedule that fills its pipe."""
+    """Return the smallest schedule that fills its pipe."""
     try:
         return treadle.generate(name, pp=pp, microbatches=2 * pp)
     except ValueError as error:
@@ -44,7 +44,7 @@ def schedule_for(name: str, pp: int) -> Schedule:
 
 
 def check_gradients(setup: Setup, name: str) -> Passed:
-    """Compares loss and gradients of one schedule, on each shape."""
+    """Compare loss and gradients of one schedule, on each shape."""
     shapes = shapes_of(setup)
     for shape in shapes:
         schedule_for(name, shape.pp)
@@ -55,7 +55,7 @@ def check_gradients(setup: Setup, name: str) -> Passed:
 
 
 def compare_rank(setup: Setup, rank: int, name: str, shape: MeshShape) -> float:
-    """Returns how far this rank's gradients are at most from those of one process."""
+    """Return how far this rank's gradients are at most from those of one process."""
     schedule, device = schedule_for(name, shape.pp), setup.device(rank)
     pp_rank, replica = divmod(rank, shape.replicas)
     model = whole_model(shape, schedule.placement.num_stages, setup.dtype, device)

@@ -22,7 +22,7 @@ ADVICE = "no number of this device can be trusted; report it with this file"
 
 
 def make_real_lanes(device: torch.device, deadline_s: float) -> Lanes:
-    """Returns the lanes that a pipeline would have on a device: streams, or threads on a CPU."""
+    """Return the lanes that a pipeline would have on a device: streams, or threads on a CPU."""
     made = device_of(device, timedelta(seconds=deadline_s))
     if isinstance(made, StreamDevice):
         return StreamLanes([f"lane {lane}" for lane in range(NUM_LANES)], list(map(str, range(NUM_OPS))), made)
@@ -30,13 +30,13 @@ def make_real_lanes(device: torch.device, deadline_s: float) -> Lanes:
 
 
 def check_lanes(setup: Setup) -> Passed:
-    """Runs ops that do not commute on a lane alone, and as a chain round all lanes."""
+    """Run ops that do not commute on a lane alone, and as a chain round all lanes."""
     (told,) = run_ranks(setup, 1, lanes_in_rank)
     return told  # type: ignore[no-any-return]
 
 
 def lanes_in_rank(setup: Setup, rank: int) -> Passed:
-    """Runs the check in a process of its own, whose device starts with it."""
+    """Run the check in a process of its own, whose device starts with it."""
     device = setup.device(0)
     lanes = make_real_lanes(device, setup.deadline_s)
     try:
@@ -55,7 +55,7 @@ def lanes_in_rank(setup: Setup, rank: int) -> Passed:
 
 
 def expected() -> int:
-    """Returns what the ops make of 1 in order."""
+    """Return what the ops make of 1 in order."""
     value = 1
     for op in range(NUM_OPS):
         value = (3 * value + op) % PRIME
@@ -73,7 +73,7 @@ def _run(lanes: Lanes, device: torch.device, chain: list[int], *, waits: bool) -
 
 
 def _apply(value: Tensor, large: Tensor, op: int) -> None:
-    """Takes a while, so that an op that does not wait is seen."""
+    """Take a while, so that an op that does not wait is seen."""
     again = large
     for _ in range(4):
         again = again @ large / SIZE

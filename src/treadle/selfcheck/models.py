@@ -37,7 +37,7 @@ class MeshShape:
 
 
 def whole_model(shape: MeshShape, num_stages: int, dtype: torch.dtype, device: torch.device) -> list[nn.Sequential]:
-    """Returns all stages with all experts; the same numbers on each rank."""
+    """Return all stages with all experts; the same numbers on each rank."""
     torch.manual_seed(11)
     if shape.layered:
         stages: list[list[nn.Module]] = [
@@ -52,7 +52,7 @@ def whole_model(shape: MeshShape, num_stages: int, dtype: torch.dtype, device: t
 
 
 def own_stage(stage: nn.Sequential, ep: int, ep_rank: int) -> nn.Sequential:
-    """Returns a rank's part of a stage, with parameters of its own: of the experts those that it has."""
+    """Return a rank's part of a stage, with parameters of its own: of the experts those that it has."""
     parts: list[nn.Module] = []
     param = next(stage.parameters())
     for whole in stage:
@@ -78,7 +78,7 @@ def own_stage(stage: nn.Sequential, ep: int, ep_rank: int) -> nn.Sequential:
 
 
 def grads_of(stage: nn.Sequential, own: nn.Sequential) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Yields (name, the rank's gradient, that of the whole model) of each of a rank's parameters."""
+    """Yield (name, the rank's gradient, that of the whole model) of each of a rank's parameters."""
     params = dict(stage.named_parameters())
     for name, param in own.named_parameters():
         want = params[name].grad
@@ -90,7 +90,7 @@ def grads_of(stage: nn.Sequential, own: nn.Sequential) -> Iterator[tuple[str, Te
 
 
 def make_batch(shape: MeshShape, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns inputs and targets: [replica, micro-batch, token, width]."""
+    """Return inputs and targets: [replica, micro-batch, token, width]."""
     draw = torch.Generator().manual_seed(23)
     sizes = (2, shape.replicas, schedule.num_microbatches, TOKENS, WIDTH)
     inputs, targets = torch.randn(sizes, generator=draw, dtype=torch.float64).to(device, dtype)

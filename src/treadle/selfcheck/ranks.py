@@ -35,7 +35,7 @@ def run_ranks(
     *args: Any,
     beside: Callable[..., None] | None = None,
 ) -> list[Any]:
-    """Returns `run(setup, rank, *args)` of each of `num_ranks` processes in one group.
+    """Return `run(setup, rank, *args)` of each of `num_ranks` processes in one group.
 
     `beside(setup, rank, *args)` runs in as many processes more, without a group, until all ranks have ended.
 
@@ -77,7 +77,7 @@ def _context() -> Any:
 
 
 def _gather(ranks: Sequence[tuple[Any, Any]], until_s: float) -> list[Any]:
-    """Returns the values of all ranks, or raises what the first one to fail said."""
+    """Return the values of all ranks, or raise the error of the first one to fail."""
     waiting = {here: rank for rank, (_, here) in enumerate(ranks)}
     values: dict[int, Any] = {}
     while waiting:
@@ -129,7 +129,7 @@ def _other_main(task: bytes) -> None:
 
 
 def _begin() -> None:
-    """Ends with the process that checks; all ranks are on this host, and share its cores."""
+    """End with the process that checks; all ranks are on this host, and share its cores."""
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name

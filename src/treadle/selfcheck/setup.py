@@ -66,7 +66,7 @@ class Setup:
         return 1e-10 if self.dtype is torch.float64 else 1e-3
 
     def device(self, rank: int) -> torch.device:
-        """Returns the device of a rank."""
+        """Return the device of a rank."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, rank)
 
     def need_ranks(self, num: int) -> None:
@@ -82,7 +82,7 @@ class Setup:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Returns versions and devices."""
+    """Return versions and devices."""
     return {
         "treadle": treadle.__version__,
         "python": platform.python_version(),

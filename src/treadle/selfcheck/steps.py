@@ -94,7 +94,7 @@ def offload_rank(setup: Setup, rank: int) -> tuple[dict[str, Any], dict[str, Any
 
 
 def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
-    """Returns what steps took and what was predicted, from the durations of the ops of the step before each."""
+    """Return what steps took and what was predicted, from the durations of the ops of the step before each."""
     shape, device = shapes_of(setup)[0], setup.device(rank)
     pp, ep = shape.pp, shape.ep
     size = ON_CPU if setup.kind == "cpu" else ON_DEVICE
@@ -141,7 +141,7 @@ def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
 
 
 def paced_costs(setup: Setup, schedule: treadle.Schedule) -> treadle.Costs:
-    """Returns DeepSeek-V3's published times, all scaled alike so that a step takes `STEP_S`."""
+    """Return DeepSeek-V3's published times, all scaled alike so that a step takes `STEP_S`."""
     costs = treadle.load_costs("deepseek-v3-h800")
     trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=LAYERS)), costs)
     factor = STEP_S[setup.quick] / (trace.makespan / 1e9)
@@ -159,7 +159,7 @@ def _bytes(pipe: treadle.Pipeline, costs: treadle.Costs) -> dict[str, int]:
 
 
 def _ms(trace: treadle.Trace) -> float:
-    """Returns the milliseconds of a trace in real time, whose ticks are nanoseconds."""
+    """Return the milliseconds of a trace in real time, whose ticks are nanoseconds."""
     return trace.makespan / 1e6
 
 

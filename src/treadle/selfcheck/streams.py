@@ -28,7 +28,7 @@ ADVICE = "a GPU may compute other numbers than this; report it with this file"
 
 
 def check_stream_order(setup: Setup) -> Passed:
-    """Checks overlapped steps. They run on the CPU, whatever the device: the checker is a device of its own."""
+    """Check overlapped steps. They run on the CPU, whatever the device: the checker is a device of its own."""
     here = replace(setup, device_type="cpu")
     num_entries = num_waits = 0
     for name, saved in CASES[setup.quick]:
@@ -47,7 +47,7 @@ def check_stream_order(setup: Setup) -> Passed:
 
 
 def checked_rank(setup: Setup, rank: int, name: str, saved: SavedName) -> tuple[list[str], list[Collective], int, int]:
-    """Returns findings, the calls on communicators, the number of entries, and of the host's waits inside ops."""
+    """Return findings, the calls on communicators, the number of entries, and of the host's waits inside ops."""
     shape, device = shapes_of(setup)[0], setup.device(rank)
     schedule = schedule_for(name, shape.pp)
     pp_rank, replica = divmod(rank, shape.replicas)

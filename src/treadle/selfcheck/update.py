@@ -34,7 +34,7 @@ ADVICE = "do not update engines from this machine; report it with this file"
 
 
 def check_update(setup: Setup) -> Passed:
-    """Updates two workers three times: pipeline stages into tensor parallelism."""
+    """Update two workers three times: pipeline stages into tensor parallelism."""
     place = Path(tempfile.mkdtemp(prefix="treadle-selfcheck-"))
     try:
         told = run_ranks(setup, 2, update_rank, place, beside=serve)[0]
@@ -49,7 +49,7 @@ def check_update(setup: Setup) -> Passed:
 
 
 def layouts(num: int) -> tuple[Holding, Holding]:
-    """Returns what ranks have and what workers want."""
+    """Return what ranks have and what workers want."""
     tensors = [Tensor(f"layers.{at}", (SIDE, SIDE), "bfloat16") for at in range(NUM_TENSORS)]
     stage = {tensor.name: at * num // NUM_TENSORS for at, tensor in enumerate(tensors)}
     have = Parallel(pp=num, stage=stage.__getitem__).holding(tensors)
@@ -57,7 +57,7 @@ def layouts(num: int) -> tuple[Holding, Holding]:
 
 
 def numbers(name: str, version: int) -> torch.Tensor:
-    """Returns a whole tensor of a version."""
+    """Return a whole tensor of a version."""
     draw = torch.Generator().manual_seed(1000 * version + int(name.split(".")[1]))
     return torch.randn(SIDE, SIDE, generator=draw).to(torch.bfloat16)
 
@@ -86,7 +86,7 @@ def update_rank(setup: Setup, rank: int, place: Path) -> dict[str, float]:
 
 
 def rates_of(trace: Trace) -> Rates:
-    """Returns bytes a second of each kind of op, without the waits of ranks for each other."""
+    """Return bytes a second of each kind of op, without the waits of ranks for each other."""
     dur, kind, size = shortest(trace), trace.program.kind, trace.program.size_bytes
 
     def rate(of: OpKind) -> float | None:
@@ -116,7 +116,7 @@ def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Returns a digest of tensors by name."""
+    """Return a digest of tensors by name."""
     hashed = hashlib.sha256()
     for name in sorted(tensors):
         hashed.update(tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())

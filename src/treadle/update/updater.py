@@ -247,7 +247,7 @@ def _version(name: str, given: object) -> int:
 
 
 def _names(changed: Collection[str]) -> tuple[str, ...]:
-    """The names of tensors, in order. Raises ValueError where they are none."""
+    """Return the names of tensors, in order. Raises ValueError where they are none."""
     if isinstance(changed, str | bytes):
         raise ValueError(f"changed is a collection of tensor names, got {named(changed)}; give [{changed!r}]")
     names = list(changed)

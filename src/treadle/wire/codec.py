@@ -12,7 +12,7 @@ M = TypeVar("M")
 
 
 def encode(message: Any) -> bytes:
-    """Returns the message's bytes. Raises WireError where it holds what no message can: text with surrogates, say."""
+    """Return the message's bytes. Raises WireError where it holds what no message can: text with surrogates, say."""
     try:
         return msgspec.msgpack.encode(message)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
@@ -20,7 +20,7 @@ def encode(message: Any) -> bytes:
 
 
 def sendable(text: str) -> str:
-    """Returns a text that a message can hold: with surrogates escaped."""
+    """Return a text that a message can hold: with surrogates escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -31,7 +31,7 @@ class MessageDecoder(Generic[M]):
         self._decode = msgspec.msgpack.Decoder(takes).decode
 
     def __call__(self, body: bytes) -> M:
-        """Returns the message, or raises MalformedError where the body is none of the union."""
+        """Return the message, or raise MalformedError where the body is none of the union."""
         try:
             message: M = self._decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError

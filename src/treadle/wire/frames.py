@@ -30,11 +30,11 @@ class Frames:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Adds bytes of the stream."""
+        """Add bytes of the stream."""
         self._held += data
 
     def next(self) -> bytes | None:
-        """Returns the next whole body, or None. Raises WireError for a length beyond `most_bytes`."""
+        """Return the next whole body, or None. Raises WireError for a length beyond `most_bytes`."""
         if len(self._held) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._held)

@@ -60,12 +60,12 @@ class Link(Generic[M]):
             connection.send(framed(seal.nonce))  # the first bytes: the send buffer has room
 
     def meet(self, timeout_s: float) -> None:
-        """Waits for the other end's nonce, without which nothing can be sent to it."""
+        """Wait for the other end's nonce, without which nothing can be sent to it."""
         assert self._seal is not None
         self._seal.meet(self._frame(time.monotonic() + timeout_s))
 
     def trust(self, most_bytes: int = MOST_BYTES) -> None:
-        """Allows messages of up to `most_bytes` from now on."""
+        """Allow messages of up to `most_bytes` from now on."""
         self._frames.most_bytes = most_bytes
 
     def send(self, message: Any, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
@@ -76,7 +76,7 @@ class Link(Generic[M]):
         self.send_encoded(encode(message), fds=fds, timeout_s=timeout_s)
 
     def send_encoded(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
-        """Sends a message that is encoded already, as one that goes to many is."""
+        """Send a message that is encoded already, as one that goes to many is."""
         until = time.monotonic() + timeout_s
         if not self._sending.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self.peer} did not take the message before this one in time")
@@ -108,7 +108,7 @@ class Link(Generic[M]):
         return self.connection.sendmsg([data], rights)
 
     def receive(self, timeout_s: float | None) -> M:
-        """Returns the next message, or raises PeerGoneError, WireError or TimeoutError.
+        """Return the next message, or raise PeerGoneError, WireError or TimeoutError.
 
         A `timeout_s` of None waits as long as the other end lives.
         """
@@ -168,23 +168,23 @@ class Link(Generic[M]):
             self._raise_ended(event)
 
     def _raise_ended(self, event: int) -> None:
-        """Raises for whoever sends. Messages that the process sent before its end are read first."""
+        """Raise for whoever sends. Messages that the process sent before its end are read first."""
         if event == select.POLLOUT:
             raise PeerGoneError(f"{self.peer} ended")
 
     def drop_fds(self) -> None:
-        """Closes descriptors that were not taken."""
+        """Close descriptors that were not taken."""
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
 
     def shut(self) -> None:
-        """Ends the connection; a thread that waits in `receive` gets PeerGoneError."""
+        """End the connection; a thread that waits in `receive` gets PeerGoneError."""
         with self._shutting, suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection and closes its descriptors, once threads that `send` or `shut` are done with them.
+        """End the connection and close its descriptors, once threads that `send` or `shut` are done with them.
 
         A thread that waits in `send` gets PeerGoneError. No other thread may be in `receive`.
         """
@@ -205,7 +205,7 @@ def _end(error: OSError) -> str:
 
 
 def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
-    """Returns the next connection to a Unix server, or None for one of another user, which is refused.
+    """Return the next connection to a Unix server, or None for one of another user, which is refused.
 
     Raises OSError once the server is closed.
     """
@@ -219,7 +219,7 @@ def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
 
 
 def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) -> Iterator[Link[Any]]:
-    """Yields connections until `is_over`; whoever ends it closes the server too."""
+    """Yield connections until `is_over`; whoever ends it closes the server too."""
     while not is_over():
         try:
             link = accept(server, takes)
@@ -232,7 +232,7 @@ def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) ->
 
 
 def _watched(pid: int) -> tuple[int | None, bool]:
-    """Returns a pidfd, and whether the process has ended already.
+    """Return a pidfd, and whether the process has ended already.
 
     There is none for a process of another pid namespace, of another host, or this one: the stream tells its end.
     """

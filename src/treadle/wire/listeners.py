@@ -24,11 +24,11 @@ class Listener(Protocol):
     server: socket.socket
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """Returns the next link, or None for a connection that was refused."""
+        """Return the next link, or None for a connection that was refused."""
         ...
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         ...
 
 
@@ -39,11 +39,11 @@ class UnixListener:
         self.path, self.server = path, listen(path)
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """Returns the next link; the kernel tells the user and the process at its other end."""
+        """Return the next link; the kernel tells the user and the process at its other end."""
         return accept(self.server, takes)
 
     def close(self) -> None:
-        """Stops listening and removes the path."""
+        """Stop listening and remove the path."""
         close_server(self.server, self.path)
 
 
@@ -57,7 +57,7 @@ class KeyedListener:
         self._key = key
 
     def accept(self, takes: Any) -> Link[Any] | None:
-        """Returns the next link; its first message will show whether the other end has the key."""
+        """Return the next link; its first message will show whether the other end has the key."""
         connection, (host, *_) = self.server.accept()
         try:
             send_at_once(connection)
@@ -67,12 +67,12 @@ class KeyedListener:
             return None
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self.server.close()
 
 
 def call_path(path: Path, takes: Any, deadline_s: float) -> Link[Any]:
-    """Returns a link to the listener at `path`, which may open within `deadline_s`."""
+    """Return a link to the listener at `path`, which may open within `deadline_s`."""
     until = time.monotonic() + deadline_s
     while True:
         try:
@@ -84,7 +84,7 @@ def call_path(path: Path, takes: Any, deadline_s: float) -> Link[Any]:
 
 
 def call_port(address: str, port: int, key: bytes, takes: Any, deadline_s: float) -> Link[Any]:
-    """Returns a link to the listener at a port, with nonces exchanged."""
+    """Return a link to the listener at a port, with nonces exchanged."""
     connection = connect_to(address, port, deadline_s)
     try:
         link: Link[Any] = _keyed(connection, takes, Seal(key, listens=False), address)
@@ -96,7 +96,7 @@ def call_port(address: str, port: int, key: bytes, takes: Any, deadline_s: float
 
 
 def _keyed(connection: socket.socket, takes: Any, seal: Seal, host: str) -> Link[Any]:
-    """Returns a sealed link. Keepalive has a dead host or cable noticed within a few seconds."""
+    """Return a sealed link. Keepalive has a dead host or cable noticed within a few seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ALIVE_S)

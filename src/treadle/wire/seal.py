@@ -40,7 +40,7 @@ class Seal:
         return self._session is not None
 
     def meet(self, theirs: bytes) -> None:
-        """Takes the other end's nonce and makes the session key."""
+        """Take the other end's nonce and make the session key."""
         if len(theirs) != NONCE_BYTES or theirs == self.nonce:
             raise WireError(f"a connection between hosts begins with {NONCE_BYTES} random bytes, {len(theirs)} came")
         called, caller = (self.nonce, theirs) if self._listens else (theirs, self.nonce)
@@ -52,7 +52,7 @@ class Seal:
         return body + self._code(body, self._sent, from_listener=self._listens)
 
     def open(self, sealed: bytes) -> bytes:
-        """Returns the body, or raises WireError where its code is wrong."""
+        """Return the body, or raise WireError where its code is wrong."""
         self._came += 1
         body, code = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
         if not hmac.compare_digest(code, self._code(body, self._came, from_listener=not self._listens)):
@@ -68,7 +68,7 @@ class Seal:
 
 
 def read_key(path: Path) -> bytes:
-    """Returns the key in a file, which only its owner may be able to read."""
+    """Return the key in a file, which only its owner may be able to read."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
         raise PermissionError(

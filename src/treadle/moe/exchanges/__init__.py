@@ -12,7 +12,7 @@ EXCHANGES: dict[str, MakeExchange] = {"all_to_all": AllToAll, "deepep": DeepEP}
 
 
 def make_exchange(name: str, num_experts: int) -> TokenExchange:
-    """Makes the exchange of one layer."""
+    """Make the exchange of one layer."""
     if name not in EXCHANGES:
         raise ValueError(f"an exchange is one of {', '.join(EXCHANGES)}, got {name!r}")
     return EXCHANGES[name](num_experts)

@@ -31,7 +31,7 @@ class AllToAll(Exchange):
         return replace(routing, arriving=arriving, trip=Download(torch.cat([leaving, arriving])))
 
     def wait(self, routing: Routing) -> Routing:
-        """Waits on the host for the numbers, which a dispatch needs to make room."""
+        """Wait on the host for the numbers, which a dispatch needs to make room."""
         numbers = routing.trip.tensor(self.await_event)
         send, rows = numbers[: self.size].tolist(), numbers[self.size :].reshape(self.size, -1).tolist()
         return replace(routing, trip=None, send=send, rows=rows)
@@ -49,5 +49,5 @@ class AllToAll(Exchange):
 
 
 def _token(routing: Routing) -> Tensor:
-    """The token of each row."""
+    """Return the token of each row."""
     return routing.order // routing.chosen.shape[-1]

@@ -49,7 +49,7 @@ class DeepEP(EpGroupModule):
         _library()
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The tokens themselves."""
+        """Return the tokens themselves."""
         return tokens
 
     def count(self, routing: Routing) -> NoReturn:
@@ -83,7 +83,7 @@ class DeepEP(EpGroupModule):
         return back
 
     def _buffer(self, tokens: Tensor) -> Any:
-        """The buffer for tokens of this width, made by all ranks of the group at their first dispatch of it."""
+        """Return the buffer for tokens of this width, made by all ranks of the group at their first dispatch of it."""
         if tokens.dtype is not torch.bfloat16:
             raise ValueError(
                 f"DeepEP moves bfloat16, got {tokens.dtype}; have the layer compute in bfloat16, or use "
@@ -151,7 +151,7 @@ class Comm:
         self._ep_group, self._device = ep_group, device
 
     def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name
-        """The place of this rank."""
+        """Return the place of this rank."""
         return self._ep_group.group_rank
 
     def Get_size(self) -> int:  # noqa: N802

@@ -18,7 +18,7 @@ class TokenExchange(Protocol):
     counted: bool
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Returns the rows to dispatch, from [token, width]."""
+        """Return the rows to dispatch, from [token, width]."""
         ...
 
     def count(self, routing: Routing) -> Routing:
@@ -30,11 +30,11 @@ class TokenExchange(Protocol):
         ...
 
     def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
-        """Returns (rows for this rank's experts, the gates for `combine`, the routing with `rows` filled in)."""
+        """Return (rows for this rank's experts, the gates for `combine`, the routing with `rows` filled in)."""
         ...
 
     def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        """Returns [token, width]: for each token the sum of its experts' outputs, weighted by its gates."""
+        """Return [token, width]: for each token the sum of its experts' outputs, weighted by its gates."""
         ...
 
 
@@ -42,5 +42,5 @@ class MakeExchange(Protocol):
     """Makes the exchange of a layer of so many experts, those of all ranks."""
 
     def __call__(self, num_experts: int) -> TokenExchange:
-        """The exchange."""
+        """Return the exchange."""
         ...

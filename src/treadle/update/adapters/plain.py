@@ -74,7 +74,7 @@ class Plain:
         return self.gate.serving()
 
     def layout(self) -> WeightLayout:
-        """The boxes held."""
+        """Return the boxes held."""
         named = tuple(Piece(name, box) for name, box in self._boxes.items())
         return WeightLayout(tuple(self._tensors.values()), named, tied=self._tied)
 

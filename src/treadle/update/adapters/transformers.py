@@ -25,7 +25,7 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Views of a model's weights by the names of its checkpoint; of tied tensors, the first."""
+    """View of a model's weights by the names of its checkpoint; of tied tensors, the first."""
     state = model.state_dict(keep_vars=True)
     named: dict[str, torch.Tensor] = {}
     for first, *_ in _by_place(state):
@@ -45,7 +45,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _by_place(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of each tensor; tied tensors are one."""
+    """Return the names of each tensor; tied tensors are one."""
     places: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state.items():
         places.setdefault(_place(tensor), []).append(name)

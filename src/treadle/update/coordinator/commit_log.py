@@ -31,7 +31,7 @@ class _Stored(Record, frozen=True, forbid_unknown_fields=True):
 
 
 def peek(directory: Path) -> Record:
-    """The record on disk, read without holding the log: a coordinator may be about to change it."""
+    """Return the record on disk, read without holding the log: a coordinator may be about to change it."""
     return _read(directory / "ledger.json")
 
 

@@ -36,11 +36,11 @@ class WaitReports:
         return [self._until_s] if self._faults else []
 
     def is_due(self, world: int) -> bool:
-        """True where all ranks have reported, or the time to do so is over."""
+        """Return whether all ranks have reported, or the time to do so is over."""
         return bool(self._faults) and (len(self._faults) == world or time.monotonic() > self._until_s)
 
     def verdict(self, links: RankLinks) -> Fault:
-        """The fault of the ranks that said nothing; where all reported, the first report."""
+        """Return the fault of the ranks that said nothing; where all reported, the first report."""
         rank, fault = next(iter(self._faults.items()))
         silent = [other for other in links if other not in self._faults]
         if not silent:

@@ -69,7 +69,7 @@ class RankLinks:
         return link in self._strangers or link in self._ranks.values()
 
     def rank_of(self, link: RankLink) -> int | None:
-        """The rank that joined over this connection; None for a stranger."""
+        """Return the rank that joined over this connection; None for a stranger."""
         return next((rank for rank, other in self._ranks.items() if other is link), None)
 
     def accept(self) -> None:

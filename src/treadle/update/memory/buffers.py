@@ -51,7 +51,7 @@ MEMORIES: dict[str, BufferMemory] = {"cpu": HostMemory(), "cuda": CudaMemory()}
 
 
 def memory_of(device_type: str) -> BufferMemory:
-    """The memory of a type of device. Raises ValueError where there is none."""
+    """Return the memory of a type of device. Raises ValueError where there is none."""
     if device_type not in MEMORIES:
         raise ValueError(f"buffers can be on {', '.join(MEMORIES)}, got {device_type!r}; give the Updater one of these")
     return MEMORIES[device_type]

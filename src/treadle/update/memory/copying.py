@@ -43,7 +43,7 @@ def boxed(raw: torch.Tensor, offset_bytes: int, shape: tuple[int, ...], dtype: s
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """True where the host can address a tensor's bytes."""
+    """Return whether the host can address a tensor's bytes."""
     return tensor.device.type == "cpu"
 
 
@@ -70,7 +70,7 @@ def copy_hashed(target: torch.Tensor, source: torch.Tensor) -> bytes:
 
 
 def digest(source: torch.Tensor) -> bytes:
-    """The digest that `copy_hashed` returns, without a copy."""
+    """Return the digest that `copy_hashed` returns, without a copy."""
     hashed = xxhash.xxh3_128()
     if on_host(source):
         array = opaque(source)
@@ -83,7 +83,7 @@ def digest(source: torch.Tensor) -> bytes:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where two boxes of one shape are the same bit by bit. Two on a device are compared there."""
+    """Return whether two boxes of one shape are the same bit by bit. Two on a device are compared there."""
     if on_host(one) and on_host(other):
         mine, theirs = opaque(one), opaque(other)
         return all(np.array_equal(cut(mine, at), cut(theirs, at)) for at in pieces(mine.shape, mine.itemsize))
@@ -131,7 +131,7 @@ def cut(array: Array, at: tuple[slice | int, ...]) -> Array:
 
 
 def _flat(part: Array) -> Any:
-    """The bytes in C order; copied where they are not so in memory."""
+    """Return the bytes in C order; copied where they are not so in memory."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 

@@ -72,7 +72,7 @@ class CudaMemory:
 
 
 def index_of(gpu: str, visible: Sequence[str]) -> int:
-    """The index that this process has for the GPU with a UUID. Raises ValueError where it does not see it."""
+    """Return the index that this process has for the GPU with a UUID. Raises ValueError where it does not see it."""
     if gpu not in visible:
         seen = ", ".join(f"{index}: {uuid}" for index, uuid in enumerate(visible)) or "none"
         raise ValueError(
@@ -86,12 +86,12 @@ def index_of(gpu: str, visible: Sequence[str]) -> int:
 
 
 def _uuids() -> list[str]:
-    """The UUIDs of the GPUs that this process sees, by index."""
+    """Return the UUIDs of the GPUs that this process sees, by index."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def _shared(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The index of a tensor's GPU and the rest of a new handle."""
+    """Return the index of a tensor's GPU and the rest of a new handle."""
     shared: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return shared
 

@@ -10,7 +10,7 @@ from treadle.update.memory.copying import DIGEST_BYTES
 
 
 def read_digests(raw: torch.Tensor, offset_bytes: int, checks: Sequence[int]) -> dict[int, bytes]:
-    """The entries `checks` of the table at an offset of a buffer's bytes."""
+    """Return the entries `checks` of the table at an offset of a buffer's bytes."""
     if not checks:
         return {}
     end = offset_bytes + DIGEST_BYTES * (max(checks) + 1)

@@ -63,7 +63,7 @@ class HostBuffer:
         return mapped
 
     def share(self) -> tuple[bytes, int | None]:
-        """The descriptor; sending it duplicates it."""
+        """Return the descriptor; sending it duplicates it."""
         return b"", self.fd
 
     def close(self) -> None:

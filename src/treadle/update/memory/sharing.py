@@ -60,7 +60,7 @@ def _repeats(tensor: torch.Tensor) -> bool:
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where two tensors whose spans of memory overlap have an element in common."""
+    """Return whether two tensors whose spans of memory overlap have an element in common."""
     try:
         return np.shares_memory(_outline(one), _outline(other), max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

@@ -103,7 +103,7 @@ class Attempt:
         return tuple(member_of(rank, statuses[rank]) for rank in range(self.world))
 
     def start_from(self, record: Record) -> Record:
-        """The log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
+        """Return the log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
         if not self.first.takeover:
             return record
         statuses = self.statuses
@@ -171,7 +171,7 @@ class Attempt:
                 )
 
     def last_epoch(self) -> int:
-        """The largest attempt number that any worker knows; this attempt's must be above it."""
+        """Return the largest attempt number that any worker knows; this attempt's must be above it."""
         return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
 
     @property
@@ -180,7 +180,7 @@ class Attempt:
         return {rank: (entry.has, entry.wants) for rank, entry in self.entered.items()}
 
     def sends(self) -> dict[int, Send]:
-        """The question to each rank: of ranks with the same digest one is asked for the layout."""
+        """Return the question to each rank: of ranks with the same digest one is asked for the layout."""
         has: dict[str, int] = {}
         wants: dict[str, int] = {}
         for rank, entry in sorted(self.entered.items()):
@@ -192,7 +192,7 @@ class Attempt:
         }
 
     def catalogue(self, sides: dict[int, Sides]) -> bytes:
-        """The packed catalogue of all layouts, each once."""
+        """Return the packed catalogue of all layouts, each once."""
         told: dict[str, WeightLayout] = {}
         entries = [self.entered[rank] for rank in range(self.world)]
         for rank, entry in enumerate(entries):
@@ -242,12 +242,12 @@ class Attempt:
         return "; ".join(parts)
 
     def _group(self) -> int:
-        """The attempt whose process group all ranks still have, or this one, which makes a new group."""
+        """Return the attempt whose process group all ranks still have, or this one, which makes a new group."""
         had = {entry.group for entry in self.entered.values()}
         return had.pop() if len(had) == 1 and 0 not in had else self.epoch
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
-        """The tensors that move, None for all; and why all move where the caller asked for less."""
+        """Return the tensors that move, None for all; and why all move where the caller asked for less."""
         first = self.first
         if first.changed is None:
             return None, ""

@@ -151,7 +151,7 @@ def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
 
 
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
-    """The log has numbered the attempt."""
+    """Return the log has numbered the attempt."""
     attempt = state.attempt
     left = tuple(member.worker for member in attempt.left if member.worker >= state.world)
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
@@ -160,7 +160,7 @@ def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
 
 
 def decided(state: CoordinatorState) -> Step:
-    """The decision is on disk: tell the ranks."""
+    """Return the decision is on disk: tell the ranks."""
     attempt = replace(state.attempt, committed=True)
     return _proceed(replace(state, attempt=attempt))
 
@@ -185,7 +185,7 @@ def lost(state: CoordinatorState, rank: int, name: str, text: str) -> Step:
 
 
 def fault_of_log(state: CoordinatorState, error: Exception) -> Fault:
-    """The fault of a coordinator that cannot write its log."""
+    """Return the fault of a coordinator that cannot write its log."""
     return state.attempt.fault("the coordinator (update rank 0)", f"{type(error).__name__}: {error}")
 
 

@@ -107,7 +107,7 @@ Step: TypeAlias = tuple[RankState, Action]
 
 
 def heard(state: RankState, message: FromCoordinator) -> Step:
-    """The coordinator has answered."""
+    """Return the coordinator has answered."""
     if isinstance(message, Go):
         state = replace(state, phase="settle", epoch=message.epoch, log=message.log, go=message)
         return (state, Work("dismiss", message.left)) if message.left else (state, _settle(state))
@@ -128,7 +128,7 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
 
 
 def worked(state: RankState, value: Any = None) -> Step:
-    """The rank has done its own work; `value` is the result."""
+    """Return the rank has done its own work; `value` is the result."""
     if state.phase == "settle":
         state = replace(state, closed=value)
         return state, _settle(state)
@@ -142,7 +142,7 @@ def worked(state: RankState, value: Any = None) -> Step:
 
 
 def answered(state: RankState, answer: Any) -> Step:
-    """The worker has done what it was asked."""
+    """Return the worker has done what it was asked."""
     if state.phase == "settle":
         assert isinstance(answer, Status)
         settled = Settled(state.epoch, state.rank, answer, state.closed)
@@ -163,12 +163,12 @@ class Farewell:
 
 
 def timed_out(state: RankState) -> RankState:
-    """The worker did not answer in time. Its answer may still come, so its connection is not used again."""
+    """Return the worker did not answer in time. Its answer may still come, so its connection is not used again."""
     return replace(state, worker_late=True)
 
 
 def ended(state: RankState, stop: Stop | None, *, lost: bool) -> RankState:
-    """The attempt is over: `stop` is the coordinator's word on it, `lost` says that its connection ended."""
+    """Return the attempt is over: `stop` is the coordinator's word on it, `lost` says that its connection ended."""
     if stop is not None:
         return replace(state, ending="committed" if stop.committed else "stopped")
     return replace(state, ending="lost" if lost else "unknown")
@@ -188,7 +188,7 @@ def farewell(state: RankState) -> Farewell:
 
 
 def is_vague(state: RankState, fault: Fault) -> bool:
-    """True where whoever ended could not say at which bucket: this rank's own place is then the next best."""
+    """Return whether whoever ended could not say at which bucket: this rank's own place is then the next best."""
     unplaced = fault.phase == "finish" and fault.bucket < 0 and state.phase == "load"
     return state.ending == "lost" or unplaced
 

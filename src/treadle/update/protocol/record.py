@@ -49,14 +49,14 @@ def member_of(worker: int, status: Status) -> Member:
 
 
 def committed(record: Record, version: int, epoch: int, members: tuple[Member, ...]) -> Record:
-    """The record after a decision. The same version again is a recovery."""
+    """Return the record after a decision. The same version again is a recovery."""
     if record.version == version:
         return msgspec.structs.replace(record, epochs=(*record.epochs, epoch), members=members)
     return Record(version, (epoch,), record.id, members)
 
 
 def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member, ...]) -> Record:
-    """The record of a log that takes workers over from a lost one.
+    """Return the record of a log that takes workers over from a lost one.
 
     An empty log commits to the version that they all serve, if it is one version of one log: they go on serving it.
     """
@@ -93,5 +93,5 @@ def is_outdated(record: Record, status: Status) -> bool:
 
 
 def is_foreign(record: Record, log: str) -> bool:
-    """True where a worker's log is neither this one nor one that this one took over."""
+    """Return whether a worker's log is neither this one nor one that this one took over."""
     return bool(log) and log != record.id and log not in record.took

@@ -175,7 +175,7 @@ def abort(state: WorkerState, message: Abort, *, can_restore: bool) -> Moves:
 
 
 def release(state: WorkerState, *, can_restore: bool) -> Moves:
-    """The update rank is gone: go back, unless this worker has voted."""
+    """Return the update rank is gone: go back, unless this worker has voted."""
     if state.state != "loading" or state.retired:
         return [], state
     return _back(state, can_restore=can_restore, reopen=True)
@@ -206,7 +206,7 @@ def _reopen(state: WorkerState) -> Moves:
 
 
 def _back(state: WorkerState, *, can_restore: bool, reopen: bool) -> Moves:
-    """Moves to the version before, if it is still there; it is opened if it was served when the load began."""
+    """Move to the version before, if it is still there; it is opened if it was served when the load began."""
     kept = replace(state, state="closed", begun=None)
     lost = replace(kept, held=None)
     if state.held is None or (state.touched and not (state.served and can_restore)):

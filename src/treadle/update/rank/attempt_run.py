@@ -80,7 +80,7 @@ class AttemptRun:
         return self.loop.where.bucket if self.loop is not None and self.phase == "load" else -1
 
     def run(self) -> Updated:
-        """The whole attempt. Raises whatever ends it early; `fail` then reports what became of it.
+        """Return the whole attempt. Raises whatever ends it early; `fail` then reports what became of it.
 
         Between two steps each rank reports to the coordinator, which answers when all ranks have.
         """

@@ -95,7 +95,7 @@ class Broadcasts:
         self._sockets = Sockets()
 
     def group_of(self, epoch: int, inbox: Inbox) -> Group:
-        """The group made by that attempt; all ranks ask for the same. Bad news ends the wait for it, too."""
+        """Return the group made by that attempt; all ranks ask for the same. Bad news ends the wait for it, too."""
         if self._group is None or self.made != epoch:
             self.drop()
             made: list[Any] = []

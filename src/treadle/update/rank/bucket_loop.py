@@ -247,7 +247,7 @@ class _Packed:
             self._free.put(self._used.pop(number))
 
     def held_over(self, number: int) -> bool:
-        """True where round `number` is a new one, and a lone buffer waits for it."""
+        """Return whether round `number` is a new one, and a lone buffer waits for it."""
         return self._alone and number != self._round
 
     def turn(self, number: int) -> None:

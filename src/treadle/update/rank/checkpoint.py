@@ -33,7 +33,7 @@ _LONGEST_HEADER = 100 << 20
 
 
 def described(directory: Path) -> dict[Tensor, Path]:
-    """The tensors of all files, and the file of each. Reads headers only."""
+    """Return the tensors of all files, and the file of each. Reads headers only."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} has no .safetensors files; give the directory of a checkpoint")
@@ -63,7 +63,7 @@ def read_checkpoint(directory: Path, rank: int, world: int) -> Source:
 
 
 def _header(file: Path) -> list[Tensor]:
-    """The tensors of a file, from its header: a length of 8 bytes, then JSON."""
+    """Return the tensors of a file, from its header: a length of 8 bytes, then JSON."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > _LONGEST_HEADER:

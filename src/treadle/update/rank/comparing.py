@@ -136,7 +136,7 @@ class TieComparison:
         return alone
 
     def refusal(self, version: int) -> str | None:
-        """The error text; None where no difference was seen."""
+        """Return the error text; None where no difference was seen."""
         if not self.different:
             return None
         piece, taken = self.different[0]
@@ -148,7 +148,7 @@ class TieComparison:
 
 
 def _boxes_of(source: WeightSource) -> dict[str, list[Box]]:
-    """The boxes that a rank has of each tensor."""
+    """Return the boxes that a rank has of each tensor."""
     boxes: dict[str, list[Box]] = {}
     for piece in source.has.pieces:
         boxes.setdefault(piece.tensor, []).append(piece.box)
@@ -170,7 +170,7 @@ def _part(plan: UpdatePlan, buffer: Buffer, item: Item, box: Box) -> torch.Tenso
 
 
 def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where two tensors of one shape are the same elements in memory."""
+    """Return whether two tensors of one shape are the same elements in memory."""
     return one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
@@ -184,7 +184,7 @@ def comparison(
 
 
 def same(one: torch.Tensor, other: torch.Tensor, every: int, turn: int) -> bool:
-    """True where two tensors are the same bit by bit: all of it, or the blocks of this turn."""
+    """Return whether two tensors are the same bit by bit: all of it, or the blocks of this turn."""
     if one.is_contiguous() and other.is_contiguous():
         one, other = one.view(-1), other.view(-1)
     if every == 1:
@@ -202,7 +202,7 @@ def same(one: torch.Tensor, other: torch.Tensor, every: int, turn: int) -> bool:
 
 
 def _blocks(shape: tuple[int, ...], itemsize: int, every: int) -> tuple[int, int]:
-    """The dimension that is cut into blocks, and how many of its indices a block has."""
+    """Return the dimension that is cut into blocks, and how many of its indices a block has."""
     row_bytes = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis = next(axis for axis, size in enumerate(row_bytes) if size <= BLOCK_BYTES or shape[axis] >= every)
     return axis, max(1, BLOCK_BYTES // row_bytes[axis])

@@ -74,7 +74,7 @@ class CoordinatorClient:
             self._link.send(message, timeout_s=2.0)
 
     def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
-        """The next message. Raises UpdateError where it is late, or of another kind."""
+        """Return the next message. Raises UpdateError where it is late, or of another kind."""
         try:
             message = self._next(self.options.phase_s + 3)
         except (TimeoutError, PeerGoneError) as error:
@@ -86,7 +86,7 @@ class CoordinatorClient:
         return message  # type: ignore[no-any-return]
 
     def _next(self, deadline_s: float) -> Any:
-        """The next message. Until the first Go, some ranks may not have joined, and may never do so."""
+        """Return the next message. Until the first Go, some ranks may not have joined, and may never do so."""
         until = time.monotonic() + deadline_s
         while not self._met and time.monotonic() + LOOK_S < until:
             failed = self._rendezvous.start_failure()

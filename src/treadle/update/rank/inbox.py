@@ -73,7 +73,7 @@ class Inbox:
             return self._connection[side]
 
     def wait(self, side: Side, deadline_s: float, *, heed: bool = True) -> Any:
-        """The next message from a side. Raises PeerGoneError, TimeoutError, or with `heed` the bad news."""
+        """Return the next message from a side. Raises PeerGoneError, TimeoutError, or with `heed` the bad news."""
         until = time.monotonic() + deadline_s
         with self._changed:
             while True:

@@ -26,7 +26,7 @@ def noted(times: BucketTimes, num_buckets: int) -> Longs:
 
 
 def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
-    """The Trace of all ranks' times, which are on one clock.
+    """Return the Trace of all ranks' times, which are on one clock.
 
     A broadcast starts when the last rank has come to it, and ends on each rank by itself. A device whose worker takes
     nothing of a bucket has a reload of length 0 after its broadcast.

@@ -42,7 +42,7 @@ class Packer:
 
 
 def _apart(box: Box, parts: list[Box]) -> bool:
-    """True where the parts cover the box without overlap: copying each then copies the box once."""
+    """Return whether the parts cover the box without overlap: copying each then copies the box once."""
     if len(parts) > _MOST_APART or sum(part.num_elements for part in parts) != box.num_elements:
         return False
     return all(a.meet(b) is None for a, b in itertools.combinations(parts, 2))

@@ -35,7 +35,7 @@ class Plans:
         self._made: dict[tuple[object, ...], Shares] = {}
 
     def of(self, layouts: Layouts) -> Shares:
-        """The plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue."""
+        """Return the plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue."""
         if layouts.catalogue is not None:
             self._known = read_layouts(layouts.catalogue)
             self._made.clear()
@@ -94,7 +94,7 @@ def _check_tied(tied: Collection[tuple[str, str]], have: Holding) -> None:
 
 
 def _instead(layouts: Layouts) -> str:
-    """The way out, for an error in a recovery from peers."""
+    """Return the way out, for an error in a recovery from peers."""
     if not layouts.holds:
         return ""
     version = layouts.version

@@ -55,7 +55,7 @@ class Shares:
         return self.plan.digest()
 
     def name(self, *, exports: bool) -> str:
-        """The name under which a worker keeps its part: one that exports has more of the same plan."""
+        """Return the name under which a worker keeps its part: one that exports has more of the same plan."""
         return self.digest + "+" if exports else self.digest
 
     @cached_property

@@ -42,7 +42,7 @@ class WeightSource(Protocol):
         ...
 
     def local(self, piece: Piece) -> torch.Tensor:
-        """The elements of a piece that lies within one of `has`, of the piece's shape and the tensor's dtype."""
+        """Return the elements of a piece that lies within one of `has`, of the piece's shape and the tensor's dtype."""
         ...
 
 
@@ -126,7 +126,7 @@ def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box
 
 
 def whole(name: str, tensor: torch.Tensor) -> Tensor:
-    """The name, shape and dtype of a whole tensor."""
+    """Return the name, shape and dtype of a whole tensor."""
     return Tensor(name, tuple(tensor.shape), dtype_name(tensor))
 
 
@@ -136,7 +136,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _of_mesh(mesh: DeviceMesh, values: Mapping[str, DTensor]) -> dict[Piece, torch.Tensor]:
-    """The shards that this rank has of the DTensors on one mesh."""
+    """Return the shards that this rank has of the DTensors on one mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return {}

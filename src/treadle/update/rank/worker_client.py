@@ -148,7 +148,7 @@ class WorkerClient:
         return self.expect(kind, deadline_s, getattr(message, "epoch", None), heed=heed)
 
     def expect(self, kind: type[M], deadline_s: float, epoch: int | None = None, *, heed: bool = True) -> M:
-        """The next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`."""
+        """Return the next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`."""
         answer = self._take(deadline_s, heed=heed)
         if isinstance(answer, Refused):
             if epoch is not None and answer.epoch:  # 0 where the connection as a whole is refused
@@ -256,7 +256,7 @@ def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
 
 
 def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:
-    """The error of a failed wait for a worker, as all ranks will raise it."""
+    """Return the error of a failed wait for a worker, as all ranks will raise it."""
     if isinstance(error, UpdateError):
         return error
     corrupt = isinstance(error, WorkerRefusedError) and error.refused.code == "corrupt"

@@ -34,7 +34,7 @@ class Adapter(Protocol):
     """Whether the engine needs each piece in one arrival. If not, a piece that was split comes in parts."""
 
     def layout(self) -> WeightLayout:
-        """The whole tensors by name, and the pieces of them that this worker holds."""
+        """Return the whole tensors by name, and the pieces of them that this worker holds."""
         ...
 
     def close(self, how: str, deadline_s: float) -> str | None:

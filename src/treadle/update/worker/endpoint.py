@@ -49,7 +49,7 @@ Answering = Callable[[bytes], tuple[int, bytes]]
 
 
 def worker_path(directory: Path, worker: int) -> Path:
-    """The path of a worker's socket."""
+    """Return the path of a worker's socket."""
     return directory / f"worker-{worker}.sock"
 
 

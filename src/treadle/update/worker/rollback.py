@@ -74,12 +74,12 @@ class RollbackCopy:
             arrival.copy_into(self._new.tensor(arrival.name, arrival.box))
 
     def arrivals(self) -> list[Arrival]:
-        """The old version, as arrivals to be loaded again."""
+        """Return the old version, as arrivals to be loaded again."""
         assert self._old is not None
         return [Arrival(name, box, kept) for name, box, kept in self._old.items()]
 
     def commit(self) -> None:
-        """The new version becomes the rollback copy. Engines that can export their weights need none."""
+        """Return the new version becomes the rollback copy. Engines that can export their weights need none."""
         if not self.adapter.can_export and self._new is not None:
             self._old, self._new, self._has_old = self._new, self._old, True
         elif self._old is not None:

@@ -55,7 +55,7 @@ class Slot:
             return self.held
 
     def holder(self) -> int:
-        """The pid of the holder; 0 where that is this process, or unknown."""
+        """Return the pid of the holder; 0 where that is this process, or unknown."""
         with self._guard:
             if self._fd is None or self.held:
                 return 0
@@ -72,7 +72,7 @@ class Slot:
             self._fd, self.held = None, False
 
     def _read_id(self) -> str:
-        """The slot's id; its first holder writes it."""
+        """Return the slot's id; its first holder writes it."""
         assert self._fd is not None
         found = os.pread(self._fd, 64, 0).decode(errors="replace")
         if not found:

@@ -54,7 +54,7 @@ def shortfall(plan: TakePlan, wanted: Sequence[Piece]) -> list[str]:
 
 
 def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
-    """The boxes of each tensor, each once."""
+    """Return the boxes of each tensor, each once."""
     boxes: dict[str, list[Box]] = {}
     for piece in pieces:
         some = boxes.setdefault(piece.tensor, [])
@@ -64,7 +64,7 @@ def _by_name(pieces: Sequence[Piece]) -> dict[str, list[Box]]:
 
 
 def arrivals_of(plan: TakePlan, share: Share, buffer: Buffer, *, checked: bool) -> list[Arrival]:
-    """The boxes that a worker takes of a bucket in a buffer."""
+    """Return the boxes that a worker takes of a bucket in a buffer."""
     items = _items(plan, share, buffer)
     made = []
     table = read_digests(buffer.tensor, share.table_bytes, share.checks) if checked else dict[int, bytes]()
@@ -76,13 +76,13 @@ def arrivals_of(plan: TakePlan, share: Share, buffer: Buffer, *, checked: bool) 
 
 
 def _items(plan: TakePlan, share: Share, buffer: Buffer) -> list[torch.Tensor]:
-    """The elements of each item of a share, in the buffer."""
+    """Return the elements of each item of a share, in the buffer."""
     dtypes, raw = {tensor.name: tensor.dtype for tensor in plan.tensors}, buffer.tensor
     return [boxed(raw, item.offset_bytes, item.piece.box.shape, dtypes[item.piece.tensor]) for item in share.items]
 
 
 def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Sequence[Piece]) -> list[Arrival]:
-    """The wanted pieces that these parts complete. A part may belong to several pieces."""
+    """Return the wanted pieces that these parts complete. A part may belong to several pieces."""
     boxes, whole = _by_name(wanted), []
     for part in parts:
         meeting = [(box, common) for box in boxes[part.name] if (common := part.box.meet(box)) is not None]

@@ -35,7 +35,7 @@ class Engine(Protocol):
         ...
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that follow a prompt at temperature 0."""
+        """Return the tokens that follow a prompt at temperature 0."""
         ...
 
     def shutdown(self) -> None:

@@ -13,7 +13,7 @@ from treadle.wire.link import Link
 
 
 def replica_path(directory: Path, first: int) -> Path:
-    """The socket of the replica whose first worker has this number."""
+    """Return the socket of the replica whose first worker has this number."""
     return directory / f"replica-{first}.sock"
 
 

@@ -61,5 +61,5 @@ TRANSITIONS: dict[tuple[GatePhase, GateEvent], GatePhase] = {
 
 
 def after(phase: GatePhase, event: GateEvent) -> GatePhase:
-    """The next phase. Raises KeyError for an event that has no place in this phase."""
+    """Return the next phase. Raises KeyError for an event that has no place in this phase."""
     return TRANSITIONS[phase, event]
