@@ -65,7 +65,7 @@ def test_table_has_every_run_medians_and_constants() -> None:
     write(chosen("h100:16"), 1.2, 1.2, 1.25)
     printed, notes = run("calibrate", "--cluster", "h100:16", "--measured", "runs.csv")
     lines = printed.splitlines()
-    assert lines[0].split() == ["run", "measured", "before", "after", "left", "out"]
+    assert lines[0].split() == ["run", "measured", "before", "after", "leave-one-out"]
     medians = next(line for line in lines if line.startswith("median")).split()[-3:]
     before, after, left_out = (float(share.rstrip("%")) for share in medians)
     assert after < left_out < before

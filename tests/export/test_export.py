@@ -353,7 +353,7 @@ REFUSED = [
     ("0F0,0RECV_F0\n1F0\n", 1, 4, "0RECV_F0 needs a stage -1, and the stages are 0 to 1"),
     ("0F0\n1F0,1SEND_F0\n", 2, 4, "1SEND_F0 needs a stage 2, and the stages are 0 to 1"),
     ("0F0,0SEND_F0,1F0\n", 1, 4, "0SEND_F0 is no message: stages 0 and 1 are both on rank 0"),
-    (COMMS.replace("1RECV_F1,1F0", "1F0").replace("1F1", "1F1,1RECV_F1"), 2, 39, "1RECV_F1 stands behind"),
+    (COMMS.replace("1RECV_F1,1F0", "1F0").replace("1F1", "1F1,1RECV_F1"), 2, 39, "1RECV_F1 stands after"),
     (COMMS.replace("0F0,0SEND_F0", "0SEND_F0,0F0"), 1, 9, "0SEND_F0 stands before the action that makes it"),
     (
         COMMS.replace("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0"),

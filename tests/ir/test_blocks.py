@@ -152,7 +152,7 @@ def test_stages_without_layers_are_stages() -> None:
         (("EE", "tL"), "stage 0: E stands once"),
         (("Et", "tL", "tL"), "stage 1: L stands once, as the last block of stage 2, got another in 'tL'"),
         (("Et", "tLL"), "stage 1: L stands once"),
-        (("Etm", "tL"), "stage 1: layers stand before the MTP blocks, got t in 'tL' behind the m of stage 0"),
+        (("Etm", "tL"), "stage 1: layers stand before the MTP blocks, got t in 'tL' after the m of stage 0"),
     ],
 )
 def test_what_stands_where_it_cannot_is_refused(blocks: tuple[str, ...], message: str) -> None:

@@ -68,7 +68,7 @@ def test_pithtrains_chunks_are_the_run_again(tmp_path: Path) -> None:
     imported = import_profile(exported(tmp_path, trace, lambda trace, rank: list(of_pithtrain(trace, rank))))
     assert imported.schedule == schedule
     check_times(imported, trace)
-    assert any("'weight chunk' does not say" in str(remark) for remark in imported.remarks)
+    assert any("'weight chunk' names no micro-batch" in str(remark) for remark in imported.remarks)
 
 
 def test_processes_of_one_file_are_told_by_their_devices(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_stage_whose_backward_cannot_be_split_runs_it_whole(name: str, what: s
     hold([(loss, grads) for loss, grads, _, _ in ranks], wanted)
     said = {number: text for _, _, splits, _ in ranks for number, text in splits.items()}
     assert said[stage] == f"backward runs whole: {why}"
-    assert all("get their gradient in the weight half" in said[s] for s in range(4) if s != stage)
+    assert all("get their gradient in wgrad" in said[s] for s in range(4) if s != stage)
     holder = schedule.placement.holder(stage)
     for _, _, _, kinds in ranks:
         for r, chunks in enumerate(kinds):

@@ -118,7 +118,7 @@ def test_a_catalogue_that_names_what_it_has_not_is_refused(bad: Catalogue) -> No
 
 
 def test_a_piece_of_a_tensor_that_was_not_told_is_refused() -> None:
-    with pytest.raises(WireError, match=r"k \[0:4\] is told, and k itself is not"):
+    with pytest.raises(WireError, match=r"k \[0:4\] is listed, and k itself is not"):
         listed([WeightLayout((Q,), (Piece("k", Box((0,), (4,))),))], [LOW])
     with pytest.raises(WireError, match="twice"):
         listed([WeightLayout((Q, Tensor("q", (4,), "float32")), ())], [LOW])

@@ -213,7 +213,7 @@ def test_an_update_has_no_stages(tmp_path: Path) -> None:
         app, ["simulate", "update", "--devices", "2", "--rounds", "2", "-o", str(tmp_path / "update.npz")]
     )
     assert done.exit_code == 0
-    with pytest.raises(ValueError, match="this is a weight update, which has no stages; 'treadle simulate' says"):
+    with pytest.raises(ValueError, match="this is a weight update, which has no stages; 'treadle simulate' shows"):
         CliRunner().invoke(app, ["why", str(tmp_path / "update.npz")], catch_exceptions=False)
 
 
