@@ -185,7 +185,7 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
 def test_a_rank_that_was_asked_and_does_not_tell_is_named() -> None:
     attempt = entered([LOW, HIGH])
     sides = {0: Sides(3, 0, 7, WHOLE, LOW), 1: Sides(3, 1, 7, None, None)}
-    with pytest.raises(AttemptRefusedError, match="nobody told") as refused:
+    with pytest.raises(AttemptRefusedError, match="nobody sent") as refused:
         attempt.catalogue(sides)
     assert refused.value.who == "update rank 1"
 
