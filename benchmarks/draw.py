@@ -30,7 +30,6 @@ FIGURES = {
     "dualpipe_column": "dualpipe --pp 8 -m 20 --palette dualpipe --width column -o x.png",
     "layers_memory": "interleaved-overlap --pp 4 -m 16 --layers 1 --moe --memory -o x.png",
     "layers_lanes": "interleaved-overlap --pp 4 -m 16 --layers 2 --moe --offload --costs deepseek-v3-h800 -o x.png",
-    "update": "update --devices 4 --rounds 2 -o x.png",
     "boxes_20000_memory": "interleaved-overlap --pp 16 -m 320 --memory -o x.png",
 }
 

@@ -133,7 +133,7 @@ class Doing(NamedTuple):
     name at the stage that reads on, `to` the rank of that stage, `here` if that is this rank.
     """
 
-    kind: treadle.Kind
+    kind: treadle.ir.Kind
     key: tuple[int, int]
     post: list[tuple[Any, int]]
     reads: Any
@@ -150,18 +150,18 @@ def plan(schedule: treadle.Schedule, rank: int) -> list[Doing]:
     for lane in range(program.num_lanes):
         if program.lane_rank[lane] == rank and program.lane_kind[lane] == LaneKind.RECV:
             ops = range(int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1]))
-            kinds = [treadle.Kind.F if program.kind[op] == OpKind.RECV_F else treadle.Kind.B for op in ops]
+            kinds = [treadle.ir.Kind.F if program.kind[op] == OpKind.RECV_F else treadle.ir.Kind.B for op in ops]
             names = [(kind, int(program.chunk[op]), int(program.mb[op])) for op, kind in zip(ops, kinds, strict=True)]
             channels[int(program.lane_peer[lane])] = names
     place = {name: (peer, k) for peer, names in channels.items() for k, name in enumerate(names)}
     posted = dict.fromkeys(channels, 0)
     doings = []
     for action in schedule.actions(rank):
-        forward = action.kind is treadle.Kind.F
-        carries, step = (treadle.Kind.F, 1) if forward else (treadle.Kind.B, -1)
+        forward = action.kind is treadle.ir.Kind.F
+        carries, step = (treadle.ir.Kind.F, 1) if forward else (treadle.ir.Kind.B, -1)
         reads, makes, to = (carries, action.chunk, action.mb), None, -1
         post = []
-        if action.kind is not treadle.Kind.W:
+        if action.kind is not treadle.ir.Kind.W:
             reader = placement.neighbour(rank, action.chunk, step)
             if reader is not None:
                 to, makes = reader[0], (carries, reader[1], action.mb)
@@ -197,7 +197,7 @@ def hand_step(work: Work) -> Contender:
     modules = [stages[stage] for stage in placement.stages[rank]]
     halves = [split.WeightGradQueue() for _ in modules]
     rows = schedule.columns
-    for chunk in set(rows.chunk[rows.kind == treadle.Kind.W].tolist()):
+    for chunk in set(rows.chunk[rows.kind == treadle.ir.Kind.W].tolist()):
         split.apply(split.examine(modules[chunk]).linears, halves[chunk])
     copies = pair_group(rank) if placement.num_pipes > 1 else None
     is_first = [stage == 0 for stage in placement.stages[rank]]

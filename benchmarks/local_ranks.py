@@ -38,7 +38,7 @@ def join(rank: int, port: int, world: int) -> None:
 
 def scaled(costs: treadle.Costs, schedule: treadle.Schedule, layers: int, step_s: float) -> tuple[treadle.Costs, float]:
     """Costs, all scaled alike so that the step is predicted to take `step_s`; and the factor."""
-    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=layers)), costs)
+    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=layers, moe=True)), costs)
     factor = step_s / (trace.makespan / trace.clock.ticks * 1e-6)
     parts = {name: {k: round(v * factor) for k, v in getattr(costs, name).items()} for name in ("layer", "message")}
     return replace(costs, **parts), factor

@@ -28,7 +28,7 @@ def main() -> None:
         sys.exit(MISSING)
     costs = treadle.load_costs("deepseek-v3-h800")
     schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
-    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=4)), costs)
+    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=4, moe=True)), costs)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "page.html"
         path.write_text(page([("interleaved-overlap", trace)]), encoding="utf-8")

@@ -99,6 +99,7 @@ def predictions(trace: Any) -> dict[str, float]:
 
     import treadle
     from treadle.ir.execute import leaders
+    from treadle.simulate import Durations
     from treadle.simulate.grouping import work_of
     from treadle.simulate.waiting import shortest
     from treadle.train.fitted_costs import fit_step
@@ -111,13 +112,13 @@ def predictions(trace: Any) -> dict[str, float]:
         ticks = np.zeros(program.num_ops, np.int64)
         for kind in np.unique(work):
             ticks[work == kind] = draw.choice(own[work == kind], int((work == kind).sum()))
-        drawn.append(treadle.simulate(program, treadle.Durations(ticks[lead])).makespan)
+        drawn.append(treadle.simulate(program, Durations(ticks[lead])).makespan)
     found = {
         "measured": trace.makespan,
         "costs": treadle.simulate(program, fit_step(trace)).makespan,
         "fit": treadle.simulate(program, treadle.fit(trace)).makespan,
         "drawn": statistics.median(drawn),
-        "replay": treadle.simulate(program, treadle.Durations(own)).makespan,
+        "replay": treadle.simulate(program, Durations(own)).makespan,
     }
     return {name: ticks / 1e6 for name, ticks in found.items()}
 

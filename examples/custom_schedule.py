@@ -17,7 +17,7 @@ import treadle
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-schedule = treadle.load(Path(__file__).with_name("my_schedule.txt"))
+schedule = treadle.loads(Path(__file__).with_name("my_schedule.txt").read_text())
 if dist.get_world_size() != schedule.pp:
     raise SystemExit(f"the schedule is for {schedule.pp} ranks: torchrun --nproc-per-node {schedule.pp} {__file__}")
 mesh = init_device_mesh("cpu", (schedule.pp,), mesh_dim_names=("pp",))

@@ -1,9 +1,11 @@
-"""Treadle: a distributed training step as data. Write it, verify it, simulate it.
+"""Treadle: a distributed training step as data. Plan it, write it, verify it, simulate it, run it.
 
 import treadle
 
+found = treadle.plan("llama3-8b", "h100:16")               # what to launch
+print(treadle.why("profile/").cause.sentence)              # why a run is slow
 schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
-print(treadle.verify(schedule))
+print(treadle.verify(schedule), treadle.simulate(schedule, "deepseek-v3-h800").seconds)
 
 Names are imported when they are first asked for: `import treadle` takes milliseconds, and planning works without torch.
 """
@@ -16,115 +18,77 @@ from typing import TYPE_CHECKING, Any
 from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
-    from treadle import models, moe, update
-    from treadle.api.files import dumps, load, load_any, loads, save_trace
-    from treadle.api.step import lower, simulate, verify
+    from treadle import ir as ir
+    from treadle import models as models
+    from treadle import moe as moe
+    from treadle import runtime as runtime
+    from treadle import update as update
+    from treadle.api.advice import balance, why
+    from treadle.api.files import dumps, load, loads, save_trace
+    from treadle.api.verbs import compare, lower, simulate, verify
     from treadle.costs import Costs, load_costs
     from treadle.drawing import draw
-    from treadle.host.errors import TreadleError
-    from treadle.ir import Action, B, Cell, F, I, Kind, Pair, Placement, Schedule, W
+    from treadle.ir import Schedule
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
-    from treadle.plan import LoweringOptions
+    from treadle.plan.options import LoweringOptions
     from treadle.profiles.importing import import_profile
-    from treadle.runtime import (
-        Boundary,
-        FurtherLoss,
-        MTPBlock,
-        Pipeline,
-        RankLostError,
-        RunOptions,
-        StageOutput,
-        StepReport,
-    )
-    from treadle.runtime.model.segments import Segment, compute, exchange
+    from treadle.runtime import Pipeline, RankLostError, RunOptions, StageOutput
     from treadle.schedules import generate
-    from treadle.simulate import Durations, compare, critical_path, fit, measure
-    from treadle.verify import Finding, VerifyReport, explain, verify_program
+    from treadle.search.find_plan import find_plan as plan
+    from treadle.simulate import fit, measure
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Action",
-    "B",
-    "Boundary",
-    "Cell",
     "Costs",
-    "Durations",
-    "F",
-    "Finding",
-    "FurtherLoss",
-    "I",
-    "Kind",
     "LoweringOptions",
-    "MTPBlock",
-    "Pair",
     "Pipeline",
-    "Placement",
     "Program",
     "RankLostError",
     "RunOptions",
     "Schedule",
-    "Segment",
     "StageOutput",
-    "StepReport",
     "Trace",
-    "TreadleError",
-    "VerifyReport",
-    "W",
+    "balance",
     "compare",
-    "compute",
-    "critical_path",
     "draw",
     "dumps",
-    "exchange",
-    "explain",
     "fit",
     "generate",
     "import_profile",
     "load",
-    "load_any",
     "load_costs",
     "loads",
     "lower",
     "measure",
-    "models",
-    "moe",
+    "plan",
     "save_trace",
     "simulate",
-    "update",
     "verify",
-    "verify_program",
+    "why",
 ]
 
 _WHERE = {
-    "treadle.api.files": ("dumps", "load", "load_any", "loads", "save_trace"),
-    "treadle.api.step": ("lower", "simulate", "verify"),
+    "treadle.api.advice": ("balance", "why"),
+    "treadle.api.files": ("dumps", "load", "loads", "save_trace"),
+    "treadle.api.verbs": ("compare", "lower", "simulate", "verify"),
     "treadle.costs": ("Costs", "load_costs"),
-    "treadle.ir": ("Action", "B", "Cell", "F", "I", "Kind", "Pair", "Placement", "Schedule", "W"),
+    "treadle.drawing": ("draw",),
+    "treadle.ir": ("Schedule",),
     "treadle.ir.program": ("Program",),
     "treadle.ir.trace": ("Trace",),
-    "treadle.host.errors": ("TreadleError",),
-    "treadle.plan": ("LoweringOptions",),
+    "treadle.plan.options": ("LoweringOptions",),
     "treadle.profiles.importing": ("import_profile",),
-    "treadle.runtime": (
-        "Boundary",
-        "FurtherLoss",
-        "MTPBlock",
-        "Pipeline",
-        "RankLost",
-        "RankLostError",
-        "RunOptions",
-        "StageOutput",
-        "StepReport",
-    ),
-    "treadle.drawing": ("draw",),
-    "treadle.runtime.model.segments": ("Segment", "compute", "exchange"),
+    "treadle.runtime": ("Pipeline", "RankLostError", "RunOptions", "StageOutput"),
     "treadle.schedules": ("generate",),
-    "treadle.simulate": ("Durations", "compare", "critical_path", "fit", "measure"),
-    "treadle.verify": ("Finding", "VerifyReport", "explain", "verify_program"),
+    "treadle.search.find_plan": ("plan",),
+    "treadle.simulate": ("fit", "measure"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+_DEFINED_AS = {"plan": "find_plan"}
+"""Names that their modules define under another one."""
+
 _PACKAGES = (
     "api",
     "costs",
@@ -134,7 +98,6 @@ _PACKAGES = (
     "models",
     "moe",
     "passes",
-    "plan",
     "profiles",
     "runtime",
     "schedules",
@@ -143,19 +106,18 @@ _PACKAGES = (
     "update",
     "view",
     "weights",
-    "why",
 )
 
 _EXTRAS = {"update": "update", "models": "train", "synthesize": "plan"}
 """The extras that packages need beside torch."""
 
-_FUNCTIONS = ("simulate", "verify")
+_FUNCTIONS = ("plan", "simulate", "verify", "why")
 """Functions that hide the packages of their names as attributes of `treadle`. Imports still find the packages:
 `from treadle.verify.codes import CODES`. An expression does not: `treadle.verify.codes` asks the function."""
 
 
 class _Treadle(ModuleType):
-    """The class of this package. Python sets an imported package as an attribute of its parent; not those two."""
+    """The class of this package. Python sets an imported package as an attribute of its parent; not these."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _FUNCTIONS and isinstance(value, ModuleType)):
@@ -171,7 +133,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'treadle' has no attribute {name!r}")
     with brought_by(_EXTRAS.get(name, "run"), needed_by=f"treadle.{name}"):
         module = import_module(_MODULE_OF.get(name, f"treadle.{name}"))
-    value = module if name in _PACKAGES else getattr(module, name)
+    value = module if name in _PACKAGES else getattr(module, _DEFINED_AS.get(name, name))
     globals()[name] = value
     return value
 

@@ -7,33 +7,25 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from treadle.costs import Costs, durations, load_costs
+from treadle.api.verbs import checked_costs, checked_options, names_of
+from treadle.costs import Costs
 from treadle.host.extras import brought_by
 from treadle.ir import Schedule
-from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.passes.cells import lower_cells
-from treadle.passes.cut import common_layers
-from treadle.plan import LoweringOptions, lower
-from treadle.simulate import simulate
-from treadle.verify import Finding, verify_program, verify_schedule
+from treadle.plan.options import LoweringOptions
+from treadle.step import Step, Target, steps_of
+from treadle.verify import Finding
 from treadle.view.described import described
-from treadle.view.hang import Hang, run_to_hang
+from treadle.view.hang import Hang
 from treadle.view.style import SUFFIXES, FigureStyle, checked_path
-from treadle.weights.lower import lower_update
-from treadle.weights.plan import UpdatePlan
-from treadle.weights.rates import simulate_update
-from treadle.weights.stream import stream_of
 
 if TYPE_CHECKING:
     from treadle.view.figure import FigureContent
     from treadle.view.sheet import Sheet
 
 PAGE = ".html"
-
-Drawable = Schedule | Program | Trace | UpdatePlan
 
 
 @dataclass(frozen=True)
@@ -48,19 +40,52 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """What is drawn of an object: its trace, its title, and where it hangs if it does not finish."""
+    """What is drawn of a step: its trace and its title; and where it hangs and why, if it does not finish."""
 
     name: str
     title: str
     trace: Trace
     hang: Hang | None = None
+    finding: Finding | None = None
+
+    @classmethod
+    def of(cls, step: Step) -> Shown:
+        """Find the times of a step: its own, or predicted ones, up to where it hangs.
+
+        Raises:
+            ValueError: it is a schedule that finishes and is not sound.
+
+        """
+        try:
+            trace = _with_assumptions(step)
+        except ValueError:
+            if step.hanging is None:
+                raise
+            trace, hang, finding = step.hanging
+            return cls(step.name, _titled(step.name, finding.message), trace, hang, finding)
+        return cls(step.name, _titled(step.name, described(trace)), trace)
+
+
+def _titled(name: str, what: str) -> str:
+    return f"{name}: {what}" if name else what
+
+
+def _with_assumptions(step: Step) -> Trace:
+    """Return the trace; a predicted one with what the costs assume, in the line that a figure ends with."""
+    trace = step.trace
+    if trace is step.target or step.is_update or not step.costs.about:
+        return trace
+    layout = trace.program.layout
+    of = "of a layer, " if layout.model_layers and not layout.by_layer else ""
+    return replace(trace, about=f"{trace.about}: {of}{step.costs.about}")
 
 
 def draw(
-    shown: Drawable | Sequence[Drawable],
+    shown: Target | Sequence[Target],
     path: str | Path | None = None,
     *,
-    costs: Costs | str | None = None,
+    costs: Costs | str = "unit",
+    options: LoweringOptions | None = None,
     names: Sequence[str] | None = None,
     width: float | str | None = None,
     fold: int | None = None,
@@ -80,8 +105,8 @@ def draw(
     Args:
         shown: what to draw, or a list.
         path: a figure (.svg, .png, .pdf) or a page to explore (.html); None for a picture that a notebook shows.
-        costs: how long ops take, where that is not known: costs, a preset's name or a file. None is one unit an
-            action; for a program of layers, the preset deepseek-v3-h800.
+        costs: how long ops take, where that is not known: costs, a preset's name or a file.
+        options: of schedules: how they are lowered; by default to whole cells.
         names: of each, where there are several.
         width: inches, or column (3.3), text (5.5), slide (13.33); None is as wide as labels need, up to 10.
         fold: strips of time below each other; None is as many as labels need.
@@ -108,10 +133,16 @@ def draw(
     """
     target = checked_path(path, (*SUFFIXES, PAGE)) if path is not None else None
     style = FigureStyle(width, fold, font_size, title, palette)
-    several = isinstance(shown, Iterable) and not isinstance(shown, Drawable)
-    listed: list[object] = list(shown) if several else [shown]  # type: ignore[arg-type]
-    layers = _common_layers(listed)
-    found = [prepared(each, costs, layers) for each in listed]
+    several = isinstance(shown, Iterable) and not isinstance(shown, Target)
+    listed: list[Any] = list(shown) if several else [shown]  # type: ignore[arg-type]
+    for each in listed:
+        if not isinstance(each, Target):
+            raise ValueError(
+                f"draw takes a Schedule, a Program, a Trace, an UpdatePlan or a list of them, got {type(each).__name__}"
+            )
+    named = list(zip(names_of(listed), listed, strict=True))
+    steps = steps_of(named, checked_costs(costs), checked_options(options))
+    found = [Shown.of(replace(step, name=_own_name(step))) for step in steps]
     if names is not None:
         found = [replace(each, name=name, title=name) for each, name in zip(found, names, strict=True)]
     if target is not None and target.suffix == PAGE:
@@ -138,69 +169,13 @@ def require_matplotlib() -> None:
 
 
 def picture(shown: Shown) -> Picture:
-    """The figure of one object, as a notebook shows it."""
+    """Return the figure of one object, as a notebook shows it."""
     return Picture(_svg(_sheet([shown], None, FigureStyle())))
 
 
-def prepared(shown: object, costs: Costs | str | None = None, model_layers: int | None = None) -> Shown:
-    """Find the times of an object: its own, or predicted ones. `model_layers` are those of a schedule's model."""
-    if isinstance(shown, Trace):
-        return Shown("", described(shown), shown)
-    if isinstance(shown, UpdatePlan):
-        shown = lower_update(stream_of(shown))
-    if isinstance(shown, Program) and shown.layout.is_update:
-        trace = simulate_update(shown)
-        return Shown("update", described(trace), trace)
-    if not isinstance(shown, Schedule | Program):
-        raise ValueError(
-            f"draw takes a Schedule, a Program, a Trace, an UpdatePlan or a list of them, got {type(shown).__name__}"
-        )
-    return _predicted(shown, costs, model_layers)
-
-
-def _common_layers(listed: Sequence[object]) -> int | None:
-    """The layers of a model that schedules of different numbers of stages share; None where chunks are alike."""
-    stages = {each.placement.num_stages for each in listed if isinstance(each, Schedule)}
-    return common_layers(stages) if len(stages) > 1 else None
-
-
-def _predicted(shown: Schedule | Program, costs: Costs | str | None, model_layers: int | None) -> Shown:
-    name = shown.name if isinstance(shown, Schedule) else ""
-    program = lower_cells(shown) if isinstance(shown, Schedule) else shown
-    if costs is None:
-        costs = "deepseek-v3-h800" if program.layout.by_layer else "unit"
-    taken = load_costs(costs) if isinstance(costs, str) else costs
-    hangs = stopped(shown, taken)
-    if hangs is not None:
-        trace, hang, finding = hangs
-        return Shown(name, f"{name}: {finding.message}" if name else finding.message, trace, hang)
-    if isinstance(shown, Schedule) and model_layers is not None:
-        program = lower(shown, taken, LoweringOptions(model_layers=model_layers))
-    trace = simulate(program, taken)
-    trace = with_assumptions(trace, taken)
-    return Shown(name, f"{name}: {described(trace)}" if name else described(trace), trace)
-
-
-def stopped(shown: Schedule | Program, costs: Costs) -> tuple[Trace, Hang, Finding] | None:
-    """Run what does not finish up to where it hangs, with the finding that says why; None for what finishes."""
-    program = lower_cells(shown) if isinstance(shown, Schedule) else shown
-    found = run_to_hang(program, costs)
-    if found is None:
-        return None
-    if isinstance(shown, Schedule):
-        report = verify_schedule(shown)
-    else:
-        report = verify_program(program, durations(program, costs))
-    return *found, report.findings[0]
-
-
-def with_assumptions(trace: Trace, costs: Costs) -> Trace:
-    """Add what the costs say about themselves to the line that a figure ends with."""
-    if not costs.about:
-        return trace
-    layout = trace.program.layout
-    of = "of a layer, " if layout.model_layers and not layout.by_layer else ""
-    return replace(trace, about=f"{trace.about}: {of}{costs.about}")
+def _own_name(step: Step) -> str:
+    """Return the name of a schedule; programs and traces have none."""
+    return step.name if isinstance(step.target, Schedule) else ""
 
 
 def _sheet(found: Sequence[Shown], content: FigureContent | None, style: FigureStyle) -> Sheet:

@@ -56,6 +56,15 @@ def test_a_line_says_that_the_mesh_is_folded() -> None:
     assert "busiest" in run(*MESH, *COSTS, "--stragglers", "2%")[0]
 
 
+def test_stragglers_and_slowness_are_drawn_apart() -> None:
+    """Stragglers that are no slower show the slowness alone: another draw than without them, of the same seed."""
+    step = ("simulate", "gpipe", "--pp", "8", "-m", "8")
+    alone = numbers(*step, "--slowness", "0.5")
+    both = numbers(*step, "--slowness", "0.5", "--stragglers", "50%", "--straggler-factor", "1")
+    assert [rank["busy"] for rank in both["ranks"]] != [rank["busy"] for rank in alone["ranks"]]
+    assert both["makespan"] > numbers(*step)["makespan"]
+
+
 def test_a_trace_to_write_has_the_ops_of_all_gpus(tmp_path: Path) -> None:
     out, _ = run(*MESH, *COSTS, "-o", str(tmp_path / "trace.npz"))
     assert "folded" not in out
@@ -63,7 +72,7 @@ def test_a_trace_to_write_has_the_ops_of_all_gpus(tmp_path: Path) -> None:
 
 
 def test_a_mesh_that_cannot_be_folded_is_simulated_unfolded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.plan.step_tail.why_not", lambda program: "attn_f 0.0 waits for all replicas")
+    monkeypatch.setattr("treadle.step.why_not", lambda program: "attn_f 0.0 waits for all replicas")
     out, told = run(*MESH, *COSTS)
     assert "every GPU is simulated, unfolded: attn_f 0.0 waits for all replicas" in told
     assert "folded" not in out
@@ -121,7 +130,7 @@ def test_a_mesh_that_memory_does_not_hold_is_refused(
     assert done.exit_code != 0
     told = " ".join((done.stderr or str(done.exception)).split()) or str(done.exception)
     assert re.search(r"131,072 GPUs as a rank makes [\d,]{13,} ops, about \d+\.\d GiB, .* 40\.0 GiB left", told), told
-    assert "leave --every-gpu out" in told
+    assert "leave `every_gpu` out" in told
     assert "--ranks" not in told
     assert not list(tmp_path.iterdir())
 

@@ -17,10 +17,12 @@ from tests.support.straggler import write_timeline
 from treadle.cli.app import COMMANDS, app, make_command
 from treadle.cli.output import KINDS, print_json, schema
 from treadle.export import json_form
+from treadle.weights.lower import lower_update
+from treadle.weights.rates import simulate_update
+from treadle.weights.stream import even_stream
 
 SIZE = ("--pp", "2", "-m", "4")
 LAYERS = ("--layers", "1", "--moe", "--costs", "deepseek-v3-h800")
-UPDATE = ("update", "--devices", "4", "--rounds", "2")
 
 PLAN = ("plan", "--model", "llama3-8b", "--cluster", "h100:16", "--schedule", "1f1b", "--tp", "2")
 OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
@@ -35,8 +37,8 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a clean program": ("verify", ("verify", "1f1b", *SIZE, *LAYERS), 0),
     "a program over its limit": ("verify", ("verify", "1f1b", *SIZE, *LAYERS, "--memory-limit", "1MB"), 1),
     "a program without bytes": ("verify", ("verify", "1f1b", *SIZE, "--layers", "2"), 0),
-    "an update verified": ("verify", ("verify", *UPDATE), 0),
-    "an update over its limit": ("verify", ("verify", *UPDATE, "--memory-limit", "2B"), 1),
+    "an update verified": ("verify", ("verify", "update.npz"), 0),
+    "an update over its limit": ("verify", ("verify", "update.npz", "--memory-limit", "2B"), 1),
     "cells simulated": ("simulate", ("simulate", "zb-h1", *SIZE), 0),
     "layers simulated": ("simulate", ("simulate", "interleaved-overlap", *SIZE, *LAYERS, "--offload"), 0),
     "a model simulated": ("simulate", ("simulate", "1f1b", *SIZE, "--model-layers", "8", "--by-layer", "--moe"), 0),
@@ -47,7 +49,7 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
         0,
     ),
     "a trace": ("simulate", ("simulate", "first.npz"), 0),
-    "an update": ("simulate-update", ("simulate", *UPDATE), 0),
+    "an update": ("simulate-update", ("simulate-update", "--devices", "4", "--rounds", "2"), 0),
     "schedules": ("compare", ("compare", "1f1b", "zb-v", "interleaved:vpp=4", "--pp", "4", "-m", "8"), 0),
     "sizes that differ": ("compare", ("compare", "1f1b", "first.npz", "--pp", "4", "-m", "8"), 0),
     "trace against trace": ("compare", ("compare", "first.npz", "slow.npz"), 0),
@@ -74,7 +76,7 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a costs file": ("costs-check", ("costs", "check", "right.toml"), 0),
     "a costs file with problems": ("costs-check", ("costs", "check", "wrong.toml"), 1),
     "a costs file that is no TOML": ("costs-check", ("costs", "check", "unsound.txt"), 1),
-    "rows of an update": ("update-rows", ("show", *UPDATE), 0),
+    "rows of an update": ("update-rows", ("show", "update.npz"), 0),
 }
 """By name: the kind, the command (--json is added), and its exit code. dryrun, selfcheck and update have their own."""
 
@@ -104,6 +106,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
     first = treadle.simulate(program, unit)
     treadle.save_trace(first, place / "first.npz")
+    treadle.save_trace(simulate_update(lower_update(even_stream(4, 2))), place / "update.npz")
     treadle.save_trace(treadle.simulate(program, unit, slowness=0.1, seed=3), place / "slow.npz")
     last = np.flatnonzero(first.end > first.start)[-1]
     end = np.where(np.arange(program.num_ops) == last, 99 * first.end, first.start)

@@ -58,7 +58,9 @@ treadle schedules
 treadle show 1f1b --pp 4 -m 8
 treadle show 'my schedule.txt' --lower --model-layers 4 --costs 'my costs.toml'
 treadle show 1f1b --pp 4 -m 8 --lower -o 'my program.npz'
-treadle show update --devices 2 --rounds 2
+treadle simulate-update --devices 2 --rounds 2
+treadle simulate-update --devices 2 --rounds 2 -o 'my update.npz'
+treadle show 'my update.npz'
 treadle verify 'my schedule.txt' --model-layers 4 --costs 'my costs.toml'
 treadle verify hangs.txt
 treadle simulate 1f1b --pp 4 -m 8 --stragglers 25% --seed 3 --costs 'my costs.toml'

@@ -68,9 +68,9 @@ def with_lines(lines: str) -> Costs:
 
 
 def make(name: str = "1f1b", costs: Costs = COSTS, m: int = 2, **options: Any) -> Program:
-    whole: dict[str, Any] = {"blocks": BLOCKS, "hold": False, "early": False, **options}
-    given = LoweringOptions(**whole)
-    return lower(treadle.generate(name, pp=2, microbatches=m), costs, given)
+    lanes = {"moe": True, "hold": False, "early": False} if options.get("by_layer") else {}
+    whole: dict[str, Any] = {"blocks": BLOCKS, **lanes, **options}
+    return lower(treadle.generate(name, pp=2, microbatches=m), costs, LoweringOptions(**whole))
 
 
 def times(program: Program, costs: Costs) -> dict[tuple[int, str, int], set[float]]:
@@ -349,7 +349,7 @@ def test_the_better_place_to_compute_again_is_chosen(parts: tuple[str, ...], ear
         (lambda: make(costs=with_lines("[model]\nlayers = 4")), "of a model of 4 layers, and the layout has 3"),
         (lambda: make(dense=1), "blocks say which layers are dense .*, got dense 1"),
         (lambda: make(by_layer=True, recompute=("experts",)), "are attn and mlp, got experts"),
-        (lambda: make(recompute=("attn",)), "recomputation works layer by layer"),
+        (lambda: make(blocks=None, recompute=("attn",)), "`recompute` works layer by layer, .* add `model_layers=N`"),
     ],
 )
 def test_mistakes_are_told(mistake: Callable[[], Program], told: str) -> None:

@@ -50,7 +50,7 @@ def test_the_example_of_the_page_has_every_key_and_works() -> None:
     assert lacks(costs) == ()
     for name in ("1f1b", "interleaved"):
         program = lower(
-            treadle.generate(name, pp=4, microbatches=8), costs, LoweringOptions(by_layer=True, offload=True)
+            treadle.generate(name, pp=4, microbatches=8), costs, LoweringOptions(by_layer=True, offload=True, moe=True)
         )
         assert program.layout.model_layers == 32
         assert missing(program, costs) == ()
@@ -155,7 +155,7 @@ def test_missing_names_what_is_taken_as_0() -> None:
     assert lacking(Costs("", clock, cells={"f": 3}, message={"send": 0}), dense) == ("i", "w")
     assert lacking(Costs("", clock, cells={"f": 3, "b": 3}, message={"send": 0}), LoweringOptions()) == ()
     assert lacking(Costs("", clock, layer=whole), LoweringOptions()) == ("send",)
-    for options in (moe, dense, LoweringOptions(), LoweringOptions(layers=1, offload=True, dp=2)):
+    for options in (moe, dense, LoweringOptions(), LoweringOptions(layers=1, offload=True, dp=2, moe=True)):
         assert lacking(UNIT_COSTS, options) == ()
         assert lacking(load_costs("deepseek-v3-h800"), options) == ()
 
@@ -170,9 +170,9 @@ def test_weight_halves_that_are_not_split_off_are_asked_for() -> None:
 
 def test_a_file_is_told_what_it_lacks() -> None:
     found = {name: lack.effect for lack in lacks(parse("[cells]\nf = 3\ni = 3\n")) for name in lack.names}
-    assert "taken as 0 with --moe" in found["[layer] dispatch_f"]
-    assert "--memory-limit is refused" in found["[saved_bytes] mlp"]
-    assert "--model-layers is refused" in found["[cells] layers"]
+    assert "taken as 0 with `moe`" in found["[layer] dispatch_f"]
+    assert "`memory_limit` of verify is refused" in found["[saved_bytes] mlp"]
+    assert "`model_layers` is refused" in found["[cells] layers"]
     assert found["[cells] w"] == "computation that takes 0"
     assert "[cells] f" not in found
 

@@ -25,11 +25,11 @@ def test_times_that_do_not_add_up_are_refused(time: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"costs 'long' are too long to add up: .* units of the costs"):
-            lower(SCHEDULE, _costs(time), LoweringOptions(layers=2))
+            lower(SCHEDULE, _costs(time), LoweringOptions(layers=2, moe=True))
 
 
 def test_times_below_add_up_exactly() -> None:
-    program = lower(SCHEDULE, _costs(1), LoweringOptions(layers=2))
+    program = lower(SCHEDULE, _costs(1), LoweringOptions(layers=2, moe=True))
     long = 2**62 // (4 * program.num_ops)
     one, many = (treadle.simulate(program, _costs(time)).makespan for time in (1, long))
     assert many == long * one
@@ -39,7 +39,7 @@ def test_slow_ranks_and_stages_count() -> None:
     costs = _costs(10**15)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        program = lower(SCHEDULE, costs, LoweringOptions(layers=2))
+        program = lower(SCHEDULE, costs, LoweringOptions(layers=2, moe=True))
     for takes in (ticks, durations):
         with pytest.raises(ValueError, match="too long"):
             takes(program, costs, slowness=np.array([1, 1, 1, 1e4]))

@@ -10,7 +10,8 @@ from treadle.estimate import Job, load_cluster, load_model
 from treadle.estimate.memory import estimate_memory
 from treadle.estimate.op_costs import estimate_costs
 from treadle.estimate.stages import stage_rows
-from treadle.plan.lowering import LoweringOptions, lower
+from treadle.plan.lowering import lower
+from treadle.plan.options import LoweringOptions
 from treadle.schedules import generate
 from treadle.simulate import measure, simulate
 
@@ -35,7 +36,7 @@ def _peaks(job: Job) -> list[float]:
     """Bytes that the Program's ranks keep at most."""
     costs = estimate_costs(job)
     options = LoweringOptions(
-        blocks=stage_rows(job), by_layer=True, padded=True, recompute=job.recompute, offload=job.offload
+        blocks=stage_rows(job), by_layer=True, padded=True, recompute=job.recompute, offload=job.offload, moe=True
     )
     schedule = generate(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
     return list(measure(simulate(lower(schedule, costs, options), costs)).peaks)

@@ -195,7 +195,7 @@ SOUND = ((F(0), B(0)), (F(0), B(0)))
 
 LOSSES = [
     (generate("dualpipe", pp=2, microbatches=4), "the second direction of a bidirectional placement"),
-    (generate("dualpipe", pp=2, microbatches=4), "generate dualpipev instead, or use --format text"),
+    (generate("dualpipe", pp=2, microbatches=4), "generate dualpipev instead, or use `format='text'`"),
     (
         two_ranks(*SOUND, receives={(1, 0): (B(0),), (0, 1): (F(0),)}),
         "receives given for 0>1, 1>0 would be lost",
@@ -209,7 +209,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(("schedule", "lost"), LOSSES, ids=[lost for _, lost in LOSSES])
 def test_torch_csv_names_what_would_be_lost(schedule: Schedule, lost: str) -> None:
-    with pytest.raises(ValueError, match=f"torch's CSV cannot carry {schedule.name}: .*{lost}.*--format"):
+    with pytest.raises(ValueError, match=f"torch's CSV cannot carry {schedule.name}: .*{lost}.*`format="):
         torch_csv.dump(schedule)
 
 

@@ -23,7 +23,7 @@ from treadle.ir.execute import execute, makespans
 from treadle.ir.kernel import Compiled
 from treadle.ir.program import Program
 from treadle.schedules import SCHEDULES
-from treadle.simulate import summarize_path
+from treadle.simulate import critical_path, summarize_path
 from treadle.simulate.difference import difference
 from treadle.verify import verify_program
 
@@ -99,7 +99,7 @@ def test_both_ways_give_the_same(seen: set[str]) -> None:
                 treadle.simulate(program, costs, slowness=0.3, seed=number),
             )
             treadle.measure(slower)
-            summarize_path(slower, treadle.critical_path(slower))
+            summarize_path(slower, critical_path(slower))
             difference(trace, slower)
             treadle.fit(slower)
     assert seen == kernels()
@@ -114,12 +114,13 @@ def test_a_damaged_schedule_is_told_of_alike(seen: set[str]) -> None:
 SMALL_STEP = """
 import sys
 import treadle
+from treadle.simulate import critical_path
 schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
 assert treadle.verify(schedule).clean
 costs = treadle.load_costs("unit")
 trace = treadle.simulate(treadle.lower(schedule, costs), costs)
 assert treadle.measure(trace).makespan == 66 * costs.clock.ticks
-treadle.critical_path(trace)
+critical_path(trace)
 sys.exit("numba" in sys.modules)
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import treadle
+from treadle.ir import B, F, I, Placement
 
 HEAD = "# treadle-schedule 1\n# name: x\n# placement: loop\n# pp: 1\n# vpp: 1\n# microbatches: 1\n"
 ROW = "0: F0.0 B0.0\n"
@@ -65,7 +66,7 @@ def test_with_one_chunk_rows_may_leave_it_out_and_name_the_rank(name: str) -> No
 
 def test_with_one_chunk_a_whole_file_may_leave_it_out() -> None:
     text = HEAD.replace("pp: 1", "pp: 2", 1) + "# receive 0>1: F0\n0: F0 B0\n1: F0 B0\n"
-    assert treadle.loads(text).receives == {(0, 1): (treadle.F(0),)}
+    assert treadle.loads(text).receives == {(0, 1): (F(0),)}
 
 
 def test_a_file_says_its_placement_itself() -> None:
@@ -75,10 +76,10 @@ def test_a_file_says_its_placement_itself() -> None:
 
 def test_what_python_builds_is_checked_too() -> None:
     with pytest.raises(ValueError, match="a forward and a whole backward"):
-        treadle.F(1) | treadle.I(0)
+        F(1) | I(0)
     with pytest.raises(ValueError, match="no channel 0>5"):
-        treadle.Schedule("x", treadle.Placement.loop(1), 1, ((treadle.F(0), treadle.B(0)),), {(0, 5): (treadle.F(0),)})
-    negative = treadle.Schedule("x", treadle.Placement.loop(1), 1, ((treadle.F(-1), treadle.B(-1)),))
+        treadle.Schedule("x", Placement.loop(1), 1, ((F(0), B(0)),), {(0, 5): (F(0),)})
+    negative = treadle.Schedule("x", Placement.loop(1), 1, ((F(-1), B(-1)),))
     assert {finding.code for finding in treadle.verify(negative).findings} >= {"T105", "T101"}
     with pytest.raises(ValueError, match="of the sender or of use"):
         treadle.verify(negative, receives="sendr")  # type: ignore[arg-type]
@@ -96,3 +97,8 @@ def test_a_deadlock_is_shown_before_what_follows_from_it() -> None:
     codes = [finding.code for finding in treadle.verify(schedule, receives="use", ring=1).findings]
     assert codes[:2] == ["T201", "T204"]
     assert codes.count("T204") > 5
+
+
+def test_a_version_that_was_never_written_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'treadle-schedule 7' is not a form this version reads"):
+        treadle.loads("# treadle-schedule 7\n0: F0.0 B0.0\n")

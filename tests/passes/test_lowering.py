@@ -38,7 +38,7 @@ def even(schedule: treadle.Schedule, layers: int = 1, **given: Any) -> Shape:
 def figure(rank: int, *, padded: bool = True, hold: bool = False) -> list[str]:
     """The cells of a rank of the published schedule: P = 4, V = 2, M = 8, as text."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    options = LoweringOptions(layers=1, padded=padded, hold=hold, early=False, offload=True)
+    options = LoweringOptions(layers=1, padded=padded, hold=hold, early=False, offload=True, moe=True)
     program = lower(schedule, DEEPSEEK, options)
     text = lanes_text(program, rank, [str(cell) for cell in schedule.rows[rank]])
     return ["cell" + block for block in text.split("cell")[1:]]
@@ -127,7 +127,9 @@ def test_where_a_weight_half_is_held_back_is_decided_by_simulation(pp_us: int, b
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
 
     def makespan(hold: bool | None) -> int:
-        return simulate(lower(schedule, costs, LoweringOptions(layers=1, padded=True, hold=hold)), costs).makespan
+        return simulate(
+            lower(schedule, costs, LoweringOptions(layers=1, padded=True, hold=hold, moe=True)), costs
+        ).makespan
 
     assert (makespan(True) < makespan(False)) == better
     assert makespan(None) == min(makespan(True), makespan(False))
@@ -136,10 +138,10 @@ def test_where_a_weight_half_is_held_back_is_decided_by_simulation(pp_us: int, b
 def test_interior_steady_cells_hardly_idle() -> None:
     """DeepSeek-V3's sub-layer times, 0.3 ms a pipeline message, P = 4, V = 2, M = 16."""
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=16)
-    trace = simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=1)), DEEPSEEK)
+    trace = simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=1, moe=True)), DEEPSEEK)
     assert max(steady_idle(trace)) <= 0.01
-    assert max(steady_idle(simulate(lower(schedule, SHORT, LoweringOptions(layers=1)), SHORT))) <= 0.01
-    held_in = simulate(lower(schedule, SHORT, LoweringOptions(layers=1, hold=False)), SHORT)
+    assert max(steady_idle(simulate(lower(schedule, SHORT, LoweringOptions(layers=1, moe=True)), SHORT))) <= 0.01
+    held_in = simulate(lower(schedule, SHORT, LoweringOptions(layers=1, hold=False, moe=True)), SHORT)
     assert min(steady_idle(held_in)) > 0.02
 
 
@@ -154,7 +156,7 @@ def test_offload_cuts_the_peak_and_costs_no_time() -> None:
     assert saved_peak(schedule, 4, offload=False) > 11
     assert saved_peak(schedule, 4, offload=True) < 0.25 * saved_peak(schedule, 4, offload=False)
     with_it, without = (
-        simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=4, offload=offload)), DEEPSEEK).makespan
+        simulate(lower(schedule, DEEPSEEK, LoweringOptions(layers=4, offload=offload, moe=True)), DEEPSEEK).makespan
         for offload in (True, False)
     )
     assert with_it <= 1.001 * without
@@ -166,7 +168,7 @@ def test_what_is_needed_within_two_cells_stays() -> None:
     leaves = {(op.lane.rank, op.mb) for i in range(program.num_ops) if (op := program.op(i)).kind is OpKind.OFFLOAD}
     for rank, row in enumerate(schedule.rows):
         for mb in range(8):
-            distance = row.index(treadle.B(mb)) - row.index(treadle.F(mb))
+            distance = row.index(treadle.ir.B(mb)) - row.index(treadle.ir.F(mb))
             assert ((rank, mb) in leaves) == (distance > 2)
     assert not any(rank == 3 for rank, _ in leaves)
 
@@ -202,8 +204,8 @@ def test_dualpipes_copies_of_a_stage_reduce_together() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_mesh_where_all_are_alike_takes_as_long_as_one_pipeline(name: str) -> None:
     schedule = treadle.generate(name, pp=4, microbatches=8)
-    folded = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3))
-    whole = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3, every_gpu=True))
+    folded = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3, moe=True))
+    whole = lower(schedule, DEEPSEEK, LoweringOptions(layers=2, ep=2, dp=3, every_gpu=True, moe=True))
     assert whole.num_ranks == 6 * folded.num_ranks
     assert simulate(whole, DEEPSEEK).makespan == simulate(folded, DEEPSEEK).makespan
     assert simulate(whole, DEEPSEEK, slowness=0.05).makespan > simulate(folded, DEEPSEEK).makespan
@@ -247,7 +249,7 @@ def test_costs_of_a_chunk_are_shared_over_its_layers(name: str, layers: int) -> 
 
 def test_layers_that_cannot_split_do_their_weight_half_in_the_backward() -> None:
     schedule = treadle.generate("zb-h1", pp=2, microbatches=4)
-    program = lower(schedule, DEEPSEEK, LoweringOptions(layers=1, split=()))
+    program = lower(schedule, DEEPSEEK, LoweringOptions(layers=1, split=(), moe=True))
     assert not np.isin(program.kind, (OpKind.MLP_W, OpKind.ATTN_W)).any()
     dur = durations(program, DEEPSEEK)
     backward = dur[program.kind == OpKind.MLP_B]

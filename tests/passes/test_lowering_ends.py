@@ -55,17 +55,17 @@ def test_every_schedule_has_sound_ends(name: str, moe: bool, split: tuple[OpKind
 
 def test_they_are_there_where_costs_give_them_a_time() -> None:
     schedule = schedule_of("1f1b")
-    assert not lower(schedule, DEEPSEEK, LoweringOptions(layers=1)).layout.head
+    assert not lower(schedule, DEEPSEEK, LoweringOptions(layers=1, moe=True)).layout.head
     only_head = replace(DEEPSEEK, ends={"head_f": 5})
-    layout = lower(schedule, only_head, LoweringOptions(layers=1)).layout
+    layout = lower(schedule, only_head, LoweringOptions(layers=1, moe=True)).layout
     assert layout.head
     assert not layout.embedding
-    assert not lower(schedule, COSTS, LoweringOptions(layers=1, head=False)).layout.head
+    assert not lower(schedule, COSTS, LoweringOptions(layers=1, head=False, moe=True)).layout.head
 
 
 def test_the_head_hides_the_first_exchange_of_a_lone_backward() -> None:
     schedule = schedule_of("1f1b")
-    program = lower(schedule, COSTS, LoweringOptions(layers=1, padded=True, hold=False, early=True))
+    program = lower(schedule, COSTS, LoweringOptions(layers=1, padded=True, hold=False, early=True, moe=True))
     text = lanes_text(program, 3, [str(cell) for cell in schedule.rows[3]])
     assert "compute  head' 0.0   headW 0.0   mlp' 0.0   mlpW 0.0   attn' 0.0   attnW 0.0\n" in text
     assert "compute  attn 0.0   mlp 0.0   head 0.0\n" in text
@@ -73,8 +73,8 @@ def test_the_head_hides_the_first_exchange_of_a_lone_backward() -> None:
 
 def test_their_time_is_in_the_step() -> None:
     schedule = schedule_of("1f1b")
-    without = simulate(lower(schedule, COSTS, LoweringOptions(layers=1, embedding=False, head=False)), COSTS)
-    with_head = simulate(lower(schedule, COSTS, LoweringOptions(layers=1)), COSTS)
+    without = simulate(lower(schedule, COSTS, LoweringOptions(layers=1, embedding=False, head=False, moe=True)), COSTS)
+    with_head = simulate(lower(schedule, COSTS, LoweringOptions(layers=1, moe=True)), COSTS)
     head_s = schedule.num_microbatches * (ENDS["head_f"] + ENDS["head_b"] + ENDS["head_w"])
     longer = (with_head.makespan - without.makespan) / COSTS.clock.ticks
     assert 0.5 * head_s < longer <= head_s + ENDS["embed_f"] + ENDS["embed_b"]
@@ -84,13 +84,13 @@ def test_what_the_head_saves_is_held_and_not_offloaded() -> None:
     schedule = schedule_of("gpipe")
     sizes = {}
     for head in (True, False):
-        program = lower(schedule, COSTS, LoweringOptions(layers=1, offload=True, head=head))
+        program = lower(schedule, COSTS, LoweringOptions(layers=1, offload=True, head=head, moe=True))
         sizes[head] = peaks(program, execute(program, durations(program, COSTS))).size[-1]
     assert sizes[True] - sizes[False] > 0.9 * schedule.num_microbatches * COSTS.saved_bytes["head"]
 
 
 def test_a_whole_backward_of_the_head_takes_both_halves() -> None:
-    program = lower(schedule_of("1f1b"), COSTS, LoweringOptions(layers=1, split=()))
+    program = lower(schedule_of("1f1b"), COSTS, LoweringOptions(layers=1, split=(), moe=True))
     dur = durations(program, COSTS)
     assert set(dur[program.kind == OpKind.HEAD_B]) == {(ENDS["head_b"] + ENDS["head_w"]) * COSTS.clock.ticks}
 
@@ -102,12 +102,12 @@ def test_costs_with_ends_are_written_and_read() -> None:
 
 
 def test_a_fit_finds_them() -> None:
-    program = lower(schedule_of("interleaved-overlap"), COSTS, LoweringOptions(layers=1))
+    program = lower(schedule_of("interleaved-overlap"), COSTS, LoweringOptions(layers=1, moe=True))
     assert fit(simulate(program, COSTS)).ends == COSTS.ends
 
 
 def test_files_carry_them(tmp_path: Path) -> None:
-    program = lower(schedule_of("dualpipev"), COSTS, LoweringOptions(layers=1))
+    program = lower(schedule_of("dualpipev"), COSTS, LoweringOptions(layers=1, moe=True))
     path = tmp_path / "program.npz"
     save_program(program, path)
     read = load_program(path)

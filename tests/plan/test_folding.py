@@ -74,13 +74,13 @@ def draw(number: int) -> Draw:
         dense=random.choice((None, None, 1, 3)) if layers is not None else None,
         embedding=random.choice((None, True)) if by_layer else None,
         head=random.choice((None, True)) if by_layer else None,
-        padded=random.random() < 0.3,
+        padded=by_layer and random.random() < 0.3,
         offload=by_layer and random.random() < 0.2,
         recompute=random.choice(((), ("attn",), ("mlp",))) if by_layer else (),
         tied=((0, -1),) if by_layer and random.random() < 0.3 else (),
-        hold=random.choice((True, False)),
-        early=False,
-        early_recompute=False,
+        hold=random.choice((True, False)) if by_layer else None,
+        early=False if by_layer else None,
+        early_recompute=False if by_layer else None,
         ep=ep,
         dp=dp,
         every_gpu=random.random() < 0.5,
@@ -193,7 +193,7 @@ def test_halves_of_a_tick_are_rounded_as_in_the_unfolded_mesh(dp: int) -> None:
         message={"send": 3, "reduce_grad": 5},
         step={"clip": 1, "optimizer": 7, "gather_params": 9},
     )
-    options = LoweringOptions(layers=1, ep=2, dp=dp)
+    options = LoweringOptions(layers=1, ep=2, dp=dp, moe=True)
     drawn = Draw("1f1b", treadle.generate("1f1b", pp=2, microbatches=4), odd, options, np.ones(4 * dp))
     assert drawn.slowness is not None
     drawn.slowness[1::2] = 1.5
@@ -210,7 +210,7 @@ def test_examples_run(module: ModuleType) -> None:
 
 
 def mesh_program() -> Program:
-    options = LoweringOptions(layers=1, ep=2, dp=2)
+    options = LoweringOptions(layers=1, ep=2, dp=2, moe=True)
     return lower(treadle.generate("1f1b", pp=2, microbatches=4), DEEPSEEK, options)
 
 
@@ -239,7 +239,7 @@ def test_an_op_behind_a_reduction_on_its_lane_is_refused() -> None:
 
 
 def test_a_program_of_every_gpu_is_refused() -> None:
-    options = LoweringOptions(layers=1, ep=2, dp=2, every_gpu=True)
+    options = LoweringOptions(layers=1, ep=2, dp=2, every_gpu=True, moe=True)
     program = lower(treadle.generate("1f1b", pp=2, microbatches=4), DEEPSEEK, options)
     with pytest.raises(ValueError, match="of all 8 GPUs already"):
         fold(program, DEEPSEEK, ep=2, dp=2)
@@ -257,7 +257,9 @@ def test_factors_that_are_not_one_for_each_rank_are_refused(slowness: Factors, t
     with pytest.raises(ValueError, match=told):
         fold(mesh_program(), DEEPSEEK, ep=2, dp=2, slowness=slowness)
     whole = lower(
-        treadle.generate("1f1b", pp=2, microbatches=4), DEEPSEEK, LoweringOptions(layers=1, ep=2, dp=2, every_gpu=True)
+        treadle.generate("1f1b", pp=2, microbatches=4),
+        DEEPSEEK,
+        LoweringOptions(layers=1, ep=2, dp=2, every_gpu=True, moe=True),
     )
     with pytest.raises(ValueError, match=told):
         simulate(whole, DEEPSEEK, slowness=slowness)
@@ -285,6 +287,6 @@ def test_a_mesh_too_large_for_one_program_is_refused_and_folded() -> None:
         lower(
             treadle.generate("1f1b", pp=2, microbatches=4),
             DEEPSEEK,
-            LoweringOptions(layers=1, ep=2, dp=2**28, every_gpu=True),
+            LoweringOptions(layers=1, moe=True, ep=2, dp=2**28, every_gpu=True),
         )
     assert fold(program, DEEPSEEK, ep=2, dp=2**16).num_ranks == 2**18

@@ -38,7 +38,7 @@ def test_steps_of_a_study_are_those_of_the_whole_mesh(stragglers: Stragglers, mo
 
 
 def test_a_rank_of_several_gpus_is_slow_if_any_of_them_is() -> None:
-    options = LoweringOptions(layers=1, ep=2, dp=3, hold=False, early=False)
+    options = LoweringOptions(layers=1, ep=2, dp=3, hold=False, early=False, moe=True)
     schedule, stragglers = treadle.generate("1f1b", pp=4, microbatches=8), Stragglers(0.05, 1.5)
     pipelines = {"1f1b": lower(schedule, COSTS, options)}
     study = straggler_study(pipelines, COSTS, ep=2, dp=3, gpus_per_rank=8, stragglers=stragglers, draws=6)
@@ -51,7 +51,7 @@ def test_a_rank_of_several_gpus_is_slow_if_any_of_them_is() -> None:
 
 
 def test_a_study_says_which_schedule_suffers_least_and_which_is_fastest() -> None:
-    options = LoweringOptions(layers=1, ep=2, dp=4)
+    options = LoweringOptions(layers=1, ep=2, dp=4, moe=True)
     pipelines = {
         name: lower(treadle.generate(name, pp=4, microbatches=8), COSTS, options) for name in ("gpipe", "dualpipev")
     }
@@ -73,8 +73,8 @@ def test_a_study_says_which_schedule_suffers_least_and_which_is_fastest() -> Non
 
 
 def test_studies_that_cannot_be_made_are_refused() -> None:
-    one = lower(treadle.generate("1f1b", pp=2, microbatches=4), COSTS, LoweringOptions(layers=1, ep=2))
-    other = lower(treadle.generate("1f1b", pp=4, microbatches=4), COSTS, LoweringOptions(layers=1, ep=2))
+    one = lower(treadle.generate("1f1b", pp=2, microbatches=4), COSTS, LoweringOptions(layers=1, ep=2, moe=True))
+    other = lower(treadle.generate("1f1b", pp=4, microbatches=4), COSTS, LoweringOptions(layers=1, ep=2, moe=True))
     with pytest.raises(ValueError, match="the same number of ranks, got 200 draws and ranks a 2, b 4"):
         straggler_study({"a": one, "b": other}, COSTS, ep=2, dp=1)
     with pytest.raises(ValueError, match="got 0 draws"):

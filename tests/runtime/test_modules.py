@@ -154,7 +154,7 @@ def test_all_modules_on_all_schedules_are_those_of_one_process(name: str) -> Non
 
 
 def test_each_shape_is_on_a_schedule_that_splits_and_on_one_that_does_not() -> None:
-    halved = [n for n in SCHEDULES if (schedule_of(n, PP, MB).columns.kind == treadle.Kind.W).any()]
+    halved = [n for n in SCHEDULES if (schedule_of(n, PP, MB).columns.kind == treadle.ir.Kind.W).any()]
     assert halved == [name for name in SCHEDULES if name in SPLIT]
     listed = [(shape, name in SPLIT) for name in SCHEDULES for shape, _ in today(name)]
     assert sorted(listed) == sorted((shape, splits) for shape in SHAPES for splits in (False, True))

@@ -92,7 +92,7 @@ def test_an_evaluation_has_the_loss_of_one_process(pp: int, dp: int, names: list
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) -> None:
     schedule = treadle.generate(name, pp=2, microbatches=6)
-    shape = treadle.plan.lowering.LoweringOptions(layers=layers) if layers is not None else None
+    shape = treadle.LoweringOptions(layers=layers, moe=True) if layers is not None else None
     trained, _ = treadle.runtime.build.plan(schedule, shape, treadle.costs.UNIT_COSTS, reduce=True)
     program, _ = plan_forward(schedule, shape, treadle.costs.UNIT_COSTS, trained)
     forwards = {*program.layout.forward, OpKind.SEND_F, OpKind.RECV_F}

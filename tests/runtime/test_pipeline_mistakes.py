@@ -85,7 +85,7 @@ OTHERS = {
     "more ranks": lambda: schedule_of("1f1b", 4, 4),
     "another placement": lambda: treadle.loads("# placement: 1/0\n0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"),
     "other receives": lambda: replace(
-        schedule_of("1f1b", 2, 4), receives={(0, 1): tuple(treadle.F(mb, 0) for mb in (1, 0, 2, 3))}
+        schedule_of("1f1b", 2, 4), receives={(0, 1): tuple(treadle.ir.F(mb, 0) for mb in (1, 0, 2, 3))}
     ),
 }
 

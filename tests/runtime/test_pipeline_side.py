@@ -70,7 +70,7 @@ class Scaled(nn.Linear):
         return super().forward(x) / (1 + side["positions"][..., None])
 
 
-class Next(treadle.MTPBlock):
+class Next(treadle.runtime.MTPBlock):
     """An MTP block that reads positions."""
 
     def __init__(self) -> None:

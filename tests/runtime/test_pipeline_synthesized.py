@@ -28,7 +28,7 @@ MOST_DIFFERENCE = 1e-10
 
 def run_file(rank: int, path: str) -> tuple[float, dict[str, Tensor | None]]:
     """A step of the schedule in a file."""
-    schedule = treadle.load(path)
+    schedule = treadle.loads(Path(path).read_text())
     stages = make_stages(schedule.placement.num_stages)
     pipe = treadle.Pipeline(
         chunks_of(schedule, rank, stages), schedule, mesh=make_mesh(schedule.pp, 1), loss_fn=mean_loss

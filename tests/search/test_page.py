@@ -13,7 +13,6 @@ from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
 from treadle.search.files import options_text
 from treadle.search.page import page
-from treadle.search.why import settle
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +22,9 @@ SPACE = SearchSpace(tp=(2,), pp=(2,), schedules=("1f1b", "zb-h1"), micro_batch_s
 
 @pytest.fixture(scope="module")
 def made() -> tuple[Found, Chosen, str]:
-    found, others = settle(find_plan("llama3-8b", "h100:16", space=SPACE, memory_limit=LIMIT))
+    found = find_plan("llama3-8b", "h100:16", space=SPACE, memory_limit=LIMIT)
     chosen = Chosen.of(found.best)
-    return found, chosen, page(found, chosen, others, directory=Path("my plan"))
+    return found, chosen, page(found, chosen, found.alternatives, directory=Path("my plan"))
 
 
 def test_front_is_a_staircase(made: tuple[Found, Chosen, str]) -> None:

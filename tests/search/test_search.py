@@ -84,7 +84,8 @@ def test_chosen_job_is_verified_and_its_figures_agree(found: Chosen) -> None:
 def test_files_are_the_plan(found: Chosen, tmp_path: Path) -> None:
     written = {path.name: path for path in write_files(found, tmp_path)}
     assert set(written) == {"schedule.txt", "costs.toml", "train.toml"}
-    schedule, costs = treadle.load(written["schedule.txt"]), treadle.load_costs(str(written["costs.toml"]))
+    schedule = treadle.loads(written["schedule.txt"].read_text())
+    costs = treadle.load_costs(str(written["costs.toml"]))
     assert schedule == found.schedule
     trace = treadle.simulate(schedule, costs, found.judged.structure.options())
     assert trace.makespan == found.trace.makespan
@@ -131,7 +132,9 @@ def test_ranks_that_share_embedding_and_head_sum_its_gradient(schedule: str, sum
     assert chosen.step_s == chosen.judged.step_s
     write_files(chosen, tmp_path)
     costs = treadle.load_costs(str(tmp_path / "costs.toml"))
-    trace = treadle.simulate(treadle.load(tmp_path / "schedule.txt"), costs, chosen.judged.structure.options())
+    trace = treadle.simulate(
+        treadle.loads((tmp_path / "schedule.txt").read_text()), costs, chosen.judged.structure.options()
+    )
     assert trace.makespan == chosen.trace.makespan
     size = costs.moved_bytes.get("reduce_tied", 0)
     assert size == (4 * 128_256 * 4096 if sums else 0)
@@ -156,7 +159,8 @@ def test_alternatives_differ_in_one_knob() -> None:
         balanced=(True,),
     )
     result = search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT)
-    settled, others = settle(result)
+    settled = settle(result)
+    others = settled.alternatives
     assert settled.best.step_s <= result.best.step_s
     assert settled.front[0].step_s == settled.best.step_s
     assert {other.knob for other in others} >= {"schedule", "tp", "pp"}
@@ -168,8 +172,8 @@ def test_alternatives_differ_in_one_knob() -> None:
 
 def test_slow_gpus_are_a_share_of_all_gpus() -> None:
     space = SearchSpace(tp=(2,), cp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), schedules=("1f1b",))
-    found, others = settle(search(some("llama3-8b", "h100:32", space, global_batch_size=64), LIMIT))
-    study = study_plan(found.best, others, Stragglers(0.1, 1.5), draws=3)
+    found = settle(search(some("llama3-8b", "h100:32", space, global_batch_size=64), LIMIT))
+    study = study_plan(found.best, found.alternatives, Stragglers(0.1, 1.5), draws=3)
     assert (study.num_ranks, study.stragglers.share) == (32, 0.1)
     assert study.rows[0].slowdown(0.5) > 0
 
@@ -210,9 +214,9 @@ def test_a_front_holds_only_what_was_simulated_whole_and_fits() -> None:
         assert all(each.memory_bytes <= limit for each in (found.best, *found.front))
         fastest = min(each.step_s for each in whole if each.memory_bytes <= limit)
         assert found.best.step_s <= 1.005 * fastest  # jobs are ranked by a simulation of few micro-batches
-        settled, others = settle(found)
+        settled = settle(found)
         assert settled.best.memory_bytes <= limit
-        assert all(other.fits == (other.judged.memory_bytes <= limit) for other in others)
+        assert all(other.fits == (other.judged.memory_bytes <= limit) for other in settled.alternatives)
         assert len(found.fitting) + len(found.too_large) == len(exact)
 
 

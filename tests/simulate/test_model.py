@@ -21,6 +21,7 @@ from treadle.passes.cut import common_layers, cut_layers
 from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
 from treadle.simulate import compare, fit, measure, simulate
+from treadle.verify import verify_program
 
 TICKS = Clock("tick", 1)
 UNIT = UNIT_COSTS.clock.ticks
@@ -68,7 +69,7 @@ def test_too_few_layers_are_refused_with_what_works() -> None:
     with pytest.raises(ValueError, match="at least 1 layer, got 0"):
         held("1f1b", 0)
     with pytest.raises(ValueError, match="got layers 2 and model_layers 8; leave out all but one"):
-        LoweringOptions(layers=2, model_layers=8)
+        LoweringOptions(layers=2, model_layers=8, moe=True)
 
 
 # Times
@@ -232,13 +233,13 @@ def test_a_limit_needs_bytes() -> None:
     schedule, silent = treadle.generate("1f1b", pp=2, microbatches=4), Costs("silent", TICKS, cells=COSTS.cells)
     program = lower(schedule, silent, LoweringOptions(model_layers=4))
     with pytest.raises(ValueError, match=r"counts layers; lower it with costs that have \[saved_bytes\]"):
-        treadle.verify_program(program, durations(program, silent), memory_limit=10**9)
+        verify_program(program, durations(program, silent), memory_limit=10**9)
     known = lower(schedule, COSTS, LoweringOptions(model_layers=4))
-    report = treadle.verify_program(known, durations(known, COSTS), memory_limit=200)
+    report = verify_program(known, durations(known, COSTS), memory_limit=200)
     assert [str(finding) for finding in report.findings] == [
         "T302 rank 1: holds 1.014 kB of activations at once, over the limit of 200 bytes"
     ]
-    close = treadle.verify_program(known, durations(known, COSTS), memory_limit=1_014 - 1)
+    close = verify_program(known, durations(known, COSTS), memory_limit=1_014 - 1)
     assert "holds 1.014 kB of activations at once, over the limit of 1.013 kB" in str(close.findings[0])
 
 
@@ -273,13 +274,13 @@ def test_costs_of_a_model_are_cut_by_every_schedule() -> None:
 def test_costs_of_a_model_refuse_another() -> None:
     costs = parse("[model]\nlayers = 8\nf = 800\ni = 720\nw = 480\n", "mine.toml")
     schedule = treadle.generate("1f1b", pp=4, microbatches=8)
-    with pytest.raises(ValueError, match=r"'mine\.toml' are of a model of 8 layers, got 12; leave --model-layers out"):
+    with pytest.raises(ValueError, match=r"'mine\.toml' are of a model of 8 layers, got 12; leave `model_layers` out"):
         lower(schedule, costs, LoweringOptions(model_layers=12))
     with pytest.raises(ValueError, match="a model of 8 layers, and layers 3 on 4 stages make 12"):
-        lower(schedule, costs, LoweringOptions(layers=3))
+        lower(schedule, costs, LoweringOptions(layers=3, moe=True))
     with pytest.raises(ValueError, match="does not know the layers of its stages; lower its schedule"):
         simulate(lower_cells(schedule), costs)
-    assert lower(schedule, costs, LoweringOptions(layers=(1, 2, 2, 3))).layout.model_layers == 8
+    assert lower(schedule, costs, LoweringOptions(layers=(1, 2, 2, 3), moe=True)).layout.model_layers == 8
 
 
 def test_costs_of_a_chunk_refuse_a_model() -> None:
@@ -356,7 +357,7 @@ head = 5
 def test_a_fit_of_mixed_layers_predicts_the_same_step() -> None:
     costs, schedule = parse(MIXED), treadle.generate("interleaved-overlap", pp=2, microbatches=6)
     options = LoweringOptions(
-        blocks=("Ed", "dt", "tt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 3),), dp=2
+        blocks=("Ed", "dt", "tt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 3),), dp=2, moe=True
     )
     trace = treadle.simulate(schedule, costs, options)
     fitted = fit(trace)

@@ -196,7 +196,7 @@ class DenseLayer(nn.Module):
         return out
 
 
-class NextToken(treadle.MTPBlock):
+class NextToken(treadle.runtime.MTPBlock):
     """Predicts the token behind the next from x and the next, by the head's own linear."""
 
     def __init__(self, linear: nn.Linear) -> None:

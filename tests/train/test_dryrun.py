@@ -117,7 +117,7 @@ def test_the_sweep_over_a_step_finds_the_peak_that_the_simulator_finds(schedule:
     costs = replace(treadle.load_costs("deepseek-v3-h800"), saved_bytes=sizes)
     made = treadle.generate(schedule, pp=4, microbatches=8)
     rows = ("tt",) * made.placement.num_stages
-    options = treadle.LoweringOptions(blocks=rows, by_layer=True, split=(), embedding=False, head=False)
+    options = treadle.LoweringOptions(blocks=rows, by_layer=True, split=(), embedding=False, head=False, moe=True)
     trace = treadle.simulate(treadle.lower(made, costs, options), costs)
     ops = {
         OpKind.ATTN_F: OpBytes(700, 700), OpKind.ATTN_B: OpBytes(0, -700),

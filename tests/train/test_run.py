@@ -53,7 +53,7 @@ def test_a_run_of_one_process_prints_a_line_a_step_and_writes_its_files(
     assert list(held_out_of(output)) == [3, 6]
     assert rows_of(output)[0].keys() >= {"loss", "aux_loss", "tokens_per_s", "peak_bytes", "grad_norm", "lr"}
     assert sorted(path.name for path in (output / "traces").iterdir()) == ["step3.json.gz", "step6.json.gz"]
-    trace = treadle.load_any(output / "traces" / "step6.json.gz")
+    trace = treadle.load(output / "traces" / "step6.json.gz")
     assert isinstance(trace, treadle.Trace)
     assert trace.measured
     assert list((output / "tensorboard").glob("events.*"))

@@ -40,7 +40,7 @@ def judge(
 ) -> tuple[bool, set[str]]:
     """Both verdicts must agree; returns the verdict and the codes found."""
     outcome = execute(schedule, eager=eager, ring=ring, receives=receives)
-    report = treadle.verify(schedule, eager=eager, ring=ring, receives=receives)
+    report = treadle.verify(schedule, ring=ring, receives=receives)
     codes = {finding.code for finding in report.findings}
     context = f"eager={eager} ring={ring} receives={receives}\n{dump(schedule)}\n{report}\n{outcome}"
     assert report.clean == outcome.clean, context

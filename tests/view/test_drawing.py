@@ -32,7 +32,7 @@ def update_plan() -> UpdatePlan:
 SHOWN: dict[str, Any] = {
     "schedule": SCHEDULE,
     "program": PROGRAM,
-    "layers": treadle.lower(SCHEDULE, UNIT, treadle.LoweringOptions(layers=1)),
+    "layers": treadle.lower(SCHEDULE, UNIT, treadle.LoweringOptions(layers=1, moe=True)),
     "trace": treadle.simulate(PROGRAM, UNIT),
     "update": lower_update(even_stream(2, 2)),
     "plan": update_plan(),

@@ -38,7 +38,7 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def trace_of(name: str, costs: Costs = UNIT_COSTS, pp: int = 4, layers: int | None = None) -> Trace:
     microbatches = 2 * pp
     schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
-    options = treadle.LoweringOptions(layers=layers, offload=layers is not None)
+    options = treadle.LoweringOptions(layers=layers, offload=layers is not None, moe=True)
     return treadle.simulate(treadle.lower(schedule, costs, options), costs)
 
 
@@ -245,7 +245,7 @@ def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> N
         draw(cells, tmp_path / "a.svg", FigureContent(grain="lanes"))
     with pytest.raises(ValueError, match="--layers"):
         draw_cell(cells, "steady", tmp_path / "a.svg")
-    with pytest.raises(ValueError, match="leave --layers out"):
+    with pytest.raises(ValueError, match="leave `layers` out"):
         draw(lanes, tmp_path / "a.svg", FigureContent(grain="cells"))
     with pytest.raises(ValueError, match="did you mean 'kimi'"):
         draw(cells, tmp_path / "a.svg", style=FigureStyle(palette="kimy"))
@@ -259,7 +259,7 @@ def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> N
         draw(cells, tmp_path / "none" / "a.svg")
     with pytest.raises(ValueError, match="at least one trace, got none"):
         draw([], tmp_path / "a.svg")
-    with pytest.raises(ValueError, match="leave --fold out"):
+    with pytest.raises(ValueError, match="leave `fold` out"):
         draw_cell(lanes, "steady", tmp_path / "a.svg", FigureStyle(fold=2))
     with pytest.raises(ValueError, match="warmup, steady, cooldown, got 'middle'"):
         draw_cell(lanes, "middle", tmp_path / "a.svg")  # type: ignore[arg-type]

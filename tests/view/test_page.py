@@ -93,7 +93,9 @@ def _name(kind: OpKind) -> str:
 @cache
 def layers() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=4, vpp=2, microbatches=8)
-    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=2, offload=True)), COSTS)
+    return treadle.simulate(
+        treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=2, offload=True, moe=True)), COSTS
+    )
 
 
 def cells(name: str, pp: int, microbatches: int) -> Trace:
@@ -454,7 +456,7 @@ def test_names_are_text(window: Browser, tmp_path: Path) -> None:
 @cache
 def large() -> Trace:
     schedule = treadle.generate("interleaved-overlap", pp=8, vpp=2, microbatches=256)
-    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=4)), COSTS)
+    return treadle.simulate(treadle.lower(schedule, COSTS, treadle.LoweringOptions(layers=4, moe=True)), COSTS)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from treadle.view.terminal import LETTERS, terminal_rows
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
     costs = UNIT_COSTS if layers is None else load_costs("deepseek-v3-h800")
     schedule = treadle.generate(name, pp=pp, microbatches=num_mb)
-    return simulate(lower(schedule, costs, LoweringOptions(layers=layers)), costs)
+    return simulate(lower(schedule, costs, LoweringOptions(layers=layers, moe=True)), costs)
 
 
 def rows(drawn: Trace, width: int, *, lanes: bool = False) -> list[str]:
@@ -77,7 +77,9 @@ def test_every_kind_of_op_has_a_letter() -> None:
 def test_stages_of_all_blocks_are_drawn() -> None:
     """An MTP block, parts that are computed again, a tie and the end of a step, a row for each lane."""
     costs = load_costs("deepseek-v3-model")
-    options = LoweringOptions(blocks=("Edt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 1),), dp=2)
+    options = LoweringOptions(
+        blocks=("Edt", "tmL"), by_layer=True, recompute=("attn", "mlp"), tied=((0, 1),), dp=2, moe=True
+    )
     step = replace(costs, model={}, step={"clip": 1000, "optimizer": 1000, "gather_params": 1000})
     drawn = simulate(lower(treadle.generate("1f1b", pp=2, microbatches=2), step, options), step)
     letters = set(map(OpKind, drawn.program.kind.tolist()))

@@ -43,10 +43,12 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_published_figure() -> None:
-    shown = run("show", "update", "--devices", "4", "--rounds", "2")
+def test_the_published_figure(tmp_path: Path) -> None:
+    path = str(tmp_path / "update.npz")
+    run("simulate-update", "--devices", "4", "--rounds", "2", "-o", path)
+    shown = run("show", path)
     assert rows(shown) == rows((GOLDEN / "update" / "d4_r2.txt").read_text())
-    assert rows(run("show", "update", "--devices", "4", "--rounds", "2", "--rows")) == rows(shown)
+    assert rows(run("show", path, "--rows")) == rows(shown)
     assert "makespan 17" in shown
 
 
@@ -368,25 +370,22 @@ def test_files_hold_updates(tmp_path: Path) -> None:
     assert loaded.program.layout == trace.program.layout
     assert np.array_equal(loaded.end, trace.end)
     assert loaded.program.layout.is_update
-    run("show", "update", "--devices", "2", "--rounds", "1", "-o", str(tmp_path / "program.npz"))
-    assert "clean" in run("verify", str(tmp_path / "program.npz"))
-    assert "makespan 7" in run("simulate", str(tmp_path / "program.npz"))
+    run("simulate-update", "--devices", "2", "--rounds", "1", "-o", str(tmp_path / "trace.npz"))
+    run("show", str(tmp_path / "trace.npz"), "-o", str(tmp_path / "program.npz"))
+    for name in ("trace.npz", "program.npz"):
+        assert "clean" in run("verify", str(tmp_path / name))
+        assert "makespan 7" in run("simulate", str(tmp_path / name))
+        assert rows(run("show", str(tmp_path / name)))
     assert rows(run("show", str(tmp_path / "update.npz"))) == rows((GOLDEN / "update" / "d4_r2.txt").read_text())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "update", "--devices", "2"), "needs --devices and --rounds"),
-        (
-            ("show", "update", "--devices", "2", "--rounds", "1", "--pp", "4"),
-            "takes --devices and --rounds, got --pp 4",
-        ),
-        (("verify", "1f1b", "--pp", "4", "-m", "8", "--rounds", "2"), "--rounds is for update, got 1f1b"),
-        (("simulate", "update", "--devices", "2", "--rounds", "1", "--h2d-rate", "1GB"), "need --size"),
-        (("simulate", "update", "--devices", "2", "--size", "1GB"), "--size needs --broadcast-rate"),
-        (("show", "update", "--devices", "2", "--rounds", "1", "--h2d-buffers", "3"), "0, 1 or 2 H2D buffers"),
-        (("compare", "update", "1f1b", "--pp", "4", "-m", "8"), "show, verify, simulate and draw take one"),
+        (("simulate-update", "--devices", "2"), "an update has --rounds, or --size and --bucket"),
+        (("simulate-update", "--devices", "2", "--rounds", "1", "--h2d-rate", "1GB"), "need --size"),
+        (("simulate-update", "--devices", "2", "--size", "1GB"), "--size needs --broadcast-rate"),
+        (("simulate-update", "--devices", "2", "--rounds", "1", "--h2d-buffers", "3"), "0, 1 or 2 H2D buffers"),
     ],
 )
 def test_errors_say_the_way_out(arguments: tuple[str, ...], message: str) -> None:
@@ -398,8 +397,8 @@ def test_errors_say_the_way_out(arguments: tuple[str, ...], message: str) -> Non
 def test_simulating_at_size() -> None:
     """A hand calculation: 16 devices, 160 GB in buckets of 5 GB are 2 rounds; only broadcasts take time."""
     size = ("--devices", "16", "--size", "160GB", "--bucket", "5GB", "--broadcast-rate", "80GB")
-    assert "makespan 2 s, 160 GB broadcast" in run("simulate", "update", *size)
-    slow = run("simulate", "update", *size, "--h2d-rate", "50GB", "--reload-rate", "5000GB")
+    assert "makespan 2 s, 160 GB broadcast" in run("simulate-update", *size)
+    slow = run("simulate-update", *size, "--h2d-rate", "50GB", "--reload-rate", "5000GB")
     assert "makespan 2.201 s" in slow  # and two copies of 0.1 s, and the last reload of 1 ms
 
 

@@ -11,7 +11,7 @@ import pytest
 import treadle
 from tests.support.browser import MISSING, browser
 from tests.support.sheets import check_texts
-from treadle.api.files import load_any
+from treadle.api.files import load
 from treadle.ir.program import OpKind
 from treadle.ir.trace import Trace
 from treadle.verify import verify_program
@@ -145,7 +145,7 @@ def test_the_page_tells_sources_apart(published: Trace, tmp_path: Path) -> None:
 
 def test_a_trace_of_an_update_reads_back(published: Trace, tmp_path: Path) -> None:
     treadle.save_trace(published, tmp_path / "update.json.gz")
-    back = load_any(tmp_path / "update.json.gz")
+    back = load(tmp_path / "update.json.gz")
     assert isinstance(back, Trace)
     assert np.array_equal(back.start, published.start)
     assert np.array_equal(back.end, published.end)

@@ -16,6 +16,7 @@ from treadle.ir.execute import makespans
 from treadle.ir.program import OpKind
 from treadle.ir.steps import Steps
 from treadle.profiles.importing import import_profile
+from treadle.simulate import Durations
 from treadle.why import analyse
 from treadle.why.whatif import WhatIf
 
@@ -83,7 +84,7 @@ def test_replay_of_forward_and_backward_alone(job: tuple[str, Steps]) -> None:
         dur = np.zeros((len(steps.numbers), program.num_ops), np.int64)
         dur[:, ours] = end - start
         took = makespans(program, dur)
-        assert treadle.simulate(program, treadle.Durations(dur[0])).makespan == took[0]
+        assert treadle.simulate(program, Durations(dur[0])).makespan == took[0]
         ratios += (took / (end.max(axis=1) - start.min(axis=1))).tolist()
     assert abs(np.median(ratios) - 1) < (0.011 if name == "SE" else 0.003)
 

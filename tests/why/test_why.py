@@ -210,7 +210,7 @@ def test_one_rank_and_no_time_at_all() -> None:
 
 def test_an_update_has_no_stages(tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        app, ["simulate", "update", "--devices", "2", "--rounds", "2", "-o", str(tmp_path / "update.npz")]
+        app, ["simulate-update", "--devices", "2", "--rounds", "2", "-o", str(tmp_path / "update.npz")]
     )
     assert done.exit_code == 0
     with pytest.raises(ValueError, match="this is a weight update, which has no stages; 'treadle simulate' shows"):

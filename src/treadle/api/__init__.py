@@ -1,1 +1,1 @@
-"""The library as people call it: `files` reads and writes, `step` lowers, verifies and simulates with defaults."""
+"""The library as people call it: `files` reads and writes; `verbs` lowers, verifies, simulates and compares."""

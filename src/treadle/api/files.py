@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:  # schedules are read and written without numpy; what programs
     from treadle.ir.program import Program
     from treadle.ir.steps import Steps
     from treadle.ir.trace import Trace
+    from treadle.profiles.imported import Imported
+
+_TRACE = b'"layout":{"placement"'
+"""What the head of a trace of Treadle has, and no other Chrome trace."""
 
 
 def loads(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
@@ -37,29 +42,6 @@ def loads(text: str, source: str = "<text>", *, placement: str | None = None) ->
     return parse_any(text, source, placement=placement)
 
 
-def load(path: str | Path, *, placement: str | None = None) -> Schedule:
-    """Read a schedule from a file in any of the forms that `dumps` writes.
-
-    Args:
-        path: of the file.
-        placement: for rows without the lines that name one: loop (the default), v, bidirectional, or a table.
-
-    Returns:
-        The Schedule, sound or not.
-
-    Raises:
-        ValueError: the file holds no schedule.
-        OSError: the file cannot be read.
-
-    Example:
-        >>> _ = Path("rows.txt").write_text(dumps(treadle.generate("gpipe", pp=2, microbatches=2)))
-        >>> load("rows.txt").name
-        'gpipe'
-
-    """
-    return loads(_read_text(Path(path)), str(path), placement=placement)
-
-
 def dumps(schedule: Schedule, format: str = "text") -> str:
     """Write a schedule as text.
 
@@ -83,7 +65,7 @@ def dumps(schedule: Schedule, format: str = "text") -> str:
     return FORMATS[format].dump(schedule)
 
 
-def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Program | Trace:
+def load(path: str | Path, *, placement: str | None = None) -> Schedule | Program | Trace:
     """Read a file: a schedule, a program (.npz) or a trace (.npz, .json, .json.gz).
 
     Args:
@@ -99,7 +81,7 @@ def load_any(path: str | Path, *, placement: str | None = None) -> Schedule | Pr
 
     Example:
         >>> _ = Path("rows.json").write_text(dumps(treadle.generate("gpipe", pp=2, microbatches=2), "json"))
-        >>> type(load_any("rows.json")).__name__
+        >>> type(load("rows.json")).__name__
         'Schedule'
 
     """
@@ -141,7 +123,7 @@ def save_trace(trace: Trace, path: str | Path, *, ranks: range | None = None) ->
         >>> unit = treadle.load_costs("unit")
         >>> trace = treadle.simulate(treadle.lower(treadle.generate("1f1b", pp=2, microbatches=2), unit), unit)
         >>> save_trace(trace, "trace.json.gz")
-        >>> treadle.load_any("trace.json.gz").makespan == trace.makespan
+        >>> treadle.load("trace.json.gz").makespan == trace.makespan
         True
 
     """
@@ -175,6 +157,42 @@ def load_steps(path: str | Path) -> Steps:
     if str(path).endswith(".npz"):
         return Steps.of(npz.load_trace(path))
     return chrome.load_steps(path)
+
+
+def load_run(paths: Sequence[Path]) -> Steps | Imported:
+    """Read the measured steps of one run: traces of Treadle, or a profile of another trainer.
+
+    Raises:
+        ValueError: the files hold no run, or several.
+        OSError: a file cannot be read.
+
+    """
+    from treadle.ir.steps import Steps
+    from treadle.profiles.importing import import_profile
+
+    if not holds_traces(paths):
+        return import_profile(paths)
+    if len(paths) > 1:
+        raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
+    return Steps.of(load_traces(paths[0])) if paths[0].is_dir() else load_steps(paths[0])
+
+
+def holds_traces(paths: Sequence[Path]) -> bool:
+    """Return True if the files are traces of Treadle, and not a profile of another trainer."""
+    from treadle.profiles.importing import files_of
+
+    return any(_is_trace(path) for path, _ in files_of(paths))
+
+
+def _is_trace(path: Path) -> bool:
+    from treadle.profiles.reader import Opening
+
+    if path.name.endswith(".npz"):
+        return True
+    try:
+        return _TRACE in Opening.of(path).head
+    except ValueError:  # empty or damaged: whoever reads it reports that
+        return False
 
 
 def _read_text(path: Path) -> str:

@@ -31,8 +31,7 @@ COMMANDS = {
         "Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to.",
         "Examples: treadle show dualpipe --pp 8 -m 20   |   "
         "treadle show zb-v --pp 4 -m 8 --format torch-csv > zbv.csv   |   "
-        "treadle show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3   |   "
-        "treadle show update --devices 4 --rounds 2",
+        "treadle show interleaved-overlap --pp 4 -m 8 --lower --layers 1 --moe --rank 3",
     ),
     "verify": CommandHelp(
         "Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not.",
@@ -86,8 +85,7 @@ COMMANDS = {
         "Draws schedules, programs or traces: on the terminal, as a figure for a paper, or as a page to explore.",
         "Examples: treadle draw 1f1b --pp 4 -m 8   |   "
         "treadle draw 1f1b zb-h1 --pp 4 -m 8 --width column -o fig.pdf   |   "
-        "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html   |   "
-        "treadle draw update --devices 4 --rounds 2 -o update.svg",
+        "treadle draw interleaved-overlap --pp 4 -m 16 --layers 2 --moe --costs deepseek-v3-h800 -o page.html",
     ),
     "dryrun": CommandHelp(
         "Runs a step as one rank of a simulated world, without its memory, and reports what the rank did.",
@@ -103,6 +101,11 @@ COMMANDS = {
         "Examples: treadle update --from checkpoint/ --to /run/engine   |   "
         "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
         "treadle update --recover --to /run/engine",
+    ),
+    "simulate-update": CommandHelp(
+        "Predicts a weight update: how long it takes, and how much of copies and reloads broadcasts hide.",
+        "Examples: treadle simulate-update --devices 4 --rounds 2 -o update.npz   |   treadle draw update.npz   |   "
+        "treadle simulate-update --devices 16 --size 1029GB --bucket 8GiB --broadcast-rate 75GB",
     ),
     "costs": CommandHelp(
         "Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
@@ -122,9 +125,9 @@ COMMANDS = {
 def make_command(name: str) -> Any:
     """Import a command: the function `name` of `treadle.cli.commands.name`, or the Typer app of that name.
 
-    A name that is a word of Python's own has `_` behind it there.
+    A name that is a word of Python's own has `_` after it there.
     """
-    place = f"{name}_" if iskeyword(name) else name
+    place = f"{name}_" if iskeyword(name) else name.replace("-", "_")
     made: Any = getattr(import_module(f"treadle.cli.commands.{place}"), place)
     if not isinstance(made, typer.Typer):
         function, made = made, make_typer(name)

@@ -1,4 +1,4 @@
-"""What is compared: several targets with sizes of their own, and the model that all of their schedules are given."""
+"""What is compared: several targets with sizes of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from treadle.api import files
-from treadle.cli.model import Model
 from treadle.cli.target import Target
 from treadle.cli.terminal import note, working
 from treadle.ir import Schedule
-from treadle.ir.program import Layout, Program
+from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.passes.cut import common_layers
 from treadle.schedules import family, known
 
 Loaded: TypeAlias = Schedule | Program | Trace
@@ -66,46 +64,3 @@ def _load(target: Target) -> Loaded:
         with working(f"reading {target.name}"):
             return files.load_traces(target.name)
     return target.load()
-
-
-def hold_model(loaded: Sequence[tuple[str, Loaded]], model: Model) -> Model:
-    """Return the model with as many layers as all schedules are given.
-
-    That is what --model-layers or the costs say; else the layers of a trace or program that knows them; else the
-    smallest model that all schedules cut evenly. Where all have as many stages, and the costs or a trace say nothing
-    about layers, chunks are alike anyway and stay chunks.
-
-    Raises:
-        ValueError: the schedules would get models of different sizes.
-
-    """
-    stages = {name: thing.placement.num_stages for name, thing in loaded if isinstance(thing, Schedule)}
-    if not stages or model.model_layers is not None or model.layout is not None or model.costs.model:
-        return model
-    layouts = [(name, _layout(thing)) for name, thing in loaded if not isinstance(thing, Schedule)]
-    told = {layout.model_layers for _, layout in layouts if layout.model_layers}
-    counts = set(stages.values()) | {layout.placement.num_stages for _, layout in layouts}
-    smallest = common_layers(stages.values())
-    if model.layers is not None:
-        if len(set(stages.values())) > 1 and "," not in model.layers:
-            each = ", ".join(f"{name} {int(model.layers) * count}" for name, count in stages.items())
-            raise ValueError(
-                f"--layers {model.layers} gives every stage as many layers, so the models differ ({each}); "
-                f"hold one model: --model-layers {int(model.layers) * smallest}{'' if model.moe else ' --by-layer'}"
-            )
-        return model
-    unknown = [name for name, layout in layouts if not layout.model_layers]
-    if len(counts) == 1 and (unknown or not model.costs.says_layers) and not model.by_lanes:
-        return model
-    if not model.costs.says_layers:
-        each = ", ".join(f"{name} {count}" for name, count in stages.items())
-        raise ValueError(
-            f"costs {model.costs.name!r} say what a chunk takes, and these schedules cut a model into different "
-            f"numbers of chunks ({each}); add layers = N to their [cells], the layers of that chunk, or a [model]"
-        )
-    fitting = [layers for layers in told if layers >= max(stages.values())]
-    return replace(model, model_layers=fitting[0] if len(fitting) == 1 else smallest)
-
-
-def _layout(thing: Program | Trace) -> Layout:
-    return thing.program.layout if isinstance(thing, Trace) else thing.layout

@@ -12,11 +12,8 @@ from treadle.cli.terminal import note, working
 from treadle.ir.steps import Steps
 from treadle.profiles.imported import Imported
 from treadle.profiles.importing import files_of, import_profile
-from treadle.profiles.reader import Opening
 
 _SHOWN_REMARKS = 6
-_TRACE = b'"layout":{"placement"'
-"""What the head of a trace of Treadle has, and no other Chrome trace."""
 
 
 def load_steps(paths: Sequence[Path]) -> Steps:
@@ -27,11 +24,11 @@ def load_steps(paths: Sequence[Path]) -> Steps:
         OSError: a file cannot be read.
 
     """
-    if holds_traces(paths):
-        if len(paths) > 1:
-            raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
+    if files.holds_traces(paths):
         with working(f"reading {paths[0]}"):
-            return Steps.of(files.load_traces(paths[0])) if paths[0].is_dir() else files.load_steps(paths[0])
+            found = files.load_run(paths)
+        assert isinstance(found, Steps)
+        return found
     imported = import_run(paths)
     tell(imported, paths)
     return imported.steps
@@ -40,11 +37,6 @@ def load_steps(paths: Sequence[Path]) -> Steps:
 def quoted(paths: Sequence[Path]) -> str:
     """Return paths as they are typed in a command."""
     return " ".join(shlex.quote(str(path)) for path in paths)
-
-
-def holds_traces(paths: Sequence[Path]) -> bool:
-    """Return True if the files are traces of Treadle, and not a profile of another trainer."""
-    return any(_is_trace(path) for path, _ in files_of(paths))
 
 
 def import_run(
@@ -91,12 +83,3 @@ def choose_steps(steps: Steps, text: str | None) -> Steps:
     if not chosen:
         raise ValueError(f"--steps {text} names none of the measured ones, {steps.numbers[0]} to {steps.numbers[-1]}")
     return steps.select(chosen)
-
-
-def _is_trace(path: Path) -> bool:
-    if path.name.endswith(".npz"):
-        return True
-    try:
-        return _TRACE in Opening.of(path).head
-    except ValueError:  # empty or damaged: whoever reads it says so
-        return False

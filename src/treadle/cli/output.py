@@ -98,7 +98,7 @@ KINDS = {
     "update-rows": OutputKind(
         1,
         "A weight update, buffer by buffer",
-        "treadle show update --json.",
+        "treadle show --json of a weight update.",
         "treadle.view.printed_rows:UpdateRowsJson",
     ),
 }

@@ -10,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from treadle.simulate import Stragglers
-    from treadle.simulate.slowness import Factors
 
 
 def _option(name: str, help: str) -> Any:
@@ -45,15 +44,6 @@ class Slow:
         if self.share is None:
             return None
         return Stragglers(parse_share(self.share), 1.2 if self.factor is None else self.factor)
-
-    def factors(self, num_ranks: int) -> Factors | None:
-        """Return the factor of each rank; None if none is slower."""
-        from treadle.simulate.slowness import random_factors
-
-        stragglers = self.stragglers()
-        if stragglers is None:
-            return random_factors(num_ranks, self.slowness, self.seed) if self.slowness else None
-        return stragglers.factors(num_ranks, self.seed) * random_factors(num_ranks, self.slowness, self.seed)
 
 
 def parse_share(text: str) -> float:

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
 
-UPDATE = "update"
-"""The name of a weight update, where others are those of schedules."""
-
 _NAME = typer.Argument(
     metavar="NAME|FILE",
     help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
-    "schedule on stdin. 'update' is a weight update, with options of its own: update --help.",
+    "schedule on stdin.",
 )
 PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
@@ -71,16 +68,7 @@ class Target:
         looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
         return not looks_like_a_file
 
-    def check_no_size(self) -> None:
-        """Raise a ValueError if a size is given: a weight update has no pipeline."""
-        given = (("--pp", self.pp), ("--vpp", self.vpp), ("-m", self.microbatches), ("--placement", self.placement))
-        for option, value in given:
-            if value is not None:
-                raise ValueError(f"{self.name} takes --devices and --rounds, got {option} {value}; leave it out")
-
     def _generate(self) -> Schedule:
-        if self.name == UPDATE:
-            raise ValueError(f"{UPDATE} is a weight update; show, verify, simulate and draw take one, this does not")
         chosen = family(self.name)
         if self.pp is None or self.microbatches is None:
             absent = [o for o, v in (("--pp", self.pp), ("--microbatches", self.microbatches)) if v is None]
@@ -97,7 +85,7 @@ class Target:
             if self.name == "-":
                 loaded: Schedule | Program | Trace = files.loads(sys.stdin.read(), source, placement=self.placement)
             else:
-                loaded = files.load_any(self.name, placement=self.placement)
+                loaded = files.load(self.name, placement=self.placement)
         if isinstance(loaded, Schedule):
             self._check_size(loaded, source)
         return loaded

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from treadle.cli.wording import as_typed
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,7 +37,7 @@ def __getattr__(name: str) -> Any:
 def _say(head: str, style: str, message: str) -> None:
     from rich.markup import escape
 
-    _console("err").print(f"[{style}]{head}:[/] {escape(message)}", soft_wrap=True)
+    _console("err").print(f"[{style}]{head}:[/] {escape(as_typed(message))}", soft_wrap=True)
 
 
 def _console(name: str) -> Any:

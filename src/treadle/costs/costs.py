@@ -178,7 +178,7 @@ class Costs:
         if self.stage and max(self.stage) >= num_stages:
             raise ValueError(
                 f"costs {self.name!r} have [stage.{max(self.stage)}], and the schedule has stages 0 to "
-                f"{num_stages - 1}; leave that section out, or fit with --layout: costs of a model are for every cut"
+                f"{num_stages - 1}; leave that section out, or fit with `blocks`: costs of a model are for every cut"
             )
         factors = tuple(float(self.stage.get(stage, {}).get(name, 1.0)) for stage in range(num_stages))
         return factors if any(factor != 1.0 for factor in factors) else ()

@@ -96,15 +96,15 @@ def _lacks(costs: Costs) -> Iterator[Lack]:
     if actions:
         yield Lack(tuple(f"{name} {action}" for action in actions), "computation that takes 0")
     if not costs.says_layers:
-        effect = "--model-layers is refused, and so is a comparison of schedules with different numbers of stages"
+        effect = "`model_layers` is refused, and so is a comparison of schedules with different numbers of stages"
         yield Lack(("[cells] layers",), effect)
     if not costs.has_parts:
-        yield Lack(("[layer] attn_f, mlp_f, ...",), "with --layers, attention and MLP share f, i and w evenly")
+        yield Lack(("[layer] attn_f, mlp_f, ...",), "with `layers`, attention and MLP share f, i and w evenly")
     for section_name, names, effect in (
-        ("layer", EXCHANGE, "taken as 0 with --moe (counts and host not with --padded)"),
+        ("layer", EXCHANGE, "taken as 0 with `moe` (counts and host not with `padded`)"),
         ("message", ("send",), "messages between stages take 0"),
-        ("message", ("offload", "onload"), "taken as 0 with --offload"),
-        ("message", ("reduce_grad",), "taken as 0 with --dp or --ep"),
+        ("message", ("offload", "onload"), "taken as 0 with `offload`"),
+        ("message", ("reduce_grad",), "taken as 0 with `dp` or `ep`"),
         ("ends", ("embed_f", "head_f"), "no embedding, head and loss are simulated"),
     ):
         absent = [f"[{section_name}] {key}" for key in names if key not in getattr(costs, section_name)]
@@ -112,5 +112,5 @@ def _lacks(costs: Costs) -> Iterator[Lack]:
             yield Lack(tuple(absent), effect)
     silent = costs.unsaved(costs.blocks)
     if silent:
-        effect = "peaks count layers, not bytes, and verify --memory-limit is refused"
+        effect = "peaks count layers, not bytes, and `memory_limit` of verify is refused"
         yield Lack(tuple(f"[saved_bytes] {part}" for part in silent), effect)

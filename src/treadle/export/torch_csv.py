@@ -56,7 +56,7 @@ def dump(schedule: Schedule) -> str:
 
 def _lost(schedule: Schedule) -> str | None:
     """Say which part of a schedule the file cannot hold, and the way out; None if it holds all."""
-    placement, wayout = schedule.placement, "use --format text or --format json"
+    placement, wayout = schedule.placement, "use `format='text'` or `format='json'`"
     if placement.num_pipes > 1:
         return (
             f"it has one rank for each stage, and the second direction of a {placement.name} placement, "

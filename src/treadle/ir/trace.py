@@ -24,16 +24,18 @@ class Clock:
 MICROSECONDS = Clock("us", 1000)
 """Real time: a tick is a nanosecond, people read microseconds."""
 
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Seconds of a unit."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace(ShownInNotebooks):
     """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured.
 
     Example:
-        >>> schedule, unit = treadle.generate("1f1b", pp=2, microbatches=2), treadle.load_costs("unit")
-        >>> trace = treadle.simulate(treadle.lower(schedule, unit), unit)
-        >>> trace.clock.show(trace.makespan)
-        9
+        >>> trace = treadle.simulate(treadle.generate("1f1b", pp=2, microbatches=2), "deepseek-v3-h800")
+        >>> round(trace.seconds, 3)
+        0.18
 
     """
 
@@ -56,3 +58,18 @@ class Trace(ShownInNotebooks):
         if not len(self.end):
             return 0
         return int(self.end.max() - self.start.min())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first start to the last end.
+
+        Raises:
+            ValueError: the clock counts units, which have no length in seconds.
+
+        """
+        if self.clock.unit not in _SECONDS:
+            raise ValueError(
+                f"this trace counts in {self.clock.unit}s, which have no length in seconds; "
+                "trace.clock.show(trace.makespan) counts them, and costs in microseconds give seconds"
+            )
+        return self.makespan / self.clock.ticks * _SECONDS[self.clock.unit]

@@ -21,7 +21,7 @@ MAX_OPS = int(np.iinfo(np.int32).max)
 
 GIB = 1 << 30
 _WAY_OUT = (
-    "leave --every-gpu out, so that one pipeline stands for all, or fold those that are alike: 'treadle simulate' "
+    "leave `every_gpu` out, so that one pipeline stands for all, or fold those that are alike: 'treadle simulate' "
     "without -o and --unfolded, treadle.plan.folding.fold"
 )
 

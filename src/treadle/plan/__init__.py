@@ -9,7 +9,8 @@ are alike once. That holds while nothing inside the step waits for a reduction; 
 """
 
 from treadle.plan.folding import Folded, fold, simulate_folded
-from treadle.plan.lowering import LoweringOptions, lower
+from treadle.plan.lowering import lower
+from treadle.plan.options import LoweringOptions
 from treadle.plan.stragglers import StragglerStudy, straggler_study
 
 __all__ = ["Folded", "LoweringOptions", "StragglerStudy", "fold", "lower", "simulate_folded", "straggler_study"]

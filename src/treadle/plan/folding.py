@@ -16,7 +16,8 @@ from treadle.costs import Costs
 from treadle.ir import Schedule
 from treadle.ir.program import LaneKind, Longs, Program
 from treadle.ir.trace import Clock, Trace
-from treadle.plan.lowering import LoweringOptions, lower
+from treadle.plan.lowering import lower
+from treadle.plan.options import LoweringOptions
 from treadle.plan.replicas import Members, Replicas, factors_of, together
 from treadle.plan.step_tail import TailTimes
 from treadle.simulate.slowness import Factors, checked_factors
@@ -75,7 +76,7 @@ class Folded:
 
     Example:
         >>> schedule, unit = treadle.generate("1f1b", pp=2, microbatches=4), treadle.load_costs("unit")
-        >>> folded = simulate_folded(schedule, unit, LoweringOptions(layers=1, ep=2, dp=64))
+        >>> folded = simulate_folded(schedule, unit, LoweringOptions(layers=1, ep=2, dp=64, moe=True))
         >>> len(folded.ends), folded.clock.show(folded.makespan), folded.num_kinds
         (256, 14, 1)
 
@@ -199,7 +200,7 @@ def simulate_folded(
 
     Example:
         >>> schedule, costs = treadle.generate("zb-h1", pp=4, microbatches=8), treadle.load_costs("deepseek-v3-h800")
-        >>> simulate_folded(schedule, costs, LoweringOptions(layers=1, ep=8, dp=16)).num_ranks
+        >>> simulate_folded(schedule, costs, LoweringOptions(layers=1, ep=8, dp=16, moe=True)).num_ranks
         512
 
     """

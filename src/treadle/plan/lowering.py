@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from treadle.costs import Costs, durations
 from treadle.costs.unequal import mb_saved
 from treadle.ir import Action, Cell, Schedule
-from treadle.ir.blocks import check_order, with_dense
 from treadle.ir.program import RECOMPUTE, OpKind, Program
 from treadle.passes.cells import lower_cells
-from treadle.passes.cut import cut_layers
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
+from treadle.plan.options import WHOLE_CELLS, LoweringOptions
 from treadle.simulate import simulate
 
 _MOVED = (
@@ -41,212 +40,7 @@ _SAMPLE_MICROBATCHES = 8
 """The fewest over which choices are compared: the middle of a step must outweigh its ends."""
 
 
-@dataclass(frozen=True)
-class LoweringOptions:
-    """How a schedule is lowered.
-
-    Raises:
-        ValueError: a number is out of its range, or options need `layers` and there are none.
-
-    Example:
-        >>> LoweringOptions(layers=4, ep=8).moe
-        True
-
-    """
-
-    layers: int | tuple[int, ...] | None = None
-    """Layers of a stage: one number for all stages, or one for each; ops are then parts of layers on lanes. None lowers
-    to whole cells, unless `by_layer`; then no other field applies but `model_layers`, `ep`, `dp` and `every_gpu`."""
-
-    model_layers: int | None = None
-    """Layers of the whole model, which the schedule cuts into its stages as evenly as it can: where they do not divide,
-    earlier stages have one more (`treadle.passes.cut.cut_layers`). So every schedule has the same model. Instead of
-    `layers`. None: as many as the costs' [model] has; without one the layers of a stage are not known, and a chunk is a
-    chunk under every schedule."""
-
-    blocks: tuple[str, ...] | None = None
-    """The blocks of each stage, a string of letters each: E embedding, d dense layer, t MoE layer (or just a layer), m
-    MTP block, L head with the loss (`treadle.ir.blocks.parse_layout` reads Megatron's layout strings). Instead of
-    `layers`, `model_layers`, `dense` and `mtp`."""
-
-    dense: int | None = None
-    """Layers, from the first on, that are dense: they exchange nothing with experts, and take what the costs' [dense]
-    says. None: as many as the costs' [model] has."""
-
-    mtp: int | None = None
-    """MTP blocks behind the layers, on the last stage. None: as many as the costs' [model] has."""
-
-    by_layer: bool = False
-    """With `model_layers` or `blocks`: ops are parts of layers on lanes, as with `layers`, and not whole cells."""
-
-    moe: bool = True
-    """Layers exchange tokens with experts: dispatch and combine on a lane of their own."""
-
-    padded: bool = False
-    """Experts take a fixed number of tokens, so no counts are exchanged and no host waits for them."""
-
-    embedding: bool | None = None
-    """The first stage has an embedding before its layers. None: if the costs give it a time."""
-
-    head: bool | None = None
-    """The last stage has a head, which ends in the loss, behind its layers. None: if the costs give it a time."""
-
-    tied: tuple[tuple[int, ...], ...] = ()
-    """Stages that share a parameter, for each such parameter: ((0, 7),) if the embedding of stage 0 is the head of
-    stage 7. Their gradients are reduced together, after the last of them. A negative stage counts from the last. At the
-    grain of layers."""
-
-    recompute: tuple[str, ...] = ()
-    """Parts of a layer, "attn" and "mlp", that keep only their inputs and are computed again before their backward. At
-    the grain of layers."""
-
-    early_recompute: bool | None = None
-    """They are computed again one exchange sooner than needed. None: whichever simulates faster."""
-
-    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
-    """Weight halves that run apart from their backward. A part left out here runs both halves in one op."""
-
-    offload: bool = False
-    """Saved activations are copied to the host and back, layer by layer. Needs `layers`."""
-
-    hold: bool | None = None
-    """Attention's weight half waits for the next slot of its cell. None: whichever simulates faster."""
-
-    early: bool | None = None
-    """A lone backward runs the experts' weight half during its dispatch. None: whichever simulates faster."""
-
-    kept: float = 1.0
-    """Fraction of the saved bytes, 0 to 1, that stays after the input half until the weight half has run."""
-
-    ep: int = 1
-    """Ranks of an expert group. More than 1 needs `layers` and `moe`."""
-
-    dp: int = 1
-    """Replicas of each expert group, whose gradients are reduced."""
-
-    every_gpu: bool = False
-    """Give every GPU of the mesh lanes of its own: `ep * dp` times as many ops. Otherwise one pipeline stands for all,
-    as they are alike."""
-
-    def __post_init__(self) -> None:
-        given = {"layers": self.layers, "model_layers": self.model_layers, "blocks": self.blocks}
-        said = [name for name, value in given.items() if value is not None]
-        if len(said) > 1:
-            raise ValueError(
-                "layers are given of each stage (--layers), of the model (--model-layers) or as blocks (--layout), "
-                f"got {' and '.join(f'{name} {_listed(given[name])}' for name in said)}; leave out all but one"
-            )
-        if self.blocks is not None:
-            check_order(self.blocks)
-            if self.dense or self.mtp:
-                raise ValueError(
-                    f"blocks say which layers are dense (d) and where MTP blocks are (m), got {self._besides}"
-                )
-        if self.model_layers is not None and self.model_layers < 1:
-            raise ValueError(f"a model has at least 1 layer, got {self.model_layers}")
-        for name in ("dense", "mtp"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise ValueError(f"{name} is a whole number from 0, got {getattr(self, name)}")
-        if not self.by_lanes:
-            self._check_by_lanes()
-        for name in ("ep", "dp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is a whole number from 1, got {getattr(self, name)}")
-        if not 0 <= self.kept <= 1:
-            raise ValueError(f"the fraction kept after the input half is from 0 to 1, got {self.kept}")
-        if self.ep > 1 and not (self.moe and self.by_lanes):
-            raise ValueError("expert parallelism needs MoE layers; add --layers N --moe")
-        unknown = [part for part in self.recompute if part not in _RECOMPUTE]
-        if unknown or len(set(self.recompute)) != len(self.recompute):
-            raise ValueError(f"parts that are computed again are attn and mlp, got {', '.join(self.recompute)}")
-
-    @property
-    def _besides(self) -> str:
-        return " and ".join(f"{name} {getattr(self, name)}" for name in ("dense", "mtp") if getattr(self, name))
-
-    def _check_by_lanes(self) -> None:
-        """Refuse what works layer by layer where ops are whole cells."""
-        for what, given in (("offload", self.offload), ("recomputation", self.recompute), ("a tie", self.tied)):
-            if given:
-                raise ValueError(
-                    f"{what} works layer by layer; say how many layers a chunk has, for example --layers 4"
-                )
-
-    @property
-    def by_lanes(self) -> bool:
-        """True if ops are parts of layers on lanes, False if they are whole cells."""
-        return self.layers is not None or self.by_layer
-
-    def cut(self, schedule: Schedule, costs: Costs) -> tuple[str, ...]:
-        """Return the blocks of each stage; empty ones where they are not known.
-
-        Raises:
-            ValueError: the model has fewer layers than stages, or not as many as the costs say.
-
-        """
-        num_stages = schedule.placement.num_stages
-        if self.blocks is not None:
-            self._check_blocks(num_stages, costs)
-            return self.blocks
-        layers = self._layers(num_stages, costs)
-        if not any(layers):
-            return ("",) * num_stages
-        rows = ["t" * count for count in layers]
-        dense = self.dense if self.dense is not None else costs.model.get("dense", 0)
-        if dense > sum(layers):
-            raise ValueError(f"a model of {sum(layers)} layers has at most as many dense ones, got {dense}")
-        rows = list(with_dense(tuple(rows), dense))
-        rows[0] = "E" * _has(self.embedding, "E", costs) + rows[0]
-        rows[-1] += "m" * self._num_mtp(costs) + "L" * _has(self.head, "L", costs)
-        return tuple(rows)
-
-    def _num_mtp(self, costs: Costs) -> int:
-        said = costs.model.get("mtp", 0)
-        return self.mtp if self.mtp is not None else said
-
-    def _layers(self, num_stages: int, costs: Costs) -> tuple[int, ...]:
-        """The layers of each stage; 0 where they are not known."""
-        said = costs.model.get("layers")
-        if self.layers is not None:
-            layers = self.layers if isinstance(self.layers, tuple) else (self.layers,) * num_stages
-            if len(layers) != num_stages or (min(layers) < 1 and any(layers)):
-                raise ValueError(
-                    f"layers are one number from 1, or one for each of {num_stages} stages, got {_listed(self.layers)}"
-                )
-            if said is not None and sum(layers) != said:
-                raise ValueError(
-                    f"costs {costs.name!r} are of a model of {said} layers, and layers {_listed(self.layers)} on "
-                    f"{num_stages} stages make {sum(layers)}; take costs of that model, or leave --layers out"
-                )
-            return layers
-        if said is not None and self.model_layers not in (None, said):
-            raise ValueError(
-                f"costs {costs.name!r} are of a model of {said} layers, got {self.model_layers}; "
-                "leave --model-layers out, or change [model] layers"
-            )
-        held = self.model_layers if self.model_layers is not None else said
-        if held is None:
-            if self.by_layer:
-                raise ValueError("the grain of layers needs their number; add --layers N or --model-layers N")
-            return (0,) * num_stages
-        return cut_layers(held, num_stages)
-
-    def _check_blocks(self, num_stages: int, costs: Costs) -> None:
-        assert self.blocks is not None
-        said, made = costs.model.get("layers"), sum(row.count("d") + row.count("t") for row in self.blocks)
-        if len(self.blocks) != num_stages:
-            raise ValueError(
-                f"the layout has {len(self.blocks)} stages ({'|'.join(self.blocks)}), the schedule {num_stages}; "
-                "give as many, divided by |"
-            )
-        if said is not None and made != said:
-            raise ValueError(f"costs {costs.name!r} are of a model of {said} layers, and the layout has {made}")
-
-
-_WHOLE_CELLS = LoweringOptions()
-
-
-def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = _WHOLE_CELLS) -> Program:
+def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = WHOLE_CELLS) -> Program:
     """Lower a schedule to a Program: ops on lanes, with what they wait for.
 
     Args:
@@ -259,11 +53,11 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = _WHOLE_CE
 
     Example:
         >>> schedule, costs = treadle.generate("1f1b", pp=2, microbatches=4), treadle.load_costs("deepseek-v3-h800")
-        >>> lower(schedule, costs, LoweringOptions(layers=1)).num_ranks
+        >>> lower(schedule, costs, LoweringOptions(layers=1, moe=True)).num_ranks
         2
 
     """
-    if not options.by_lanes:
+    if not options.is_by_layer(costs):
         program = _with_blocks(lower_cells(schedule), schedule, costs, options)
     else:
         shape = choose(schedule, costs, options)
@@ -295,7 +89,7 @@ def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: Lo
 
 
 def choose(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
-    """The shape with weight halves, and what is computed again, where the step is shortest.
+    """Return the shape with wgrads, and what is recomputed, where the step is shortest.
 
     Whether holding one back pays depends on what it has to hide: it gains where a backward's first all-to-all leaves
     compute idle, and loses where pipeline messages are slow. So each choice is simulated, over the first micro-batches.
@@ -364,7 +158,7 @@ def _saved(
 
 
 def _counted(options: LoweringOptions) -> tuple[dict[OpKind, int], dict[OpKind, int], str]:
-    """Layers are counted: a part is half of one; one that is computed again counts from then on."""
+    """Layers are counted: a part is half of one; one that is recomputed counts from then on."""
     saved = {OpKind.ATTN_F: 1, OpKind.MLP_F: 1}
     for part in options.recompute:
         again = _RECOMPUTE[part]
@@ -373,7 +167,7 @@ def _counted(options: LoweringOptions) -> tuple[dict[OpKind, int], dict[OpKind, 
 
 
 def _parts_saved(sizes: Mapping[str, int], recompute: tuple[str, ...], prefix: str) -> dict[OpKind, int]:
-    """What attention and MLP save; where one is computed again, its inputs first and the rest then."""
+    """What attention and MLP save; where one is recomputed, its inputs first and the rest then."""
     saved = {}
     for part, again in _RECOMPUTE.items():
         whole = sizes.get(f"{prefix}{part}", sizes[part])
@@ -383,15 +177,6 @@ def _parts_saved(sizes: Mapping[str, int], recompute: tuple[str, ...], prefix: s
         else:
             saved[RECOMPUTE[again]] = whole
     return saved
-
-
-def _has(said: bool | None, block: str, costs: Costs) -> bool:
-    """True if the model has this end: as the options say, or else where the costs give it a time."""
-    return said if said is not None else costs.has_block(block)
-
-
-def _listed(layers: object) -> str:
-    return ",".join(map(str, layers)) if isinstance(layers, tuple) else str(layers)
 
 
 def first_microbatches(schedule: Schedule, num_mb: int) -> Schedule:

@@ -23,7 +23,8 @@ from treadle.passes.lower import lower_layers
 from treadle.passes.reduce import with_reduce
 from treadle.passes.ring import with_ring
 from treadle.passes.tied import with_tied
-from treadle.plan.lowering import LoweringOptions, choose
+from treadle.plan.lowering import choose
+from treadle.plan.options import LoweringOptions
 
 _TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8, OpKind.REDUCE_TIED: 8}
 _MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there

@@ -108,12 +108,12 @@ def model_blocks(costs: Costs, *, layers: int | None = None, dense: int | None =
     if layers is not None and said is not None and layers != said:
         raise ValueError(
             f"costs {costs.name!r} are of a model of {said} layers, got {layers}; "
-            "leave --model-layers out, or change [model] layers"
+            "leave `model_layers` out, or change [model] layers"
         )
     count = layers if layers is not None else said
     if count is None:
         raise ValueError(
-            f"costs {costs.name!r} do not say how many layers the model has; add --model-layers N, a --layout, or a "
+            f"costs {costs.name!r} do not say how many layers the model has; add `model_layers=N`, `blocks`, or a "
             "[model] section with layers"
         )
     num_mtp = mtp if mtp is not None else costs.model.get("mtp", 0)

@@ -138,7 +138,8 @@ def straggler_study(
             nothing to do.
 
     Example:
-        >>> costs, options = treadle.load_costs("deepseek-v3-h800"), treadle.LoweringOptions(layers=1, ep=4, dp=8)
+        >>> costs = treadle.load_costs("deepseek-v3-h800")
+        >>> options = treadle.LoweringOptions(layers=1, moe=True, ep=4, dp=8)
         >>> names = ("1f1b", "zb-h1")
         >>> schedules = {name: treadle.generate(name, pp=4, microbatches=8) for name in names}
         >>> pipelines = {name: treadle.lower(schedule, costs, options) for name, schedule in schedules.items()}

@@ -22,6 +22,7 @@ with brought_by("run", needed_by="treadle.runtime"):
     from treadle.runtime.faults.watch import RankLostError
     from treadle.runtime.model.losses import FurtherLoss, StageOutput
     from treadle.runtime.model.mtp import MTPBlock
+    from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.runtime.options import RunOptions
     from treadle.runtime.pipeline import Pipeline
     from treadle.runtime.report import StepReport
@@ -34,11 +35,14 @@ __all__ = [
     "Pipeline",
     "RankLostError",
     "RunOptions",
+    "Segment",
     "Spec",
     "StageOutput",
     "StepReport",
     "StreamChecker",
     "check_streams",
+    "compute",
+    "exchange",
 ]
 
 RankLost = RankLostError  # its name until 0.1; removed in 0.3

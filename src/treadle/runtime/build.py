@@ -22,7 +22,7 @@ from treadle.host.errors import named
 from treadle.ir import Kind, Schedule
 from treadle.ir.dependency import WEIGHT_OF
 from treadle.ir.program import Longs, Op, OpKind, Program
-from treadle.plan.lowering import LoweringOptions
+from treadle.plan.options import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
 from treadle.runtime.handshake import Handshake, RankStages
 from treadle.runtime.model import weight_grad as split

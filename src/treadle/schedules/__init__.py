@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.metadata import entry_points
+from typing import ParamSpec
 
 from treadle.fields.nearest import did_you_mean
 from treadle.ir import Schedule
@@ -34,6 +36,8 @@ SCHEDULES: dict[str, Family] = {
     "dualpipe": dualpipe.FAMILY,
     "dualpipev": dualpipev.FAMILY,
 }
+
+_P = ParamSpec("_P")
 
 ENTRY_POINT = "treadle.schedules"
 """Packages outside add a Family under this entry point."""
@@ -78,6 +82,29 @@ def default_schedule(vpp: int = 1) -> str:
     return (interleaved.FAMILY if vpp > 1 else one_f_one_b.FAMILY).name
 
 
+_MEANT = {
+    **dict.fromkeys(("m", "mb", "num_mb", "num_microbatches", "n_microbatches", "micro_batches"), "microbatches"),
+    **dict.fromkeys(("p", "ranks", "num_ranks", "stages", "num_stages", "pp_size"), "pp"),
+    **dict.fromkeys(("v", "chunks", "num_chunks", "vp", "vpp_size"), "vpp"),
+}
+"""Keywords of `generate` by what is written for them by mistake."""
+
+
+def _checks_keywords(function: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
+    """Give a function of sizes an error that names the right keyword."""
+
+    @wraps(function)
+    def checked(*args: _P.args, **sizes: _P.kwargs) -> Schedule:
+        for name, value in sizes.items():
+            if name not in ("name", *_MEANT.values()):
+                meant = f"; write {_MEANT[name]}={value}" if name in _MEANT else ""
+                raise TypeError(f"generate takes pp, vpp and microbatches, got {name}={value!r}{meant}")
+        return function(*args, **sizes)
+
+    return checked
+
+
+@_checks_keywords
 def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -> Schedule:
     """Generate a schedule.
 

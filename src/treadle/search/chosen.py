@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from treadle.costs import durations
 from treadle.estimate.flops import model_flops
 from treadle.estimate.memory import estimate_memory
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.search.judged import Judged
-from treadle.simulate import Metrics, measure, simulate
-from treadle.verify import VerifyReport, verify_program
+from treadle.simulate import Metrics, measure
+from treadle.step import Step
+from treadle.verify import VerifyReport
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,9 @@ class Chosen:
     @classmethod
     def of(cls, judged: Judged) -> Chosen:
         """Lower, verify and simulate a judged job."""
-        structure, costs, microbatches = judged.structure, judged.costs, judged.job.num_microbatches
-        program = structure.lower(microbatches, costs)
-        trace = simulate(program, costs)
-        schedule = structure.generate(microbatches)
-        return cls(judged, schedule, trace, measure(trace), verify_program(program, durations(program, costs)))
+        schedule = judged.structure.generate(judged.job.num_microbatches)
+        step = Step(schedule, judged.costs, judged.structure.options())
+        return cls(judged, schedule, step.trace, measure(step.trace), step.report)
 
     @property
     def step_s(self) -> float:

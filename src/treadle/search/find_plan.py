@@ -12,6 +12,7 @@ from treadle.estimate.cluster import GIB
 from treadle.estimate.memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
 from treadle.search.search import Found, Progress, search
 from treadle.search.space import Candidate, SearchSpace, candidates, fill
+from treadle.search.why import settle
 
 TOKENS_PER_GPU = 32_768
 """Tokens of a batch for each GPU where nobody says: what Kimi K2 (67M tokens) has on 2,048 GPUs."""
@@ -44,7 +45,8 @@ def find_plan(
         progress: called with the candidates done, and all of them.
 
     Returns:
-        The best job, the front of time and memory, and all that was considered.
+        The best job, which no change of one knob makes faster, with those changes; the front of time and memory; and
+        all that was considered.
 
     Raises:
         ValueError: there is no such preset, sizes do not divide, or nothing fits; the message says the way out.
@@ -86,7 +88,8 @@ def find_plan(
             f"no valid parallelism for a global batch of {batch:,} sequences of {seq_len:,} tokens: {reasons}"
         )
     names = fill(space, shape, gpus, seq_len).schedules or ()
-    return replace(search(points, limit, progress=progress), unable=tuple(_unable(names, points, refused)))
+    found = settle(search(points, limit, progress=progress))
+    return replace(found, unable=tuple(_unable(names, points, refused)))
 
 
 def _unable(names: Iterable[str], points: Iterable[Candidate], refused: Counter[str]) -> Iterator[tuple[str, str]]:

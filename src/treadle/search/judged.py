@@ -13,7 +13,7 @@ from treadle.schedules import family
 from treadle.search.bound import least_ticks
 from treadle.search.layout import layout
 from treadle.search.space import Candidate
-from treadle.search.step import Step, simulate_step, simulate_whole
+from treadle.search.step import StepTime, simulate_step, simulate_whole
 from treadle.search.structure import Structure, recomputed_ops
 
 
@@ -52,7 +52,7 @@ class Judged:
         """Return it with the time of all its micro-batches."""
         return self.with_step(simulate_whole(self.structure, self.job.num_microbatches, self.costs))
 
-    def with_step(self, step: Step) -> Judged:
+    def with_step(self, step: StepTime) -> Judged:
         """Return it with a simulated step, and with what the step holds where activations are offloaded."""
         memory = estimate_memory(self.job, held=step.held) if self.job.offload else self.memory
         return replace(self, ticks=step.ticks, memory=memory)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.search.front import Front
 from treadle.search.judged import Judged, describe, judge
 from treadle.search.space import Candidate
+
+if TYPE_CHECKING:
+    from treadle.search.why import Alternative
 
 Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""
@@ -29,6 +33,9 @@ class Found:
     memory_limit: int
     unable: tuple[tuple[str, str], ...] = ()
     """Schedules that can do no job of the space, each with the reason."""
+
+    alternatives: tuple[Alternative, ...] = ()
+    """The best jobs that differ from the best one in one knob (`treadle.search.why.settle`)."""
 
     @property
     def num_simulated(self) -> int:

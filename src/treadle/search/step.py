@@ -36,14 +36,14 @@ _GROUPS = (
 _MESSAGES = ("send", "offload", "onload")
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """A simulated step: its ticks, and the most bytes of saved activations that each rank holds where it offloads."""
 
     ticks: int
     held: tuple[int, ...] = ()
 
 
-def simulate_step(structure: Structure, microbatches: int, costs: Costs) -> Step:
+def simulate_step(structure: Structure, microbatches: int, costs: Costs) -> StepTime:
     """Simulate a step of a job, with about the choices that `treadle.plan.lower` would make.
 
     Raises:
@@ -53,7 +53,7 @@ def simulate_step(structure: Structure, microbatches: int, costs: Costs) -> Step
     return simulate_variant(structure, microbatches, choose_variant(structure, costs), costs)
 
 
-def simulate_variant(structure: Structure, microbatches: int, variant: Variant, costs: Costs) -> Step:
+def simulate_variant(structure: Structure, microbatches: int, variant: Variant, costs: Costs) -> StepTime:
     """Simulate a step; one of many micro-batches by its rhythm."""
     pp = structure.pp
     for rounds in _ROUNDS if family(structure.schedule).regular else ():
@@ -63,16 +63,16 @@ def simulate_variant(structure: Structure, microbatches: int, variant: Variant, 
         once, twice, thrice = (every_microbatch(structure, first + more * pp, variant, costs) for more in range(3))
         if thrice.ticks - twice.ticks == twice.ticks - once.ticks:
             more = (twice.ticks - once.ticks) * ((microbatches - first) // pp)
-            return Step(once.ticks + more, thrice.held)
+            return StepTime(once.ticks + more, thrice.held)
     return every_microbatch(structure, microbatches, variant, costs)
 
 
-def simulate_whole(structure: Structure, microbatches: int, costs: Costs) -> Step:
+def simulate_whole(structure: Structure, microbatches: int, costs: Costs) -> StepTime:
     """Simulate every micro-batch of a step, of the Program that every command makes from the job's files."""
     program = structure.lower(microbatches, costs)
     times = _times(program, costs)
     held = tuple(peaks(program, times).size.tolist()) if structure.offload else ()
-    return Step(int(times.end.max(initial=0)), held)
+    return StepTime(int(times.end.max(initial=0)), held)
 
 
 def choose_variant(structure: Structure, costs: Costs) -> Variant:
@@ -104,14 +104,14 @@ def _chosen_variant(structure: Structure, times: tuple[int, ...]) -> Variant:
     return faster((best, best._replace(early_recompute=True))) if structure.recompute else best
 
 
-def every_microbatch(structure: Structure, microbatches: int, variant: Variant, costs: Costs) -> Step:
+def every_microbatch(structure: Structure, microbatches: int, variant: Variant, costs: Costs) -> StepTime:
     """Simulate all micro-batches of a step."""
     program = structure.program(microbatches, variant)
     times = _times(program, costs)
     held: tuple[int, ...] = ()
     if structure.offload:
         held = tuple(peaks(with_saved(program, costs, structure.options()), times).size.tolist())
-    return Step(int(times.end.max(initial=0)), held)
+    return StepTime(int(times.end.max(initial=0)), held)
 
 
 def _times(program: Program, costs: Costs) -> Times:

@@ -14,7 +14,8 @@ from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import MICROSECONDS
 from treadle.passes.lower import lower_layers
-from treadle.plan.lowering import LoweringOptions, choose, lower
+from treadle.plan.lowering import choose, lower
+from treadle.plan.options import LoweringOptions
 from treadle.schedules import generate
 
 _KEPT_SCHEDULES = 24

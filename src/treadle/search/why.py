@@ -44,7 +44,7 @@ class Alternative:
     reason: str
 
 
-def settle(found: Found) -> tuple[Found, tuple[Alternative, ...]]:
+def settle(found: Found) -> Found:
     """Return the search's result with the best job that no change of one knob makes faster, and its alternatives.
 
     A search ranks jobs by choices that near ones share; alternatives are simulated whole, each with its own choices. So
@@ -55,7 +55,7 @@ def settle(found: Found) -> tuple[Found, tuple[Alternative, ...]]:
         others = alternatives(found, whole)
         faster = [other for other in others if other.slower is not None and other.slower < 0]
         if not faster:
-            return found, others
+            return replace(found, alternatives=others)
         best = min(faster, key=lambda other: other.slower or 0.0).judged
         front = Front()
         by_pair = {}

@@ -143,7 +143,7 @@ def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
 def paced_costs(setup: Setup, schedule: treadle.Schedule) -> treadle.Costs:
     """Return DeepSeek-V3's published times, all scaled alike so that a step takes `STEP_S`."""
     costs = treadle.load_costs("deepseek-v3-h800")
-    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=LAYERS)), costs)
+    trace = treadle.simulate(treadle.lower(schedule, costs, treadle.LoweringOptions(layers=LAYERS, moe=True)), costs)
     factor = STEP_S[setup.quick] / (trace.makespan / 1e9)
     layer, message = ({name: round(t * factor) for name, t in of.items()} for of in (costs.layer, costs.message))
     return replace(costs, layer=layer, message=message)

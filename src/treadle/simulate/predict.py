@@ -49,7 +49,7 @@ def simulate(program: Program, costs: Costs | Durations, *, slowness: float | Fa
         seed: of that share.
 
     Raises:
-        ValueError: the program does not finish (`treadle.verify_program` says why), or durations are not one for each
+        ValueError: the program does not finish (`treadle.verify` explains why), or durations are not one for each
             op, or negative, or factors are not one for each rank.
 
     Example:

@@ -52,10 +52,17 @@ class Stragglers:
         return f"{100 * self.share:.3g} % of ranks {self.factor:g} times slower"
 
 
-def random_factors(num_ranks: int, slowness: float, seed: int) -> Factors:
+def random_factors(num_ranks: int, slowness: float, seed: int | Sequence[int]) -> Factors:
     """Return a factor for each rank, slower by a random share of up to `slowness`."""
     factors: Factors = 1.0 + slowness * np.random.default_rng(seed).random(num_ranks)
     return factors
+
+
+def slow_factors(num_ranks: int, slowness: float, stragglers: Stragglers | None, seed: int) -> Factors | None:
+    """Return the factor of each rank under both kinds of slowness, drawn independently; None if no rank is slower."""
+    if stragglers is None:
+        return random_factors(num_ranks, slowness, seed) if slowness else None
+    return stragglers.factors(num_ranks, seed) * random_factors(num_ranks, slowness, (seed, 1))
 
 
 def checked_factors(factors: Factors, num_ranks: int) -> Factors:

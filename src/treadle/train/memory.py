@@ -14,7 +14,7 @@ from treadle.dist.channel import most_in_flight
 from treadle.ir.program import LaneKind, Program
 from treadle.models.footprint import MicroBatch, ParameterShape, StageFootprint, stage_footprint
 from treadle.models.names import tied_parameters
-from treadle.plan.lowering import LoweringOptions
+from treadle.plan.options import LoweringOptions
 from treadle.plan.running import lower_weaving
 from treadle.simulate import simulate
 from treadle.train.config import TrainConfig

@@ -60,7 +60,7 @@ CODES: dict[str, Explanation] = {
         "0: F0.0 B0.0 F1.0 B1.0        (B0.0 needs rank 1's B0.0, which is behind F1.0 ...)\n"
         "1: F0.0 F1.0 B0.0 B1.0        (... which needs rank 0's F1.0, which is behind B0.0)",
         "Follow the chain, and break it where an action can move forward or a receive can be posted earlier. If a "
-        "step needs a buffer to be freed, a larger '--ring' resolves it.",
+        "step needs a buffer to be freed, a larger `ring` resolves it.",
     ),
     "T202": Explanation(
         "a send without a receive, or a receive without a send",
@@ -81,7 +81,7 @@ CODES: dict[str, Explanation] = {
         "Channels have no tags (NCCL has none): the k-th send fills the k-th receive. Here their names differ, so "
         "an action computes on another micro-batch's data. Nothing hangs, and nothing says so at run time.",
         "# receive 0>1: F1.0 F0.0      (sent as F0.0 F1.0)",
-        "Post receives in the sender's order ('--receives sender', the default), not in the order of use.",
+        "Post receives in the sender's order (`receives='sender'`, the default), not in the order of use.",
     ),
     "T205": Explanation(
         "ops that go together differ in kind or size",
@@ -110,7 +110,7 @@ CODES: dict[str, Explanation] = {
         "What forward parts save is held until their wgrad ends, or is out on the host between its offload and "
         "its onload. The peak is over the execution in which every op starts as soon as it can under the given costs.",
         "treadle verify 1f1b --pp 4 -m 8 --layers 4 --costs deepseek-v3-h800 --memory-limit 4e9",
-        "Offload ('--offload'), take a schedule that holds less, or raise the limit.",
+        "Offload (`offload=True`), take a schedule that holds less, or raise the limit.",
     ),
     "T401": Explanation(
         "an op that does not wait for what it reads or overwrites",

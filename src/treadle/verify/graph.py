@@ -1,9 +1,8 @@
 """The graph of a Program: what must end before what, with ops that go together taken as one node.
 
 Edges lead to a node from the op before it on its lane and from what it needs; with a ring of buffers, from the reader
-that frees the buffer it fills; with eager sends, from a send to its receive; with launch orders, from what its rank
-launches before it. A Program deadlocks exactly if this graph has a cycle, or a node can never end for another reason
-(no match, a need that nothing provides).
+that frees the buffer it fills; with launch orders, from what its rank launches before it. A Program deadlocks exactly
+if this graph has a cycle, or a node can never end for another reason (no match, a need that nothing provides).
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class Edge(IntEnum):
     LANE = 0
     NEED = 1
     RING = 2
-    ARRIVAL = 3
-    LAUNCH = 4
+    LAUNCH = 3
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,10 @@ class Graph:
     kind: Bytes
 
     @classmethod
-    def of(cls, program: Program, *, eager: bool = False, ring: int | None = None, launch: bool = False) -> Graph:
-        """The graph of a program: `eager` sends do not wait, `ring` buffers on each channel, `launch` order kept."""
+    def of(cls, program: Program, *, ring: int | None = None, launch: bool = False) -> Graph:
+        """Return the graph of a program: `ring` buffers on each channel, `launch` order kept."""
         together = leaders(program)
-        kind = program.lane_kind[program.lane_of]
-        channel = (kind == LaneKind.SEND) | (kind == LaneKind.RECV)
-        sent = np.flatnonzero(channel & (together != np.arange(program.num_ops)))
         edges = {Edge.LANE: lane_edges(program), Edge.NEED: need_edges(program)}
-        if eager:
-            edges[Edge.ARRIVAL] = together[sent], sent.astype(np.int32)
-            together[sent] = sent
         if ring is not None:
             edges[Edge.RING] = ring_edges(program, ring)
         if launch:
@@ -188,7 +180,6 @@ _BECAUSE = {
     Edge.LANE: "is behind",
     Edge.NEED: "needs",
     Edge.RING: "needs the buffer that is freed by",
-    Edge.ARRIVAL: "waits for",
     Edge.LAUNCH: "is launched after",
 }
 

@@ -22,7 +22,6 @@ from treadle.verify.structure import check_actions, check_limit, peak_activation
 def verify_schedule(
     schedule: Schedule,
     *,
-    eager: bool = False,
     receives: ReceiveOrder = "sender",
     ring: int | None = None,
     max_activations: int | None = None,
@@ -31,7 +30,6 @@ def verify_schedule(
 
     Args:
         schedule: sound or not.
-        eager: sends do not wait for their receives.
         receives: the order in which receives are posted where the schedule does not say.
         ring: receive buffers on each channel; None for as many as there are messages.
         max_activations: the most activations of (mb, chunk) that a rank may hold at once.
@@ -47,22 +45,22 @@ def verify_schedule(
     actions = schedule.columns
     program = lower_cells(schedule, receives=receives)
     findings = list(check_actions(schedule, actions))
-    findings += check_execution(program, schedule, eager=eager, ring=ring)
+    findings += check_execution(program, schedule, ring=ring)
     if max_activations is not None:
         findings += check_limit(schedule, actions, max_activations)
     peaks = peak_activations(schedule, actions)
     return VerifyReport(schedule.pp, schedule.num_cells, program.num_ops, worst_first(findings), peak_activations=peaks)
 
 
-def check_execution(program: Program, schedule: Schedule, *, eager: bool, ring: int | None) -> Iterator[Finding]:
+def check_execution(program: Program, schedule: Schedule, *, ring: int | None) -> Iterator[Finding]:
     """T103, T104, T201 to T204: what happens when the lanes run."""
     yield from _out_of_order(program)
     yield from _never_provided(program, schedule)
     yield from check_groups(program)
     times = execute(with_ring(program, ring), np.zeros(program.num_ops, np.int64))
-    if times.finished and not eager:
+    if times.finished:
         return
-    graph = Graph.of(program, eager=eager, ring=ring)
+    graph = Graph.of(program, ring=ring)
     stuck = graph.stuck()
     if stuck.any():
         yield deadlock(program, graph, stuck, times.num_left)

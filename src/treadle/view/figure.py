@@ -271,7 +271,7 @@ def _strip_height(panels: Sequence[_Panel]) -> float:
 def cell_sheet(trace: Trace, which: Phase, style: FigureStyle = PLAIN) -> Sheet:
     """The figure of one cell's lanes, before it is written."""
     if style.fold is not None:
-        raise ValueError("one cell's lanes are one strip; leave --fold out")
+        raise ValueError("one cell's lanes are one strip; leave `fold` out")
     colours, boxes = palette(style.palette), cell_panel(trace, which)
     margins = Margins.of(range(1), style, by_lane=True, memory=False)
     left, span = 72.0 if not margins.cramped else 38.0, float(boxes.right.max())

@@ -39,9 +39,9 @@ def checked_grain(trace: Trace, grain: str | None) -> Grain:
     if grain not in (None, "cells", "lanes"):
         raise ValueError(f"a figure's grain is cells or lanes, got {grain!r}")
     if grain == "lanes" and not by_layer:
-        raise ValueError("this trace is at the grain of cells and has no lanes to draw; lower it with --layers N")
+        raise ValueError("this trace is at the grain of cells and has no lanes to draw; lower it with `layers=N`")
     if grain == "cells" and by_layer:
-        raise ValueError("this trace is at the grain of layers; leave --layers out to draw its cells")
+        raise ValueError("this trace is at the grain of layers; leave `layers` out to draw its cells")
     return "lanes" if by_layer else "cells"
 
 

@@ -1,4 +1,4 @@
-"""A weight update, buffer by buffer, as `treadle show update --json` prints it."""
+"""A weight update, buffer by buffer, as `treadle show --json` of an update prints it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_no_compute_op_is_on_a_communication_lane(name: str) -> None:
     schedule = treadle.generate(name, pp=2, microbatches=4)
     num = schedule.placement.num_stages
     rows = ("Edt", *("tt" for _ in range(num - 2)), "tmL")
-    options = treadle.LoweringOptions(blocks=rows, by_layer=True, offload=True, recompute=("attn", "mlp"))
+    options = treadle.LoweringOptions(blocks=rows, by_layer=True, offload=True, recompute=("attn", "mlp"), moe=True)
     program = lower_weaving(schedule, UNIT_COSTS, options, reduce=True)
     lanes = program.lane_kind[program.lane_of]
     for kind in map(OpKind, set(program.kind.tolist())):
@@ -189,7 +189,7 @@ def test_without_a_seed_the_same_numbers_are_drawn_again() -> None:
 VOCAB = 12
 
 
-class Next(treadle.MTPBlock):
+class Next(treadle.runtime.MTPBlock):
     """Predicts the next token but one."""
 
     def __init__(self) -> None:
@@ -276,12 +276,12 @@ class Sparse(nn.Linear):
 
     def forward(self, x: Tensor) -> treadle.StageOutput:  # type: ignore[override]
         out = torch.tanh(super().forward(x))
-        return treadle.StageOutput(out, further=(treadle.FurtherLoss("l1", out.abs().mean(), 0.1),))
+        return treadle.StageOutput(out, further=(treadle.runtime.FurtherLoss("l1", out.abs().mean(), 0.1),))
 
 
 def two_losses(out: treadle.StageOutput | Tensor, target: Tensor) -> treadle.StageOutput:
     assert isinstance(out, Tensor)
-    more = treadle.FurtherLoss("z", out.logsumexp(-1).square().mean(), 0.01)
+    more = treadle.runtime.FurtherLoss("z", out.logsumexp(-1).square().mean(), 0.01)
     return treadle.StageOutput(functional.mse_loss(out, target), further=(more,))
 
 

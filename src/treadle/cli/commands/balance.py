@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from treadle.cli.commands.simulate import rank_ranges
-from treadle.cli.model import layout_blocks
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
+from treadle.cli.step_flags import layout_blocks
 from treadle.cli.tables import rows_table
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import note, out, suggest, working
@@ -23,12 +23,12 @@ from treadle.ir.placement import Placement
 from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.passes.cut import cut_evenly
-from treadle.plan import LoweringOptions, lower
+from treadle.plan import LoweringOptions
 from treadle.plan.balance import balance_blocks
 from treadle.plan.stages import CutCosts, StageCost, model_blocks, weigh
 from treadle.schedules import default_schedule
 from treadle.simulate import Metrics, measure
-from treadle.simulate import simulate as simulate_step
+from treadle.step import Step
 
 if TYPE_CHECKING:
     from treadle.cli.printed import BalanceJson, CutJson
@@ -162,8 +162,7 @@ def _weigh(name: str, blocks: tuple[str, ...], costs: Costs, placement: Placemen
     weighed = weigh(costs, blocks, placement)
     if schedule is None:
         return _Cut(name, weighed, None)
-    program = lower(schedule, costs, LoweringOptions(blocks=blocks))
-    return _Cut(name, weighed, measure(simulate_step(program, costs)))
+    return _Cut(name, weighed, measure(Step(schedule, costs, LoweringOptions(blocks=blocks)).trace))
 
 
 def _as_dict(

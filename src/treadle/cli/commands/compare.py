@@ -10,10 +10,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.compared import hold_model, load_all
-from treadle.cli.model import Model, layout_blocks
+from treadle.api.verbs import compare_steps
+from treadle.cli.compared import load_all
 from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
+from treadle.cli.step_flags import StepFlags, layout_blocks, make_traces
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import out, suggest, working
 from treadle.costs import Costs
@@ -22,8 +23,8 @@ from treadle.ir.show import show_held, show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate import Comparison, Difference, OpGroup, fit
-from treadle.simulate import compare as compare_traces
 from treadle.simulate.stage_fitting import fit_stages
+from treadle.step import steps_of
 
 
 @spread_options
@@ -36,7 +37,7 @@ def compare(
             "traces; a directory of traces, one a rank, is one.",
         ),
     ],
-    model: Model,
+    flags: StepFlags,
     pp: Pp = None,
     vpp: Vpp = None,
     microbatches: Microbatches = None,
@@ -56,23 +57,23 @@ def compare(
     if len(names) < 2 and as_json:
         raise ValueError(f"--json prints a comparison, which takes at least two, got {names[0]}; leave --json out")
     loaded = load_all(names, Target("", pp, vpp, microbatches))
-    model = hold_model(loaded, model)
-    traces = [(name, model.trace(thing)) for name, thing in loaded]
+    steps = steps_of(loaded, flags.costs, flags.options)
+    traces = make_traces(steps)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(_fitted(traces[-1][1], model)), encoding="utf-8")
-        layout = traces[-1][1].program.layout
+        fit_to.write_text(dump_costs(_fitted(traces[-1], flags)), encoding="utf-8")
+        layout = traces[-1].program.layout
         size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}" + (" --layers 1" if layout.by_layer else "")
         suggest(f"treadle simulate 1f1b {size} --costs {shlex.quote(str(fit_to))}")
     if len(names) < 2:
         return
     with working("comparing"):
-        comparison = compare_traces(traces)
+        comparison = compare_steps(steps)
     if as_json:
         print_json("compare", comparison.as_dict())
         return
     _print_table(comparison)
     predicted = any(not isinstance(thing, Trace) for _, thing in loaded)
-    out.print(comparison.held + (_layer_time(model, comparison.clock) if predicted else ""), soft_wrap=True)
+    out.print(comparison.held + (_layer_time(flags.costs, comparison.clock) if predicted else ""), soft_wrap=True)
     if comparison.ops is not None:
         _print_difference(comparison.ops, comparison.clock)
     elif comparison.why_not and len(traces) == 2:
@@ -81,16 +82,15 @@ def compare(
         suggest("treadle simulate --help")
 
 
-def _fitted(trace: Trace, model: Model) -> Costs:
+def _fitted(trace: Trace, flags: StepFlags) -> Costs:
     """Costs of the ops as they ran; of the model's blocks, where a layout says which ran in each stage."""
-    if model.layout is None or trace.program.layout.by_layer:
+    if flags.layout is None or trace.program.layout.by_layer:
         return fit(trace)
-    return fit_stages(Steps.of(trace), layout_blocks(model.layout, model.dense, model.costs))
+    return fit_stages(Steps.of(trace), layout_blocks(flags.layout, flags.dense, flags.costs))
 
 
-def _layer_time(model: Model, clock: Clock) -> str:
+def _layer_time(costs: Costs, clock: Clock) -> str:
     """What was taken for a layer's, or else a chunk's, forward."""
-    costs = model.costs
     what, ticks = ("layer", costs.of_layer("f")) if costs.says_layers else ("chunk", costs.cell("f"))
     return f"; a {what}'s forward takes {show_time(clock, ticks)}"
 

@@ -14,6 +14,7 @@ from treadle.cli.app import COMMANDS, make_typer
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
+from treadle.cli.wording import as_typed
 from treadle.costs import PRESETS, dump, lacks, load_costs, parse, read, schema
 from treadle.fields.input_files import read_text
 
@@ -40,7 +41,7 @@ def check(
             "file": str(path),
             "right": not problems,
             "problems": [problem.as_dict() for problem in problems],
-            "lacks": [{"names": list(lack.names), "effect": lack.effect} for lack in lacking],
+            "lacks": [{"names": list(lack.names), "effect": as_typed(lack.effect)} for lack in lacking],
         }
         print_json("costs-check", body)
         raise typer.Exit(1 if problems else 0)
@@ -50,7 +51,7 @@ def check(
         raise typer.Exit(1)
     out.print(f"[green]right:[/] {escape(str(path))}, costs {escape(repr(checked.name))}", soft_wrap=True)
     for lack in lacking:
-        out.print(escape(str(lack)), soft_wrap=True)
+        out.print(escape(as_typed(str(lack))), soft_wrap=True)
     suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {shlex.quote(str(path))}")
 
 

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from treadle.cli.compared import Loaded, hold_model
-from treadle.cli.model import Model
 from treadle.cli.options import parse_ranks, spread_options
+from treadle.cli.step_flags import StepFlags, note_missing
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
 from treadle.cli.terminal import again, err, out, suggest, working
-from treadle.cli.update_target import Update
-from treadle.drawing import PAGE, require_matplotlib, stopped, with_assumptions
-from treadle.ir.trace import Trace
+from treadle.drawing import PAGE, Shown, require_matplotlib
+from treadle.step import Step, steps_of
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
 from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
 
 if TYPE_CHECKING:
     from treadle.verify import Finding
-    from treadle.view.hang import Hang
 
 
 class Grain(StrEnum):
@@ -100,21 +97,6 @@ class FigureOptions:
         return FigureStyle(self.width, self.fold, self.font_size, chosen, palette_name)
 
 
-@dataclass(frozen=True, eq=False)
-class _Drawn:
-    """A target as it is drawn: its name, its trace, and where it hangs and why, if it does not finish."""
-
-    name: str
-    trace: Trace
-    hang: Hang | None = None
-    finding: Finding | None = None
-
-    @property
-    def title(self) -> str:
-        """The name and the size, or why it does not finish."""
-        return f"{self.name}: {self.finding.message if self.finding is not None else described(self.trace)}"
-
-
 @spread_options
 def draw(
     names: Annotated[
@@ -122,11 +104,10 @@ def draw(
         typer.Argument(
             metavar="NAME|FILE...",
             help="Schedules by name, or files: schedules (text, torch-csv, json), programs (npz), traces (json, npz);"
-            " - is a schedule on stdin, 'update' a weight update. Several are drawn on one time axis.",
+            " - is a schedule on stdin. Several are drawn on one time axis.",
         ),
     ],
-    model: Model,
-    update: Update,
+    flags: StepFlags,
     figure: FigureOptions,
     pp: Pp = None,
     vpp: Vpp = None,
@@ -150,11 +131,11 @@ def draw(
     _check(output, figure, palette_name)
     sized = [Target(name, pp, vpp, microbatches, placement) for name in names]
     targets = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
-    loaded = [(target.name, update.load(target)) for target in targets]
-    held = hold_model(loaded, model) if len(loaded) > 1 else model
-    drawn = [_drawn(name, each, held) for name, each in loaded]
+    loaded = [(target.name, target.load()) for target in targets]
+    noted: set[str] = set()
+    drawn = [_shown(step, noted) for step in steps_of(loaded, flags.costs, flags.options)]
     if against is not None:
-        drawn.append(_drawn(str(against), Target(str(against)).load(), Model()))
+        drawn.append(_shown(Step(Target(str(against)).load(), name=str(against)), noted))
     if output is None:
         _terminal(drawn, grain, palette_name)
         suggest(again("-o figure.svg"))
@@ -180,15 +161,12 @@ def _check(output: Path | None, figure: FigureOptions, palette_name: str) -> Non
     palette(palette_name)
 
 
-def _drawn(name: str, loaded: Loaded, model: Model) -> _Drawn:
-    try:
-        trace = model.trace(loaded)
-    except ValueError:
-        hangs = None if isinstance(loaded, Trace) else stopped(loaded, model.costs)
-        if hangs is None:
-            raise
-        return _Drawn(name, *hangs)
-    return _Drawn(name, with_assumptions(trace, model.costs) if trace is not loaded else trace)
+def _shown(step: Step, noted: set[str]) -> Shown:
+    with working("simulating"):
+        shown = Shown.of(step)
+    if shown.finding is None:
+        note_missing(step, noted)
+    return shown
 
 
 def _tell(finding: Finding) -> None:
@@ -197,7 +175,7 @@ def _tell(finding: Finding) -> None:
         err.print(f"    {escape(step)}", soft_wrap=True)
 
 
-def _terminal(drawn: list[_Drawn], grain: Grain | None, palette_name: str) -> None:
+def _terminal(drawn: list[Shown], grain: Grain | None, palette_name: str) -> None:
     from treadle.view.terminal import terminal_rows
 
     for each in drawn:
@@ -211,7 +189,7 @@ def _terminal(drawn: list[_Drawn], grain: Grain | None, palette_name: str) -> No
             out.print(row, soft_wrap=True)
 
 
-def _write(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> None:
+def _write(drawn: list[Shown], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> None:
     with working(f"drawing {output}"):
         size = (
             _page(drawn, output, figure, palette_name)
@@ -221,7 +199,7 @@ def _write(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Grai
     err.print(f"wrote {escape(str(output))} ({size})", soft_wrap=True)
 
 
-def _page(drawn: list[_Drawn], output: Path, figure: FigureOptions, palette_name: str) -> str:
+def _page(drawn: list[Shown], output: Path, figure: FigureOptions, palette_name: str) -> str:
     from treadle.view.page import page
 
     if any(each.hang is not None for each in drawn):
@@ -231,13 +209,13 @@ def _page(drawn: list[_Drawn], output: Path, figure: FigureOptions, palette_name
     return f"{len(text.encode()) / 1000:,.0f} kB"
 
 
-def _called(each: _Drawn, drawn: list[_Drawn]) -> str:
+def _called(each: Shown, drawn: list[Shown]) -> str:
     """A trace's name on a page or in a figure of several: which, and if some are measured, what it is."""
     kinds = {other.trace.measured for other in drawn}
     return f"{each.name} ({'measured' if each.trace.measured else 'predicted'})" if len(kinds) > 1 else each.name
 
 
-def _figure(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> str:
+def _figure(drawn: list[Shown], output: Path, figure: FigureOptions, grain: Grain | None, palette_name: str) -> str:
     from treadle.view import figure as figures
 
     many = len(drawn) > 1
@@ -254,7 +232,7 @@ def _figure(drawn: list[_Drawn], output: Path, figure: FigureOptions, grain: Gra
     return str(figures.draw(traces, output, content, style, names=names, hangs=[each.hang for each in drawn]))
 
 
-def _named(each: _Drawn, drawn: list[_Drawn]) -> str:
+def _named(each: Shown, drawn: list[Shown]) -> str:
     """The name of a panel: with its size, where the sizes differ."""
     sizes = {described(other.trace) for other in drawn}
     called = _called(each, drawn)

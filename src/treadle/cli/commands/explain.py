@@ -11,6 +11,7 @@ from rich.markup import escape
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
+from treadle.cli.wording import as_typed
 from treadle.verify import CODES
 from treadle.verify import explain as explain_code
 
@@ -26,16 +27,17 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Says what a finding means, why it matters, and the way out."""
-    codes = CODES if code is None else {code.upper(): explain_code(code)}
+    found = CODES if code is None else {code.upper(): explain_code(code)}
+    codes = {name: each._replace(wayout=as_typed(each.wayout)) for name, each in found.items()}
     if as_json:
         print_json("explain", _as_dict(codes))
         return
-    for name, found in codes.items():
-        out.print(f"[bold]{name}[/] {escape(found.title)}")
+    for name, each in codes.items():
+        out.print(f"[bold]{name}[/] {escape(each.title)}")
         if code is not None:
-            out.print(f"\n{escape(found.meaning)}\n\nFor example:")
-            plain("".join(f"    {line}\n" for line in found.example.splitlines()))
-            out.print(f"\nThe way out: {escape(found.wayout)}")
+            out.print(f"\n{escape(each.meaning)}\n\nFor example:")
+            plain("".join(f"    {line}\n" for line in each.example.splitlines()))
+            out.print(f"\nThe way out: {escape(each.wayout)}")
     suggest("treadle explain T201" if code is None else "treadle verify --help")
 
 

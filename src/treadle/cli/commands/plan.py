@@ -31,7 +31,7 @@ from treadle.search.judged import describe
 from treadle.search.page import page
 from treadle.search.report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
 from treadle.search.stragglers import DRAWS, study_plan
-from treadle.search.why import Alternative, settle
+from treadle.search.why import Alternative
 
 SHOWN = 12
 _SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
@@ -130,8 +130,7 @@ def plan(
             progress=advance,
         )
     with working("simulating"):
-        found, others = settle(found)
-        chosen = Chosen.of(found.best)
+        others, chosen = found.alternatives, Chosen.of(found.best)
     study = None
     if stragglers is not None:
         with working("drawing slow GPUs") as advance:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeGuard
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treadle.api import files
-from treadle.cli.model import Model
 from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
+from treadle.cli.step_flags import StepFlags, make_program
 from treadle.cli.target import Target
 from treadle.cli.terminal import plain, suggest
-from treadle.cli.update_target import Update
 from treadle.export import FORMATS
 from treadle.ir import Schedule, text
 
 if TYPE_CHECKING:
-    from treadle.ir.program import Program
     from treadle.ir.trace import Trace
 
 
@@ -38,8 +36,7 @@ assert {f.value for f in FormatName} == set(FORMATS)
 @spread_options
 def show(
     target: Target,
-    model: Model,
-    update: Update,
+    flags: StepFlags,
     rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
     format: Annotated[FormatName, typer.Option(help="The form to write.")] = FormatName.TEXT,
     as_json: Json = False,
@@ -54,10 +51,10 @@ def show(
     Of a weight update: a row a buffer, with when its ops start and end.
     """
     form = FormatName.JSON if as_json else format
-    loaded = update.load(target)
-    if not isinstance(loaded, Schedule) and _is_update(loaded):
-        _show_update(loaded, form, rows, output)
-        suggest(f"treadle draw {target} {update} -o figure.svg".replace("  ", " "))
+    loaded = target.load()
+    if not isinstance(loaded, Schedule) and flags.step(loaded).is_update:
+        _show_update(flags.step(loaded).trace, form, rows, output)
+        suggest(f"treadle draw {target} -o figure.svg")
         return
     if rows and form is not FormatName.TEXT:
         raise ValueError(f"--rows is for the text form, got --format {form.value}")
@@ -73,20 +70,16 @@ def show(
     from treadle.export import npz
     from treadle.view.lanes import lanes_text
 
-    program = model.lower(schedule)
+    step = flags.step(schedule)
+    make_program(step)
+    program = step.program
     if output is not None:
         npz.save_program(program, output)
         suggest(f"treadle verify {shlex.quote(str(output))}")
         return
     cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
     plain(lanes_text(program, rank, cells))
-    suggest(f"treadle simulate {target} {model}".rstrip())
-
-
-def _is_update(loaded: Program | Trace) -> TypeGuard[Trace]:
-    from treadle.ir.trace import Trace
-
-    return isinstance(loaded, Trace) and loaded.program.layout.is_update
+    suggest(f"treadle simulate {target} {flags}".rstrip())
 
 
 def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -13,21 +12,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.api import files
-from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_ranks, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
+from treadle.cli.step_flags import StepFlags, make_traces, note_missing
 from treadle.cli.target import Target
-from treadle.cli.terminal import again, out, suggest, working
-from treadle.cli.update_target import Update
-from treadle.ir import Schedule
+from treadle.cli.terminal import again, note, out, suggest, working
 from treadle.ir.show import show_bytes, show_held, show_time
-from treadle.ir.trace import Clock, Trace
-from treadle.plan.folded_metrics import measure_folded
-from treadle.plan.folded_path import folded_path
-from treadle.plan.folding import Folded
-from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
-from treadle.weights.summary import UpdateMetrics, measure_update
+from treadle.ir.trace import Clock
+from treadle.simulate import Metrics, PathSummary
+from treadle.step import Step
+from treadle.weights.summary import UpdateMetrics
 
 if TYPE_CHECKING:
     from treadle.cli.printed import SimulateJson, SimulateUpdateJson
@@ -38,8 +33,7 @@ SHOWN_RANKS = 16
 @spread_options
 def simulate(
     target: Target,
-    model: Model,
-    update: Update,
+    flags: StepFlags,
     slow: Slow,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the trace: .json, .json.gz (Perfetto) or .npz.")
@@ -52,60 +46,63 @@ def simulate(
 ) -> None:
     """Predicts a step: how long, where it idles, what is hidden, what it holds, what is on the critical path."""
     slow.check()
-    if unfolded and not model.every_gpu:
+    if unfolded and not flags.every_gpu:
         raise ValueError("--unfolded is about every GPU of a mesh; add --every-gpu, or leave it out")
-    loaded = update.load(target)
-    folded = None
-    if isinstance(loaded, Schedule) and model.has_replicas and not unfolded and output is None:
-        folded = model.fold(loaded, slow)
-    step = _of_folded(folded, model) if folded is not None else _of_trace(model.trace(loaded, slow), loaded, model)
-    if output is not None and step.trace is not None:
+    step = flags.step(
+        target.load(),
+        slowness=slow.slowness,
+        stragglers=slow.stragglers(),
+        seed=slow.seed,
+        unfolded=unfolded or output is not None,
+    )
+    _predict(step)
+    if output is not None:
         with working(f"writing {output}"):
             files.save_trace(step.trace, output, ranks=parse_ranks(ranks))
+    with working("measuring"):
+        metrics, path = step.metrics, step.path
     if as_json:
-        print_json("simulate-update" if isinstance(step.metrics, UpdateMetrics) else "simulate", step.as_dict())
+        print_json("simulate-update" if step.is_update else "simulate", step_object(step))
         return
-    if isinstance(step.metrics, UpdateMetrics):
-        _print_update(step.metrics, step.about)
+    if isinstance(metrics, UpdateMetrics):
+        print_update(metrics, step.about)
     else:
-        _print(step.metrics, step.about)
-    _print_path(step.path, step.metrics.clock)
+        _print(metrics, step.about)
+    print_path(path, metrics.clock)
     suggest(again("-o trace.json") if output is None else f"treadle draw {shlex.quote(str(output))} -o page.html")
 
 
-@dataclass(frozen=True)
-class _StepNumbers:
-    """A step in numbers, and its trace; of a folded step there is none."""
-
-    metrics: Metrics | UpdateMetrics
-    path: PathSummary
-    about: str
-    taken_as_zero: list[str]
-    trace: Trace | None = None
-
-    def as_dict(self) -> SimulateJson | SimulateUpdateJson:
-        """Return a dict for JSON."""
-        path, zero = self.path.as_dict(), self.taken_as_zero
-        if isinstance(self.metrics, UpdateMetrics):
-            return {**self.metrics.as_dict(), "about": self.about, "critical_path": path, "taken_as_zero": zero}
-        return {**self.metrics.as_dict(), "about": self.about, "critical_path": path, "taken_as_zero": zero}
-
-
-def _of_trace(trace: Trace, loaded: object, model: Model) -> _StepNumbers:
-    with working("measuring"):
-        metrics = measure_update(trace) if trace.program.layout.is_update else measure(trace)
-        path = summarize_path(trace, critical_path(trace))
-    taken_as_zero = list(model.missing(trace.program)) if trace is not loaded else []
-    return _StepNumbers(metrics, path, trace.about, taken_as_zero, trace)
+def _predict(step: Step) -> None:
+    """Simulate a step, with progress; notes say whether every GPU of a mesh is simulated."""
+    if not step.has_replicas or step.unfolded:
+        make_traces([step])
+        return
+    with working("verifying"):
+        step.check_sound()
+    with working("lowering"):
+        reason = step.why_unfolded
+    if reason is not None:
+        note(f"every GPU is simulated, unfolded: {reason}")
+        make_traces([step])
+        return
+    note_missing(step, set())
+    if step.num_columns == step.options.ep * step.options.dp:
+        num_ops = step.num_columns * step.pipeline.num_ops
+        note(f"nothing folds, as every replica differs: {num_ops:,} ops are simulated")
+    with working("simulating"):
+        _ = step.folded
 
 
-def _of_folded(folded: Folded, model: Model) -> _StepNumbers:
-    with working("measuring"):
-        metrics, path = measure_folded(folded), folded_path(folded)
-    return _StepNumbers(metrics, path, folded.about, list(model.missing(folded.pipeline)))
+def step_object(step: Step) -> SimulateJson | SimulateUpdateJson:
+    """Return a step in numbers, for JSON."""
+    metrics, path, zero = step.metrics, step.path.as_dict(), list(step.missing)
+    if isinstance(metrics, UpdateMetrics):
+        return {**metrics.as_dict(), "about": step.about, "critical_path": path, "taken_as_zero": zero}
+    return {**metrics.as_dict(), "about": step.about, "critical_path": path, "taken_as_zero": zero}
 
 
-def _print_update(metrics: UpdateMetrics, about: str) -> None:
+def print_update(metrics: UpdateMetrics, about: str) -> None:
+    """Print a weight update: its makespan, and a row a device."""
     clock = metrics.clock
     size = f", {show_bytes(metrics.moved_bytes)} broadcast" if clock.unit != "unit" else ""
     out.print(
@@ -181,7 +178,8 @@ def _print_extremes(metrics: Metrics) -> None:
     out.print("; ".join(told), soft_wrap=True)
 
 
-def _print_path(path: PathSummary, clock: Clock) -> None:
+def print_path(path: PathSummary, clock: Clock) -> None:
+    """Print the critical path by kind of op."""
     kinds = sorted(path.by_kind.items(), key=lambda item: -item[1])
     total = max(1, path.length)
     parts = [f"{name} {show_time(clock, ticks)} ({ticks / total:.0%})" for name, ticks in kinds if ticks > 0]

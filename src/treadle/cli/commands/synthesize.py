@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from treadle.api import files
-from treadle.cli.model import Model
 from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
+from treadle.cli.step_flags import StepFlags, make_traces
 from treadle.cli.terminal import Advance, again, note, out, suggest, working
 from treadle.cli.writable import check_file
 from treadle.ir.show import peak_object, show_held, show_time
@@ -61,9 +61,9 @@ def synthesize(
 
     The order keeps the placement and the limits. It is simulated and verified as every schedule is.
     """
-    model = Model(costs_name, model_layers=model_layers, layout=layout, dense=dense, mtp=mtp)
+    flags = StepFlags(costs_name, model_layers=model_layers, layout=layout, dense=dense, mtp=mtp)
     limits = MemoryLimits(max_activations, parse_bytes(memory_limit) if memory_limit is not None else None)
-    if limits.memory_limit is not None and not model.knows_layers:
+    if limits.memory_limit is not None and not flags.options.knows_layers(flags.costs):
         raise ValueError(
             "--memory-limit is about bytes, which need layers: --model-layers, --layout, or costs with [model]; "
             "--max-activations counts activations"
@@ -77,14 +77,15 @@ def synthesize(
             microbatches=microbatches,
             vpp=vpp,
             placement=placement,
-            costs=model.costs,
+            costs=flags.costs,
             limits=limits,
             whole=whole,
-            options=model.options(),
+            options=flags.options,
             solver=solver,
-            progress=lambda standing: _show(standing, model.costs.clock, advance),
+            progress=lambda standing: _show(standing, flags.costs.clock, advance),
         )
-    metrics = measure(model.trace(found.schedule))
+    (trace,) = make_traces([flags.step(found.schedule)])
+    metrics = measure(trace)
     if output is not None:
         output.write_text(files.dumps(found.schedule, _FORMS.get(output.suffix, "text")), encoding="utf-8")
     if as_json:
@@ -101,7 +102,7 @@ def synthesize(
         note("the schedule is not kept; -o schedule.txt writes it")
         suggest(again("-o schedule.txt"))
     else:
-        suggest(f"treadle simulate {shlex.quote(str(output))} {model}".rstrip())
+        suggest(f"treadle simulate {shlex.quote(str(output))} {flags}".rstrip())
 
 
 def _show(standing: Standing, clock: Clock, advance: Advance) -> None:

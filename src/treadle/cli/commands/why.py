@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.measured import choose_steps, holds_traces, load_steps, quoted
+from treadle.api.files import holds_traces
+from treadle.cli.measured import choose_steps, load_steps, quoted
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, note, out, suggest, working

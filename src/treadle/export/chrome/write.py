@@ -111,7 +111,7 @@ class _Writer:
         if len(self.ops) > MOST_OPS:
             raise ValueError(
                 f"{len(self.ops):,} ops are more than the {MOST_OPS:,} that viewers open as JSON; "
-                f"write .npz, or some ranks a file (--ranks 0-7, ranks=range(8)), which merge puts together again"
+                "write .npz, or some ranks a file (`ranks`), which merge puts together again"
             )
         self.scale.check_span(self.trace.end[self.ops])
 

@@ -76,7 +76,7 @@ def split_off(made: Any, note: Callable[[str, Tensor], None]) -> tuple[Any, tupl
 
 def _check(loss: Any) -> None:
     if not isinstance(loss, FurtherLoss):
-        raise ValueError(f"further losses are a tuple of treadle.FurtherLoss(name, loss, weight), got {loss!r}")
+        raise ValueError(f"further losses are a tuple of treadle.runtime.FurtherLoss(name, loss, weight), got {loss!r}")
     if not isinstance(loss.name, str) or not loss.name or loss.name == MAIN:
         raise ValueError(f"a further loss has a name of its own, other than {MAIN!r}, got {loss.name!r}")
     if not isinstance(loss.loss, Tensor) or loss.loss.dim():

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 
 import treadle
+from tests.support.command import treadle as command
 from tests.support.oracle import make_mesh
 from tests.support.ranks import check, run_ranks
+from treadle.ir.program import OpKind
 from treadle.weights.lower import lower_update
 from treadle.weights.stream import even_stream
 
@@ -22,7 +24,7 @@ def test_a_schedule_is_simulated_with_defaults() -> None:
 
 
 def test_costs_are_taken_by_name() -> None:
-    options = treadle.LoweringOptions(layers=1)
+    options = treadle.LoweringOptions(layers=1, moe=True)
     by_name = treadle.simulate(SCHEDULE, "deepseek-v3-h800", options)
     costs = treadle.load_costs("deepseek-v3-h800")
     assert by_name.makespan == treadle.simulate(treadle.lower(SCHEDULE, costs, options), costs).makespan
@@ -36,6 +38,38 @@ def test_programs_and_traces_are_verified_too() -> None:
     update = lower_update(even_stream(4, 2))
     assert treadle.verify(update).clean
     assert treadle.simulate(update).makespan
+
+
+def test_a_schedule_is_verified_under_costs_of_a_model() -> None:
+    """Its Program is judged too, by the costs given, as `treadle verify` does."""
+    report = treadle.verify(treadle.generate("1f1b", pp=4, microbatches=8), costs="deepseek-v3-model")
+    assert report.clean
+    assert report.peak_unit == "bytes"
+    limited = treadle.verify(treadle.generate("1f1b", pp=4, microbatches=8), "deepseek-v3-model", memory_limit=10**9)
+    assert {finding.code for finding in limited.findings} == {"T302"}
+
+
+def test_options_mean_what_they_mean_on_the_command_line() -> None:
+    """Layers exchange nothing with experts unless they are MoE layers."""
+    schedule = treadle.generate("1f1b", pp=2, microbatches=4)
+    program = treadle.lower(schedule, "deepseek-v3-h800", treadle.LoweringOptions(layers=4))
+    typed = command("show", "1f1b", "--pp", "2", "-m", "4", "--layers", "4", "--costs", "deepseek-v3-h800", "--lower")
+    assert typed.returncode == 0
+    assert "dispatch" not in typed.stdout
+    assert OpKind.DISPATCH_F not in set(program.kind.tolist())
+
+
+def test_schedules_are_compared_positionally_under_one_model() -> None:
+    one, other = (treadle.generate(name, pp=4, microbatches=8) for name in ("1f1b", "interleaved"))
+    rows = treadle.compare(one, other).rows
+    assert [row.name for row in rows] == ["1f1b", "interleaved"]
+    assert [row.size.layers for row in rows] == [8, 8]
+    assert [row.name for row in treadle.compare(one, one).rows] == ["1f1b", "1f1b (2)"]
+
+
+def test_a_trace_reports_seconds() -> None:
+    trace = treadle.simulate(SCHEDULE, "deepseek-v3-h800")
+    assert trace.seconds == pytest.approx(trace.makespan / 1e9)
 
 
 def test_the_text_of_a_schedule_is_read_back() -> None:
@@ -89,12 +123,39 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "bytes of a schedule": (
         lambda: treadle.verify(SCHEDULE, memory_limit=1),
         ValueError,
-        "memory_limit is in bytes, which a Program knows",
+        "`memory_limit` is in bytes, which need layers: add `layers=N`",
     ),
     "activations of a program": (
         lambda: treadle.verify(treadle.lower(SCHEDULE), max_activations=1),
         ValueError,
-        "max_activations is for schedules",
+        "`max_activations` is for schedules",
+    ),
+    "no activations of a program": (
+        lambda: treadle.verify(treadle.lower(SCHEDULE), max_activations=0),
+        ValueError,
+        "`max_activations` is for schedules",
+    ),
+    "one to compare": (lambda: treadle.compare(SCHEDULE), ValueError, "comparing takes at least two, got 1"),
+    "micro-batches by another name": (
+        lambda: treadle.generate("1f1b", pp=4, m=8),  # type: ignore[call-arg]
+        TypeError,
+        "generate takes pp, vpp and microbatches, got m=8; write microbatches=8",
+    ),
+    "micro-batches as torch calls them": (
+        lambda: treadle.generate("1f1b", pp=4, num_microbatches=8),  # type: ignore[call-arg]
+        TypeError,
+        "got num_microbatches=8; write microbatches=8",
+    ),
+    "seconds of units": (lambda: treadle.simulate(SCHEDULE).seconds, ValueError, "in units, which have no length"),
+    "layers that nobody gave": (
+        lambda: treadle.lower(SCHEDULE, "unit", treadle.LoweringOptions(offload=True)),
+        ValueError,
+        "`offload` works layer by layer, and how many layers there are is not known; add `model_layers=N`",
+    ),
+    "a schedule that hangs": (
+        lambda: treadle.simulate(treadle.loads("0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n")),
+        ValueError,
+        "the schedule is not sound: T201",
     ),
 }
 
