@@ -18,7 +18,7 @@ from pathlib import Path
 
 import treadle
 from treadle.costs import Costs, load_costs
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.ir.trace import Trace
 from treadle.view.figure import FigureContent, draw
 

@@ -32,7 +32,7 @@ from torch.distributed import pipelining
 
 import treadle
 from local_ranks import run_ranks
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.passes.cells import lower_cells
 from treadle.runtime.model import weight_grad as split
 

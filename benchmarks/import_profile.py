@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import treadle
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.profiles.importing import import_profile
 from treadle.profiles.names import pp_name
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from shaped_link import ShapedLink, why_not
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.moe import MoELayer
 from treadle.simulate.fitting import fit
 

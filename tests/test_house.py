@@ -1,4 +1,4 @@
-"""The house rules that a linter does not know: unique class names, no import circles, no schedule known by name."""
+"""The house rules that a linter does not know: unique class names, no import circles, no schedule or op by name."""
 
 from __future__ import annotations
 
@@ -30,6 +30,44 @@ def test_class_names_are_unique() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions count; those for type checkers alone do not."""
     assert _circles(imports()) == []
+
+
+ENUMERATE_KINDS = {
+    "passes/layers.py": "templates of cells",
+    "passes/measured.py": "the template of a measured step",
+    "runtime/run/handlers.py": "handlers",
+    "runtime/dryrun.py": "handlers of a dry run",
+}
+"""The modules besides the table, `ir/ops.py`, that may list op kinds; every other one reads columns of it."""
+
+ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+def test_only_the_table_templates_and_handlers_enumerate_op_kinds() -> None:
+    sources = {str(path.relative_to(SRC)): path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
+    found = {name: lines for name, text in sources.items() if (lines := _enumerations(text))}
+    assert found.keys() == ENUMERATE_KINDS.keys(), found
+
+
+def test_an_enumeration_of_op_kinds_is_found() -> None:
+    assert _enumerations("LATE = {OpKind.CLIP: 1, OpKind.GC: 2, **dict.fromkeys((OpKind.F, OpKind.B), 3)}") == [1]
+    assert _enumerations("x = (OpKind.F, OpKind.B)\ny = f(OpKind.I, OpKind.W, OpKind.GC)") == []
+    assert _enumerations("ok = A.kind <= OpKind.W") == [1]
+
+
+def _enumerations(source: str) -> list[int]:
+    """The lines of literals with three or more op kinds, and of comparisons by their numbers, which order nothing."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict) and sum(map(_is_kind, ast.walk(node))) > 2:
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Compare) and any(isinstance(each, ORDERS) for each in node.ops):
+            lines += [node.lineno] * any(_is_kind(each) for each in (node.left, *node.comparators))
+    return lines
+
+
+def _is_kind(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "OpKind"
 
 
 def _circles(imports: dict[str, set[str]]) -> list[str]:

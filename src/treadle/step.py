@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from treadle.costs import UNIT_COSTS, Costs, durations, missing
 from treadle.ir import Schedule
-from treadle.ir.program import MEASURED_ONLY, Layout, OpKind, Program
+from treadle.ir.ops import MEASURED_ONLY, OpKind
+from treadle.ir.program import Layout, Program
 from treadle.ir.trace import Trace
 from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.cut import common_layers

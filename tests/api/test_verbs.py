@@ -10,7 +10,7 @@ import treadle
 from tests.support.command import treadle as command
 from tests.support.oracle import make_mesh
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.weights.lower import lower_update
 from treadle.weights.stream import even_stream
 

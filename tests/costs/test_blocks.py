@@ -12,7 +12,8 @@ import treadle
 from treadle.costs import Costs, durations, parse
 from treadle.costs.unequal import mb_saved
 from treadle.ir.blocks import parse_layout
-from treadle.ir.program import STEP_END, LaneKind, OpKind, Program
+from treadle.ir.ops import STEP_END, LaneKind, OpKind
+from treadle.ir.program import Program
 from treadle.plan import LoweringOptions, lower
 from treadle.simulate import measure, simulate
 

@@ -12,7 +12,7 @@ from treadle.costs.costs import dump
 from treadle.estimate import Job, estimate_costs, estimate_memory, load_cluster, load_model
 from treadle.estimate.rates import constant
 from treadle.estimate.stages import stage_rows
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate
 

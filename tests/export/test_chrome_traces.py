@@ -30,7 +30,7 @@ from tests.support.example_traces import (
 from treadle.export import chrome
 from treadle.export.chrome import write
 from treadle.export.columns import fingerprint
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 
 VIEWED = {
     "dualpipe": lambda: trace_of("dualpipe"),

@@ -22,7 +22,8 @@ from tests.support.example_traces import (
 )
 from treadle.export import chrome, npz
 from treadle.export.columns import check_program
-from treadle.ir.program import COLUMNS, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import COLUMNS
 from treadle.ir.trace import Trace
 
 

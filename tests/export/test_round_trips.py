@@ -28,7 +28,8 @@ from treadle.export.columns import DTYPES
 from treadle.export.header import layout_object, read_layout
 from treadle.fields.fields import Fields
 from treadle.ir import B, F, Placement, Schedule
-from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import COLUMNS, Layout, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES

@@ -10,7 +10,8 @@ import pytest
 import treadle
 from tests.verify.test_program_mutations import random_program
 from treadle.ir.execute import execute, leaders, makespans
-from treadle.ir.program import Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Longs, Program
 from treadle.schedules import SCHEDULES
 from treadle.simulate import Durations
 

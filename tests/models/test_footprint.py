@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn
 from treadle.models.footprint import MicroBatch, StageFootprint, stage_footprint
 

@@ -15,7 +15,8 @@ from tests.support.paths import GOLDEN
 from treadle.costs import UNIT_COSTS, Costs, durations, load_costs
 from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
-from treadle.ir.program import LANE_OF, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Program
 from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import OP_BYTES, spread
@@ -87,7 +88,7 @@ def test_every_op_is_on_its_lane_and_compute_is_all_there(name: str) -> None:
     schedule = treadle.generate(name, pp=4, microbatches=8)
     program = lower_layers(schedule, even(schedule, 2, offload=True))
     kinds = program.lane_kind[program.lane_of]
-    assert all(LANE_OF[OpKind(int(k))] == lane for k, lane in zip(program.kind, kinds, strict=True))
+    assert all(OpKind(int(k)).lane == lane for k, lane in zip(program.kind, kinds, strict=True))
     num = schedule.pp * schedule.vpp * schedule.microbatches_per_pipe * 2
     for part in (OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B, OpKind.MLP_W, OpKind.ATTN_W):
         assert (program.kind == part).sum() == num

@@ -14,7 +14,7 @@ from treadle.costs.costs import dump, parse
 from treadle.export.npz import load_program, save_program
 from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
 from treadle.simulate import fit, simulate

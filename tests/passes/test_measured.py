@@ -10,7 +10,8 @@ import pytest
 
 import treadle
 from treadle.ir.execute import execute
-from treadle.ir.program import LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Program
 from treadle.passes.measured import TAIL, measured_program
 from treadle.schedules import SCHEDULES
 

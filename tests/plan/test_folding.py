@@ -13,7 +13,8 @@ import pytest
 
 import treadle
 from treadle.costs import Costs, load_costs
-from treadle.ir.program import OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Program
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions, folded_metrics, folded_path, folding, lower, stragglers
 from treadle.plan.folded_metrics import measure_folded

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.crossings import crossings
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.trace import Trace
 
 NS = 1_000_000

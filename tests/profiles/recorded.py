@@ -6,7 +6,7 @@ import numpy as np
 
 import treadle
 from treadle.ir import Schedule
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
 from treadle.passes.mesh import spread

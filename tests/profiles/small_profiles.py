@@ -13,7 +13,7 @@ import numpy as np
 import treadle
 from tests.profiles.nsys_files import Work, write_export
 from tests.profiles.recorded import traced
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 
 NUM_RANKS = 4
 NUM_STEPS = 2

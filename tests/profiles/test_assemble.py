@@ -12,7 +12,7 @@ import treadle
 from tests.profiles.recorded import NS, recorded, traced
 from treadle.api import files
 from treadle.ir.crossings import crossings
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.profiles.assemble import assemble
 from treadle.profiles.recording import Recording
 from treadle.schedules import SCHEDULES

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treadle
-from treadle.ir.program import Bools, Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Bools, Longs, Program
 from treadle.ir.trace import Trace
 from treadle.profiles.clocks import UNBOUNDED, Order, align, order_of
 from treadle.simulate.waiting import shortest, without_waiting

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.paths import GOLDEN, ROOT
 from treadle.costs import costs_text, read
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.profiles.attribution import NOBODY, attribute, busy_ns, table
 from treadle.profiles.importing import import_profile
 from treadle.profiles.kineto_file import read_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treadle import LoweringOptions, generate, load_costs
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.plan.lowering import lower
 from treadle.profiles.names import PPOp, begun_as, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
 

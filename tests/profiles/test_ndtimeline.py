@@ -11,7 +11,7 @@ import pytest
 
 import treadle
 from tests.support.straggler import timeline
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.profiles.reader import Opening
 from treadle.profiles.readers.ndtimeline import NDTimelineReader
 from treadle.profiles.recording import UNKNOWN, Recording

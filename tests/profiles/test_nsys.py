@@ -13,7 +13,7 @@ import pytest
 import treadle
 from tests.profiles.nsys_files import NS, Work, of_megatron, of_pithtrain, of_torch, write_export
 from tests.profiles.recorded import traced
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.ir.trace import Trace
 from treadle.profiles.imported import Imported
 from treadle.profiles.importing import import_profile

@@ -9,7 +9,7 @@ import pytest
 
 import treadle
 from tests.support.paths import ROOT
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.profiles.assemble import assemble
 from treadle.profiles.importing import import_profile, read_recording
 from treadle.why import analyse

@@ -12,7 +12,7 @@ import pytest
 
 import treadle
 from treadle.ir.crossings import crossings
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.profiles.imported import Imported
 from treadle.profiles.importing import import_profile
 from treadle.profiles.reader import Opening

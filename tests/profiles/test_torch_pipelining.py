@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from tests.support.ranks import check, run_ranks
 from treadle.ir import Placement
-from treadle.ir.program import OpKind
+from treadle.ir.ops import ACTIONS, OpKind
 from treadle.profiles.importing import import_profile
 from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.recording import RankRecording
-from treadle.profiles.standing import COMPUTE
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +142,7 @@ def run_by_torch(rank: int, directory: Path) -> list[tuple[list[Label], list[Bra
 
 def cells(rank: RankRecording) -> list[tuple[Label, int, int]]:
     """What computes, in order, with start and end."""
-    at = np.flatnonzero(np.isin(rank.kind, COMPUTE))
+    at = np.flatnonzero(np.isin(rank.kind, ACTIONS))
     columns = (rank.kind[at], rank.stage[at], rank.mb[at], rank.start[at], rank.end[at])
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [((OpKind(kind).name, stage, mb), start, end) for kind, stage, mb, start, end in rows]
@@ -168,7 +167,7 @@ def test_schedules_that_torch_ran_are_imported_as_they_ran(tmp_path: Path) -> No
                 assert len(paired) > 0
                 assert np.array_equal(rank.start[paired], rank.start[paired - 1])
             by_hand = {bracket.label: bracket for bracket in brackets}
-            pairs = rank.joined[np.isin(rank.kind, COMPUTE)]
+            pairs = rank.joined[np.isin(rank.kind, ACTIONS)]
             alone = ~(pairs | np.r_[pairs[1:], False])
             for (label, start, end), is_alone in zip(found, alone.tolist(), strict=True):
                 bracket = by_hand[label]

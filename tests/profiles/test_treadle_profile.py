@@ -16,7 +16,8 @@ from tests.profiles.test_torch_pipelining import SlowStage
 from tests.runtime.run.test_layers import Case, batch, own_part, whole_model
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import COMMUNICATION, LANE_OF, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Program
 from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.recording import RankRecording
 
@@ -82,7 +83,7 @@ def test_cells_under_the_profiler_are_those_of_the_trace(tmp_path: Path) -> None
         assert found.keys() == ops.keys()
         assert len(rank) == len(found)
         for label, at in found.items():
-            if LANE_OF[OpKind(label[0])] is LaneKind.COMPUTE:
+            if OpKind(label[0]).lane is LaneKind.COMPUTE:
                 took = trace.end[ops[label]] - trace.start[ops[label]]
                 off.append((rank.end[at] - rank.start[at]) / took - 1)
     assert abs(statistics.median(off)) < 0.01, off
@@ -98,9 +99,9 @@ def test_ops_of_lanes_that_are_threads_are_in_the_file_too(tmp_path: Path) -> No
         assert found.keys() == ops.keys()
         assert len(rank) == len(found)
         assert set(rank.step.tolist()) == {0}
-        lanes = {LANE_OF[OpKind(kind)] for kind, *_ in found}
+        lanes = {OpKind(kind).lane for kind, *_ in found}
         assert {LaneKind.COMPUTE, LaneKind.EP, LaneKind.HOST} <= lanes
-        same = [at for label, at in found.items() if LANE_OF[OpKind(label[0])] not in COMMUNICATION]
-        mine = [ops[label] for label in found if LANE_OF[OpKind(label[0])] not in COMMUNICATION]
+        same = [at for label, at in found.items() if not OpKind(label[0]).lane.communicates]
+        mine = [ops[label] for label in found if not OpKind(label[0]).lane.communicates]
         moved = rank.start[same] - trace.start[mine]
         assert np.abs(moved - np.median(moved)).max() < 1e9, "on one clock"

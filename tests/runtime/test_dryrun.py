@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import treadle
 from tests.support.json_output import read_json
 from treadle.cli.app import app
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.passes.mesh import spread
 from treadle.plan.running import disagreements, expected, host_order, lower_running
 from treadle.runtime.dryrun import Rehearsal, Sent, Toy, differences, rehearse

@@ -23,7 +23,7 @@ from tests.support.oracle import (
 )
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.runtime.build import plan_forward
 from treadle.schedules import SCHEDULES
 

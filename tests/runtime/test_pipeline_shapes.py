@@ -20,7 +20,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.dist.channel import Channel
 from treadle.dist.streams import replace_streams
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.schedules import SCHEDULES
 
 LENGTHS = (5, 2, 9, 1, 4)

@@ -47,7 +47,7 @@ from tests.support.oracle import (
 )
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.runtime.model.exchange import RankOwned
 
 SIZE, MICROBATCHES = 8, 8

@@ -16,7 +16,7 @@ from tests.support.oracle import chunks_of, make_batch, make_mesh, make_stages, 
 from tests.support.patience import HUNG_S
 from tests.support.ranks import check, run_ranks
 from treadle.costs import dump as dump_costs
-from treadle.ir.program import COMMUNICATION, LaneKind, OpKind
+from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
 from treadle.ir.trace import MICROSECONDS
 from treadle.plan import LoweringOptions
 from treadle.plan.running import expected

@@ -32,7 +32,7 @@ from tests.support.oracle import (
     run_whole,
 )
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 
 
 def bare_stages() -> list[nn.Module]:

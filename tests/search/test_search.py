@@ -10,7 +10,7 @@ import pytest
 
 import treadle
 from treadle.estimate import Job, load_cluster, load_model
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.search import SearchSpace, search
 from treadle.search.chosen import Chosen
 from treadle.search.files import options_text, untrainable, write_files

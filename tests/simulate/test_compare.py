@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from treadle.costs import Costs, dump, durations, load_costs
 from treadle.ir import Placement
-from treadle.ir.dependency import BACKWARD, FORWARD
 from treadle.ir.execute import execute
-from treadle.ir.program import NEVER, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.ops import BACKWARD, FORWARD, LaneKind, OpKind
+from treadle.ir.program import NEVER, Layout, Longs, Program
 from treadle.ir.trace import MICROSECONDS, Clock, Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES, generate

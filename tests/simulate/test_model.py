@@ -13,8 +13,9 @@ import treadle
 from treadle.costs import UNIT_COSTS, Costs, durations, parse
 from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
+from treadle.ir.ops import OpKind
 from treadle.ir.placement import Placement
-from treadle.ir.program import OpKind, Program
+from treadle.ir.program import Program
 from treadle.ir.trace import Clock
 from treadle.passes.cells import lower_cells
 from treadle.passes.cut import common_layers, cut_layers

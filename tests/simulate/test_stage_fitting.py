@@ -9,7 +9,7 @@ import pytest
 
 import treadle
 from treadle.costs.costs import Costs
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.ir.steps import Steps
 from treadle.ir.trace import MICROSECONDS, Trace
 from treadle.plan import LoweringOptions

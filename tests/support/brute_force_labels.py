@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from treadle.ir.program import LANE_OF, LaneKind, Layout, OpKind
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Layout
 
 SENDS = (OpKind.SEND_F, OpKind.SEND_B)
 RECEIVES = (OpKind.RECV_F, OpKind.RECV_B)
@@ -151,7 +152,7 @@ class Rules:
 
     def knows(self, name: Name, lane: LaneKind, peer: int) -> bool:
         kind, rank, chunk, mb, layer = name
-        if self.stage(rank, chunk) is None or lane != LANE_OF[kind]:
+        if self.stage(rank, chunk) is None or lane != kind.lane:
             return False
         if kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, *STEP_ENDS):
             return mb == -1 and self._knows_end(name)

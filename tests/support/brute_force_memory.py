@@ -8,7 +8,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from tests.support.brute_force_labels import COMPUTES_AGAIN, Name, Part, Rules
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout
 
 FORWARD_OF = {
     OpKind.B: OpKind.F,

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 from tests.support.brute_force_labels import COPIES, MESSAGES, RECEIVES, SENDS, STEP_ENDS, Name, Rules
 from tests.support.brute_force_memory import Memory
-from treadle.ir.program import COMMUNICATION, LaneKind, OpKind, Program
+from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
+from treadle.ir.program import Program
 
 FORWARD_MESSAGES = (OpKind.SEND_F, OpKind.RECV_F)
 CHANNEL_LANES = (LaneKind.SEND, LaneKind.RECV)

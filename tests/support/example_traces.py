@@ -15,7 +15,8 @@ import numpy as np
 from treadle.costs import Costs, load_costs
 from treadle.export.header import layout_object
 from treadle.ir import Placement, Schedule
-from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import COLUMNS, Layout, Program
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES, generate

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.ir.program import Op, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Op
 from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from treadle.ir import Action, Cell, Kind, Pair, Schedule
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.passes.cells import lower_cells
 
 Rows = list[list[Cell]]

@@ -8,21 +8,8 @@ from random import Random
 
 import numpy as np
 
-from treadle.ir.program import (
-    COMMUNICATION,
-    EMBEDDING,
-    HEAD,
-    LANE_OF,
-    MTP,
-    NEVER,
-    RECOMPUTE,
-    STEP_END,
-    STEP_ENDS,
-    LaneKind,
-    Layout,
-    OpKind,
-    Program,
-)
+from treadle.ir.ops import COMMUNICATION, RECOMPUTE, STEP_END, STEP_ENDS, LaneKind, OpKind
+from treadle.ir.program import NEVER, Layout, Program
 
 COLLECTIVE = (LaneKind.EP, LaneKind.DP, LaneKind.TIED, LaneKind.WORLD)
 
@@ -199,7 +186,7 @@ def relabel(draft: Draft, random: Random) -> bool:
     beyond = random.random() < 0.1
     what = random.choice(("mb", "chunk", "layer", "kind"))
     if what == "kind":
-        values = [int(kind) for kind in OpKind if beyond or LANE_OF[kind] == lane.kind]
+        values = [int(kind) for kind in OpKind if beyond or kind.lane == lane.kind]
     else:
         deepest = max(layout.max_layers, len(layout.tied))
         most = {"mb": layout.num_mb, "chunk": layout.placement.vpp, "layer": deepest}[what]
@@ -409,7 +396,7 @@ spoil_copy = spoil(
     tuple(LaneKind),
     ((0.3, leaving_out(inherit=0.5)), (0.5, swap_near), (0.7, unread), (1.0, unwait)),
 )
-BLOCK_ENDS = (*EMBEDDING, *MTP, *HEAD)
+BLOCK_ENDS = tuple(kind for kind in OpKind if set(kind.blocks) & set("EmL"))
 spoil_end = spoil(
     BLOCK_ENDS,
     (LaneKind.COMPUTE,),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from treadle.costs import UNIT_COSTS
 from treadle.ir import kernel
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.plan.options import LoweringOptions
 from treadle.runtime.build import plan, plan_forward
 from treadle.schedules import generate

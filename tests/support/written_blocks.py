@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from tests.support.written_programs import ATTN_B, ATTN_F, DENSE, MLP_B, MLP_F, MLP_W
 from treadle.ir import Placement
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout
 
 SIZES = {ATTN_F: 3, OpKind.EMBED_F: 7, OpKind.MTP_F: 5, OpKind.HEAD_F: 11}
 

@@ -11,7 +11,8 @@ import numpy as np
 from tests.support.brute_force_program import Outcome, execute
 from tests.support.program_mutations import Draft, Queue, Record, freeze, thaw
 from treadle.ir import Placement
-from treadle.ir.program import COLUMNS, LaneKind, Layout, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import COLUMNS, Layout, Program
 
 ATTN_F, MLP_F, MLP_B, ATTN_B = OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B
 MLP_W, ATTN_W, HEAD_W = OpKind.MLP_W, OpKind.ATTN_W, OpKind.HEAD_W

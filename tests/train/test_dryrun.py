@@ -12,7 +12,7 @@ import torch
 
 import treadle
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
 from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
 from treadle.simulate import measure

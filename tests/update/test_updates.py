@@ -20,7 +20,8 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.faults import shared_memory
 from tests.support.update.models import SMALL, Compare, expected, model, numbers, served, source_of, trained
 from tests.support.update.workers import Workers, ask_once, resident_bytes
-from treadle.ir.program import NEVER, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import NEVER
 from treadle.update import Source, Updated, UpdateOptions, Updater
 from treadle.update.protocol.messages import Answer, Rollback
 from treadle.weights.buffers import Memory

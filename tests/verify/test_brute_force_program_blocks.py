@@ -21,7 +21,8 @@ from tests.support.written_blocks import (
 )
 from tests.support.written_programs import CELLS, MLP_W, ONE, left_out, run, symptoms, without_dependency
 from treadle.ir import Placement
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout
 
 
 @pytest.mark.parametrize(("layout", "text"), SOUND_BLOCKS)

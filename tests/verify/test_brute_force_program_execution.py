@@ -24,7 +24,8 @@ from tests.support.written_programs import (
     symptoms,
 )
 from treadle.ir import Placement
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout
 
 # Execution
 

@@ -31,7 +31,8 @@ from tests.support.written_programs import (
     same,
 )
 from treadle.ir import Schedule
-from treadle.ir.program import STEP_END, STEP_ENDS, OpKind, Program
+from treadle.ir.ops import STEP_END, STEP_ENDS, OpKind
+from treadle.ir.program import Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape

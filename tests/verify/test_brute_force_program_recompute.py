@@ -22,7 +22,8 @@ from tests.support.written_programs import (
     symptoms,
 )
 from treadle.ir import Placement
-from treadle.ir.program import Layout, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout
 
 ATTN_R, MLP_R = OpKind.ATTN_R, OpKind.MLP_R
 

@@ -30,7 +30,7 @@ from tests.support.written_programs import (
     without_dependency,
 )
 from treadle.ir import Placement
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 
 CLIP, OPTIMIZER, GATHER_PARAMS = OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS
 

@@ -16,7 +16,8 @@ from tests.support.brute_force_program import execute
 from tests.support.budget import Budget
 from tests.support.program_mutations import MUTATIONS, mutate_program
 from tests.verify.test_mutations import told
-from treadle.ir.program import STEP_ENDS, OpKind, Program
+from treadle.ir.ops import STEP_ENDS, OpKind
+from treadle.ir.program import Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape

@@ -17,7 +17,7 @@ from tests.support.sheets import check_texts
 from treadle.costs import UNIT_COSTS, Costs, load_costs
 from treadle.ir.execute import Times
 from treadle.ir.memory import peaks
-from treadle.ir.program import LANE_OF, LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.trace import Trace
 from treadle.schedules import SCHEDULES
 from treadle.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
@@ -106,7 +106,7 @@ def test_lanes_have_the_times_of_the_trace(lanes: Trace) -> None:
     assert sorted(boxes.op) == list(np.flatnonzero((lanes.end > lanes.start) & ~received))
     names = dict(LANE_ROWS)
     for op, row in zip(boxes.op, boxes.row, strict=True):
-        assert LANE_OF[OpKind(kind[op])] in names[boxes.rows[row].name]
+        assert OpKind(kind[op]).lane in names[boxes.rows[row].name]
         assert boxes.rows[row].rank == lanes.program.op(int(op)).lane.rank
 
 
@@ -160,7 +160,7 @@ def neighbours(palette: Palette) -> list[tuple[Look, Look]]:
     """Looks that may lie side by side: those of one row of lanes, and on compute those of later chunks too."""
     pairs = []
     for _, kinds in LANE_ROWS:
-        roles = {role for kind, role in ROLE_OF.items() if LANE_OF[kind] in (*kinds,)}
+        roles = {role for kind, role in ROLE_OF.items() if kind.lane in (*kinds,)}
         looks = [palette[role] for role in Role if role in roles]
         if LaneKind.COMPUTE in kinds:
             looks += [look.of_later_chunk() for look in looks]

@@ -10,7 +10,7 @@ import pytest
 import treadle
 from tests.support.sheets import check_texts
 from treadle.costs import UNIT_COSTS
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
 from treadle.view.figure import FigureContent, draw, sheet_of

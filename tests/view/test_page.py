@@ -21,7 +21,8 @@ from tests.support.browser import MISSING, Browser, browser, speed
 from treadle.costs import durations
 from treadle.ir.execute import Times, execute
 from treadle.ir.memory import peaks
-from treadle.ir.program import OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Program
 from treadle.ir.trace import Trace
 from treadle.simulate import critical_path
 from treadle.view.page import MOST_OPS, page

@@ -8,7 +8,7 @@ import pytest
 
 import treadle
 from treadle.costs import UNIT_COSTS, load_costs
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions, lower
 from treadle.simulate import simulate

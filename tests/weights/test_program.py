@@ -17,7 +17,8 @@ from tests.support.paths import GOLDEN
 from treadle.cli.app import app
 from treadle.export import npz
 from treadle.ir.execute import Times, execute
-from treadle.ir.program import NEVER, Bools, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Bools, Program
 from treadle.verify import VerifyReport
 from treadle.weights.buffers import Memory
 from treadle.weights.layouts import Parallel, sharded, tensor_parallel

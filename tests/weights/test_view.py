@@ -12,7 +12,7 @@ import treadle
 from tests.support.browser import MISSING, browser
 from tests.support.sheets import check_texts
 from treadle.api.files import load
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
 from treadle.verify import verify_program
 from treadle.view.boxes import ROLES

@@ -13,7 +13,7 @@ from tests.support.json_output import read_json
 from tests.support.straggler import PUBLISHED, write_timeline
 from treadle.cli.app import app
 from treadle.ir.execute import makespans
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.steps import Steps
 from treadle.profiles.importing import import_profile
 from treadle.simulate import Durations

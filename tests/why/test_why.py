@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import treadle
 from treadle.cli.app import app
-from treadle.ir.program import LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Program
 from treadle.ir.show import show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import MICROSECONDS

@@ -61,29 +61,40 @@ from treadle.costs.format import NUMBERED, SECTIONS, KeyKind, Section
 from treadle.costs.reading import read
 from treadle.fields.input_files import toml_value
 from treadle.ir.blocks import LAYERS
-from treadle.ir.program import STEP_END, OpKind
+from treadle.ir.ops import (
+    ACTIONS,
+    BACKWARD,
+    BLOCK_PARTS,
+    COMPUTE_PARTS,
+    EXCHANGES,
+    FORWARD,
+    LAYER_PARTS,
+    STEP_END,
+    OpKind,
+    OpPhase,
+    OpRole,
+    of_parts,
+)
 from treadle.ir.trace import MICROSECONDS, Clock
 
-CELLS = ("f", "b", "i", "w", "fb")
-LAYER = ("attn_f", "counts", "host", "dispatch_f", "mlp_f", "combine_f", "combine_b", "mlp_b", "dispatch_b", "attn_b")
-WEIGHTS = ("mlp_w", "attn_w")
-AGAIN = ("attn_r", "mlp_r")
-ENDS = SECTIONS["ends"].names
-MESSAGE = SECTIONS["message"].names
-STEP = SECTIONS["step"].names
-_PARTS = {"f": LAYER[:6], "i": LAYER[6:], "w": WEIGHTS}
-"""The parts of a layer that an action is made of."""
-_COMPUTE = ("attn_f", "mlp_f", "mlp_b", "attn_b", *WEIGHTS)
-EXCHANGE = tuple(part for part in LAYER if part not in _COMPUTE)
+CELLS = (*(kind.cost_key for kind in ACTIONS), "fb")
+LAYER = tuple(kind.cost_key for kind in (*FORWARD, *BACKWARD))
+WEIGHTS = tuple(kind.cost_key for kind in of_parts(OpPhase.W, reversed(LAYER_PARTS)))
+EXCHANGE = tuple(kind.cost_key for kind in EXCHANGES)
 """The parts of a layer that exchange tokens with experts, or wait for that."""
+_COMPUTE = tuple(part for part in (*LAYER, *WEIGHTS) if part not in EXCHANGE)
+PHASES = {"f": (OpPhase.F,), "i": (OpPhase.B,), "w": (OpPhase.W,), "b": (OpPhase.B, OpPhase.W)}
+"""The phases of a block's parts that an action is made of."""
+_PARTS = {"f": LAYER[: len(FORWARD)], "i": LAYER[len(FORWARD) :], "w": WEIGHTS}
+"""The parts of a layer that an action is made of."""
 _BESIDES = {
-    "E": {"f": ("embed_f",), "i": ("embed_b",), "w": (), "b": ("embed_b",)},
-    "m": {"f": ("mtp_f",), "i": ("mtp_b",), "w": ("mtp_w",), "b": ("mtp_b", "mtp_w")},
-    "L": {"f": ("head_f",), "i": ("head_b",), "w": ("head_w",), "b": ("head_b", "head_w")},
+    block: {
+        action: tuple(kind.cost_key for phase in phases for kind in of_parts(phase, (part,)))
+        for action, phases in PHASES.items()
+    }
+    for block, part in BLOCK_PARTS.items()
 }
 """What an action of a stage includes besides its layers, by block."""
-_NAMES = {"E": "embed", "m": "mtp", "L": "head"}
-"""The names of blocks in [ends] and [saved_bytes]."""
 
 UNIT = Clock("unit", 720_720)
 """Divisible by every number up to 16, so that shares of a unit stay whole."""
@@ -166,7 +177,7 @@ class Costs:
         """What ends a step: what the costs give a time, with the optimizer's step between."""
         if not self.step:
             return ()
-        return tuple(kind for kind in STEP_END if kind is OpKind.OPTIMIZER or kind.name.lower() in self.step)
+        return tuple(kind for kind in STEP_END if kind is OpKind.OPTIMIZER or kind.cost_key in self.step)
 
     def stage_factors(self, name: str, num_stages: int) -> tuple[float, ...]:
         """Return `factor` or `saved_factor` of each stage; empty where all are 1.
@@ -225,25 +236,24 @@ class Costs:
 
     def has_block(self, block: str) -> bool:
         """True if the costs give an embedding (E), MTP blocks (m) or a head (L) a time."""
-        return any(name.startswith(_NAMES[block]) for name in self.ends)
+        return any(name.startswith(BLOCK_PARTS[block]) for name in self.ends)
 
     def unsaved(self, blocks: str) -> tuple[str, ...]:
-        """Return the parts of these blocks of which the costs do not say what they save."""
-        parts = ("attn", "mlp", *(name for block, name in _NAMES.items() if block in blocks))
-        return tuple(part for part in parts if part not in self.saved_parts)
+        """Return the parts of these blocks, and of every layer, whose saved bytes the costs lack."""
+        of_layers = (part for part in COMPUTE_PARTS if part.blocks == LAYERS)
+        parts = (*of_layers, *(name for block, name in BLOCK_PARTS.items() if block in blocks))
+        return tuple(str(part) for part in parts if part not in self.saved_parts)
 
     @property
     def blocks(self) -> str:
         """The kinds of blocks that the costs are about."""
-        return "".join(block for block in "EmL" if self.has_block(block))
+        return "".join(block for block in BLOCK_PARTS if self.has_block(block))
 
     def message_bytes(self, kind: OpKind) -> int:
         """Bytes that an op of this kind moves."""
-        if kind in (OpKind.OFFLOAD, OpKind.ONLOAD):
-            return sum(self.saved_parts.get(part, 0) for part in ("attn", "mlp"))
-        name = kind.name.lower()
-        name = "send" if kind.is_send or kind.is_recv else name
-        return self.moved_bytes.get(name.removesuffix("_f").removesuffix("_b"), self.moved_bytes.get(name, 0))
+        if kind.role is OpRole.COPY:
+            return sum(self.saved_parts.get(part, 0) for part in COMPUTE_PARTS)
+        return self.moved_bytes.get(kind.size_key, 0)
 
 
 def parse(text: str, source: str = "<text>") -> Costs:

@@ -12,38 +12,32 @@ from treadle.costs.unequal import mb_factors
 from treadle.ir.blocks import LAYERS
 from treadle.ir.execute import Ticks
 from treadle.ir.kernel import kernel
-from treadle.ir.program import (
-    EMBEDDING,
-    HEAD,
-    LANE_OF,
-    MTP,
+from treadle.ir.ops import (
+    ACTIONS,
+    COMPUTE_PARTS,
     RECOMPUTE,
-    STEP_END,
-    Bools,
-    Bytes,
-    Ints,
+    WEIGHT_OF,
     LaneKind,
-    Layout,
-    Longs,
     OpKind,
-    Program,
-    Shorts,
+    OpPhase,
+    OpRole,
+    column,
+    of_parts,
+    where,
 )
+from treadle.ir.program import Bools, Bytes, Ints, Layout, Longs, Program, Shorts
 
-WHOLE = {
-    OpKind.MLP_B: OpKind.MLP_W,
-    OpKind.ATTN_B: OpKind.ATTN_W,
-    OpKind.MTP_B: OpKind.MTP_W,
-    OpKind.HEAD_B: OpKind.HEAD_W,
-}
-"""The weight half that a backward includes unless it is split off."""
+WHOLE = {backward: weight for weight, backward in WEIGHT_OF.items() if weight.role is OpRole.COMPUTE}
+"""The wgrad that a backward includes unless it is split off."""
 _SHARED = {
-    "f": (OpKind.ATTN_F, OpKind.MLP_F),
-    "i": (OpKind.MLP_B, OpKind.ATTN_B),
-    "w": (OpKind.MLP_W, OpKind.ATTN_W),
+    "f": of_parts(OpPhase.F, COMPUTE_PARTS),
+    "i": of_parts(OpPhase.B, reversed(COMPUTE_PARTS)),
+    "w": of_parts(OpPhase.W, reversed(COMPUTE_PARTS)),
 }
-_COMPUTES = np.array([LANE_OF[kind] is LaneKind.COMPUTE and kind not in STEP_END for kind in OpKind])
+_COMPUTES: Bools = column(lambda kind: kind.lane is LaneKind.COMPUTE and kind.role is not OpRole.STEP_END, np.bool_)
 """`[kind]`: does a stage's factor multiply its time."""
+_KEYS = {name: [(kind, kind.cost_key) for kind in where(cost=name)] for name in ("layer", "message", "ends", "step")}
+"""The ops whose times a section of the costs has, and their keys."""
 
 
 _MOST_TICKS = 2**62
@@ -193,17 +187,11 @@ def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
     """`[kind, layer]` -> ticks."""
     table = np.zeros((len(OpKind), layout.max_layers), np.int64)
     held = layout.model_layers and not layout.by_layer
-    for kind in (OpKind.F, OpKind.B, OpKind.I, OpKind.W):
-        name = kind.name.lower()
-        table[kind] = costs.of_stage(name, stage.row) if held else costs.cell(name)
-    for kind in (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B):
-        table[kind] = costs.message.get("send", 0)
-    for kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
-        table[kind] = costs.message.get(kind.name.lower(), 0)
-    for kind in (*EMBEDDING, *MTP, *HEAD):
-        table[kind] = costs.ends.get(kind.name.lower(), 0)
-    for kind in STEP_END:
-        table[kind] = costs.step.get(kind.name.lower(), 0)
+    for kind in ACTIONS:
+        table[kind] = costs.of_stage(kind.cost_key, stage.row) if held else costs.cell(kind.cost_key)
+    for section, times in (("message", costs.message), ("ends", costs.ends), ("step", costs.step)):
+        for kind, key in _KEYS[section]:
+            table[kind] = times.get(key, 0)
     if layout.by_layer:
         _fill_layers(table, costs, stage.row)
     for backward, weight in WHOLE.items():
@@ -219,8 +207,8 @@ def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
 
 def _fill_layers(table: Longs, costs: Costs, row: str) -> None:
     """The parts of layers, which are alike but for dense ones."""
-    for part in range(OpKind.ATTN_F, OpKind.ATTN_W + 1):
-        table[part] = costs.layer.get(OpKind(part).name.lower(), 0)
+    for part, key in _KEYS["layer"]:
+        table[part] = costs.layer.get(key, 0)
     layers = [block for block in row if block in LAYERS]
     if not costs.has_parts:
         _share_out(table, costs, len(layers))
@@ -229,23 +217,23 @@ def _fill_layers(table: Longs, costs: Costs, row: str) -> None:
             _fill_dense(table, costs, layer)
     for again, forward in RECOMPUTE.items():
         table[again] = table[forward]
-        name = again.name.lower()
+        name = again.cost_key
         for layer, block in enumerate(layers):
             if block == "d" and name in costs.dense:
                 table[again, layer] = costs.dense[name]
-            elif name in costs.layer and not (block == "d" and forward.name.lower() in costs.dense):
+            elif name in costs.layer and not (block == "d" and forward.cost_key in costs.dense):
                 table[again, layer] = costs.layer[name]
 
 
 def _fill_dense(table: Longs, costs: Costs, layer: int) -> None:
     for action, parts in _SHARED.items():
-        names = [part.name.lower() for part in parts]
+        names = [part.cost_key for part in parts]
         if any(name in costs.dense for name in names):
             for part, name in zip(parts, names, strict=True):
                 table[part, layer] = costs.dense.get(name, table[part, layer])
         elif action in costs.dense:
-            first = costs.dense[action] // 2
-            table[parts[0], layer], table[parts[1], layer] = first, costs.dense[action] - first
+            for share, part in enumerate(parts):
+                table[part, layer] = _share(costs.dense[action], share, len(parts))
 
 
 def _share_out(table: Longs, costs: Costs, depth: int) -> None:
@@ -255,8 +243,13 @@ def _share_out(table: Longs, costs: Costs, depth: int) -> None:
         shares = num * len(parts)
         for share in range(shares):
             layer, part = divmod(share, len(parts))
-            where = slice(None) if costs.says_layers else layer
-            table[parts[part], where] = whole * (share + 1) // shares - whole * share // shares
+            place = slice(None) if costs.says_layers else layer
+            table[parts[part], place] = _share(whole, share, shares)
+
+
+def _share(whole: int, share: int, shares: int) -> int:
+    """One of `shares` parts of a whole, which add up to it."""
+    return whole * (share + 1) // shares - whole * share // shares
 
 
 @kernel

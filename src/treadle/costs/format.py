@@ -1,16 +1,18 @@
 """The format of a costs file: its sections and keys, each with its kind and meaning, in one table.
 
-The parser, the writer, the JSON schema and the texts of `treadle costs` read this table, so a new section is an
-entry here and a field of `Costs`.
+The parser, the writer, the JSON schema and the texts of `treadle costs` all read this table, so a new section is an
+entry here and a field of `Costs`. The keys of ops' times are those of the table of ops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from treadle.fields.kinds import DIALECT, SHARE, Field, ListOf, Number, ObjectOf, OneOf, TableOf, Text, ValueKind
+from treadle.ir.ops import ACTIONS, BLOCK_PARTS, COMPUTE_PARTS, KIND_OF, RECOMPUTE, OpKind, OpPart, OpPhase, where
 
 
 class KeyKind(Enum):
@@ -75,21 +77,40 @@ class Section:
         return next(key for key in self.keys if key.name == name)
 
 
-def _times(**meanings: str) -> tuple[Key, ...]:
-    return tuple(Key(name, KeyKind.TIME, meaning) for name, meaning in meanings.items())
+def _times_of(kinds: Iterable[OpKind]) -> tuple[Key, ...]:
+    """The keys of ops' times, as the table of ops explains them; ops may share one."""
+    keys = [Key(kind.cost_key, KeyKind.TIME, kind.about + _if_left_out(kind)) for kind in kinds]
+    return tuple({key.name: key for key in keys}.values())
 
 
-def _sizes(**meanings: str) -> tuple[Key, ...]:
-    return tuple(Key(name, KeyKind.BYTES, meaning) for name, meaning in meanings.items())
+def _if_left_out(kind: OpKind) -> str:
+    return f"; {RECOMPUTE[kind].cost_key} if left out" if kind in RECOMPUTE else ""
 
 
-_ACTIONS = _times(
-    f="forward",
-    b="whole backward; i + w if left out",
-    i="dgrad",
-    w="wgrad",
-    fb="overlapped forward and backward; f + b if left out",
-)
+def _saved_sizes() -> Iterator[Key]:
+    """The keys of what parts save, of a layer's parts also their inputs and those of a dense layer."""
+    whole = {part: KIND_OF[part, OpPhase.F].about.removesuffix(", forward") for part in OpPart if part.blocks}
+    dense = [part for part in COMPUTE_PARTS if "d" in part.blocks]
+    for part in COMPUTE_PARTS:
+        yield Key(str(part), KeyKind.BYTES, f"{whole[part]} of a layer")
+    for part in COMPUTE_PARTS:
+        yield Key(f"{part}_input", KeyKind.BYTES, f"of {part}, what stays where it is recomputed: its inputs")
+    for part in dense:
+        yield Key(f"dense_{part}", KeyKind.BYTES, f"{whole[part]} of a dense layer; {part} if left out")
+    for part in dense:
+        stays = f"of dense_{part}, what stays where it is recomputed; {part}_input if left out"
+        yield Key(f"dense_{part}_input", KeyKind.BYTES, stays)
+    for part in BLOCK_PARTS.values():
+        yield Key(str(part), KeyKind.BYTES, whole[part])
+
+
+def _moved_sizes() -> tuple[Key, ...]:
+    """The keys of what messages and collectives move; the phases of one share a key."""
+    keys = [Key(kind.size_key, KeyKind.BYTES, kind.about.partition(", ")[0]) for kind in OpKind if kind.size_key]
+    return tuple({key.name: key for key in keys}.values())
+
+
+_PAIR = Key("fb", KeyKind.TIME, "overlapped forward and backward; f + b if left out")
 
 SECTIONS: dict[str, Section] = {
     "model": Section(
@@ -98,7 +119,8 @@ SECTIONS: dict[str, Section] = {
             Key("layers", KeyKind.COUNT, "layers of the model, the dense ones included, but no MTP block"),
             Key("dense", KeyKind.COUNT, "how many of them, from the first on, are dense; none if left out"),
             Key("mtp", KeyKind.COUNT, "MTP blocks after the layers, each with a loss of its own; none if left out"),
-            *_ACTIONS,
+            *_times_of(ACTIONS),
+            _PAIR,
             Key("saved_bytes", KeyKind.BYTES, "what the forwards of all layers keep for their backwards"),
         ),
         required=("layers",),
@@ -109,101 +131,30 @@ SECTIONS: dict[str, Section] = {
             Key(
                 "layers", KeyKind.COUNT, "layers of that chunk; without it a chunk takes these times however deep it is"
             ),
-            *_ACTIONS,
+            *_times_of(ACTIONS),
+            _PAIR,
         ),
     ),
     "layer": Section(
-        "the parts of one layer, one micro-batch",
-        _times(
-            attn_f="attention, norms and router, forward",
-            counts="exchange of token counts between experts",
-            host="the host's wait for these counts",
-            dispatch_f="all-to-all of tokens to their experts, forward",
-            mlp_f="MLP or experts, forward",
-            combine_f="all-to-all of tokens back, forward",
-            combine_b="all-to-all of combine, backward",
-            mlp_b="MLP or experts, dgrad",
-            dispatch_b="all-to-all of dispatch, backward",
-            attn_b="attention, norms and router, dgrad",
-            mlp_w="MLP or experts, wgrad",
-            attn_w="attention, norms and router, wgrad",
-            attn_r="attention, norms and router, recomputed; attn_f if left out",
-            mlp_r="MLP or experts, recomputed; mlp_f if left out",
-        ),
+        "the parts of one layer, one micro-batch; the router counts with attention",
+        _times_of(where(cost="layer")),
     ),
     "dense": Section(
         "one dense layer, one micro-batch; what is left out is as in other layers, without their exchanges",
-        (
-            *_ACTIONS[:4],
-            *_times(
-                attn_f="attention and norms, forward",
-                mlp_f="MLP, forward",
-                mlp_b="MLP, dgrad",
-                attn_b="attention and norms, dgrad",
-                mlp_w="MLP, wgrad",
-                attn_w="attention and norms, wgrad",
-                attn_r="attention and norms, recomputed; attn_f if left out",
-                mlp_r="MLP, recomputed; mlp_f if left out",
-            ),
-        ),
+        (*_times_of(ACTIONS), *_times_of(kind for kind in where(cost="layer") if "d" in kind.blocks)),
     ),
     "ends": Section(
         "the blocks besides layers: an embedding before them, MTP blocks and a head after them",
-        _times(
-            embed_f="embedding, forward",
-            embed_b="embedding, backward",
-            mtp_f="an MTP block with its loss, forward",
-            mtp_b="an MTP block with its loss, dgrad",
-            mtp_w="an MTP block, wgrad",
-            head_f="head and loss, forward",
-            head_b="head and loss, dgrad",
-            head_w="head, wgrad",
-        ),
+        _times_of(kind for part in BLOCK_PARTS.values() for kind in where(cost="ends") if kind.part is part),
     ),
-    "message": Section(
-        "one message, copy or collective",
-        _times(
-            send="an activation or a gradient to the next stage",
-            offload="the saved activations of a layer to the host",
-            onload="the saved activations of a layer back to the device",
-            reduce_grad="the reduction of a chunk's gradients over data parallelism",
-            reduce_tied="the reduction of a parameter that stages share, as embedding and head do",
-        ),
-    ),
+    "message": Section("one message, copy or collective", _times_of(where(cost="message"))),
     "step": Section(
-        "end-of-step ops; an op runs if it has a time, and any entry implies the optimizer",
-        _times(
-            clip="the norm over all ranks, and clipping",
-            optimizer="the optimizer's step",
-            gather_params="the all-gather of parameters over data parallelism",
-        ),
+        "end-of-step ops: an op runs if it has a time, and any entry implies the optimizer",
+        _times_of(where(cost="step")),
     ),
-    "saved_bytes": Section(
-        "what a forward keeps for its backward, one micro-batch",
-        _sizes(
-            attn="attention, norms and router of a layer",
-            mlp="MLP or experts of a layer",
-            attn_input="of attn, what stays where it is recomputed: its inputs",
-            mlp_input="of mlp, what stays where it is recomputed: its inputs",
-            dense_attn="attention and norms of a dense layer; attn if left out",
-            dense_mlp="MLP of a dense layer; mlp if left out",
-            dense_attn_input="of dense_attn, what stays where it is recomputed; attn_input if left out",
-            dense_mlp_input="of dense_mlp, what stays where it is recomputed; mlp_input if left out",
-            embed="the embedding",
-            mtp="an MTP block with its loss",
-            head="head and loss",
-        ),
-    ),
+    "saved_bytes": Section("what a forward keeps for its backward, one micro-batch", tuple(_saved_sizes())),
     "moved_bytes": Section(
-        "what one message or collective moves; for reports, times do not follow from it",
-        _sizes(
-            send="an activation or a gradient to the next stage",
-            counts="token counts",
-            dispatch="tokens to their experts",
-            combine="tokens back",
-            reduce_grad="a chunk's gradients",
-            reduce_tied="the gradient of a parameter that stages share",
-        ),
+        "what one message or collective moves; for reports, times do not follow from it", _moved_sizes()
     ),
     "microbatch": Section(
         "micro-batches that are not alike: factors, or lengths with a law; a number for each, pipe after pipe",

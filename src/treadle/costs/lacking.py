@@ -9,10 +9,11 @@ import numpy as np
 
 from treadle.costs.costs import EXCHANGE, Costs
 from treadle.costs.durations import WHOLE
-from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, STEP_END, Layout, OpKind, Program
+from treadle.ir.ops import RECOMPUTE, OpKind, OpPhase, OpRole
+from treadle.ir.program import Layout, Program
 
-_SHARES = {"f": "f", "b": "i", "w": "w"}
-"""The action whose time attention and MLP share, by the end of a part's name."""
+_SHARES: dict[OpPhase | None, str] = {OpPhase.F: "f", OpPhase.B: "i", OpPhase.W: "w"}
+"""The action whose time attention and MLP share, by the phase of a part."""
 
 
 def missing(program: Program, costs: Costs) -> tuple[str, ...]:
@@ -43,32 +44,23 @@ def missing(program: Program, costs: Costs) -> tuple[str, ...]:
 
 def _wanted(kind: OpKind, layout: Layout, costs: Costs) -> Iterator[str]:
     """Names that an op's time comes from and that the costs do not have."""
-    name = kind.name.lower()
+    name = kind.cost_key
     section = costs.by_layers if layout.model_layers else costs.cells
-    if kind in (OpKind.F, OpKind.I, OpKind.W):
+    if kind is OpKind.B:
+        yield from () if name in section else (half for half in ("i", "w") if not costs.says(section, half))
+    elif kind.role is OpRole.ACTION:
         yield from () if costs.says(section, name) else (name,)
-    elif kind is OpKind.B:
-        yield from () if "b" in section else (half for half in ("i", "w") if not costs.says(section, half))
-    elif kind.is_send or kind.is_recv:
-        yield from () if "send" in costs.message else ("send",)
-    elif kind in (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
-        yield from () if name in costs.message else (name,)
-    elif kind in STEP_END:
-        yield from () if name in costs.step else (name,)
     elif kind in RECOMPUTE:
         yield from () if name in costs.layer else _wanted(RECOMPUTE[kind], layout, costs)
-    elif kind in (*EMBEDDING, *MTP, *HEAD):
-        yield from () if name in costs.ends else (name,)
-    elif name.startswith(("attn", "mlp")) and not costs.has_parts:
-        action = _SHARES[name[-1]]
+    elif kind.cost == "layer" and kind.role is OpRole.COMPUTE and not costs.has_parts:
+        action = _SHARES[kind.phase]
         yield from () if costs.says(costs.by_layers or costs.cells, action) else (action,)
     else:
-        yield from () if name in costs.layer else (name,)
+        yield from () if kind.cost and name in getattr(costs, kind.cost) else (name,)
     half = WHOLE.get(kind)
     if half is not None and half not in layout.weights:
-        weight, besides = half.name.lower(), kind in (OpKind.HEAD_B, OpKind.MTP_B)
-        given = costs.ends if besides else costs.layer
-        yield from () if weight in given or (not besides and not costs.has_parts) else (weight,)
+        by_parts = half.cost != "layer" or costs.has_parts
+        yield from (half.cost_key,) if by_parts and half.cost_key not in getattr(costs, half.cost) else ()
 
 
 @dataclass(frozen=True)

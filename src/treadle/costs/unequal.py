@@ -9,12 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from treadle.costs.costs import Costs
+from treadle.costs.costs import PHASES, Costs
 from treadle.ir.blocks import LAYERS
-from treadle.ir.program import Layout, OpKind
-
-_ATTENTION = (OpKind.ATTN_F, OpKind.ATTN_B, OpKind.ATTN_W, OpKind.ATTN_R)
-_ACTIONS = {OpKind.F: "f", OpKind.B: "b", OpKind.I: "i", OpKind.W: "w"}
+from treadle.ir.ops import ACTIONS, KIND_OF, OpKind, OpPart
+from treadle.ir.program import Layout
 
 
 def mb_factors(layout: Layout, costs: Costs, row: str) -> npt.NDArray[np.float64]:
@@ -35,9 +33,9 @@ def mb_factors(layout: Layout, costs: Costs, row: str) -> npt.NDArray[np.float64
     relative = _relative(costs)
     quadratic = costs.microbatch.get("quadratic", 0.0)
     shares = np.zeros(len(OpKind))  # of the time that grows with the square
-    shares[list(_ATTENTION)] = quadratic
-    for kind, action in _ACTIONS.items():
-        shares[kind] = quadratic * _attention_share(costs, action, row)
+    shares[[kind for kind in OpKind if kind.part is OpPart.ATTN]] = quadratic
+    for kind in ACTIONS:
+        shares[kind] = quadratic * _attention_share(costs, kind.cost_key, row)
     return relative[:, None] * (1 - shares) + (relative**2)[:, None] * shares
 
 
@@ -77,7 +75,7 @@ def _attention(costs: Costs, action: str, block: str, of_layer: int) -> float:
     """Ticks of attention in an action of a layer."""
     if not costs.has_parts:
         return of_layer / 2
-    parts = {"f": ("attn_f",), "i": ("attn_b",), "w": ("attn_w",), "b": ("attn_b", "attn_w")}[action]
+    parts = [KIND_OF[OpPart.ATTN, phase].cost_key for phase in PHASES[action]]
     return sum(costs.dense_part(part) if block == "d" else costs.layer.get(part, 0) for part in parts)
 
 

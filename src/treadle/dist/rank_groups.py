@@ -27,7 +27,8 @@ from treadle.dist.groups import Group, control_wait
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.native_sockets import Sockets
 from treadle.dist.streams import streams_of
-from treadle.ir.program import LaneKind, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Program
 
 MOST = 8
 """The most communicators a rank may have on its device."""

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.export.header import Timing, former_keys, layout_object
-from treadle.ir.program import COLUMNS, NEVER, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import COLUMNS, NEVER, Layout, Longs, Program
 from treadle.ir.trace import Trace
 
 Column: TypeAlias = npt.NDArray[Any]

@@ -21,8 +21,9 @@ import numpy as np
 
 from treadle.fields.fields import Fields, Object
 from treadle.fields.kinds import COUNT, SHARE, ListOf, Number, OneOf, Text
+from treadle.ir.ops import OpKind
 from treadle.ir.placement import MOST_CHUNKS, Placement
-from treadle.ir.program import SAVED_UNITS, Layout, OpKind
+from treadle.ir.program import SAVED_UNITS, Layout
 from treadle.ir.schedule import MOST_MICROBATCHES
 from treadle.ir.trace import Clock, Trace
 

@@ -24,7 +24,8 @@ from typing import NamedTuple, TypeAlias
 
 from treadle.ir import Action, Cell, Channel, Kind, Pair, Placement, Schedule
 from treadle.ir.dependency import RULE
-from treadle.ir.program import LaneKind, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Program
 from treadle.ir.text import ParseError
 from treadle.passes.cells import lower_cells
 

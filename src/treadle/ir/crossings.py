@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import Ints, LaneKind, OpKind, Program
+from treadle.ir.ops import RECEIVES, LaneKind
+from treadle.ir.program import Ints, Program
 
 
 class Crossings(NamedTuple):
@@ -23,7 +24,7 @@ def crossings(program: Program) -> Crossings:
     """List the messages of a sound program, in the order of their readers."""
     send_of = _sends(program)
     reader = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
-    received = np.isin(program.kind, (OpKind.RECV_F, OpKind.RECV_B))
+    received = np.isin(program.kind, RECEIVES)
     provided = program.dep >= 0
     reads = np.flatnonzero(provided & received[np.where(provided, program.dep, 0)])
     recv = program.dep[reads]

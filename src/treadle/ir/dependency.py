@@ -2,9 +2,10 @@
 
     F(s)        needs  F(s-1)                 the activation of the stage before
     B(s), I(s)  need   F(s), B or I(s+1)      what its forward saved; the gradient of the stage after
-    W(s)        needs  I(s)                   what the input half left behind
+    W(s)        needs  I(s)                   what the dgrad kept
 
-all of the same micro-batch, in the same pipe. Everything that asks "what waits for what" asks here.
+all of the same micro-batch, in the same pipe. Everything that asks "what waits for what" asks here. Inside a layer the
+order of `ir.ops.FORWARD` and `BACKWARD` is the rule: each part needs the one before it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 from treadle.ir.action import Action, Kind
 from treadle.ir.placement import Placement
-from treadle.ir.program import OpKind
 
 
 class Need(NamedTuple):
@@ -42,22 +42,3 @@ def needs(placement: Placement, rank: int, action: Action) -> list[tuple[int, tu
             peer, chunk = place
             found.append((peer, tuple(Action(kind, action.mb, chunk) for kind in need.kinds)))
     return found
-
-
-# The same rule inside a layer: the parts of a forward and of a backward, each needing the one before it.
-FORWARD = (
-    OpKind.ATTN_F,
-    OpKind.COUNTS,
-    OpKind.HOST,
-    OpKind.DISPATCH_F,
-    OpKind.MLP_F,
-    OpKind.COMBINE_F,
-)
-BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
-WEIGHT_OF = {
-    OpKind.W: OpKind.I,
-    OpKind.MLP_W: OpKind.MLP_B,
-    OpKind.ATTN_W: OpKind.ATTN_B,
-    OpKind.MTP_W: OpKind.MTP_B,
-    OpKind.HEAD_W: OpKind.HEAD_B,
-}

@@ -8,16 +8,15 @@ import numpy as np
 
 from treadle.ir.columns import LaneTable, OpLabels
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.program import NEVER, Bytes, Ints, Longs, OpKind, Program
-from treadle.ir.rule import LANES, NOTHING, Rule, Tables
+from treadle.ir.ops import OpKind
+from treadle.ir.program import NEVER, Bytes, Ints, Longs, Program
+from treadle.ir.rule import LANES, REDUCE, STEP, TIED, Rule, Tables
 
 UNKNOWN = -2
 """Stands in `Index.key` for an op whose label the layout has no place for."""
 
 # Kernels see plain numbers.
-_SEND_F, _SEND_B, _RECV_B = int(OpKind.SEND_F), int(OpKind.SEND_B), int(OpKind.RECV_B)
-_REDUCE_GRAD, _REDUCE_TIED = int(OpKind.REDUCE_GRAD), int(OpKind.REDUCE_TIED)
-_CLIP, _OPTIMIZER, _GATHER = int(OpKind.CLIP), int(OpKind.OPTIMIZER), int(OpKind.GATHER_PARAMS)
+_SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Index:
     which have no micro-batch.
     `first[place]` is the first op of a place, or NEVER; `count[place]` how many there are, up to 255.
     `last_gradient[rank * vpp + chunk]` is the last op of a chunk that adds to a weight gradient, or NEVER.
-    `last_of_rank[rank]` are the last REDUCE_GRAD and the last REDUCE_TIED of a rank, and its first CLIP and its first
-    OPTIMIZER, or NEVER.
+    `last_of_rank[rank]` are the last REDUCE_GRAD and the last REDUCE_TIED of a rank, and the first of each op that ends
+    its step, in their order; or NEVER.
     """
 
     rule: Rule
@@ -60,7 +59,7 @@ def _index(
     first = np.full(tables.num_ranks * num_chunks * of_chunk, -1, np.int32)
     count = np.zeros(len(first), np.uint8)
     last_gradient = np.full(tables.num_ranks * num_chunks, -1, np.int32)
-    last_of_rank = np.full((tables.num_ranks, 4), -1, np.int32)
+    last_of_rank = np.full((tables.num_ranks, 3 + tables.turn.max()), -1, np.int32)
     num_unknown, num_double = 0, 0
     for lane in range(len(lanes.rank)):
         rank, peer, lane_kind = lanes.rank[lane], lanes.peer[lane], lanes.kind[lane]
@@ -70,7 +69,7 @@ def _index(
             if place < 0:
                 num_unknown += place == UNKNOWN
                 if place == NEVER:
-                    _note_last(last_of_rank, kind[op], rank, op)
+                    _note_last(last_of_rank, tables, kind[op], rank, op)
                 continue
             if first[place] < 0:
                 first[place] = op
@@ -85,16 +84,15 @@ def _index(
 
 
 @inlined
-def _note_last(last_of_rank: Ints, kind: int, rank: int, op: int) -> None:
+def _note_last(last_of_rank: Ints, tables: Tables, kind: int, rank: int, op: int) -> None:
     """Keep the last reductions of a rank, and the first of the ops that end its step."""
-    if kind == _REDUCE_GRAD:
+    role = tables.role[kind]
+    if role == REDUCE:
         last_of_rank[rank, 0] = max(op, last_of_rank[rank, 0])
-    elif kind == _REDUCE_TIED:
+    elif role == TIED:
         last_of_rank[rank, 1] = max(op, last_of_rank[rank, 1])
-    elif kind == _CLIP and last_of_rank[rank, 2] < 0:
-        last_of_rank[rank, 2] = op
-    elif kind == _OPTIMIZER and last_of_rank[rank, 3] < 0:
-        last_of_rank[rank, 3] = op
+    elif last_of_rank[rank, 2 + tables.turn[kind]] < 0:
+        last_of_rank[rank, 2 + tables.turn[kind]] = op
 
 
 @inlined
@@ -105,7 +103,7 @@ def _place(labels: OpLabels, tables: Tables, op: int, rank: int, peer: int) -> i
     pp = rank // num_replicas
     if chunk < 0 or chunk >= tables.num_chunks or layer < 0:
         return UNKNOWN
-    if _REDUCE_TIED <= kind <= _GATHER or kind == _REDUCE_GRAD:
+    if REDUCE <= tables.role[kind] <= STEP:
         return NEVER if mb == NEVER and _ends_step(tables, kind, pp, chunk, layer) else UNKNOWN
     if slot < 0 or mb < 0 or mb >= tables.num_mb or layer >= tables.num_layers:
         return UNKNOWN
@@ -124,16 +122,17 @@ def _place(labels: OpLabels, tables: Tables, op: int, rank: int, peer: int) -> i
 @inlined
 def _ends_step(tables: Tables, kind: int, pp: int, chunk: int, layer: int) -> bool:
     """True if a rank has such a reduction, or such an op at the end of its step."""
-    if kind == _REDUCE_GRAD:
+    role = tables.role[kind]
+    if role == REDUCE:
         return layer == 0
-    if kind == _REDUCE_TIED:
+    if role == TIED:
         if layer >= len(tables.tied) or not tables.tied[layer, tables.stage[pp, chunk]]:
             return False
         lowest = True
         for lower in range(chunk):
             lowest = lowest and not tables.tied[layer, tables.stage[pp, lower]]
         return lowest
-    return bool(chunk == 0 and layer == 0 and tables.role[kind] != NOTHING)
+    return bool(chunk == 0 and layer == 0)
 
 
 @inlined

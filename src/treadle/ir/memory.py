@@ -18,26 +18,8 @@ import numpy.typing as npt
 from treadle.ir.blocks import LAYERS
 from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
-from treadle.ir.program import EXCHANGES, Bytes, Ints, Layout, Longs, OpKind, Program
-
-_PARTS: dict[OpKind, tuple[OpKind | None, OpKind | None]] = {
-    OpKind.F: (OpKind.I, OpKind.W),
-    OpKind.ATTN_F: (OpKind.ATTN_B, OpKind.ATTN_W),
-    OpKind.ATTN_R: (OpKind.ATTN_B, OpKind.ATTN_W),
-    OpKind.COUNTS: (None, None),
-    OpKind.HOST: (None, None),
-    OpKind.DISPATCH_F: (OpKind.DISPATCH_B, None),
-    OpKind.MLP_F: (OpKind.MLP_B, OpKind.MLP_W),
-    OpKind.MLP_R: (OpKind.MLP_B, OpKind.MLP_W),
-    OpKind.COMBINE_F: (OpKind.COMBINE_B, None),
-    OpKind.EMBED_F: (OpKind.EMBED_B, None),
-    OpKind.MTP_F: (OpKind.MTP_B, OpKind.MTP_W),
-    OpKind.HEAD_F: (OpKind.HEAD_B, OpKind.HEAD_W),
-}
-"""The backward and the weight half of what an op saves; without a backward it is never given back."""
-
-_BLOCK_OF_CELL = {"E": OpKind.EMBED_F, "m": OpKind.MTP_F, "L": OpKind.HEAD_F}
-"""The op whose bytes a block other than a layer adds to its stage's F."""
+from treadle.ir.ops import BLOCK_FORWARD, COMPUTE_PARTS, EXCHANGES, OpKind, OpPhase
+from treadle.ir.program import Bytes, Ints, Layout, Longs, Program
 
 
 class Peaks(NamedTuple):
@@ -60,8 +42,8 @@ class Changes(NamedTuple):
 
 
 def per_unit(layout: Layout) -> int:
-    """How much of `saved` makes one of its unit: the two parts of a layer count one each."""
-    return 2 if layout.saved_unit == "layers" and layout.by_layer else 1
+    """How much of `saved` makes one of its unit: the parts of a layer that compute count one each."""
+    return len(COMPUTE_PARTS) if layout.saved_unit == "layers" and layout.by_layer else 1
 
 
 def in_unit(layout: Layout, size: int) -> float:
@@ -94,10 +76,9 @@ def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
     of_stage = []
     in_layer = (*layout.forward, *layout.recomputed)
     for stage, row in enumerate(layout.blocks):
-        saved = {kind: size for kind, size in layout.saved.items() if kind in (*in_layer, *_BLOCK_OF_CELL.values())}
+        saved = {kind: size for kind, size in layout.saved.items() if kind in (*in_layer, *BLOCK_FORWARD.values())}
         dense = {**saved, **{kind: size for kind, size in layout.dense_saved.items() if kind in in_layer}}
-        for exchange in EXCHANGES:
-            dense.pop(exchange, None)
+        dense = {kind: size for kind, size in dense.items() if kind not in EXCHANGES}
         if not layout.by_layer and row:
             saved[OpKind.F] = _of_cell(layout, row)
         in_row = tuple(letter == "d" for letter in row if letter in LAYERS) if _layers_differ(layout) else ()
@@ -116,8 +97,8 @@ def _of_cell(layout: Layout, row: str) -> int:
     """What the blocks of a stage save together, at the grain of cells."""
     size = 0
     for block in row:
-        if block in _BLOCK_OF_CELL:
-            size += layout.saved.get(_BLOCK_OF_CELL[block], 0)
+        if block in BLOCK_FORWARD:
+            size += layout.saved.get(BLOCK_FORWARD[block], 0)
         elif block == "d":
             size += layout.dense_saved.get(OpKind.F, layout.saved.get(OpKind.F, 0))
         else:
@@ -164,7 +145,7 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
     of_layer = 0
     for saver, bytes_saved in stage.dense if dense else stage.saved:
         size = round(bytes_saved * scale)
-        backward, weight = _PARTS[saver]
+        backward, weight = _readers(saver)
         taken[saver] = size
         split = weight is OpKind.W or weight in layout.weights
         kept = round(size * layout.kept) if split else 0
@@ -177,6 +158,12 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
         of_layer += size if saver in layout.forward else 0
     taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = of_layer
     return taken, given
+
+
+def _readers(saver: OpKind) -> tuple[OpKind | None, OpKind | None]:
+    """The dgrad and the wgrad that read what an op saves; without a dgrad it is never given back."""
+    phase = OpPhase.I if saver is OpKind.F else OpPhase.B
+    return saver.in_phase(phase), saver.in_phase(OpPhase.W)
 
 
 def peaks(program: Program, times: Times) -> Peaks:

@@ -24,19 +24,18 @@ import numpy as np
 from treadle.ir.columns import LaneTable, OpLabels, Waits
 from treadle.ir.index import Index
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.program import NEVER, Bools, Bytes, Ints, Longs, OpKind, Program, Shorts
+from treadle.ir.ops import OpKind
+from treadle.ir.program import NEVER, Bools, Bytes, Ints, Longs, Program, Shorts
 from treadle.ir.rule import (
     AGAIN,
     BACKWARD_PART,
-    CLIP,
     FOLLOWS,
     FORWARD_PART,
-    GATHER,
     NOTHING,
     ONLOAD,
-    OPTIMIZER,
     REDUCE,
     SEND,
+    STEP,
     TIED,
     Tables,
 )
@@ -213,11 +212,12 @@ def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -
                 need[count] = known.last_gradient[of_rank + chunk]
                 count += 1
         return count
-    if role == GATHER or (role == OPTIMIZER and tables.clips):
-        need[0] = known.last_of_rank[rank, 3 if role == GATHER else 2]
-        return 1
-    if role != CLIP and role != OPTIMIZER:
+    if role != STEP:
         return 0
+    turn = tables.turn[known.kind[op]]
+    if turn > 0:
+        need[0] = known.last_of_rank[rank, 1 + turn]
+        return 1
     gradient = -1
     for chunk in range(tables.num_chunks):
         gradient = max(gradient, known.last_gradient[of_rank + chunk])

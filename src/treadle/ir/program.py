@@ -9,7 +9,6 @@ with the k-th of the others, a send with its receive, a collective with its like
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cached_property
 from typing import TypeAlias
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from treadle.ir.blocks import LAYERS, check_order
 from treadle.ir.notebook import ShownInNotebooks
+from treadle.ir.ops import STEP_END, STEP_ENDS, LaneKind, OpKind, OpPhase, OpRole, where
 from treadle.ir.placement import Placement
 
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -27,170 +27,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 NEVER = -1
-
-
-class OpKind(IntEnum):
-    """The work of an op. The first four are whole actions (the grain of cells), then parts of them and messages.
-
-    H2D, BROADCAST and RELOAD are a weight update: a bucket to its source's device, to all devices, and into the served
-    model. EMBED, MTP and HEAD are the blocks of a stage besides its layers: the embedding, a block that predicts one
-    more token, with a loss of its own, and the head with the loss. ATTN_R and MLP_R compute a part's forward again.
-    REDUCE_TIED sums the gradients of a parameter that several stages share. CLIP, OPTIMIZER and GATHER_PARAMS end a
-    step. GC and REDUCE_LAYERNORM are what profiles of other trainers have besides: garbage collection, and the
-    all-reduce of layer norms' gradients over tensor-parallel ranks.
-    """
-
-    F = 0
-    B = 1
-    I = 2  # noqa: E741 - the field's own name
-    W = 3
-    SEND_F = 4
-    SEND_B = 5
-    RECV_F = 6
-    RECV_B = 7
-    ATTN_F = 8
-    COUNTS = 9
-    HOST = 10
-    DISPATCH_F = 11
-    MLP_F = 12
-    COMBINE_F = 13
-    COMBINE_B = 14
-    MLP_B = 15
-    DISPATCH_B = 16
-    ATTN_B = 17
-    MLP_W = 18
-    ATTN_W = 19
-    OFFLOAD = 20
-    ONLOAD = 21
-    REDUCE_GRAD = 22
-    H2D = 23
-    BROADCAST = 24
-    RELOAD = 25
-    EMBED_F = 26
-    EMBED_B = 27
-    HEAD_F = 28
-    HEAD_B = 29
-    HEAD_W = 30
-    MTP_F = 31
-    MTP_B = 32
-    MTP_W = 33
-    ATTN_R = 34
-    MLP_R = 35
-    REDUCE_TIED = 36
-    CLIP = 37
-    OPTIMIZER = 38
-    GATHER_PARAMS = 39
-    GC = 40
-    REDUCE_LAYERNORM = 41
-
-    @property
-    def is_send(self) -> bool:
-        """True for ops that send a message to a peer."""
-        return self in (OpKind.SEND_F, OpKind.SEND_B)
-
-    @property
-    def is_recv(self) -> bool:
-        """True for ops that receive a message from a peer."""
-        return self in (OpKind.RECV_F, OpKind.RECV_B)
-
-
-class LaneKind(IntEnum):
-    """The work that a lane queues.
-
-    A rank has one SEND and one RECV lane for each peer, one TIED lane for each tie, one at most of the others.
-    """
-
-    COMPUTE = 0
-    SEND = 1
-    RECV = 2
-    EP = 3
-    OUT = 4
-    IN = 5
-    DP = 6
-    HOST = 7
-    H2D = 8
-    BROADCAST = 9
-    RELOAD = 10
-    TIED = 11
-    WORLD = 12
-    TP = 13
-
-
-LANE_OF: dict[OpKind, LaneKind] = {
-    **dict.fromkeys((OpKind.F, OpKind.B, OpKind.I, OpKind.W), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.ATTN_F, OpKind.MLP_F, OpKind.MLP_B, OpKind.ATTN_B), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.MLP_W, OpKind.ATTN_W), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R, OpKind.OPTIMIZER, OpKind.GC), LaneKind.COMPUTE),
-    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), LaneKind.SEND),
-    **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), LaneKind.RECV),
-    **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), LaneKind.EP),
-    **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), LaneKind.EP),
-    OpKind.HOST: LaneKind.HOST,
-    OpKind.OFFLOAD: LaneKind.OUT,
-    OpKind.ONLOAD: LaneKind.IN,
-    OpKind.REDUCE_GRAD: LaneKind.DP,
-    OpKind.REDUCE_TIED: LaneKind.TIED,
-    OpKind.CLIP: LaneKind.WORLD,
-    OpKind.REDUCE_LAYERNORM: LaneKind.TP,
-    OpKind.GATHER_PARAMS: LaneKind.DP,
-    OpKind.H2D: LaneKind.H2D,
-    OpKind.BROADCAST: LaneKind.BROADCAST,
-    OpKind.RELOAD: LaneKind.RELOAD,
-}
-"""The lane that each kind of op runs on."""
-
-UPDATE = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
-"""The ops of a weight update."""
-
-EMBEDDING = (OpKind.EMBED_F, OpKind.EMBED_B)
-HEAD = (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W)
-"""Ops of the first and of the last stage that belong to no layer."""
-
-MTP = (OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W)
-"""Ops of a block that predicts one more token; their `layer` counts such blocks of their stage."""
-
-RECOMPUTE = {OpKind.ATTN_R: OpKind.ATTN_F, OpKind.MLP_R: OpKind.MLP_F}
-"""What computes a forward part again, and that part."""
-
-STEP_END = (OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS)
-"""Ops behind all gradients of a step, one of each a rank: micro-batch -1, chunk and layer 0."""
-
-MEASURED_ONLY = (OpKind.GC, OpKind.REDUCE_LAYERNORM)
-"""Ops that only measured steps have: no pass makes them, and costs have no time for them."""
-
-STEP_ENDS = (
-    (),
-    (OpKind.OPTIMIZER,),
-    (OpKind.CLIP, OpKind.OPTIMIZER),
-    (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS),
-    STEP_END,
-)
-"""What a step may end with."""
-
-EXCHANGES = (
-    OpKind.COUNTS,
-    OpKind.HOST,
-    OpKind.DISPATCH_F,
-    OpKind.COMBINE_F,
-    OpKind.COMBINE_B,
-    OpKind.DISPATCH_B,
-)
-"""The parts of a layer that a dense layer does not have."""
-
-COMMUNICATION = (
-    LaneKind.SEND,
-    LaneKind.RECV,
-    LaneKind.EP,
-    LaneKind.DP,
-    LaneKind.BROADCAST,
-    LaneKind.TIED,
-    LaneKind.WORLD,
-    LaneKind.TP,
-)
-"""The lanes that have a communicator, and so a place in their rank's launch order."""
 
 
 SAVED_UNITS = ("bytes", "layers", "activations")
@@ -234,17 +70,16 @@ class Op:
     @property
     def label(self) -> str:
         """The action or the message, `F3.1`; at the grain of layers `attn_f 3.1 L0`; of an update `reload 0.3`."""
-        if self.kind <= OpKind.RECV_B:
-            return f"{self.kind.name[-1]}{self.mb}.{self.chunk}"
-        if self.kind in UPDATE:
-            return f"{self.kind.name.lower()} {self.mb}.{self.layer}"
-        if self.kind in STEP_END or self.kind in MEASURED_ONLY:
-            return self.kind.name.lower()
-        if self.kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED):
-            return f"{self.kind.name.lower()} .{self.chunk}"
-        if self.kind in EMBEDDING or self.kind in HEAD:
-            return f"{self.kind.name.lower()} {self.mb}.{self.chunk}"
-        return f"{self.kind.name.lower()} {self.mb}.{self.chunk} L{self.layer}"
+        kind, name = self.kind, self.kind.name.lower()
+        if kind.role in (OpRole.ACTION, OpRole.MESSAGE):
+            return f"{kind.name[-1]}{self.mb}.{self.chunk}"
+        if kind.role is OpRole.UPDATE:
+            return f"{name} {self.mb}.{self.layer}"
+        if kind.role in (OpRole.STEP_END, OpRole.MEASURED):
+            return name
+        if kind.role is OpRole.REDUCTION:
+            return f"{name} .{self.chunk}"
+        return f"{name} {self.mb}.{self.chunk}" + (f" L{self.layer}" if kind.has_layer else "")
 
     def __str__(self) -> str:
         if self.kind.is_send:
@@ -323,14 +158,14 @@ class Layout:
             )
         if any("d" in row for row in self.blocks) and self.by_layer:
             for parts in (self.forward, self.backward):
-                if not set(parts) - set(EXCHANGES):
+                if not any("d" in part.blocks for part in parts):
                     raise ValueError(f"a dense layer has a part that computes, got none in {parts}")
-        if set(self.recomputed) - set(RECOMPUTE):
-            raise ValueError(f"recomputed parts are ATTN_R and MLP_R, got {self.recomputed}")
+        if not set(self.recomputed) <= set(where(phase=OpPhase.R)):
+            allowed = " and ".join(kind.name for kind in where(phase=OpPhase.R))
+            raise ValueError(f"recomputed parts are {allowed}, got {self.recomputed}")
         if self.step_end not in STEP_ENDS:
-            raise ValueError(
-                f"a step ends with OPTIMIZER, or CLIP before it, GATHER_PARAMS after it, got {self.step_end}"
-            )
+            allowed = ", ".join(kind.name for kind in STEP_END)
+            raise ValueError(f"a step ends with these in order, OPTIMIZER among them: {allowed}; got {self.step_end}")
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

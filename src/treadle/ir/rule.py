@@ -6,7 +6,7 @@ the same row of blocks share a row of the tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,44 +15,28 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.blocks import LAYERS
-from treadle.ir.dependency import WEIGHT_OF
-from treadle.ir.program import (
-    EMBEDDING,
-    EXCHANGES,
-    HEAD,
-    LANE_OF,
-    MTP,
-    NEVER,
+from treadle.ir.ops import (
+    BLOCK_BACKWARD,
+    BLOCK_FORWARD,
+    COPIES,
+    MESSAGES,
     RECOMPUTE,
-    Bools,
-    Bytes,
-    Ints,
-    Layout,
+    SENDS,
+    WEIGHT_OF,
     OpKind,
+    OpPhase,
+    OpRole,
+    column,
+    where,
 )
+from treadle.ir.program import NEVER, Bools, Bytes, Ints, Layout
 
-LANES = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
+LANES: Bytes = column(lambda kind: kind.lane, np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
-(
-    FORWARD_PART,
-    BACKWARD_PART,
-    FOLLOWS,
-    AGAIN,
-    SEND,
-    ONLOAD,
-    REDUCE,
-    TIED,
-    CLIP,
-    OPTIMIZER,
-    GATHER,
-    NOTHING,
-) = range(12)
-"""The roles of kinds: the numbers in `Tables.role`. FOLLOWS and AGAIN need the op in `before`; AGAIN an onload too."""
-
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
-_COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
-_STEP_ROLE = {OpKind.CLIP: CLIP, OpKind.OPTIMIZER: OPTIMIZER, OpKind.GATHER_PARAMS: GATHER}
+FORWARD_PART, BACKWARD_PART, FOLLOWS, AGAIN, SEND, ONLOAD, REDUCE, TIED, STEP, NOTHING = range(10)
+"""The roles of kinds: the numbers in `Tables.role`. FOLLOWS and AGAIN need the op in `before`; AGAIN an onload too.
+From REDUCE to STEP they belong to no micro-batch."""
 
 
 class Label(NamedTuple):
@@ -64,30 +48,25 @@ class Label(NamedTuple):
 
 def forward_chain(row: str, layout: Layout) -> tuple[Label, ...]:
     """The forward of a stage with this row of blocks."""
-    return tuple(_chain(row, layout.forward, EMBEDDING[0], MTP[0], HEAD[0], layout))
+    return tuple(_chain(row, layout.forward, BLOCK_FORWARD, layout))
 
 
 def backward_chain(row: str, layout: Layout) -> tuple[Label, ...]:
     """The backward of a stage with this row of blocks."""
-    return tuple(reversed(list(_chain(row, layout.backward[::-1], EMBEDDING[1], MTP[1], HEAD[1], layout))))
+    return tuple(reversed(list(_chain(row, layout.backward[::-1], BLOCK_BACKWARD, layout))))
 
 
-def _chain(
-    row: str, parts: tuple[OpKind, ...], embed: OpKind, mtp: OpKind, head: OpKind, layout: Layout
-) -> Iterator[Label]:
+def _chain(row: str, parts: tuple[OpKind, ...], blocks: Mapping[str, OpKind], layout: Layout) -> Iterator[Label]:
+    """The ops of one phase of a stage; `blocks` are those of blocks that are no layers."""
     if not layout.by_layer:
         yield Label(parts[0], 0)
         return
-    layers = mtps = 0
+    count = dict.fromkeys((LAYERS, *blocks), 0)
     for block in row:
-        if block in LAYERS:
-            yield from (Label(part, layers) for part in parts if block == "t" or part not in EXCHANGES)
-            layers += 1
-        elif block == "m":
-            yield Label(mtp, mtps)
-            mtps += 1
-        else:
-            yield Label(embed if block == "E" else head, 0)
+        alike = LAYERS if block in LAYERS else block
+        kinds = [part for part in parts if block in part.blocks] if block in LAYERS else [blocks[block]]
+        yield from (Label(kind, count[alike]) for kind in kinds)
+        count[alike] += 1
 
 
 class Tables(NamedTuple):
@@ -116,7 +95,7 @@ class Tables(NamedTuple):
     makes_gradient: Bools
     role: Bytes
     tied: Bools
-    clips: bool
+    turn: Ints
 
 
 @dataclass(frozen=True)
@@ -167,21 +146,20 @@ class Rule:
     def kinds(self) -> tuple[OpKind, ...]:
         """The kinds of ops that this layout's labels name, each with a place in the index."""
         layout, letters = self.layout, set("".join(self.rows))
-        halves = () if layout.by_layer else (OpKind.I,)
-        copies = _COPIES if layout.by_layer else ()
-        besides = (("E", EMBEDDING), ("m", MTP[:2]), ("L", HEAD[:2]))
-        others = tuple(kind for letter, kinds in besides if letter in letters and layout.by_layer for kind in kinds)
-        again = layout.recomputed if layout.by_layer else ()
-        return (*layout.forward, *layout.backward, *halves, *self.weights, *_MESSAGES, *copies, *others, *again)
+        if not layout.by_layer:
+            return (*layout.forward, *layout.backward, OpKind.I, *self.weights, *MESSAGES)
+        ends = [letter for letter in BLOCK_FORWARD if letter in letters]
+        others = [kind for letter in ends for kind in (BLOCK_FORWARD[letter], BLOCK_BACKWARD[letter])]
+        of_layers = (*layout.forward, *layout.backward, *self.weights)
+        return (*of_layers, *MESSAGES, *COPIES, *others, *layout.recomputed)
 
     @cached_property
     def weights(self) -> tuple[OpKind, ...]:
-        """The weight halves, of a cell W; those of blocks that no stage has are none."""
+        """The wgrads, of a cell W; those of blocks that no stage has are none."""
         if not self.layout.by_layer:
             return (OpKind.W,)
-        absent = {OpKind.HEAD_W: "L", OpKind.MTP_W: "m"}
-        letters = "".join(self.rows)
-        return tuple(kind for kind in self.layout.weights if kind not in absent or absent[kind] in letters)
+        letters = {*LAYERS, *"".join(self.rows)}
+        return tuple(kind for kind in self.layout.weights if letters & set(kind.blocks))
 
     @cached_property
     def chains(self) -> tuple[tuple[tuple[Label, ...], tuple[Label, ...]], ...]:
@@ -210,7 +188,7 @@ class Rule:
             makes_gradient=self.makes_gradient,
             role=self._role,
             tied=self.tied,
-            clips=OpKind.CLIP in layout.step_end,
+            turn=self.turn,
         )
 
     def _offset(self, label: Label) -> int:
@@ -228,10 +206,10 @@ class Rule:
                 for present in (kind, follow.get(kind), again.get(kind)):
                     if present is not None:
                         has[number, present, layer] = True
-            has[number, list(_MESSAGES), 0] = True
+            has[number, list(MESSAGES), 0] = True
             if self.layout.by_layer:
                 layers = sum(row.count(letter) for letter in LAYERS)
-                has[number][list(_COPIES), :layers] = True
+                has[number][list(COPIES), :layers] = True
             else:
                 has[number, [OpKind.I, OpKind.W], 0] = True
         return has
@@ -269,11 +247,10 @@ class Rule:
 
     @property
     def _again(self) -> Ints:
-        """`[kind]` -> the slot of what computes a backward part's forward again, or -1."""
+        """`[kind]` -> the slot of the recompute that a backward part needs, or -1."""
         again = np.full(len(OpKind), NEVER, np.int32)
-        backward_of = {OpKind.ATTN_R: OpKind.ATTN_B, OpKind.MLP_R: OpKind.MLP_B}
         for kind in self.layout.recomputed if self.layout.by_layer else ():
-            again[backward_of[kind]] = self.slot[kind]
+            again[kind.in_phase(OpPhase.B)] = self.slot[kind]
         return again
 
     @property
@@ -286,12 +263,18 @@ class Rule:
             role[OpKind.I] = BACKWARD_PART
         role[list(self.weights)] = FOLLOWS
         role[list(self.layout.recomputed)] = AGAIN
-        role[[OpKind.SEND_F, OpKind.SEND_B]] = SEND
+        role[list(SENDS)] = SEND
         role[OpKind.OFFLOAD], role[OpKind.ONLOAD] = FOLLOWS, ONLOAD
         role[OpKind.REDUCE_GRAD], role[OpKind.REDUCE_TIED] = REDUCE, TIED
-        for kind in self.layout.step_end:
-            role[kind] = _STEP_ROLE[kind]
+        role[list(self.layout.step_end)] = STEP
         return role
+
+    @property
+    def turn(self) -> Ints:
+        """`[kind]` -> its place among the ops that end the step, or -1."""
+        turn = np.full(len(OpKind), NEVER, np.int32)
+        turn[list(self.layout.step_end)] = np.arange(len(self.layout.step_end))
+        return turn
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -309,7 +292,7 @@ class Rule:
         made = np.zeros(len(OpKind), bool)
         made[list(self.weights)] = True
         split = {WEIGHT_OF[kind] for kind in self.weights}
-        may = (OpKind.B, OpKind.MLP_B, OpKind.ATTN_B, OpKind.MTP_B, OpKind.HEAD_B, OpKind.EMBED_B)
+        may = [kind for kind in where(phase=OpPhase.B) if kind.role in (OpRole.ACTION, OpRole.COMPUTE)]
         made[[kind for kind in may if kind in self.kinds and kind not in split]] = True
         return made
 

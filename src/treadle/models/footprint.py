@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.ir.blocks import LAYERS
-from treadle.ir.dependency import WEIGHT_OF
-from treadle.ir.program import EMBEDDING, HEAD, MTP, OpKind
+from treadle.ir.ops import WEIGHT_OF, OpKind, OpPhase, by_part
 from treadle.models.balanced import BalancedExchange
 from treadle.models.build import build_stages
 from treadle.models.config import ModelConfig
@@ -42,29 +41,8 @@ from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.layered import EMBEDDING_LAYER, LayeredStage
 from treadle.runtime.model.weight_grad import WeightGradQueue
 
-_FORWARD = {
-    "embed": OpKind.EMBED_F,
-    "attn": OpKind.ATTN_F,
-    "counts": OpKind.COUNTS,
-    "host": OpKind.HOST,
-    "dispatch": OpKind.DISPATCH_F,
-    "mlp": OpKind.MLP_F,
-    "combine": OpKind.COMBINE_F,
-    "mtp": OpKind.MTP_F,
-    "head": OpKind.HEAD_F,
-}
-_BACKWARD = {
-    "embed": OpKind.EMBED_B,
-    "attn": OpKind.ATTN_B,
-    "dispatch": OpKind.DISPATCH_B,
-    "mlp": OpKind.MLP_B,
-    "combine": OpKind.COMBINE_B,
-    "mtp": OpKind.MTP_B,
-    "head": OpKind.HEAD_B,
-}
-_AGAIN = {"attn": OpKind.ATTN_R, "mlp": OpKind.MLP_R}
-_WEIGHTS = {"attn": OpKind.ATTN_W, "mlp": OpKind.MLP_W, "mtp": OpKind.MTP_W, "head": OpKind.HEAD_W}
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
+_FORWARD, _BACKWARD = by_part(OpPhase.F), by_part(OpPhase.B)
+_WEIGHTS, _AGAIN = by_part(OpPhase.W), by_part(OpPhase.R)
 
 Place: TypeAlias = tuple[OpKind, int]
 """(kind, layer) of an op of a stage."""
@@ -308,10 +286,7 @@ class _StageRun:
 def _belongs(place: Place, letter: str, at: int | None) -> bool:
     """Return whether an op is one of a block: of layer `at`, or of an embedding, MTP block or head."""
     kind, layer = place
-    ends = {"E": EMBEDDING, "m": MTP, "L": HEAD}
-    if letter in ends:
-        return kind in ends[letter] and layer == 0
-    return layer == at and kind not in (*EMBEDDING, *MTP, *HEAD, *_MESSAGES)
+    return letter in kind.blocks and layer == (at if letter in LAYERS else 0)
 
 
 def _key(letter: str, at: int | None, layers: list[str]) -> int:

@@ -8,7 +8,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from treadle.ir.program import NEVER, Ints, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Program
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from treadle.ir.action import Kind
 from treadle.ir.dependency import RULE, Need
-from treadle.ir.program import NEVER, Bools, Ints, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Bools, Ints, Layout, Longs, Program
 from treadle.ir.schedule import Actions, Schedule
 
 ReceiveOrder: TypeAlias = Literal["sender", "use"]

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.execute import execute, leaders
-from treadle.ir.program import COMMUNICATION, NEVER, Longs, Program
+from treadle.ir.ops import COMMUNICATION
+from treadle.ir.program import NEVER, Longs, Program
 
 _FINE = 4096  # makes room for a tick that every op takes, so that no op starts with one that needs it
 

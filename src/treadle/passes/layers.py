@@ -37,8 +37,18 @@ import numpy as np
 
 from treadle.ir.action import Kind
 from treadle.ir.blocks import LAYERS
-from treadle.ir.dependency import BACKWARD, FORWARD
-from treadle.ir.program import EMBEDDING, EXCHANGES, HEAD, LANE_OF, MTP, Ints, LaneKind, Layout, OpKind
+from treadle.ir.ops import (
+    BACKWARD,
+    BLOCK_BACKWARD,
+    BLOCK_FORWARD,
+    EXCHANGES,
+    FORWARD,
+    WEIGHTS,
+    LaneKind,
+    OpKind,
+    OpPhase,
+)
+from treadle.ir.program import Ints, Layout
 from treadle.ir.schedule import Schedule
 
 
@@ -57,7 +67,7 @@ class Shape:
     blocks: tuple[str, ...]
     moe: bool = True
     counts: bool = True
-    split: tuple[OpKind, ...] = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
+    split: tuple[OpKind, ...] = WEIGHTS
     hold_attn_w: bool = False
     early_mlp_w: bool = False
     recompute: tuple[OpKind, ...] = ()
@@ -79,15 +89,14 @@ class Shape:
         if len(self.blocks) != num_stages:
             raise ValueError(f"blocks are a row for each of {num_stages} stages, got {len(self.blocks)}: {self.blocks}")
         absent = () if self.moe and self.counts else (OpKind.COUNTS, OpKind.HOST) if self.moe else EXCHANGES
-        lacking = {OpKind.HEAD_W: "L", OpKind.MTP_W: "m"}
-        letters = "".join(self.blocks)
+        letters = {*LAYERS, *"".join(self.blocks)}
         return Layout(
             placement=schedule.placement,
             num_mb=schedule.microbatches_per_pipe,
             blocks=self.blocks,
             forward=tuple(kind for kind in FORWARD if kind not in absent),
             backward=tuple(kind for kind in BACKWARD if kind not in absent),
-            weights=tuple(kind for kind in self.split if kind not in lacking or lacking[kind] in letters),
+            weights=tuple(kind for kind in self.split if letters & set(kind.blocks)),
             recomputed=self.recompute,
             saved=dict(self.saved),
             dense_saved=dict(self.dense_saved),
@@ -132,11 +141,48 @@ class Template(NamedTuple):
 
     def on(self, lane: LaneKind) -> tuple[TemplateOp, ...]:
         """The parts that run on a lane."""
-        return tuple(part for part in self.parts if LANE_OF[part.kind] is lane)
+        return tuple(part for part in self.parts if part.kind.lane is lane)
 
 
 _FIRST = (OpKind.HEAD_B, OpKind.MTP_B, OpKind.EMBED_F)
 """What a weight half that was held back does not go before: the exchange that it is to hide waits for them."""
+
+# fmt: off
+_LONE = {
+    (False, False): (
+        OpKind.COMBINE_B, OpKind.MLP_R, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_R, OpKind.ATTN_B,
+        OpKind.MLP_W, OpKind.ATTN_W,
+    ),
+    (False, True): (
+        OpKind.COMBINE_B, OpKind.MLP_R, OpKind.ATTN_R, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B,
+        OpKind.MLP_W, OpKind.ATTN_W,
+    ),
+    (True, False): (
+        OpKind.COMBINE_B, OpKind.MLP_R, OpKind.MLP_B, OpKind.MLP_W, OpKind.DISPATCH_B, OpKind.ATTN_R, OpKind.ATTN_B,
+        OpKind.ATTN_W,
+    ),
+    (True, True): (
+        OpKind.COMBINE_B, OpKind.MLP_R, OpKind.ATTN_R, OpKind.MLP_B, OpKind.MLP_W, OpKind.DISPATCH_B, OpKind.ATTN_B,
+        OpKind.ATTN_W,
+    ),
+}
+"""The parts of a lone backward layer in order, by `early_mlp_w` and `early_recompute`."""
+
+_PAIRED = {
+    False: (
+        OpKind.COMBINE_B, OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F,
+        OpKind.MLP_R, OpKind.MLP_B, OpKind.MLP_W, OpKind.DISPATCH_B, OpKind.MLP_F, OpKind.COMBINE_F,
+        OpKind.ATTN_R, OpKind.ATTN_B, OpKind.ATTN_W,
+    ),
+    True: (
+        OpKind.COMBINE_B, OpKind.MLP_R, OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F,
+        OpKind.MLP_B, OpKind.MLP_W, OpKind.DISPATCH_B, OpKind.ATTN_R, OpKind.MLP_F, OpKind.COMBINE_F,
+        OpKind.ATTN_B, OpKind.ATTN_W,
+    ),
+}
+"""The parts of a forward and a backward layer that run overlapped, each all-to-all of one under the compute of the
+other, by `early_recompute`."""
+# fmt: on
 
 _CARRIED_OUT = TemplateOp(OpKind.ATTN_W, 0, Half.BACKWARD)
 """The weight half that a cell leaves to the next one: of its backward's last layer, which is the stage's first."""
@@ -154,11 +200,11 @@ def template(cell: CellKind, forward: str, backward: str, shape: ShapeKey, carry
     slots: list[int] = []
     held = TemplateOp(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
     for slot in _slots(cell, forward, backward, shape):
-        slots.append(sum(LANE_OF[part.kind] is LaneKind.COMPUTE for part in parts))
+        slots.append(sum(part.kind.lane is LaneKind.COMPUTE for part in parts))
         for part in slot:
             if not _is_there(part, rows[part.half], shape) or (carry_out and part == _CARRIED_OUT):
                 continue
-            if held is not None and LANE_OF[part.kind] is LaneKind.COMPUTE and part.kind not in _FIRST:
+            if held is not None and part.kind.lane is LaneKind.COMPUTE and part.kind not in _FIRST:
                 after_first = part.kind is OpKind.ATTN_F
                 parts += [part, held] if after_first else [held, part]
                 held = None
@@ -182,8 +228,8 @@ class ShapeKey(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, layout: Layout) -> ShapeKey:
         """Take them."""
-        besides = (*EMBEDDING, *MTP[:2], *HEAD[:2])
-        kinds = frozenset((*layout.forward, *layout.backward, *layout.weights, *layout.recomputed, *besides))
+        ends = (*BLOCK_FORWARD.values(), *BLOCK_BACKWARD.values())
+        kinds = frozenset((*layout.forward, *layout.backward, *layout.weights, *layout.recomputed, *ends))
         return cls(kinds, shape.hold_attn_w, shape.early_mlp_w, shape.early_recompute)
 
 
@@ -193,8 +239,9 @@ def _layers_of(row: str) -> str:
 
 
 def _is_there(part: TemplateOp, layers: str, shape: ShapeKey) -> bool:
-    """True if the layout has such an op; a dense layer has no exchange."""
-    return part.kind in shape.kinds and not (part.kind in EXCHANGES and layers[part.layer] == "d")
+    """True if the layout has such an op, and its layer has such a part: a dense one has no exchange."""
+    kind = part.kind
+    return kind in shape.kinds and (not set(kind.blocks) & set(LAYERS) or layers[part.layer] in kind.blocks)
 
 
 def _slots(cell: CellKind, forward: str, backward: str, shape: ShapeKey) -> list[list[TemplateOp]]:
@@ -254,25 +301,12 @@ def _forward(layer: int) -> list[TemplateOp]:
 
 
 def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[TemplateOp]:
-    comb, mlp, disp, attn = (_b(kind, layer) for kind in BACKWARD)
-    mlp_w, attn_w = ([_b(kind, layer)] if halves else [] for kind in (OpKind.MLP_W, OpKind.ATTN_W))
-    again, attn_again = [_b(OpKind.MLP_R, layer)], [_b(OpKind.ATTN_R, layer)]
-    if shape.early_recompute:
-        again, attn_again = again + attn_again, []
-    if shape.early:
-        return [comb, *again, mlp, *mlp_w, disp, *attn_again, attn, *attn_w]
-    return [comb, *again, mlp, disp, *attn_again, attn, *mlp_w, *attn_w]
+    parts = _LONE[shape.early, shape.early_recompute]
+    return [_b(kind, layer) for kind in parts if halves or kind.phase is not OpPhase.W]
 
 
 def _pair(fwd: int, bwd: int, shape: ShapeKey) -> list[TemplateOp]:
-    """Each all-to-all of one micro-batch under the compute of the other."""
-    attn, counts, host, disp, mlp, comb = (_f(kind, fwd) for kind in FORWARD)
-    comb_b, mlp_b, disp_b, attn_b = (_b(kind, bwd) for kind in BACKWARD)
-    mlp_w, attn_w = _b(OpKind.MLP_W, bwd), _b(OpKind.ATTN_W, bwd)
-    mlp_r, attn_r = _b(OpKind.MLP_R, bwd), _b(OpKind.ATTN_R, bwd)
-    if shape.early_recompute:
-        return [comb_b, mlp_r, attn, counts, host, disp, mlp_b, mlp_w, disp_b, attn_r, mlp, comb, attn_b, attn_w]
-    return [comb_b, attn, counts, host, disp, mlp_r, mlp_b, mlp_w, disp_b, mlp, comb, attn_r, attn_b, attn_w]
+    return [_f(kind, fwd) if kind.phase is OpPhase.F else _b(kind, bwd) for kind in _PAIRED[shape.early_recompute]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ from treadle.ir.action import Kind
 from treadle.ir.index import Index
 from treadle.ir.kernel import kernel
 from treadle.ir.needs import needs_of
-from treadle.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Layout, Longs, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import lower_cells
 from treadle.passes.layers import CellKind, Cells, Half, Shape

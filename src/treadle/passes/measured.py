@@ -15,7 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.ir.program import LANE_OF, NEVER, Ints, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.append import NewLanes, append_lanes, append_ops, lanes_of, last_ops
 from treadle.passes.cells import lower_cells
@@ -132,7 +133,7 @@ def _behind(program: Program, kind: OpKind) -> Program:
     if kind is OpKind.REDUCE_GRAD:
         return _with_reductions(program)
     waits = list(_chain(program).reshape(-1, 1))
-    lane, placement = LANE_OF[kind], program.layout.placement
+    lane, placement = kind.lane, program.layout.placement
     if lane is LaneKind.COMPUTE:
         return append_ops(program, lanes_of(program, lane), kind, waits)
     if kind is OpKind.REDUCE_TIED:

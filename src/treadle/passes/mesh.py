@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.host.memory import available_bytes
-from treadle.ir.program import Ints, LaneKind, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Ints, Program
 
 OP_BYTES = 55
 """Memory that an op of a simulated Program takes, about (docs/scale.md)."""

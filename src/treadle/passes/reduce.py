@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from treadle.ir.index import Index
-from treadle.ir.program import NEVER, Ints, LaneKind, Layout, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Layout, Program
 from treadle.passes.append import NewLanes, append_lanes
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.kernel import kernel
-from treadle.ir.program import Ints, LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Ints, Longs, Program
 from treadle.passes.edges import need_edges
 
 

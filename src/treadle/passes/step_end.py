@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.index import Index
-from treadle.ir.program import NEVER, Ints, LaneKind, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Program
 from treadle.passes.append import NewLanes, append_lanes, append_ops, lanes_of, last_ops
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from treadle.costs import Costs
 from treadle.ir import Schedule
-from treadle.ir.program import LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.plan.lowering import lower
 from treadle.plan.options import LoweringOptions

@@ -9,7 +9,18 @@ from itertools import product
 from treadle.costs import Costs, durations
 from treadle.costs.unequal import mb_saved
 from treadle.ir import Action, Cell, Schedule
-from treadle.ir.program import RECOMPUTE, OpKind, Program
+from treadle.ir.ops import (
+    BLOCK_FORWARD,
+    COMPUTE_PARTS,
+    KIND_OF,
+    MOVES_BYTES,
+    RECOMPUTE,
+    OpKind,
+    OpPhase,
+    by_part,
+    of_parts,
+)
+from treadle.ir.program import Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.launch import order_launches
 from treadle.passes.layers import Shape
@@ -18,23 +29,8 @@ from treadle.passes.mesh import spread
 from treadle.plan.options import WHOLE_CELLS, LoweringOptions
 from treadle.simulate import simulate
 
-_MOVED = (
-    OpKind.SEND_F,
-    OpKind.SEND_B,
-    OpKind.RECV_F,
-    OpKind.RECV_B,
-    OpKind.COUNTS,
-    OpKind.DISPATCH_F,
-    OpKind.COMBINE_F,
-    OpKind.COMBINE_B,
-    OpKind.DISPATCH_B,
-    OpKind.OFFLOAD,
-    OpKind.ONLOAD,
-    OpKind.REDUCE_GRAD,
-    OpKind.REDUCE_TIED,
-)
-_RECOMPUTE = {"attn": OpKind.ATTN_R, "mlp": OpKind.MLP_R}
-
+_RECOMPUTE = by_part(OpPhase.R)
+_SAVERS = of_parts(OpPhase.F, COMPUTE_PARTS)
 
 _SAMPLE_MICROBATCHES = 8
 """The fewest over which choices are compared: the middle of a step must outweigh its ends."""
@@ -75,7 +71,7 @@ def _with_blocks(program: Program, schedule: Schedule, costs: Costs, options: Lo
     saved, dense, unit = _saved(costs, options, blocks)
     if unit == "layers":
         return replace(program, layout=replace(layout, saved={OpKind.F: 1}, saved_unit=unit))
-    of_layer, of_dense = ({OpKind.F: sizes.pop(OpKind.ATTN_F) + sizes.pop(OpKind.MLP_F)} for sizes in (saved, dense))
+    of_layer, of_dense = ({OpKind.F: sum(sizes.pop(kind) for kind in _SAVERS)} for sizes in (saved, dense))
     different = of_dense if of_dense != of_layer else {}
     layout = replace(
         layout,
@@ -125,7 +121,7 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         offload=options.offload,
         saved=saved,
         dense_saved={kind: size for kind, size in dense.items() if saved[kind] != size},
-        moved={kind: costs.message_bytes(kind) for kind in _MOVED},
+        moved={kind: costs.message_bytes(kind) for kind in MOVES_BYTES},
         kept=options.kept,
         saved_unit=unit,
         tied=tuple(tuple(sorted(stage % num_stages for stage in tie)) for tie in options.tied),
@@ -152,14 +148,13 @@ def _saved(
     sizes = costs.saved_parts
     saved = _parts_saved(sizes, options.recompute, "")
     dense = _parts_saved(sizes, options.recompute, "dense_")
-    besides = {"E": OpKind.EMBED_F, "m": OpKind.MTP_F, "L": OpKind.HEAD_F}
-    saved |= {kind: sizes[kind.name.lower().removesuffix("_f")] for block, kind in besides.items() if block in letters}
+    saved |= {kind: sizes[str(kind.part)] for block, kind in BLOCK_FORWARD.items() if block in letters}
     return saved, dense, "bytes"
 
 
 def _counted(options: LoweringOptions) -> tuple[dict[OpKind, int], dict[OpKind, int], str]:
     """Layers are counted: a part is half of one; one that is recomputed counts from then on."""
-    saved = {OpKind.ATTN_F: 1, OpKind.MLP_F: 1}
+    saved = dict.fromkeys(_SAVERS, 1)
     for part in options.recompute:
         again = _RECOMPUTE[part]
         saved[RECOMPUTE[again]], saved[again] = 0, 1
@@ -169,13 +164,14 @@ def _counted(options: LoweringOptions) -> tuple[dict[OpKind, int], dict[OpKind, 
 def _parts_saved(sizes: Mapping[str, int], recompute: tuple[str, ...], prefix: str) -> dict[OpKind, int]:
     """What attention and MLP save; where one is recomputed, its inputs first and the rest then."""
     saved = {}
-    for part, again in _RECOMPUTE.items():
-        whole = sizes.get(f"{prefix}{part}", sizes[part])
+    for part in COMPUTE_PARTS:
+        forward, again = KIND_OF[part, OpPhase.F], _RECOMPUTE.get(part)
+        whole = sizes.get(f"{prefix}{part}", sizes.get(part, 0))
         kept = sizes.get(f"{prefix}{part}_input", sizes.get(f"{part}_input", 0))
-        if part in recompute:
-            saved[RECOMPUTE[again]], saved[again] = min(kept, whole), whole - min(kept, whole)
+        if again is not None and part in recompute:
+            saved[forward], saved[again] = min(kept, whole), whole - min(kept, whole)
         else:
-            saved[RECOMPUTE[again]] = whole
+            saved[forward] = whole
     return saved
 
 

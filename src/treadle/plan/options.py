@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from treadle.costs import Costs
 from treadle.ir import Schedule
 from treadle.ir.blocks import check_order, with_dense
-from treadle.ir.program import OpKind
+from treadle.ir.ops import WEIGHTS, OpKind, OpPhase, by_part
 from treadle.passes.cut import cut_layers
 
-PARTS = ("attn", "mlp")
+PARTS = tuple(by_part(OpPhase.R))
 """The parts of a layer that can be recomputed."""
-
-SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
-"""The wgrads that can run apart from their dgrads."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class LoweringOptions:
     early_recompute: bool | None = None
     """They are recomputed one exchange sooner than needed. None: whichever simulates faster."""
 
-    split: tuple[OpKind, ...] = SPLIT
+    split: tuple[OpKind, ...] = WEIGHTS
     """wgrads that run apart from their dgrads. A part left out here runs both in one op."""
 
     offload: bool = False
@@ -151,7 +148,7 @@ class LoweringOptions:
     def _by_layer_fields(self) -> Iterator[str]:
         flags = ("by_layer", "moe", "padded", "tied", "recompute", "offload")
         yield from (name for name in flags if getattr(self, name))
-        yield from ("split",) if self.split != SPLIT else ()
+        yield from ("split",) if self.split != WEIGHTS else ()
         yield from (name for name in ("hold", "early", "early_recompute") if getattr(self, name) is not None)
 
     def knows_layers(self, costs: Costs) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 
 from treadle.costs import Costs, ticks
 from treadle.ir.execute import Times, execute
-from treadle.ir.program import Ints, LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Ints, Longs, Program
 from treadle.passes.mesh import spread
 from treadle.plan.step_tail import StepTail, latest, padded
 from treadle.simulate.slowness import Factors

@@ -15,7 +15,8 @@ import numpy as np
 from treadle.costs import Costs, durations
 from treadle.ir import Action, Cell, Kind, Schedule
 from treadle.ir.execute import execute, leaders
-from treadle.ir.program import NEVER, Ints, LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind, OpRole, column
+from treadle.ir.program import NEVER, Ints, Longs, Program
 from treadle.passes.cells import lower_cells
 from treadle.passes.edges import launch_edges
 from treadle.passes.launch import order_launches
@@ -26,7 +27,7 @@ from treadle.passes.tied import with_tied
 from treadle.plan.lowering import choose
 from treadle.plan.options import LoweringOptions
 
-_TICKS = {OpKind.F: 16, OpKind.B: 32, OpKind.I: 16, OpKind.W: 16, OpKind.REDUCE_GRAD: 8, OpKind.REDUCE_TIED: 8}
+_TICKS = {OpRole.ACTION: 16, OpRole.REDUCTION: 8}  # a whole backward takes twice as long
 _MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there
 
 
@@ -72,7 +73,8 @@ def _bounded(program: Program, ticks: Longs, schedule: Schedule) -> Program:
 
 def expected(program: Program) -> Longs:
     """Return durations for ordering a rank's launches: only their proportions matter."""
-    table = np.array([_TICKS.get(kind, _MESSAGE) for kind in OpKind], np.int64)
+    table = column(lambda kind: _TICKS.get(kind.role, _MESSAGE), np.int64)
+    table[OpKind.B] *= 2
     ticks: Longs = table[program.kind]
     return ticks
 

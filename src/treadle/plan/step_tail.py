@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.costs import Costs, durations
-from treadle.ir.program import NEVER, Bools, Ints, LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import REDUCTIONS, STEP_END, LaneKind
+from treadle.ir.program import NEVER, Bools, Ints, Longs, Program
 from treadle.simulate.slowness import Factors
 
-_LATE = (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS)
+_LATE = (*REDUCTIONS, *STEP_END)
 _SHARED = (LaneKind.DP, LaneKind.TIED, LaneKind.WORLD)
 """Lanes that all replicas share."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import COMMUNICATION, LANE_OF, Ints, Longs
+from treadle.ir.program import Ints, Longs
 from treadle.profiles.kineto_file import NO_LAUNCH, Annotation, KinetoFile
 from treadle.profiles.names import begun_as, op_of, pp_ops
 
@@ -142,7 +142,7 @@ def _lane(name: str, share_talking: float) -> str:
     ops = pp_ops(name)
     op = op_of(name)
     kind = ops[0].kind if ops else op[0] if op is not None else None
-    talks = LANE_OF[kind] in COMMUNICATION if kind is not None else share_talking > 0.5
+    talks = kind.lane.communicates if kind is not None else share_talking > 0.5
     return "communication" if talks else "compute"
 
 

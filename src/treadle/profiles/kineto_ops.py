@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import COMMUNICATION, LANE_OF, OpKind
+from treadle.ir.ops import ACTIONS, LaneKind, OpKind, OpRole
 from treadle.profiles.attribution import NOBODY, attribute, extents, innermost
 from treadle.profiles.kineto_file import SENDS, Annotation, KinetoFile
 from treadle.profiles.names import LANES, PPOp, begun_as, is_sharding, op_of, pp_ops
@@ -25,13 +25,14 @@ from treadle.profiles.recording import UNKNOWN, Mark, Remark
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _FOUND = re.compile(r"\w+:recv(?:AnySource)?\b.*")
 _SENT = re.compile(SENDS)
-_MESSAGES = {
-    OpKind.F: (OpKind.RECV_F, OpKind.SEND_F),
-    OpKind.B: (OpKind.RECV_B, OpKind.SEND_B),
-    OpKind.I: (OpKind.RECV_B, OpKind.SEND_B),
+_ACTIVATION = (OpKind.RECV_F, OpKind.SEND_F)
+_GRADIENT = (OpKind.RECV_B, OpKind.SEND_B)
+_MESSAGES: dict[OpKind, tuple[OpKind, OpKind]] = {
+    kind: _ACTIVATION if kind is OpKind.F else _GRADIENT for kind in ACTIONS if kind is not OpKind.W
 }
 """The message that an action reads, and the one that it makes."""
 _BACKWARD = ("_B", "_W")
+_BESIDE = (LaneKind.DP, LaneKind.WORLD, LaneKind.TIED)
 _WORTH_TELLING_NS = 10_000_000
 """torch has these ranges without FSDP too, empty."""
 
@@ -110,7 +111,7 @@ def _in_one(file: KinetoFile, ranges: list[_Range]) -> list[_Range]:
 
 
 def _computes(ops: Sequence[PPOp]) -> bool:
-    return bool(ops) and LANE_OF[ops[0].kind] not in COMMUNICATION
+    return bool(ops) and not ops[0].kind.lane.communicates
 
 
 def _without_waiting(file: KinetoFile, ranges: list[_Range]) -> list[_Range]:
@@ -186,7 +187,7 @@ def _parts(file: KinetoFile) -> dict[int, tuple[PPOp, ...]]:
         mbs = {way: next(backwards if way else forwards) for way in sorted(set(is_back.values()))}
         for at, place, num in _places(own, named):
             kind, layer = named[at]
-            if kind <= OpKind.RECV_B or LANE_OF[kind].name in ("DP", "WORLD", "TIED"):
+            if kind.role in (OpRole.ACTION, OpRole.MESSAGE) or kind.lane in _BESIDE:
                 found[at] = (PPOp(kind),)
                 continue
             counted = num - 1 - place if is_back[at] else place

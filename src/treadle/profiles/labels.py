@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treadle.ir import Placement
-from treadle.ir.program import Bools, Ints, Longs, OpKind
+from treadle.ir.ops import ACTIONS, OpKind
+from treadle.ir.program import Bools, Ints, Longs
 from treadle.profiles.naming import actions_of, candidates
 from treadle.profiles.recording import UNKNOWN, RankRecording, Recording
-from treadle.profiles.standing import COMPUTE, Grid
+from treadle.profiles.standing import Grid
 
 _LETTERS = np.array(["F", "B", "I", "W"])
 
@@ -33,7 +34,7 @@ class PipelineSize:
 
 def is_compute(rank: RankRecording) -> Bools:
     """`[mark]`: is it an action of a schedule."""
-    chosen: Bools = np.isin(rank.kind, COMPUTE)
+    chosen: Bools = np.isin(rank.kind, ACTIONS)
     return chosen
 
 

@@ -8,16 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.crossings import crossings
+from treadle.ir.ops import MESSAGES, SENDS, OpKind
 from treadle.ir.placement import Placement
-from treadle.ir.program import Bools, Longs, OpKind, Program
+from treadle.ir.program import Bools, Longs, Program
 from treadle.passes.measured import TAIL
 from treadle.profiles.clocks import align, order_of
 from treadle.profiles.labels import occurrences
 from treadle.profiles.recording import UNKNOWN, RankRecording, Remark
 from treadle.profiles.standing import Grid
 
-_SENDS = (OpKind.SEND_F, OpKind.SEND_B)
-_MESSAGES = (*_SENDS, OpKind.RECV_F, OpKind.RECV_B)
 _WAITED_NS = 50_000
 """A cell that starts earlier than its input was made by less than this was timed a little off; more, and it waited."""
 
@@ -55,7 +54,7 @@ def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: b
             used = inside & (op >= 0)
             at, op = at[used], op[used]
             start[at, op], end[at, op], measured[at, op] = rank.start[used], rank.end[used], True
-    moved = np.isin(program.kind, _MESSAGES)
+    moved = np.isin(program.kind, MESSAGES)
     whole = measured[:, ~moved].all(axis=1)
     for step in np.flatnonzero(~whole):
         first = program.op(int(np.flatnonzero(~measured[step] & ~moved)[0]))
@@ -110,7 +109,7 @@ class _OpIndex:
     def find(self, rank: RankRecording, number: int) -> Longs:
         """The op of each of a rank's marks, or -1."""
         chunk = rank.chunk.astype(np.int64)
-        sends = np.isin(rank.kind, _SENDS) & (rank.stage != UNKNOWN)
+        sends = np.isin(rank.kind, SENDS) & (rank.stage != UNKNOWN)
         chunk[sends] = self._readers_chunk(rank, sends)
         op = np.full(len(rank), -1, np.int64)
         by_label = np.flatnonzero((rank.mb != UNKNOWN) & (chunk >= 0))
@@ -118,7 +117,7 @@ class _OpIndex:
         key = self._keys(number, kind, mb, chunk[by_label])
         place = np.minimum(np.searchsorted(self.sorted, key), len(self.sorted) - 1)
         op[by_label] = np.where(self.sorted[place] == key, self.order[place], -1)
-        for without in (*_MESSAGES, *TAIL):
+        for without in (*MESSAGES, *TAIL):
             marks = np.flatnonzero((rank.kind == without) & (rank.mb == UNKNOWN))
             ops = np.flatnonzero((self.rank == number) & (self.program.kind == without))
             ops = ops[np.argsort(self.program.cell[ops], kind="stable")]

@@ -17,8 +17,9 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from treadle.ir.ops import STEP_END, OpKind, OpRole
 from treadle.ir.placement import Placement
-from treadle.ir.program import EMBEDDING, HEAD, MEASURED_ONLY, STEP_END, UPDATE, Op, OpKind
+from treadle.ir.program import Op
 from treadle.profiles.recording import UNKNOWN
 
 _PARTS = {
@@ -52,22 +53,23 @@ _PART = re.compile(
     rf"(?:layer[_ ]?([0-9]+)\.)?({'|'.join(_PARTS)})({'|'.join(re.escape(suffix) for suffix in _PASSES)})"
 )
 
-_WHOLE = {
-    "forward-compute": (OpKind.F,),
-    "backward-compute": (OpKind.B,),
-    "wgrad-compute": (OpKind.W,),
-    "grads-reduce-scatter": (OpKind.REDUCE_GRAD,),
-    "grads-all-reduce": (OpKind.REDUCE_GRAD,),
-    "all-grads-sync": (OpKind.REDUCE_GRAD,),
-    "embedding-grads-all-reduce": (OpKind.REDUCE_TIED,),
-    "optimizer-clip-main-grad": (OpKind.CLIP,),
-    "optimizer": (OpKind.OPTIMIZER,),
-    "optimizer-inner-step": (OpKind.OPTIMIZER,),
-    "params-all-gather": (OpKind.GATHER_PARAMS,),
-    "layernorm-grads-all-reduce": (OpKind.REDUCE_LAYERNORM,),
-    "gc": (OpKind.GC,),
+_TIMERS = {
+    "forward-compute": "F",
+    "backward-compute": "B",
+    "wgrad-compute": "W",
+    "grads-reduce-scatter": "REDUCE_GRAD",
+    "grads-all-reduce": "REDUCE_GRAD",
+    "all-grads-sync": "REDUCE_GRAD",
+    "embedding-grads-all-reduce": "REDUCE_TIED",
+    "optimizer-clip-main-grad": "CLIP",
+    "optimizer": "OPTIMIZER",
+    "optimizer-inner-step": "OPTIMIZER",
+    "params-all-gather": "GATHER_PARAMS",
+    "layernorm-grads-all-reduce": "REDUCE_LAYERNORM",
+    "gc": "GC",
 }
 """Megatron's timers and what NDTimeline calls the same."""
+_WHOLE = {timer: (OpKind[name],) for timer, name in _TIMERS.items()}
 
 _TIMED_MESSAGES = re.compile(r"(?:(?:forward|backward)-(?:send|recv)-?)+(?<!-)")
 _TIMED_MESSAGE = re.compile(r"(forward|backward)-(send|recv)")
@@ -84,11 +86,7 @@ _PP_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _PP_SHARDING = re.compile(f"PP:{_NUMBER}(UNSHARD|RESHARD)")
 _PP_WAIT = re.compile("(PP:[0-9]+)WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 _SINGLE = re.compile(f"(Forward|Backward) {_NUMBER}")
-_LABELLED = {
-    kind.name.lower(): kind
-    for kind in OpKind
-    if kind >= OpKind.ATTN_F and kind not in (*UPDATE, *STEP_END, *MEASURED_ONLY)
-}
+_LABELLED = {kind.name.lower(): kind for kind in OpKind if kind.blocks or kind.role in (OpRole.COPY, OpRole.REDUCTION)}
 _LABEL = re.compile(rf"({'|'.join(_LABELLED)}) {_NUMBER}?\.{_NUMBER}(?: L{_NUMBER})?")
 
 
@@ -190,7 +188,7 @@ def pp_ops(name: str) -> tuple[PPOp, ...]:
     word = name[3:]
     if match := _PP_PAIR.fullmatch(word):
         halves = [_pp_action(half) for half in match.groups()]
-        if all(half is not None and half.kind <= OpKind.W for half in halves):
+        if all(half is not None and half.kind.role is OpRole.ACTION for half in halves):
             return tuple(half._replace(joined=at > 0) for at, half in enumerate(halves) if half is not None)
         return ()
     op = _pp_action(word) or _labelled(word)
@@ -221,7 +219,7 @@ def pp_name(op: Op, placement: Placement) -> str:
     if kind.is_send:
         reader = placement.stage(op.lane.peer, op.chunk)
         return f"PP:{reader + (1 if kind is OpKind.SEND_B else -1)}{kind.name}{op.mb}"
-    if kind <= OpKind.RECV_B:
+    if kind.role in (OpRole.ACTION, OpRole.MESSAGE):
         return f"PP:{placement.stage(rank, op.chunk)}{kind.name}{op.mb}"
     if kind is OpKind.REDUCE_GRAD:
         return f"PP:{placement.stage(rank, op.chunk)}{kind.name}"
@@ -244,9 +242,8 @@ def _labelled(word: str) -> PPOp | None:
     if match is None:
         return None
     kind = _LABELLED[match[1]]
-    reduces = kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED)
-    has_layer = not reduces and kind not in EMBEDDING and kind not in HEAD
-    if (match[2] is None) != reduces or (match[4] is not None) != has_layer:
+    reduces = kind.role is OpRole.REDUCTION
+    if (match[2] is None) != reduces or (match[4] is not None) != kind.has_layer:
         return None
     return PPOp(
         kind, mb=int(match[2] or UNKNOWN), chunk=int(match[3]), layer=int(match[4]) if match[4] is not None else 0

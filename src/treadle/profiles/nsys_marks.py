@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import Longs, OpKind
+from treadle.ir.ops import MESSAGES, OpKind
+from treadle.ir.program import Longs
 from treadle.profiles.names import PPOp, layers_of, ops_of, pp_ops
 from treadle.profiles.nsys_file import NsysFile, Range
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
@@ -30,7 +31,6 @@ _PAIR = re.compile(r"(?:rank \d+ )?forward chunk (\d+) \(phase(\d+)\),? ?backwar
 _KINDS = {"forward": OpKind.F, "backward": OpKind.B}
 _WEIGHT = re.compile(r"(?:rank \d+ )?weight chunk.*")
 """PithTrain does not say whose weight gradients these are."""
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
 _MEGATRON = re.compile(r"(?:.*\.)?P2PCommunicator\.|(?:.*\.)?p2p_communication\.")
 
 
@@ -70,10 +70,10 @@ def marks_of(file: NsysFile, ranges: Sequence[Range]) -> tuple[list[Mark], int, 
         found = file.launched(ranges[0].process, thread, *bounds)
     marks, idle = [], 0
     if any(_exchanges(each) for each in intervals):
-        intervals = [each if each.ops[0].kind not in _MESSAGES else each._replace(ops=()) for each in intervals]
+        intervals = [each if each.ops[0].kind not in MESSAGES else each._replace(ops=()) for each in intervals]
         remarks.append(Remark("messages of several chunks are exchanged at once, inseparable, and ignored", source))
     for at, each in enumerate(intervals):
-        message = all(op.kind in _MESSAGES for op in each.ops)
+        message = all(op.kind in MESSAGES for op in each.ops)
         start, end = (found.nccl_start, found.nccl_end) if message else (found.start, found.end)
         if start[at] < end[at]:
             marks += _marks(each, int(start[at]), int(end[at]))

@@ -15,22 +15,21 @@ from treadle.ir import Action, Cell, Pair, Placement, Schedule
 from treadle.ir.action import Kind
 from treadle.ir.index import Index
 from treadle.ir.needs import needs_of
-from treadle.ir.program import LANE_OF, NEVER, Layout, Longs, OpKind, Program
+from treadle.ir.ops import ACTIONS, BACKWARD, FORWARD, LAYER_PARTS, OpKind, OpPhase, of_parts
+from treadle.ir.program import NEVER, Layout, Longs, Program
 from treadle.ir.steps import Steps
 from treadle.profiles.imported import Imported
 from treadle.profiles.recording import RankRecording, Recording, Remark
 
-_FORWARD = (OpKind.ATTN_F, OpKind.COUNTS, OpKind.HOST, OpKind.DISPATCH_F, OpKind.MLP_F, OpKind.COMBINE_F)
-_BACKWARD = (OpKind.COMBINE_B, OpKind.MLP_B, OpKind.DISPATCH_B, OpKind.ATTN_B)
-_WEIGHTS = (OpKind.MLP_W, OpKind.ATTN_W)
-PARTS = (*_FORWARD, *_BACKWARD, *_WEIGHTS)
+_WEIGHTS = of_parts(OpPhase.W, reversed(LAYER_PARTS))
+PARTS = (*FORWARD, *BACKWARD, *_WEIGHTS)
 """The parts of a layer."""
 
 
 def has_parts(recording: Recording) -> bool:
     """Say whether parts of layers were recorded, and no whole cells."""
     kinds = np.unique(np.concatenate([rank.kind for rank in recording.ranks]))
-    return bool(np.isin(kinds, PARTS).any()) and not (kinds <= OpKind.W).any()
+    return bool(np.isin(kinds, PARTS).any()) and not np.isin(kinds, ACTIONS).any()
 
 
 def assemble_parts(recording: Recording) -> Imported:
@@ -84,7 +83,7 @@ def _cells(rank: RankRecording, row: Longs) -> tuple[Cell, ...]:
     cells: list[Cell] = []
     seen: set[Action] = set()
     for mark in row:
-        back = int(rank.kind[mark]) not in _FORWARD
+        back = int(rank.kind[mark]) not in FORWARD
         action = Action(Kind.B if back else Kind.F, int(rank.mb[mark]), 0)
         if action in seen:
             continue
@@ -99,8 +98,8 @@ def _cells(rank: RankRecording, row: Longs) -> tuple[Cell, ...]:
 
 def _program(rank: RankRecording, row: Longs, labels: Sequence[_Label]) -> tuple[Program, list[_Label]]:
     """The ops on their lanes, with what they need; and the label of each op."""
-    lanes = sorted({LANE_OF[OpKind(kind)] for kind, _, _ in labels}, key=int)
-    lane_of = np.array([lanes.index(LANE_OF[OpKind(kind)]) for kind, _, _ in labels])
+    lanes = sorted({OpKind(kind).lane for kind, _, _ in labels}, key=int)
+    lane_of = np.array([lanes.index(OpKind(kind).lane) for kind, _, _ in labels])
     order = np.lexsort((rank.start[row], lane_of))
     placed = [labels[at] for at in order]
     kind, mb, layer = (np.array(column) for column in zip(*placed, strict=True))
@@ -109,8 +108,8 @@ def _program(rank: RankRecording, row: Longs, labels: Sequence[_Label]) -> tuple
         placement=Placement.loop(1),
         num_mb=int(mb.max()) + 1,
         blocks=("t" * (int(layer.max()) + 1),),
-        forward=tuple(part for part in _FORWARD if part in kinds) or (OpKind.ATTN_F,),
-        backward=tuple(part for part in _BACKWARD if part in kinds) or (OpKind.ATTN_B,),
+        forward=tuple(part for part in FORWARD if part in kinds) or (OpKind.ATTN_F,),
+        backward=tuple(part for part in BACKWARD if part in kinds) or (OpKind.ATTN_B,),
         weights=tuple(part for part in _WEIGHTS if part in kinds),
     )
     program = Program(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import Bools, Bytes, Ints, Longs, OpKind, Shorts
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Bools, Bytes, Ints, Longs, Shorts
 
 UNKNOWN = -1
 """Stands for a step, micro-batch, stage, chunk or rank that a file does not name."""

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.program import OpKind
+from treadle.ir.ops import ACTIONS
 from treadle.profiles.recording import UNKNOWN, RankRecording, Recording
-
-COMPUTE = (OpKind.F, OpKind.B, OpKind.I, OpKind.W)
-"""The marks that make up a schedule's rows."""
 
 Grid = tuple[tuple[RankRecording, ...], ...]
 """`grid[pp][dp]`: the rank at that place of the pipeline in that replica."""
@@ -76,7 +73,7 @@ def _places(ranks: Sequence[RankRecording], recording: Recording) -> list[int]:
 
 
 def _stages(rank: RankRecording) -> set[int]:
-    compute = np.isin(rank.kind, COMPUTE)
+    compute = np.isin(rank.kind, ACTIONS)
     named = rank.stage[compute]
     return set() if (named == UNKNOWN).any() else set(np.unique(named).tolist())
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import Bools, Ints, OpKind
+from treadle.ir.ops import ACTIONS, RECEIVES, OpKind
+from treadle.ir.program import Bools, Ints
 from treadle.profiles.recording import UNKNOWN, RankRecording
 
 _BACKWARD = (OpKind.B, OpKind.I)
-_RECEIVES = (OpKind.RECV_F, OpKind.RECV_B)
 
 
 class Sized(NamedTuple):
@@ -93,14 +93,14 @@ def _forwards_of_a_step(first: RankRecording) -> int:
 def _with_steps(rank: RankRecording, each: int) -> RankRecording:
     """So many of a kind make a step; a receive is of the computation behind it, a send of the one before."""
     step: Ints = np.full(len(rank), UNKNOWN, np.int32)
-    for kind in (OpKind.F, OpKind.B, OpKind.I, OpKind.W):
+    for kind in ACTIONS:
         own = np.flatnonzero(rank.kind == kind)
         step[own] = np.arange(len(own)) // each
     computed: Bools = step != UNKNOWN
     steps = step[computed]
     for at, start in zip(np.flatnonzero(~computed), rank.start[~computed], strict=True):
         behind = int(np.searchsorted(rank.start[computed], start))
-        step[at] = steps[min(behind, len(steps) - 1) if rank.kind[at] in _RECEIVES else max(behind - 1, 0)]
+        step[at] = steps[min(behind, len(steps) - 1) if rank.kind[at] in RECEIVES else max(behind - 1, 0)]
     return replace(rank, step=step)
 
 

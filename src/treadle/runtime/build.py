@@ -20,8 +20,8 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.host.errors import named
 from treadle.ir import Kind, Schedule
-from treadle.ir.dependency import WEIGHT_OF
-from treadle.ir.program import Longs, Op, OpKind, Program
+from treadle.ir.ops import BLOCK_FORWARD, WEIGHT_OF, WEIGHTS, OpKind
+from treadle.ir.program import Longs, Op, Program
 from treadle.plan.options import LoweringOptions
 from treadle.plan.running import expected, forward_only, lower_running, lower_weaving
 from treadle.runtime.handshake import Handshake, RankStages
@@ -50,8 +50,6 @@ from treadle.runtime.run.layers import PACE
 from treadle.verify import verify_program, verify_schedule
 
 Modules: TypeAlias = Mapping[int, nn.Module]
-
-_SPLIT = (OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W)
 
 
 def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
@@ -226,7 +224,7 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
         by_layer=True,
         moe=bool(met.segments),
         padded="counts" not in met.segments,
-        split=_SPLIT if all(met.splits.values()) else (),
+        split=WEIGHTS if all(met.splits.values()) else (),
         offload=saved == "offload",
         recompute=again,
     )
@@ -279,7 +277,7 @@ def plan_forward(
 
 def _forwards(program: Program) -> list[tuple[int, ...]]:
     """(rank, kind, micro-batch, chunk, layer) of all forward parts and their messages, in order of these numbers."""
-    kinds = (*program.layout.forward, OpKind.EMBED_F, OpKind.MTP_F, OpKind.HEAD_F, OpKind.SEND_F, OpKind.RECV_F)
+    kinds = (*program.layout.forward, *BLOCK_FORWARD.values(), OpKind.SEND_F, OpKind.RECV_F)
     ops = np.flatnonzero(np.isin(program.kind, kinds))
     rank = program.lane_rank[program.lane_of[ops]]
     columns = (rank, program.kind[ops], program.mb[ops], program.chunk[ops], program.layer[ops])

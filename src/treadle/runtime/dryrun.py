@@ -20,7 +20,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from treadle.dist.boundary import Boundary, Spec
 from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
-from treadle.ir.program import LaneKind, Op, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Op, Program
 from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.options import RunOptions

@@ -24,7 +24,8 @@ from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
-from treadle.ir.program import Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.plan.running import host_order, join_halves

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.report import FailedError, Passed

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from treadle.ir.program import Bools, Ints, LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Bools, Ints, Longs, Program
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.grouping import WORK, Floats, tally, work_of
 from treadle.simulate.waiting import without_waiting

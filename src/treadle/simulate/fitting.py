@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from treadle.costs import Costs
-from treadle.costs.costs import AGAIN, CELLS, ENDS, LAYER, MESSAGE, STEP, WEIGHTS
 from treadle.costs.format import SECTIONS
 from treadle.ir.blocks import LAYERS
-from treadle.ir.program import Bools, Longs, OpKind, Program
+from treadle.ir.ops import MESSAGES, OpKind, OpPhase, by_part
+from treadle.ir.program import Bools, Longs, Program
 from treadle.ir.trace import Trace
 from treadle.simulate.grouping import WORK, tally, work_of
 from treadle.simulate.waiting import shortest
 
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
-_MOVED = {
-    "send": _MESSAGES,
-    "counts": (OpKind.COUNTS,),
-    "dispatch": (OpKind.DISPATCH_F, OpKind.DISPATCH_B),
-    "combine": (OpKind.COMBINE_F, OpKind.COMBINE_B),
-    "reduce_grad": (OpKind.REDUCE_GRAD,),
-    "reduce_tied": (OpKind.REDUCE_TIED,),
-}
-_SAVED = {
-    "attn": OpKind.ATTN_F,
-    "mlp": OpKind.MLP_F,
-    "embed": OpKind.EMBED_F,
-    "mtp": OpKind.MTP_F,
-    "head": OpKind.HEAD_F,
-}
-_AGAIN = {"attn": OpKind.ATTN_R, "mlp": OpKind.MLP_R}
+_MOVED = {name: [kind for kind in OpKind if kind.size_key == name] for name in SECTIONS["moved_bytes"].names}
+_SAVED = {name: by_part(OpPhase.F)[name] for name in SECTIONS["saved_bytes"].names if name in by_part(OpPhase.F)}
+_AGAIN = by_part(OpPhase.R)
+_OF_LAYERS = [kind for kind in OpKind if kind.cost == "layer"]
 
 
 def fit(trace: Trace) -> Costs:
     """Make costs of the median duration of each kind of work over all ranks.
 
     Ops that go together count with the shortest of their durations, which includes no wait. A whole backward is
-    fitted as it ran: where its weight half was not split off, its time is in the backward's. Sizes are taken from the
+    fitted as it ran: where its wgrad was not split off, its time is in the backward's. Sizes are taken from the
     program as far as it has them.
 
     Args:
@@ -60,12 +47,12 @@ def fit(trace: Trace) -> Costs:
     return Costs(
         "fitted",
         trace.clock,
-        cells={**_section(typical, CELLS), **_layers_of_cells(program)},
-        layer=_section(typical, (*LAYER, *WEIGHTS, *AGAIN)),
-        dense=_section(_medians(program, dur, dense), SECTIONS["dense"].names),
-        ends=_section(typical, ENDS),
-        message=_section(typical, MESSAGE),
-        step=_section(typical, STEP),
+        cells={**_section(typical, "cells"), **_layers_of_cells(program)},
+        layer=_section(typical, "layer"),
+        dense=_section(_medians(program, dur, dense), "dense"),
+        ends=_section(typical, "ends"),
+        message=_section(typical, "message"),
+        step=_section(typical, "step"),
         saved_bytes=_saved_bytes(program),
         moved_bytes=_moved_bytes(program),
         about=" ".join(("medians of the durations", *((f"of: {trace.about}",) if trace.about else ()))),
@@ -83,8 +70,7 @@ def _in_dense_layers(program: Program) -> Bools:
         table[number, : len(row)] = [block == "d" for block in row]
     pp = program.lane_rank[program.lane_of] // layout.num_replicas
     stage = np.array(layout.placement.stages, np.int32)[pp, program.chunk]
-    parts = np.isin(program.kind, (*layout.forward, *layout.backward, *layout.weights, *layout.recomputed))
-    parts &= ~np.isin(program.kind, (OpKind.HEAD_W, OpKind.MTP_W))
+    parts = np.isin(program.kind, _OF_LAYERS)
     dense: Bools = parts & table[stage, np.where(parts, program.layer, 0)]
     return dense
 
@@ -92,14 +78,14 @@ def _in_dense_layers(program: Program) -> Bools:
 def _medians(program: Program, dur: Longs, chosen: Bools) -> dict[str, int]:
     """Ticks of each kind of work that occurs, by its name in costs: one name for all messages."""
     work = work_of(program).astype(np.int32)
-    work[np.isin(work, _MESSAGES)] = OpKind.SEND_F
+    work[np.isin(work, MESSAGES)] = OpKind.SEND_F
     found = tally(work[chosen], len(WORK), dur[chosen])
-    names = {**dict(enumerate(WORK)), int(OpKind.SEND_F): "send"}
+    names = {**dict(enumerate(WORK)), int(OpKind.SEND_F): OpKind.SEND_F.cost_key}
     return {names[int(k)]: round(found.median[k]) for k in np.flatnonzero(found.num)}
 
 
-def _section(typical: dict[str, int], names: Iterable[str]) -> dict[str, int]:
-    return {name: typical[name] for name in names if name in typical}
+def _section(typical: dict[str, int], section: str) -> dict[str, int]:
+    return {name: typical[name] for name in SECTIONS[section].names if name in typical}
 
 
 def _layers_of_cells(program: Program) -> dict[str, int]:
@@ -119,7 +105,7 @@ def _saved_bytes(program: Program) -> dict[str, int]:
 
 
 def _parts_of(saved: Mapping[OpKind, int], prefix: str) -> dict[str, int]:
-    """What parts save: of one that is computed again, its inputs, and all of it."""
+    """What parts save: of one that is recomputed, its inputs, and all of it."""
     sizes = {}
     for name, kind in _SAVED.items():
         again = _AGAIN.get(name)

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.crossings import crossings
-from treadle.ir.program import Bools, LaneKind, Longs, OpKind
+from treadle.ir.ops import ACTIONS as ACTION_OPS
+from treadle.ir.ops import MESSAGES, LaneKind
+from treadle.ir.program import Bools, Longs
 from treadle.ir.steps import Steps
 
-ACTIONS = ("f", "b", "i", "w", "fb")
-"""What a stage does with a micro-batch; the first four are the first kinds of ops."""
+ACTIONS = (*(kind.cost_key for kind in ACTION_OPS), "fb")
+"""What a stage does with a micro-batch; all but the last are the first kinds of ops."""
 _PAIR = ACTIONS.index("fb")
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
 
 
 class Gaps(NamedTuple):
@@ -42,7 +43,7 @@ def find_gaps(steps: Steps) -> Gaps:
     """Find the gaps before computations, and the time of a message, in measured steps at the grain of cells."""
     program = steps.program
     placement = program.layout.placement
-    computes = (program.lane_kind[program.lane_of] == LaneKind.COMPUTE) & (program.kind <= OpKind.W)
+    computes = (program.lane_kind[program.lane_of] == LaneKind.COMPUTE) & np.isin(program.kind, ACTION_OPS)
     op = np.flatnonzero(computes & ~program.joined)
     pairs = np.r_[program.joined, False]
     action = np.where(pairs[op + 1], _PAIR, program.kind[op]).astype(np.int64)
@@ -65,7 +66,7 @@ def own_durations(steps: Steps) -> Longs:
     """
     gaps, program = find_gaps(steps), steps.program
     took = steps.end - steps.start
-    took[:, np.isin(program.kind, _MESSAGES)] = gaps.message or 0
+    took[:, np.isin(program.kind, MESSAGES)] = gaps.message or 0
     took[:, gaps.op] += np.rint(gaps.gap).astype(np.int64)
     return took
 

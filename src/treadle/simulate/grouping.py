@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.kernel import kernel
-from treadle.ir.program import Bytes, Ints, Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Bytes, Ints, Longs, Program
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -14,7 +14,8 @@ import numpy as np
 from treadle.ir.execute import Times
 from treadle.ir.kernel import kernel
 from treadle.ir.memory import in_unit, peaks
-from treadle.ir.program import COMMUNICATION, Ints, LaneKind, Longs, Program
+from treadle.ir.ops import COMMUNICATION, LaneKind
+from treadle.ir.program import Ints, Longs, Program
 from treadle.ir.show import peak_object
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.waiting import without_waiting

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from treadle.ir.kernel import kernel
-from treadle.ir.program import Bools, Bytes, Ints, LaneKind, Longs
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Bools, Bytes, Ints, Longs
 from treadle.ir.trace import Clock, Trace
 from treadle.simulate.grouping import WORK, tally, work_of
 

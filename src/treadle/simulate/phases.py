@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import BACKWARD, FORWARD, LaneKind, OpKind
 from treadle.ir.trace import Trace
 
-_FORWARD, _BACKWARD = (OpKind.F, OpKind.ATTN_F), (OpKind.B, OpKind.ATTN_B)
+_FORWARD, _BACKWARD = (OpKind.F, FORWARD[0]), (OpKind.B, BACKWARD[-1])
+"""A forward and a whole backward: of a cell, and of a layer the part that each has."""
 
 
 def steady_idle(trace: Trace) -> tuple[float, ...]:

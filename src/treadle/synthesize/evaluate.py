@@ -8,7 +8,7 @@ import numpy as np
 
 from treadle.costs import durations
 from treadle.ir import Action, Cell, Kind, Pair, Schedule
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.plan import lower
 from treadle.simulate import simulate
 from treadle.synthesize.problem import StepProblem

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from treadle.costs import Costs, durations
 from treadle.ir import Action, Cell, Kind, Pair, Placement, Schedule
-from treadle.ir.program import LaneKind
+from treadle.ir.ops import LaneKind
 from treadle.plan import LoweringOptions, lower
 from treadle.synthesize.problem import PairTimes, Place, StepProblem
 

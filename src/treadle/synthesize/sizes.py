@@ -10,7 +10,8 @@ import numpy as np
 from treadle.costs import Costs, durations
 from treadle.ir import Action, Kind, Placement, Schedule
 from treadle.ir.memory import changes
-from treadle.ir.program import LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import ACTIONS, LaneKind, OpKind, OpPhase
+from treadle.ir.program import Longs, Program
 from treadle.plan import LoweringOptions, lower
 from treadle.synthesize.problem import Place
 
@@ -26,7 +27,7 @@ class StepSizes:
     unit: str
 
 
-_KINDS = {OpKind.F: Kind.F, OpKind.B: Kind.B, OpKind.I: Kind.I, OpKind.W: Kind.W}
+_KINDS = {kind: Kind[kind.name] for kind in ACTIONS}
 
 
 def read_sizes(
@@ -53,7 +54,7 @@ def _messages(program: Program, ticks: Longs) -> dict[Place, int]:
         if kind.is_send or kind.is_recv:
             lane = program.lane_of[op]
             reader = int(program.lane_peer[lane] if kind.is_send else program.lane_rank[lane])
-            letter = Kind.F if kind in (OpKind.SEND_F, OpKind.RECV_F) else Kind.B
+            letter = Kind.F if kind.phase is OpPhase.F else Kind.B
             place = reader, Action(letter, int(program.mb[op]), int(program.chunk[op]))
             found[place] = max(found.get(place, 0), int(ticks[op]))
     return found

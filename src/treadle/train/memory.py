@@ -11,7 +11,8 @@ import torch
 from treadle.costs import UNIT_COSTS, Costs
 from treadle.costs.costs import EXCHANGE
 from treadle.dist.channel import most_in_flight
-from treadle.ir.program import LaneKind, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Program
 from treadle.models.footprint import MicroBatch, ParameterShape, StageFootprint, stage_footprint
 from treadle.models.names import tied_parameters
 from treadle.plan.options import LoweringOptions

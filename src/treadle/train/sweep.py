@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.ir.blocks import LAYERS
-from treadle.ir.program import EMBEDDING, HEAD, MTP, Longs, OpKind, Program
+from treadle.ir.ops import RECEIVES, SENDS, OpKind, OpPart
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
 
@@ -85,9 +86,9 @@ def _sizes(program: Program, stages: Sequence[StageFootprint]) -> Longs:
                 places = list(range(stage.row.count(letter)))
             for at in places:
                 _put_block(table[number, at], block)
-        for kind in (OpKind.RECV_F, OpKind.RECV_B):
+        for kind in RECEIVES:
             table[number, :, kind] = (stage.boundary, stage.boundary, 0, 0)
-        for kind in (OpKind.SEND_F, OpKind.SEND_B):
+        for kind in SENDS:
             table[number, :, kind] = (0, 0, 0, stage.boundary)
     return table
 
@@ -109,8 +110,10 @@ def _index(program: Program, num_stages: int, depth: int) -> Longs:
     rank = program.lane_rank[program.lane_of] // layout.num_replicas
     known = (program.chunk >= 0) & (program.chunk < layout.placement.vpp)
     stage = np.array(layout.placement.stages, np.int64)[rank, np.where(known, program.chunk, 0)]
-    inside = np.isin(program.kind, (*EMBEDDING, *HEAD)) | (program.layer < 0) | (program.layer >= depth)
-    layer = np.where(inside & ~np.isin(program.kind, MTP), 0, program.layer)
+    once = [kind for kind in OpKind if kind.part in (OpPart.EMBED, OpPart.HEAD)]
+    of_mtp = [kind for kind in OpKind if kind.part is OpPart.MTP]
+    outside = np.isin(program.kind, once) | (program.layer < 0) | (program.layer >= depth)
+    layer = np.where(outside & ~np.isin(program.kind, of_mtp), 0, program.layer)
     index: Longs = (stage * depth + layer) * len(OpKind) + program.kind
     return index
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from treadle.ir.execute import leaders
 from treadle.ir.kernel import kernel
-from treadle.ir.program import Bools, Bytes, Ints, LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Bools, Bytes, Ints, Longs, Program
 from treadle.passes.edges import launch_edges, need_edges
 from treadle.passes.ring import ring_edges
 from treadle.verify.finding import Finding

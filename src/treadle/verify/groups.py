@@ -9,13 +9,15 @@ import numpy as np
 
 from treadle.ir.columns import GroupTable
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.program import Bytes, Ints, LaneKind, Longs, Op, OpKind, Program, Shorts
+from treadle.ir.ops import LaneKind, OpKind, OpRole, column
+from treadle.ir.program import Bools, Bytes, Ints, Longs, Op, Program, Shorts
 from treadle.verify.finding import MOST, Finding
 
 _SEND, _RECV = int(LaneKind.SEND), int(LaneKind.RECV)
 _SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
-_TIED, _LAST = int(OpKind.REDUCE_TIED), int(OpKind.GATHER_PARAMS)  # from ties to the end of the step
+_ACROSS: Bools = column(lambda kind: kind.lane is LaneKind.TIED or kind.role is OpRole.STEP_END, np.bool_)
+"""`[kind]`: do ranks of different stages meet in it."""
 _SURPLUS, _UNLIKE, _CROSSED = 0, 1, 2
 
 
@@ -30,6 +32,7 @@ def check_groups(program: Program) -> Iterator[Finding]:
         program.lane_kind,
         program.lane_rank // program.layout.num_replicas,
         np.array(program.layout.placement.stages, np.int32),
+        _ACROSS,
     )
     found, count = _check(meeting, program.lane_ptr, GroupTable.of(program), MOST)
     tell = (_surplus, _unlike, _crossed)
@@ -74,7 +77,10 @@ def _crossed(program: Program, op: Op, other: int) -> Finding:
 
 
 class _Meeting(NamedTuple):
-    """Columns in which ops that go together are compared: columns over ops, columns over lanes, `stages[pp, chunk]`."""
+    """Columns in which ops that go together are compared: columns over ops, columns over lanes, `stages[pp, chunk]`.
+
+    `across[kind]`: ranks of different stages meet in such an op.
+    """
 
     kind: Bytes
     mb: Ints
@@ -84,6 +90,7 @@ class _Meeting(NamedTuple):
     lane_kind: Bytes
     lane_pp: Ints
     stages: Ints
+    across: Bools
 
 
 @kernel
@@ -159,7 +166,7 @@ def _are_of_different(meeting: _Meeting, lane_a: int, lane_b: int, a: int, b: in
 @inlined
 def _stage(meeting: _Meeting, lane: int, op: int) -> int:
     """The stage that an op works for, -1 if its rank has no such chunk, -2 where ranks of different stages meet."""
-    if _TIED <= meeting.kind[op] <= _LAST:
+    if meeting.across[meeting.kind[op]]:
         return -2
     chunk, stages = meeting.chunk[op], meeting.stages
     return stages[meeting.lane_pp[lane], chunk] if 0 <= chunk < stages.shape[1] else -1

@@ -9,14 +9,17 @@ import numpy as np
 
 from treadle.ir.index import UNKNOWN, Index
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.program import LANE_OF, NEVER, Bytes, Ints, Lane, LaneKind, Op, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Bytes, Ints, Lane, Op, Program
 from treadle.ir.rule import Tables
 from treadle.verify.finding import MOST, Finding
 
 _NOWHERE = Lane(NEVER, LaneKind.COMPUTE, NEVER)
 
 # Kernels see plain numbers.
-_B, _I, _W, _OUT, _IN = int(OpKind.B), int(OpKind.I), int(OpKind.W), int(OpKind.OFFLOAD), int(OpKind.ONLOAD)
+_B = int(OpKind.B)
+_I, _W = int(OpKind.I), int(OpKind.W)
+_OUT, _IN = int(OpKind.OFFLOAD), int(OpKind.ONLOAD)
 _SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 
@@ -46,13 +49,13 @@ def _list_missing(program: Program, index: Index) -> Ints:
 
 
 def _unknown(op: Op) -> Finding:
-    if LANE_OF[op.kind] is not op.lane.kind:
+    if op.kind.lane is not op.lane.kind:
         return Finding.at("T105", op, f"{op} stands on a lane for {op.lane.name}, not on one for {_lane_name(op)}")
     return Finding.at("T105", op, f"{op} has no place in this program's layout")
 
 
 def _lane_name(op: Op) -> str:
-    return LANE_OF[op.kind].name.lower()
+    return op.kind.lane.name.lower()
 
 
 def _check_doubled_halves(program: Program, index: Index) -> Iterator[Finding]:

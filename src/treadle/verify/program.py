@@ -12,7 +12,8 @@ from treadle.ir.index import Index
 from treadle.ir.kernel import kernel
 from treadle.ir.memory import in_unit, peaks
 from treadle.ir.needs import unmet_needs
-from treadle.ir.program import COMMUNICATION, Bools, Ints, Longs, Program
+from treadle.ir.ops import COMMUNICATION
+from treadle.ir.program import Bools, Ints, Longs, Program
 from treadle.ir.show import show_bytes
 from treadle.passes.ring import with_ring
 from treadle.verify.finding import Finding, VerifyReport, worst_first

@@ -9,7 +9,8 @@ import numpy as np
 from treadle.ir.action import Action, Kind
 from treadle.ir.dependency import needs
 from treadle.ir.execute import execute
-from treadle.ir.program import NEVER, LaneKind, Op, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import NEVER, Op, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.ring import with_ring

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from treadle.ir.execute import Times, leaders
-from treadle.ir.program import NEVER, Ints, LaneKind, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import NEVER, Ints, Program
 from treadle.verify.finding import MOST, Finding
 
 _CHAINS = 200

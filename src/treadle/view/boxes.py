@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treadle.ir.program import LaneKind, Longs, OpKind
+from treadle.ir.ops import COPIES, RECEIVES, LaneKind, OpKind
+from treadle.ir.program import Longs
 from treadle.ir.trace import Trace
 from treadle.view.palette import NAMES, ROLE_OF, Role
 
@@ -34,7 +35,7 @@ LANE_ROWS: tuple[tuple[str, tuple[LaneKind, ...]], ...] = (
 """A message is drawn where it is sent: its receive has the same times."""
 
 _COPIES = (LaneKind.OUT, LaneKind.IN)
-_NOT_ITS_OWN = (OpKind.OFFLOAD, OpKind.ONLOAD, OpKind.RECV_F, OpKind.RECV_B)
+_NOT_ITS_OWN = (*COPIES, *RECEIVES)
 
 
 @dataclass(frozen=True)

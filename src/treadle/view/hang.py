@@ -12,7 +12,8 @@ import numpy as np
 
 from treadle.costs import Costs, durations
 from treadle.ir.execute import execute
-from treadle.ir.program import NEVER, Bools, LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import NEVER, Bools, Longs, Program
 from treadle.ir.trace import Trace
 from treadle.verify.graph import Graph
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
 from treadle.view.boxes import Boxes, Floats, Grid
 from treadle.view.hang import Hang

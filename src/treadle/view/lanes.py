@@ -12,33 +12,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from treadle.ir.program import EMBEDDING, HEAD, LaneKind, Op, OpKind, Program
+from treadle.ir.ops import COPIES, LaneKind, OpKind, OpPart, OpPhase
+from treadle.ir.program import Op, Program
 
+_SHORT = {OpPart.DISPATCH: "disp", OpPart.COMBINE: "comb"}
+_SUFFIX = {OpPhase.F: "", OpPhase.B: "'", OpPhase.W: "W", OpPhase.R: " again"}
 NAMES: dict[OpKind, str] = {
-    OpKind.ATTN_F: "attn",
-    OpKind.COUNTS: "counts",
-    OpKind.HOST: "host",
-    OpKind.DISPATCH_F: "disp",
-    OpKind.MLP_F: "mlp",
-    OpKind.COMBINE_F: "comb",
-    OpKind.COMBINE_B: "comb'",
-    OpKind.MLP_B: "mlp'",
-    OpKind.DISPATCH_B: "disp'",
-    OpKind.ATTN_B: "attn'",
-    OpKind.MLP_W: "mlpW",
-    OpKind.ATTN_W: "attnW",
-    OpKind.EMBED_F: "embed",
-    OpKind.EMBED_B: "embed'",
-    OpKind.MTP_F: "mtp",
-    OpKind.MTP_B: "mtp'",
-    OpKind.MTP_W: "mtpW",
-    OpKind.ATTN_R: "attn again",
-    OpKind.MLP_R: "mlp again",
-    OpKind.HEAD_F: "head",
-    OpKind.HEAD_B: "head'",
-    OpKind.HEAD_W: "headW",
-    OpKind.OFFLOAD: "offload",
-    OpKind.ONLOAD: "onload",
+    **{
+        kind: _SHORT.get(kind.part, kind.part) + _SUFFIX[kind.phase]
+        for kind in OpKind
+        if kind.part is not None and kind.phase is not None and kind.blocks
+    },
+    **{kind: kind.name.lower() for kind in COPIES},
 }
 
 _ROWS = (
@@ -97,5 +82,5 @@ def _token(op: Op, many: bool) -> str:
         return f"send {op.label} to {op.lane.peer}"
     if op.kind not in NAMES:
         return str(op)
-    layer = f" L{op.layer}" if many and op.kind not in (*EMBEDDING, *HEAD) else ""
+    layer = f" L{op.layer}" if many and op.kind.has_layer else ""
     return f"{NAMES[op.kind]} {op.mb}.{op.chunk}{layer}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from treadle.fields.nearest import did_you_mean
-from treadle.ir.program import OpKind
+from treadle.ir.ops import LaneKind, OpKind, OpPart, OpPhase, OpRole
 
 
 class Role(StrEnum):
@@ -36,60 +36,46 @@ class Role(StrEnum):
     RELOAD = "reload weights"
 
 
-ROLE_OF: dict[OpKind, Role] = {
-    **dict.fromkeys((OpKind.F, OpKind.ATTN_F, OpKind.MLP_F), Role.FORWARD),
-    **dict.fromkeys((OpKind.B, OpKind.ATTN_B, OpKind.MLP_B), Role.BACKWARD),
-    OpKind.I: Role.INPUT,
-    **dict.fromkeys((OpKind.W, OpKind.ATTN_W, OpKind.MLP_W, OpKind.MTP_W, OpKind.HEAD_W), Role.WEIGHT),
-    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), Role.EMBED),
-    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), Role.HEAD),
-    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B), Role.MTP),
-    **dict.fromkeys((OpKind.ATTN_R, OpKind.MLP_R), Role.RECOMPUTE),
-    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), Role.PP),
-    **dict.fromkeys((OpKind.COUNTS, OpKind.DISPATCH_F, OpKind.COMBINE_F), Role.EP),
-    **dict.fromkeys((OpKind.COMBINE_B, OpKind.DISPATCH_B), Role.EP),
-    OpKind.HOST: Role.HOST,
-    OpKind.OFFLOAD: Role.OUT,
-    OpKind.ONLOAD: Role.IN,
-    **dict.fromkeys((OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, OpKind.REDUCE_LAYERNORM), Role.DP),
-    **dict.fromkeys((OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS, OpKind.GC), Role.STEP),
-    OpKind.H2D: Role.H2D,
-    OpKind.BROADCAST: Role.BROADCAST,
-    OpKind.RELOAD: Role.RELOAD,
+_BY_LANE = {
+    LaneKind.SEND: Role.PP,
+    LaneKind.RECV: Role.PP,
+    LaneKind.EP: Role.EP,
+    LaneKind.HOST: Role.HOST,
+    LaneKind.OUT: Role.OUT,
+    LaneKind.IN: Role.IN,
+    LaneKind.DP: Role.DP,
+    LaneKind.TIED: Role.DP,
+    LaneKind.TP: Role.DP,
+    LaneKind.H2D: Role.H2D,
+    LaneKind.BROADCAST: Role.BROADCAST,
+    LaneKind.RELOAD: Role.RELOAD,
 }
+_BY_PART = {OpPart.EMBED: Role.EMBED, OpPart.HEAD: Role.HEAD, OpPart.MTP: Role.MTP}
+_BY_PHASE = {
+    OpPhase.F: Role.FORWARD,
+    OpPhase.B: Role.BACKWARD,
+    OpPhase.I: Role.INPUT,
+    OpPhase.W: Role.WEIGHT,
+    OpPhase.R: Role.RECOMPUTE,
+}
+
+
+def _role(kind: OpKind) -> Role:
+    """Colours go by lane; those of the compute lane by phase, but for blocks that are no layers."""
+    if kind.role is OpRole.STEP_END:
+        return Role.STEP
+    if kind.lane is not LaneKind.COMPUTE:
+        return _BY_LANE[kind.lane]
+    if kind.phase is None:
+        return Role.STEP
+    by_phase = _BY_PHASE[kind.phase]
+    return by_phase if kind.part is None or by_phase is Role.WEIGHT else _BY_PART.get(kind.part, by_phase)
+
+
+ROLE_OF: dict[OpKind, Role] = {kind: _role(kind) for kind in OpKind}
 """A broadcast is its source's on one device (Role.SOURCE), which its kind does not say."""
 
-NAMES: dict[OpKind, str] = {
-    OpKind.F: "F",
-    OpKind.B: "B",
-    OpKind.I: "I",
-    OpKind.W: "W",
-    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B), "PP"),
-    **dict.fromkeys((OpKind.ATTN_F, OpKind.ATTN_B), "Attn"),
-    **dict.fromkeys((OpKind.MLP_F, OpKind.MLP_B), "MLP"),
-    **dict.fromkeys((OpKind.ATTN_W, OpKind.MLP_W, OpKind.MTP_W, OpKind.HEAD_W), "WGrad"),
-    **dict.fromkeys((OpKind.EMBED_F, OpKind.EMBED_B), "Embed"),
-    **dict.fromkeys((OpKind.HEAD_F, OpKind.HEAD_B), "Head"),
-    **dict.fromkeys((OpKind.MTP_F, OpKind.MTP_B), "MTP"),
-    OpKind.ATTN_R: "Attn again",
-    OpKind.MLP_R: "MLP again",
-    OpKind.COUNTS: "counts",
-    OpKind.HOST: "host",
-    **dict.fromkeys((OpKind.DISPATCH_F, OpKind.DISPATCH_B), "EP-D"),
-    **dict.fromkeys((OpKind.COMBINE_F, OpKind.COMBINE_B), "EP-C"),
-    OpKind.OFFLOAD: "Offload",
-    OpKind.ONLOAD: "Onload",
-    OpKind.REDUCE_GRAD: "reduce",
-    OpKind.REDUCE_TIED: "tied",
-    OpKind.CLIP: "clip",
-    OpKind.OPTIMIZER: "optimizer",
-    OpKind.GATHER_PARAMS: "gather",
-    OpKind.GC: "gc",
-    OpKind.REDUCE_LAYERNORM: "layernorm",
-    OpKind.H2D: "H2D",
-    OpKind.BROADCAST: "bcast",
-    OpKind.RELOAD: "reload",
-}
+NAMES: dict[OpKind, str] = {kind: kind.box for kind in OpKind}
 """The text of a box, as in the published panels."""
 
 

@@ -10,13 +10,14 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from treadle.ir.program import Ints, LaneKind, Longs, OpKind
+from treadle.ir.ops import LaneKind, OpKind, OpPhase, where
+from treadle.ir.program import Ints, Longs
 from treadle.ir.trace import Trace
 
 Phase: TypeAlias = Literal["warmup", "steady", "cooldown"]
 
-_FORWARD = (OpKind.F, OpKind.ATTN_F, OpKind.MLP_F, OpKind.EMBED_F, OpKind.HEAD_F)
-_BACKWARD = (OpKind.B, OpKind.I, OpKind.ATTN_B, OpKind.MLP_B, OpKind.EMBED_B, OpKind.HEAD_B)
+_FORWARD = where(lane=LaneKind.COMPUTE, phase=OpPhase.F)
+_BACKWARD = (*where(lane=LaneKind.COMPUTE, phase=OpPhase.B), OpKind.I)
 _COPIES: dict[int, tuple[Phase, ...]] = {LaneKind.OUT: ("warmup", "steady"), LaneKind.IN: ("steady", "cooldown")}
 """Forwards alone only send copies out, backwards alone only bring them back."""
 

@@ -18,7 +18,8 @@ import numpy as np
 from rich.style import Style
 from rich.text import Text
 
-from treadle.ir.program import LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.view.palette import ROLE_OF, Palette, Role, palette
 from treadle.view.update import buffer_rows
@@ -26,48 +27,7 @@ from treadle.view.update import buffer_rows
 if TYPE_CHECKING:
     from treadle.view.hang import Hang
 
-LETTERS: dict[OpKind, str] = {
-    OpKind.F: "F",
-    OpKind.B: "B",
-    OpKind.I: "I",
-    OpKind.W: "W",
-    **dict.fromkeys((OpKind.SEND_F, OpKind.SEND_B), ">"),
-    **dict.fromkeys((OpKind.RECV_F, OpKind.RECV_B), "<"),
-    OpKind.ATTN_F: "A",
-    OpKind.MLP_F: "M",
-    OpKind.ATTN_B: "a",
-    OpKind.MLP_B: "m",
-    OpKind.ATTN_W: "w",
-    OpKind.MLP_W: "w",
-    OpKind.EMBED_F: "E",
-    OpKind.EMBED_B: "e",
-    OpKind.HEAD_F: "H",
-    OpKind.HEAD_B: "h",
-    OpKind.HEAD_W: "w",
-    OpKind.MTP_F: "T",
-    OpKind.MTP_B: "t",
-    OpKind.MTP_W: "w",
-    OpKind.ATTN_R: "r",
-    OpKind.MLP_R: "r",
-    OpKind.COUNTS: "#",
-    OpKind.HOST: "?",
-    OpKind.DISPATCH_F: "D",
-    OpKind.COMBINE_F: "C",
-    OpKind.DISPATCH_B: "d",
-    OpKind.COMBINE_B: "c",
-    OpKind.OFFLOAD: "O",
-    OpKind.ONLOAD: "L",
-    OpKind.REDUCE_GRAD: "R",
-    OpKind.REDUCE_TIED: "R",
-    OpKind.REDUCE_LAYERNORM: "R",
-    OpKind.CLIP: "N",
-    OpKind.OPTIMIZER: "U",
-    OpKind.GATHER_PARAMS: "G",
-    OpKind.GC: "X",
-    OpKind.H2D: "H",
-    OpKind.BROADCAST: "D",
-    OpKind.RELOAD: "R",
-}
+LETTERS: dict[OpKind, str] = {kind: kind.letter for kind in OpKind}
 
 _LANE_ORDER = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.SEND, LaneKind.OUT, LaneKind.IN)
 _MOST_ROWS = 64

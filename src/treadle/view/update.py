@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.ir.program import NEVER, Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import NEVER, Longs, Program
 from treadle.ir.trace import Trace
 
 if TYPE_CHECKING:

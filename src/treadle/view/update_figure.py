@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
 from treadle.view.boxes import ROLES, Boxes, Row, Texts
 from treadle.view.frame import checked_ranks, layout, natural_width, put_about, put_title

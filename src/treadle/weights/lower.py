@@ -15,8 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.placement import Placement
-from treadle.ir.program import NEVER, Ints, LaneKind, Layout, Longs, OpKind, Program
+from treadle.ir.program import NEVER, Ints, Layout, Longs, Program
 from treadle.weights.rule import OpIndex, inputs, reuses
 from treadle.weights.stream import Stream
 

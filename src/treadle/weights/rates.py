@@ -8,10 +8,11 @@ import numpy as np
 
 from treadle.costs.costs import UNIT
 from treadle.ir.execute import execute
-from treadle.ir.program import LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import UPDATE, LaneKind, OpKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import MICROSECONDS, Clock, Trace
 
-UNIT_TICKS = {OpKind.H2D: 4 * UNIT.ticks, OpKind.BROADCAST: UNIT.ticks, OpKind.RELOAD: UNIT.ticks}
+UNIT_TICKS = {kind: UNIT.ticks * (4 if kind is OpKind.H2D else 1) for kind in UPDATE}
 """As published figures draw it: a bucket of each of four devices takes as long to copy as to broadcast in turn."""
 
 
@@ -48,7 +49,7 @@ def update_ticks(program: Program, rates: Rates | None) -> tuple[Longs, Clock]:
         table[list(UNIT_TICKS)] = list(UNIT_TICKS.values())
         return table[program.kind], UNIT
     dur = np.zeros(program.num_ops)
-    for kind, rate in ((OpKind.H2D, rates.h2d), (OpKind.BROADCAST, rates.broadcast), (OpKind.RELOAD, rates.reload)):
+    for kind, rate in zip(UPDATE, (rates.h2d, rates.broadcast, rates.reload), strict=True):
         if rate is not None:
             mine = program.kind == kind
             dur[mine] = program.size_bytes[mine] / rate

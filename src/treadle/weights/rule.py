@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.ir.program import LANE_OF, NEVER, Bools, Ints, Longs, OpKind, Program
-
-UPDATE_KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
+from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.program import NEVER, Bools, Ints, Longs, Program
+from treadle.ir.rule import LANES
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,11 @@ class OpIndex:
         num_ranks, num_rounds = program.layout.num_ranks, program.layout.num_mb
         lane = program.lane_of
         rank, source, turn = program.lane_rank[lane], program.layer, program.mb
-        belongs = np.array([LANE_OF[kind] for kind in OpKind], np.uint8)
-        known = np.isin(program.kind, UPDATE_KINDS) & (program.lane_kind[lane] == belongs[program.kind])
+        known = np.isin(program.kind, UPDATE) & (program.lane_kind[lane] == LANES[program.kind])
         known &= (turn >= 0) & (turn < num_rounds) & (source >= 0) & (source < num_ranks)
         known &= (program.kind != OpKind.H2D) | (source == rank)
         known &= (program.chunk >= 0) | ((program.chunk == NEVER) & (program.kind == OpKind.H2D))
-        shape = (len(UPDATE_KINDS), num_ranks, num_rounds, num_ranks)
+        shape = (len(UPDATE), num_ranks, num_rounds, num_ranks)
         ops = np.flatnonzero(known)
         kind = program.kind[ops].astype(np.int64) - OpKind.H2D
         key = np.ravel_multi_index((kind, rank[ops], turn[ops], source[ops].astype(np.int64)), shape)

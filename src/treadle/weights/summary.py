@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.ir.program import LaneKind, Longs
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Longs
 from treadle.ir.trace import Clock, Trace
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.execute import Times, execute
-from treadle.ir.program import LANE_OF, NEVER, Ints, Op, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import NEVER, Ints, Op, Program
 from treadle.ir.show import show_bytes
 from treadle.verify.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verify.graph import Graph, deadlock
@@ -63,7 +64,7 @@ def _check_labels(program: Program, labels: OpIndex) -> Iterator[Finding]:
 
 
 def _unknown(op: Op) -> Finding:
-    if LANE_OF[op.kind] is not op.lane.kind:
+    if op.kind.lane is not op.lane.kind:
         return Finding.at("T105", op, f"{op} stands on a lane for {op.lane.name}, not on one for {_name(op)}")
     if op.kind is OpKind.H2D and op.layer != op.lane.rank:
         return Finding.at("T105", op, f"{op} copies for device {op.layer}, but stands on device {op.lane.rank}")
@@ -71,12 +72,12 @@ def _unknown(op: Op) -> Finding:
 
 
 def _name(op: Op) -> str:
-    return LANE_OF[op.kind].name.lower()
+    return op.kind.lane.name.lower()
 
 
 def _check_lanes(program: Program) -> Iterator[Finding]:
     """T202: a broadcast reaches a device only if the device's lane is in the group."""
-    lanes = np.flatnonzero(program.lane_kind == LANE_OF[OpKind.BROADCAST])
+    lanes = np.flatnonzero(program.lane_kind == LaneKind.BROADCAST)
     lanes = lanes[np.diff(program.lane_ptr)[lanes] > 0]
     if not len(lanes):
         return

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.execute import leaders, makespans
-from treadle.ir.program import COMMUNICATION, Bools, Bytes, Ints, LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import COMMUNICATION, MESSAGES, SENDS, LaneKind
+from treadle.ir.program import Bools, Bytes, Ints, Longs, Program
 from treadle.ir.steps import Steps
 from treadle.simulate.grouping import WORK, work_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _MOST_NEGATIVE_US = 10_000
-_MESSAGES = (OpKind.SEND_F, OpKind.SEND_B, OpKind.RECV_F, OpKind.RECV_B)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class WhatIf:
     @cached_property
     def is_message(self) -> Bools:
         """`[op]`: is it a send or a receive of the pipeline."""
-        found: Bools = np.isin(self.program.kind, _MESSAGES)
+        found: Bools = np.isin(self.program.kind, MESSAGES)
         return found
 
     @cached_property
@@ -128,7 +128,7 @@ class WhatIf:
         """`[op]` -> the stage that it computes, or whose message it moves."""
         program = self.program
         chunk = program.chunk.astype(np.int64)
-        sends = np.flatnonzero(np.isin(program.kind, (OpKind.SEND_F, OpKind.SEND_B)))  # named by who reads them
+        sends = np.flatnonzero(np.isin(program.kind, SENDS))  # named by who reads them
         chunk[sends] = program.chunk[program.dep[program.dep_ptr[sends]]]
         return np.array(program.layout.placement.stages, np.int32)[self.place, chunk]
 
@@ -147,12 +147,7 @@ class WhatIf:
         return self.program.lane_rank[self.program.lane_of]
 
 
-_TYPE_NAMES = {
-    int(OpKind.SEND_F): "messages_f",
-    int(OpKind.RECV_F): "messages_f",
-    int(OpKind.SEND_B): "messages_b",
-    int(OpKind.RECV_B): "messages_b",
-}
+_TYPE_NAMES = {int(kind): f"messages_{kind.name[-1].lower()}" for kind in MESSAGES}
 
 
 def transfers(steps: Steps) -> Longs:

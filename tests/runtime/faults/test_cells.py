@@ -33,7 +33,8 @@ from tests.support.faults import AGREEMENT, HANGS, CallName, Faults, deadlines_f
 from tests.support.oracle import chunks_of, make_mesh
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Failure, Outcome, run_ranks
-from treadle.ir.program import Op, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Op, Program
 from treadle.plan.running import lower_running
 from treadle.runtime import build as assembly
 from treadle.runtime import pipeline as pipeline_module

@@ -39,7 +39,7 @@ from tests.support.devices import DEVICE_TYPE
 from tests.support.faults import HANGS, CallName, Faults, deadlines_for, hold_to, meet_with, note
 from tests.support.patience import SOON_S
 from tests.support.ranks import Outcome, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY

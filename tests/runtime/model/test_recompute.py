@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.model import weight_grad
 from treadle.runtime.model.layered import LayeredStage

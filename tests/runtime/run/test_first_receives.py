@@ -14,7 +14,8 @@ from torch import nn
 
 import treadle
 from treadle.costs import UNIT_COSTS, durations
-from treadle.ir.program import Ints, Op, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Ints, Op, Program
 from treadle.plan import LoweringOptions
 from treadle.plan.running import expected, host_order, lower_running, lower_weaving
 from treadle.runtime.faults.guard import Guard

@@ -14,7 +14,8 @@ from torch import nn
 import treadle
 from treadle.costs import UNIT_COSTS, durations
 from treadle.dist.device import Host
-from treadle.ir.program import MEASURED_ONLY, STEP_END, Longs, Op, OpKind, Program
+from treadle.ir.ops import MEASURED_ONLY, STEP_END, OpKind
+from treadle.ir.program import Longs, Op, Program
 from treadle.plan import LoweringOptions
 from treadle.plan.running import expected, host_order, lower_running, lower_weaving
 from treadle.profiles.names import CONTINUED, pp_ops

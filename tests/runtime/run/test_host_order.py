@@ -10,7 +10,8 @@ import pytest
 import treadle
 from treadle.costs import UNIT_COSTS, durations
 from treadle.ir.execute import execute
-from treadle.ir.program import LaneKind, Longs, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Longs, Program
 from treadle.plan.options import LoweringOptions
 from treadle.plan.running import host_order, lower_weaving
 from treadle.schedules import SCHEDULES

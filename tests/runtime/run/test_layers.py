@@ -17,7 +17,7 @@ from tests.support.experts import named_grads
 from tests.support.oracle import make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import OpKind
+from treadle.ir.ops import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute
 from treadle.runtime.ties import Tied

@@ -17,7 +17,7 @@ from tests.support.oracle import make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.costs import UNIT_COSTS
-from treadle.ir.program import COMMUNICATION, LANE_OF, LaneKind, OpKind
+from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
 from treadle.plan.running import lower_weaving
 from treadle.runtime.build import shape_of
 from treadle.runtime.handshake import Handshake, RankStages, _refuse_mixed
@@ -28,7 +28,7 @@ from treadle.schedules import SCHEDULES
 
 BOTH = "attn+mlp"
 BLOCKS = ("1f1b", "interleaved-overlap", "dualpipe", "dualpipev", "zb-v")
-COMPUTES = {kind for kind, lane in LANE_OF.items() if lane is LaneKind.COMPUTE}
+COMPUTES = {kind for kind in OpKind if kind.lane is LaneKind.COMPUTE}
 
 
 def config_of(name: str, *, ep: int = 2, pp: int = 2) -> Config:
@@ -132,7 +132,7 @@ def test_no_compute_op_is_on_a_communication_lane(name: str) -> None:
     lanes = program.lane_kind[program.lane_of]
     for kind in map(OpKind, set(program.kind.tolist())):
         found = set(lanes[program.kind == kind].tolist())
-        assert found == {LANE_OF[kind]}
+        assert found == {kind.lane}
         assert kind not in COMPUTES or not found & set(COMMUNICATION)
     assert {OpKind.HEAD_F, OpKind.MTP_F, OpKind.ATTN_R, OpKind.MLP_R} <= set(map(OpKind, program.kind.tolist()))
 

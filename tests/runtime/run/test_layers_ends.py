@@ -14,7 +14,7 @@ import treadle
 from tests.support.oracle import make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from treadle.ir.program import LaneKind, OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.model.segments import Segment, compute, exchange
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import reordered
-from treadle.ir.program import NEVER, Lane, LaneKind, Longs, Op, OpKind, Program
+from treadle.ir.ops import RECEIVES, SENDS, LaneKind, OpKind
+from treadle.ir.program import NEVER, Lane, Longs, Op, Program
 from treadle.ir.trace import Trace
 
 _ARGS = '"index":%d,"kind":"%s","mb":%d,"chunk":%d,"layer":%d,"cell":%d,"launch":%d,"bytes":%d%s,"deps":%s'
@@ -22,7 +23,7 @@ _WHOLE = ("mb", "chunk", "layer", "cell", "launch", "size_bytes")
 _LABEL = ("kind", "mb", "chunk", "layer")
 _KINDS = tuple(OpKind)
 _ANY_LANE = Lane(NEVER, LaneKind.COMPUTE, NEVER)  # labels are the same on all
-_VERBS = {OpKind.SEND_F: "send ", OpKind.SEND_B: "send ", OpKind.RECV_F: "receive ", OpKind.RECV_B: "receive "}
+_VERBS = {**dict.fromkeys(SENDS, "send "), **dict.fromkeys(RECEIVES, "receive ")}
 
 
 @dataclass(frozen=True)

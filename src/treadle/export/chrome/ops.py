@@ -14,7 +14,8 @@ import numpy as np
 from treadle.export.chrome.scale import TickScale
 from treadle.export.columns import DTYPES, Column
 from treadle.fields.kinds import shown
-from treadle.ir.program import NEVER, Longs, OpKind
+from treadle.ir.ops import OpKind
+from treadle.ir.program import NEVER, Longs
 
 _EVENT_KEYS = frozenset(("ph", "name", "cat", "pid", "tid", "ts", "dur", "args"))
 _ARG_KEYS = frozenset(("index", "kind", "mb", "chunk", "layer", "cell", "launch", "bytes", "deps"))

@@ -19,7 +19,8 @@ from treadle.export.header import TIMING_KEYS, Timing, check_version, read_layou
 from treadle.fields.fields import Fields
 from treadle.fields.input_files import parse_json
 from treadle.fields.kinds import OneOf
-from treadle.ir.program import LaneKind, Layout
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Layout
 
 MOST_BYTES = 2**31
 """Bytes of a file's text, to which a small .gz file may unpack; a million ops are about 250 MB."""

@@ -19,7 +19,8 @@ from treadle.export.chrome.steps import steps_object
 from treadle.export.columns import check_program, check_times, fingerprint
 from treadle.export.header import VERSION, layout_object, timing_object
 from treadle.fields.fields import Object
-from treadle.ir.program import LaneKind, Longs, Program
+from treadle.ir.ops import LaneKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Trace
 

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from treadle.ir.program import Ints, OpKind, Shorts
+from treadle.ir.ops import ACTIONS, OpKind
+from treadle.ir.program import Ints, Shorts
 from treadle.profiles.entries import events
 from treadle.profiles.names import ops_of
 from treadle.profiles.reader import Advance, Opening
 from treadle.profiles.recording import UNKNOWN, Mark, MarkColumns, RankRecording, Recording, Remark
-from treadle.profiles.standing import COMPUTE
 
 _NAMED = re.compile(rb'"(?:forward|backward)-(?:compute|send|recv)[a-z-]*"')
 _PROCESS = re.compile(r"DP rank \[?(\d+)")
@@ -70,7 +70,7 @@ class NDTimelineReader:
 
 def _highest(rank: RankRecording, column: Ints | Shorts) -> int:
     """The highest number that a computation names, 0 where none does."""
-    return int(column[np.isin(rank.kind, COMPUTE)].max(initial=0))
+    return int(column[np.isin(rank.kind, ACTIONS)].max(initial=0))
 
 
 _Place: TypeAlias = tuple[int, int]
@@ -123,6 +123,6 @@ def _read(path: Path, remarks: list[Remark]) -> dict[_Place, list[MarkColumns]]:
 def _marks(event: dict[str, Any], kinds: tuple[OpKind, ...]) -> list[Mark]:
     args = event["args"]
     start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-    mb = args.get("mb_id", UNKNOWN) if kinds[0] in COMPUTE else UNKNOWN
+    mb = args.get("mb_id", UNKNOWN) if kinds[0] in ACTIONS else UNKNOWN
     chunk, step = args.get("model_chunk", UNKNOWN), args.get("step", UNKNOWN)
     return [Mark(kind, start, end, mb=mb, chunk=chunk, step=step) for kind in kinds]

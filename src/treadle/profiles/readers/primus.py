@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from treadle.fields.kinds import FROM_1
-from treadle.ir.program import Bools, Bytes, Ints, Longs, OpKind, Shorts
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Bools, Bytes, Ints, Longs, Shorts
 from treadle.profiles.entries import entries
 from treadle.profiles.reader import Advance, Opening
 from treadle.profiles.recording import UNKNOWN, RankRecording, Recording, Remark
@@ -138,7 +139,7 @@ def _marks(where: str, content: dict[str, Any], series: str) -> tuple[Bytes, Int
             f"{where}: {series}_end has an end for each of the {len(start)} starts, none before it, got {len(end)}"
         )
     split = bool(content.get("wgrad_start"))
-    kind = {"fwd": OpKind.F, "bwd": OpKind.I if split else OpKind.B, "wgrad": OpKind.W}[series]
+    kind = OpKind[{"fwd": "F", "bwd": "I" if split else "B", "wgrad": "W"}[series]]
     labels = []
     for name in ("minibatch", "chunk"):
         given = content.get(f"{series}_{name}") or [UNKNOWN] * len(start)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.ir import dependency
-from treadle.ir.program import EMBEDDING, HEAD, MTP, RECOMPUTE, OpKind
+from treadle.ir import ops
+from treadle.ir.ops import COPIES, RECOMPUTE, OpKind, OpPhase
 from treadle.runtime.model.blocks import parts_of, refuse_uncalled
 from treadle.runtime.model.calling import LayerCalls
 from treadle.runtime.model.chunk import Chunk, check_losses
@@ -31,31 +31,12 @@ from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment
 from treadle.runtime.model.side import Keywords, Side, refuse_missing
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
-SEGMENT_OF = {
-    OpKind.ATTN_F: "attn",
-    OpKind.COUNTS: "counts",
-    OpKind.HOST: "host",
-    OpKind.DISPATCH_F: "dispatch",
-    OpKind.MLP_F: "mlp",
-    OpKind.COMBINE_F: "combine",
-    OpKind.COMBINE_B: "combine",
-    OpKind.MLP_B: "mlp",
-    OpKind.DISPATCH_B: "dispatch",
-    OpKind.ATTN_B: "attn",
-    OpKind.MLP_W: "mlp",
-    OpKind.ATTN_W: "attn",
-    OpKind.ATTN_R: "attn",
-    OpKind.MLP_R: "mlp",
-    **dict.fromkeys(EMBEDDING, "embed"),
-    **dict.fromkeys(MTP, "mtp"),
-    **dict.fromkeys(HEAD, "head"),
-}
-"""The segment that an op is the forward, the backward, the weight half or the recomputation of."""
+SEGMENT_OF = {kind: str(kind.part) for kind in OpKind if kind.blocks}
+"""The segment that an op is the forward, the backward, the wgrad or the recompute of."""
 
-FORWARD = (*dependency.FORWARD, OpKind.EMBED_F, OpKind.MTP_F, OpKind.HEAD_F)
-BACKWARD = (*dependency.BACKWARD, OpKind.EMBED_B, OpKind.MTP_B, OpKind.HEAD_B)
-WITHOUT_BACKWARD = ("counts", "host")
-COPIES = (OpKind.OFFLOAD, OpKind.ONLOAD)
+FORWARD = (*ops.FORWARD, *ops.BLOCK_FORWARD.values())
+BACKWARD = (*ops.BACKWARD, *ops.BLOCK_BACKWARD.values())
+WITHOUT_BACKWARD = tuple(SEGMENT_OF[kind] for kind in FORWARD if kind.in_phase(OpPhase.B) is None)
 EMBEDDING_LAYER = -1
 """Where what the embedding saves is kept; what head and MTP blocks save is behind the last layer. None is offloaded."""
 

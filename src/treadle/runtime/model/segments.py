@@ -32,11 +32,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from treadle.dist.streams import keep
+from treadle.ir.ops import COMPUTE_PARTS, LAYER_PARTS
 from treadle.runtime.model.edge import edge_of
 
-COMPUTE = ("attn", "mlp")
-EXCHANGE = ("counts", "host", "dispatch", "combine")
-ORDER = ("attn", "counts", "host", "dispatch", "mlp", "combine")
+COMPUTE = tuple(map(str, COMPUTE_PARTS))
+ORDER = tuple(map(str, LAYER_PARTS))
+EXCHANGE = tuple(name for name in ORDER if name not in COMPUTE)
 """The segments a layer may have, in order. Without `counts` and `host` a dispatch is padded."""
 
 

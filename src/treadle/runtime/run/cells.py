@@ -9,7 +9,8 @@ from typing import Any
 from treadle.dist.device import Device, GpuLateError, Host, StreamDevice
 from treadle.dist.errors import CommunicatorError
 from treadle.dist.streams import Streams
-from treadle.ir.program import Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Longs, Program
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.wait_target import ALL
 from treadle.runtime.run.handlers import HANDLERS, Handler

@@ -23,9 +23,10 @@ from treadle.dist.boundary import (
     to_header,
 )
 from treadle.dist.channel import Posted
-from treadle.ir.program import Op, OpKind, Program
+from treadle.ir.ops import COPIES, OpKind
+from treadle.ir.program import Op, Program
 from treadle.runtime.model.chunk import Chunk
-from treadle.runtime.model.layered import COPIES, SEGMENT_OF, LayeredStage
+from treadle.runtime.model.layered import SEGMENT_OF, LayeredStage
 from treadle.runtime.model.microbatch import Grads, Tensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.run.rank_program import RankProgram

@@ -24,7 +24,8 @@ from treadle.dist.channel import Channel
 from treadle.dist.device import GpuLateError, LateError
 from treadle.dist.errors import CommunicatorError
 from treadle.dist.groups import Group
-from treadle.ir.program import Ints, LaneKind, Longs, Op, OpKind
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Ints, Longs, Op
 from treadle.profiles.names import pp_name
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
@@ -50,7 +51,7 @@ PACE = {
 }
 """How ops of a lane take their time where they are paced."""
 
-_TALKS = (LaneKind.SEND, LaneKind.RECV, LaneKind.EP, LaneKind.DP, LaneKind.TIED)
+_TALKS = tuple(lane for lane in PACE if lane.communicates)
 """Lanes whose ops wait for other ranks. As others of their lanes may too, a rank that waits is said to wait for all."""
 
 

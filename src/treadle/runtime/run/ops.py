@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treadle.ir.program import OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Program
 from treadle.plan.running import expected, host_order
 from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
 from treadle.runtime.run.handlers import HANDLERS, Handler

@@ -15,7 +15,8 @@ import numpy as np
 
 from treadle.dist.device import Device
 from treadle.ir.execute import leaders
-from treadle.ir.program import COMMUNICATION, LaneKind, Longs, Program
+from treadle.ir.ops import COMMUNICATION, LaneKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.runtime.run.ops import Instruction
 

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.program import Longs, OpKind, Program
+from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.update.rank.bucket_loop import BucketTimes
 from treadle.weights.lower import lower_update
 from treadle.weights.plan import UpdatePlan
 from treadle.weights.stream import stream_of
 
-_KINDS = (OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD)
-
 
 def noted(times: BucketTimes, num_buckets: int) -> Longs:
     """One rank's times as an array `[kind, bucket, start or end]`, -1 for ops it did not run."""
-    both = np.full((len(_KINDS), num_buckets, 2), -1, np.int64)
+    both = np.full((len(UPDATE), num_buckets, 2), -1, np.int64)
     for kind, by_bucket in enumerate((times.h2d, times.broadcast, times.reload)):
         for bucket, (start, end) in by_bucket.items():
             both[kind, bucket] = start, end

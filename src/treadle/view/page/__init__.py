@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from treadle.ir.memory import changes, per_unit
-from treadle.ir.program import Lane, LaneKind, Longs, Op, OpKind, Program
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Lane, Longs, Op, Program
 from treadle.ir.trace import Trace
 from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.view.described import described

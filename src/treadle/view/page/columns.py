@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treadle.ir.program import Bools, Longs, OpKind, Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Bools, Longs, Program
 from treadle.ir.trace import Trace
 
 _TYPES = {"u1": (0, 2**8 - 1), "i2": (-(2**15), 2**15 - 1), "i4": (-(2**31), 2**31 - 1)}

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from treadle.ir.program import LaneKind, Longs, OpKind
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Longs
 from treadle.ir.trace import Trace
 from treadle.view.palette import ROLE_OF, Palette
 

@@ -19,18 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from treadle.dist.streams import keep
-from treadle.ir.program import OpKind
+from treadle.ir.ops import BLOCK_FORWARD, RECOMPUTE, OpKind
 from treadle.runtime.model.saved.live_bytes import LiveBytes
 from treadle.runtime.model.saved.pool import Pool
 from treadle.runtime.model.weight_grad import WeightGrad
 
-_APART = {
-    "embed": OpKind.EMBED_F,
-    "mtp": OpKind.MTP_F,
-    "head": OpKind.HEAD_F,
-    "attn_r": OpKind.ATTN_R,
-    "mlp_r": OpKind.MLP_R,
-}
+_APART = {**{str(kind.part): kind for kind in BLOCK_FORWARD.values()}, **{kind.cost_key: kind for kind in RECOMPUTE}}
 
 Key: TypeAlias = tuple[int, int, int]
 """(stage, mb, layer)."""
