@@ -38,7 +38,7 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def trace_of(name: str, costs: Costs = UNIT_COSTS, pp: int = 4, layers: int | None = None) -> Trace:
     microbatches = 2 * pp
     schedule = treadle.generate(name, pp=pp, microbatches=microbatches)
-    options = treadle.LoweringOptions(layers=layers, offload=layers is not None, moe=True)
+    options = treadle.LoweringOptions(layers=layers, offload=layers is not None, moe=layers is not None)
     return treadle.simulate(treadle.lower(schedule, costs, options), costs)
 
 
@@ -241,7 +241,7 @@ def test_panels_show_their_kind_of_cell(lanes: Trace) -> None:
 def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.svg, \.png or \.pdf, got 'a\.gif'"):
         draw(cells, tmp_path / "a.gif")
-    with pytest.raises(ValueError, match="--layers"):
+    with pytest.raises(ValueError, match="`layers=N`"):
         draw(cells, tmp_path / "a.svg", FigureContent(grain="lanes"))
     with pytest.raises(ValueError, match="--layers"):
         draw_cell(cells, "steady", tmp_path / "a.svg")

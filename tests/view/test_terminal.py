@@ -18,7 +18,7 @@ from treadle.view.terminal import LETTERS, terminal_rows
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:
     costs = UNIT_COSTS if layers is None else load_costs("deepseek-v3-h800")
     schedule = treadle.generate(name, pp=pp, microbatches=num_mb)
-    return simulate(lower(schedule, costs, LoweringOptions(layers=layers, moe=True)), costs)
+    return simulate(lower(schedule, costs, LoweringOptions(layers=layers, moe=layers is not None)), costs)
 
 
 def rows(drawn: Trace, width: int, *, lanes: bool = False) -> list[str]:
