@@ -80,7 +80,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _part(value: object, source: str) -> TracePart:
-    content = Fields.of(value, source, "the trace")
+    content = Fields(source, "", Fields.of(value, source, "the trace").content)
     if "treadle" not in content.content:
         raise ValueError(f"{source}: a JSON file, but no trace of treadle: it has no 'treadle' beside 'traceEvents'")
     content.expect(_TOP_KEYS)
