@@ -148,7 +148,7 @@ def test_text_without_chunks_is_read_exactly_if_there_is_one(schedule: Schedule,
     if chunks == 1 or not left_out:
         assert parse_any(short) == replace(schedule, name="x")
     else:
-        with pytest.raises(ParseError, match="does not say its chunk"):
+        with pytest.raises(ParseError, match="has no chunk"):
             parse_any(short)
 
 

@@ -32,14 +32,14 @@ REFUSED = {
     "nothing": ("", "empty"),
     "a chunk left out beside another": (
         "0: F0.0 F0 B0.0\n1: F0.1\n",
-        ":1:9: 'F0' does not say its chunk, and ranks have 2",
+        ":1:9: 'F0' has no chunk, and ranks have 2",
     ),
-    "a chunk left out in a pair": ("0: F0.1\n1: (F1|B0.0)\n", ":2:4: '(F1|B0.0)' does not say its chunk"),
+    "a chunk left out in a pair": ("0: F0.1\n1: (F1|B0.0)\n", ":2:4: '(F1|B0.0)' has no chunk"),
     "a chunk left out where there are two": (
         HEAD.replace("vpp: 1", "vpp: 2") + "0: F0 B0\n",
-        "'F0' does not say its chunk, and ranks have 2 here; for chunk 0 write F0.0\n  0: F0 B0\n     ^",
+        "'F0' has no chunk, and ranks have 2 here; for chunk 0 write F0.0\n  0: F0 B0\n     ^",
     ),
-    "a chunk left out of a receive": ("# receive 0>1: F0\n0: F0.1\n1: F0.0\n", ":1:16: 'F0' does not say its chunk"),
+    "a chunk left out of a receive": ("# receive 0>1: F0\n0: F0.1\n1: F0.0\n", ":1:16: 'F0' has no chunk"),
     "a dot without a chunk": ("0: F0.\n", ":1:4: 'F0.' is not a cell"),
     "a rank without a colon": ("rank0 F0 B0\n", "expected a row such as '0: F0.0 B0.0'"),
     "cells without a rank": ("F0 B0\n", "expected a row such as '0: F0.0 B0.0'"),

@@ -1,11 +1,10 @@
-"""A Schedule: for each rank its cells in order, with the Placement that says what the chunks are."""
+"""A Schedule: for each rank its cells in order, with the Placement of the chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -18,6 +17,9 @@ Channel: TypeAlias = tuple[int, int]
 
 Row: TypeAlias = tuple[Cell, ...]
 
+
+MAGIC = "# treadle-schedule 1"
+"""The first line of the text form, with its version."""
 
 MOST_MICROBATCHES = 1_000_000
 """Micro-batches in a step; a larger number is taken for a typing error."""
@@ -36,7 +38,7 @@ if TYPE_CHECKING:  # numpy is imported where it is used: to write, read and show
 class Actions:
     """The actions of a schedule in columns, rank by rank in row order; what array work reads.
 
-    `cell` is the place in the rank's row; `joined` marks the second half of a pair. An action that the schedule
+    `cell` is the place in the rank's row; `joined` marks the backward of a pair. An action that the schedule
     has no place for (its chunk or its micro-batch is too high) has stage -1.
     """
 
@@ -58,7 +60,7 @@ class Schedule(ShownInNotebooks):
     """The cells that each rank computes, in order.
 
     Messages follow from the rows: what an action makes for another rank is sent when it is made, and
-    received in the sender's order. `receives` says otherwise for a channel, message by message; a
+    received in the sender's order. `receives` lists another order for a channel, message by message; a
     message is named by the action that reads it (F3.1, or B3.1 for the gradient that B or I reads).
 
     Raises:
@@ -101,9 +103,22 @@ class Schedule(ShownInNotebooks):
             )
 
     def __str__(self) -> str:
-        """Return the text form, which `treadle.loads` and every command read."""
-        dump: str = import_module("treadle.ir.text").dump(self)  # by name: it imports this module
-        return dump.rstrip("\n")
+        """Return the text form, which `treadle.loads` and every command read (`treadle.ir.text` describes it)."""
+        return "\n".join([*self._header_lines(), *self.row_lines()])
+
+    def _header_lines(self) -> Iterator[str]:
+        yield MAGIC
+        yield f"# name: {self.name}"
+        yield f"# placement: {self.placement.name}"
+        yield f"# pp: {self.pp}"
+        yield f"# vpp: {self.vpp}"
+        yield f"# microbatches: {self.num_microbatches}"
+        for (src, dst), labels in sorted(self.receives.items()):
+            yield f"# receive {src}>{dst}: {' '.join(map(str, labels))}".rstrip()
+
+    def row_lines(self) -> list[str]:
+        """Return the rows of the text form: `0: F0.0 B0.0`."""
+        return [f"{rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.rows)]
 
     @property
     def pp(self) -> int:
@@ -126,13 +141,13 @@ class Schedule(ShownInNotebooks):
         return sum(map(len, self.rows))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of a rank in order; a pair's forward before its backward."""
+        """Yield the actions of a rank in order; a pair's forward before its backward."""
         for cell in self.rows[rank]:
             yield from cell.actions
 
     @cached_property
     def columns(self) -> Actions:
-        """The rows as arrays; made once."""
+        """The rows as arrays, made once."""
         import numpy as np
 
         num_actions = [_actions_in(row) for row in self.rows]
@@ -160,7 +175,7 @@ def _actions_in(row: Row) -> _Ints:
 
 
 def _flat(row: Row, num_actions: _Ints) -> Iterable[Iterable[int]]:
-    """The actions of a row. One without pairs is that already."""
+    """Return the actions of a row. One without pairs is that already."""
     if num_actions.max(initial=1) == 1:
         return cast(Iterable[Action], row)
     return [action for cell in row for action in cell.actions]

@@ -9,7 +9,7 @@
     0: F0.0 F1.0 B0.0 B1.0
     1: F0.0 B0.0 F1.0 B1.0
 
-`parse(dump(s)) == s`. Rows alone are read too, with what the missing lines would have said taken from the
+`parse(dump(s)) == s`. Rows alone are read too, with what is missing taken from the
 rows or from the caller. `##` starts a comment. With one chunk a rank, rows that people write may leave `.0` out, and
 may begin with `rank 0:` or `rank0:`.
 """
@@ -25,9 +25,8 @@ from treadle.fields.nearest import did_you_mean
 from treadle.host.errors import PortableError
 from treadle.ir.action import Action, Cell, Kind, Pair
 from treadle.ir.placement import Placement
-from treadle.ir.schedule import Channel, Row, Schedule
+from treadle.ir.schedule import MAGIC, Channel, Row, Schedule
 
-MAGIC = "# treadle-schedule 1"
 KEYS = ("name", "placement", "pp", "vpp", "microbatches", "receive")
 
 _HEADER = re.compile(r"# ([a-z_-]+)(?: ([0-9]+)>([0-9]+))?:(?: |$)(.*)")
@@ -47,37 +46,24 @@ class ParseError(PortableError, ValueError):
 
 
 def dump(schedule: Schedule, *, header: bool = True) -> str:
-    """The rows as text, with the lines that make it read back unless `header` is False."""
-    lines = list(_header_lines(schedule)) if header else []
-    lines += [f"{rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(schedule.rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _header_lines(schedule: Schedule) -> Iterator[str]:
-    yield MAGIC
-    yield f"# name: {schedule.name}"
-    yield f"# placement: {schedule.placement.name}"
-    yield f"# pp: {schedule.pp}"
-    yield f"# vpp: {schedule.vpp}"
-    yield f"# microbatches: {schedule.num_microbatches}"
-    for (src, dst), labels in sorted(schedule.receives.items()):
-        yield f"# receive {src}>{dst}: {' '.join(map(str, labels))}".rstrip()
+    """Return the text form; without its `#` lines if `header` is False."""
+    return "\n".join([str(schedule)] if header else schedule.row_lines()) + "\n"
 
 
 def parse_action(text: str) -> Action | None:
-    """An action from its token, or None if it is not one."""
+    """Return an action from its token, or None if it is not one."""
     action = _read_action(text)
     return action if action is not None and str(action) == text else None
 
 
 def parse_cell(text: str) -> Cell | None:
-    """A cell from its token, or None if it is not one."""
+    """Return a cell from its token, or None if it is not one."""
     cell = _read_cell(text)
     return cell if cell is not None and str(cell) == text else None
 
 
 def _read_action(text: str) -> Action | None:
-    """An action from its token, with or without its chunk, or None if it is not one."""
+    """Return an action from its token, with or without its chunk, or None if it is not one."""
     match = _ACTION.fullmatch(text)
     return Action(Kind[match[1]], int(match[2]), int(match[3] or 0)) if match else None
 
@@ -102,7 +88,7 @@ class _Short(NamedTuple):
 
 @dataclass
 class _TextReader:
-    """Collects what the lines say; `finish` puts it together."""
+    """Collect what the lines hold; `finish` puts it together."""
 
     source: str
     strict: bool
@@ -199,7 +185,7 @@ class _TextReader:
     def _check_short(self, chunks: int) -> None:
         if chunks > 1 and self.short is not None:
             token, cell, number, line, column = self.short
-            message = f"{token!r} does not say its chunk, and ranks have {chunks} here; for chunk 0 write {cell}"
+            message = f"{token!r} has no chunk, and ranks have {chunks} here; for chunk 0 write {cell}"
             raise ParseError(message, self.source, number, line, column)
 
     def _integer(self, key: str, default: int) -> int:
@@ -227,7 +213,7 @@ def _junk(token: str) -> int:
 
 
 def parse(text: str, source: str = "<text>", *, placement: str | None = None) -> Schedule:
-    """Reads the text form. `placement` is used only where the text does not name one."""
+    """Read the text form. `placement` is used only where the text does not name one."""
     lines = text.splitlines()
     versions = [line for line in lines if line.startswith("# treadle-schedule")]
     if versions and versions != [MAGIC]:
