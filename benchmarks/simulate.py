@@ -62,6 +62,8 @@ def large_program() -> dict:
     sim_s, bare_s = (statistics.median(part[k] for part in rounds) for k in (0, 1))
     print(f"{program.num_ops} ops: generate {generated - begin:.2f} s, lower {lowered - generated:.2f} s, ", end="")
     print(f"verify {verified - lowered:.2f} s, simulate {end - verified:.2f} s, peak {peak_gb:.2f} GB")
+    lower_ratio = (lowered - generated) / sim_s
+    print(f"lower / simulate: {lower_ratio:.1f}")
     print(f"simulate / bare sweep: median {statistics.median(ratios):.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}")
     print(f"verify / simulate: median {statistics.median(verify_ratios):.2f}, ", end="")
     print(f"{verify_ratios[0]:.2f} to {verify_ratios[-1]:.2f}")
@@ -71,6 +73,8 @@ def large_program() -> dict:
         "bare_ops_per_s": round(program.num_ops / bare_s),
         "ratio": round(statistics.median(ratios), 3),
         "verify_ratio": round(statistics.median(verify_ratios), 2),
+        "lower_s": round(lowered - generated, 2),
+        "lower_ratio": round(lower_ratio, 1),
         "end_to_end_s": round(end - begin, 2),
         "peak_gb": round(peak_gb, 2),
     }

@@ -29,7 +29,7 @@ def test_an_overlapped_pair_of_four_layers_is_read_as_lanes() -> None:
         assert (trace.start[ops][1:] >= trace.end[ops][:-1]).all()
     assert trace.makespan == 129_012_000
     waits = np.repeat(np.arange(program.num_ops), np.diff(program.dep_ptr))
-    assert len(waits) == 40 - 2  # all but the first part of the forward and of the backward wait for one
+    assert len(waits) == 40 - 2 - 8  # not the first of forward and backward, nor wgrads, which follow on their lane
     assert (trace.start[waits] >= trace.end[program.dep]).all()
 
 

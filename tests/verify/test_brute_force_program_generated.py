@@ -39,7 +39,6 @@ from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
 from treadle.passes.step_end import with_step_end
-from treadle.passes.tied import with_tied
 from treadle.schedules import SCHEDULES, generate
 
 # Against simpler and slower ways
@@ -279,7 +278,7 @@ def test_generated_cells(name: str) -> None:
     for schedule, form in product(made, (STEP_ENDS[0], STEP_END)):
         num_stages = schedule.placement.num_stages
         tied = ((0, num_stages - 1),) if form and num_stages > 1 else ()
-        program = with_step_end(with_tied(lower_cells(schedule), tied), form)
+        program = with_step_end(lower_cells(schedule), tied=tied, step_end=form)
         dur = random_dur(program, random)
         assert sound(launched(program, dur), dur) == sound(program, dur)
 

@@ -24,7 +24,6 @@ from treadle.passes.layers import Shape
 from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import spread
 from treadle.passes.step_end import with_step_end
-from treadle.passes.tied import with_tied
 from treadle.schedules import SCHEDULES, Family
 from treadle.verify import verify_program
 
@@ -101,7 +100,7 @@ def random_cells(schedule: treadle.Schedule, random: Random) -> Program:
             program.layout, blocks=blocks, saved=SAVED, dense_saved=DENSE_SAVED, **random_scales(schedule, random)
         )
         program = replace(program, layout=sized)
-    return with_step_end(with_tied(program, random_ties(schedule, random)), random.choice(STEP_ENDS))
+    return with_step_end(program, tied=random_ties(schedule, random), step_end=random.choice(STEP_ENDS))
 
 
 def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:

@@ -2,7 +2,7 @@
 
 F3.1            forward of micro-batch 3 through chunk 1
 B3.1            its whole backward
-I3.1, W3.1      the backward's two halves: input gradient, weight gradient
+I3.1, W3.1      the backward in two: dgrad (input gradient) and wgrad (weight gradient)
 (F4.1|B3.1)     one overlapped cell: a forward and a backward that run together
 """
 
@@ -109,7 +109,7 @@ def B(mb: int, chunk: int = 0) -> Action:
 
 
 def I(mb: int, chunk: int = 0) -> Action:
-    """Return the input-gradient half of the backward of a micro-batch in a chunk.
+    """Return the dgrad of the backward of a micro-batch in a chunk.
 
     Args:
         mb: the micro-batch, numbered from 0 in its pipe.
@@ -124,7 +124,7 @@ def I(mb: int, chunk: int = 0) -> Action:
 
 
 def W(mb: int, chunk: int = 0) -> Action:
-    """Return the weight-gradient half of the backward of a micro-batch in a chunk.
+    """Return the wgrad of the backward of a micro-batch in a chunk.
 
     Args:
         mb: the micro-batch, numbered from 0 in its pipe.

@@ -2,7 +2,7 @@
 
 E   embedding                         m   MTP block, with a loss of its own
 t   MoE layer, or the only kind       L   final norm, head and loss
-d   dense layer beside MoE ones; Megatron does not tell the two apart and writes t
+d   dense layer beside MoE ones; Megatron writes t for both
 
 A layout string (Megatron's `--pipeline-model-parallel-layout`) has the stages in order, apart by `|`; `t*4` is `tttt`,
 `(tt|)*3` is `tt|tt|tt|`, commas and spaces mean nothing:
@@ -89,7 +89,7 @@ def with_dense(blocks: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def check_blocks(blocks: Sequence[str]) -> None:
-    """Check that stages are a model as Megatron has it: E first, L last, each once, no layer behind an MTP block.
+    """Check that stages are a model as Megatron has it: E first, L last, each once, no layer after an MTP block.
 
     A stage has at least one block. It need not have a layer: `E`, `m`, `L` and `mL` are stages.
 

@@ -8,7 +8,7 @@ from treadle.ir.program import Bytes, Ints, Longs, Program, Shorts
 
 
 class OpLabels(NamedTuple):
-    """The columns that say what each op is."""
+    """The columns that label each op."""
 
     kind: Bytes
     mb: Ints
@@ -22,7 +22,7 @@ class OpLabels(NamedTuple):
 
 
 class LaneTable(NamedTuple):
-    """The columns that say what each lane is; `ptr[l]` to `ptr[l + 1]` are the ops of lane l."""
+    """The columns that describe each lane; `ptr[l]` to `ptr[l + 1]` are the ops of lane l."""
 
     ptr: Longs
     rank: Ints

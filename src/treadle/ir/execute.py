@@ -75,7 +75,7 @@ def makespans(program: Program, dur: Longs) -> Longs:
     if not program.num_ops:
         return np.zeros(len(dur), np.int64)
     lanes, joined = _Lanes(program.lane_ptr, program.lane_group), program.joined if program.joined.any() else None
-    begin = -int(np.minimum(dur, 0).sum(axis=1).min(initial=0))  # an end below 0 would say that the op has not run
+    begin = -int(np.minimum(dur, 0).sum(axis=1).min(initial=0))  # an end below 0 means that the op has not run
     at, groups, waits = _Progress.at_start(program, begin), GroupTable.of(program), Waits.of(program)
     found = np.empty(len(dur), np.int64)
     _sweep_each(at, lanes, groups, waits, joined, np.ascontiguousarray(dur, np.int64), begin, found)
@@ -232,7 +232,7 @@ def _sweep_each(
 
 @inlined
 def _end_of_joined(joined: Bools | None, op: int, last: int) -> int:
-    """The op behind those that start with `op`."""
+    """Return the op after those that start with `op`."""
     after = op + 1
     if joined is not None:
         while after < last and joined[after]:
@@ -242,7 +242,7 @@ def _end_of_joined(joined: Bools | None, op: int, last: int) -> int:
 
 @inlined
 def _earliest(waits: Waits, end: Longs, op: int, after: int, time: int) -> tuple[int, int]:
-    """When ops `op` to `after` can start, from `time` on, and the first dependency that has not ended, or _CLEAR."""
+    """Return when ops `op` to `after` can start, from `time` on, and a dependency that has not ended, or _CLEAR."""
     first, last, dep = waits.ptr[op], waits.ptr[after], waits.dep
     for k in range(first, last):
         wanted = dep[k]

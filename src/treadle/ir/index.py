@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Index:
 
     `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction or an op that ends the step,
     which have no micro-batch.
-    `first[place]` is the first op of a place, or NEVER; `count[place]` how many there are, up to 255.
+    `first[place]` is the first op of a place, or NEVER.
     `last_gradient[rank * vpp + chunk]` is the last op of a chunk that adds to a weight gradient, or NEVER.
     `last_of_rank[rank]` are the last REDUCE_GRAD and the last REDUCE_TIED of a rank, and the first of each op that ends
     its step, in their order; or NEVER.
@@ -34,11 +35,18 @@ class Index:
     rule: Rule
     key: Longs
     first: Ints
-    count: Bytes
     last_gradient: Ints
     last_of_rank: Ints
     num_unknown: int
     num_double: int
+
+    @cached_property
+    def count(self) -> Bytes:
+        """`[place]` -> how many ops there are, up to 255."""
+        if not self.num_double:
+            return (self.first >= 0).astype(np.uint8)
+        counted = np.bincount(self.key[self.key >= 0], minlength=len(self.first))
+        return np.minimum(counted, 255).astype(np.uint8)
 
     @classmethod
     def of(cls, program: Program) -> Index:
@@ -51,20 +59,20 @@ class Index:
 @kernel
 def _index(
     labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables
-) -> tuple[Longs, Ints, Bytes, Ints, Ints, int, int]:
-    kind, makes_gradient = labels.kind, tables.makes_gradient
+) -> tuple[Longs, Ints, Ints, Ints, int, int]:
+    kind, chunk, makes_gradient = labels.kind, labels.chunk, tables.makes_gradient
     num_chunks = tables.num_chunks
-    of_chunk = tables.num_mb * tables.num_layers * tables.num_slots
+    num_places = tables.num_ranks * num_chunks * tables.num_mb * tables.num_layers * tables.num_slots
     key = np.empty(len(kind), np.int64)
-    first = np.full(tables.num_ranks * num_chunks * of_chunk, -1, np.int32)
-    count = np.zeros(len(first), np.uint8)
+    first = np.full(num_places, -1, np.int32)
     last_gradient = np.full(tables.num_ranks * num_chunks, -1, np.int32)
     last_of_rank = np.full((tables.num_ranks, 3 + tables.turn.max()), -1, np.int32)
     num_unknown, num_double = 0, 0
     for lane in range(len(lanes.rank)):
         rank, peer, lane_kind = lanes.rank[lane], lanes.peer[lane], lanes.kind[lane]
+        pp = rank // tables.num_replicas
         for op in range(lanes.ptr[lane], lanes.ptr[lane + 1]):
-            place = _place(labels, tables, op, rank, peer) if belongs[kind[op]] == lane_kind else UNKNOWN
+            place = _place(labels, tables, op, rank, pp, peer) if belongs[kind[op]] == lane_kind else UNKNOWN
             key[op] = place
             if place < 0:
                 num_unknown += place == UNKNOWN
@@ -75,12 +83,10 @@ def _index(
                 first[place] = op
             else:
                 num_double += 1
-            if count[place] < 255:
-                count[place] += 1
-            chunk = place // of_chunk  # of all ranks
-            if makes_gradient[kind[op]] and op > last_gradient[chunk]:
-                last_gradient[chunk] = op
-    return key, first, count, last_gradient, last_of_rank, num_unknown, num_double
+            if makes_gradient[kind[op]]:
+                of_all = rank * num_chunks + chunk[op]
+                last_gradient[of_all] = max(op, last_gradient[of_all])
+    return key, first, last_gradient, last_of_rank, num_unknown, num_double
 
 
 @inlined
@@ -96,11 +102,10 @@ def _note_last(last_of_rank: Ints, tables: Tables, kind: int, rank: int, op: int
 
 
 @inlined
-def _place(labels: OpLabels, tables: Tables, op: int, rank: int, peer: int) -> int:
-    """The op's place in the index, NEVER for a reduction or an op that ends the step, or UNKNOWN."""
+def _place(labels: OpLabels, tables: Tables, op: int, rank: int, pp: int, peer: int) -> int:
+    """Return the op's place in the index, NEVER for a reduction or an op that ends the step, or UNKNOWN."""
     kind, mb, chunk, layer = labels.kind[op], labels.mb[op], int(labels.chunk[op]), int(labels.layer[op])
     slot, num_replicas = tables.slot[kind], tables.num_replicas
-    pp = rank // num_replicas
     if chunk < 0 or chunk >= tables.num_chunks or layer < 0:
         return UNKNOWN
     if REDUCE <= tables.role[kind] <= STEP:
@@ -137,7 +142,7 @@ def _ends_step(tables: Tables, kind: int, pp: int, chunk: int, layer: int) -> bo
 
 @inlined
 def _sending_chunk(tables: Tables, pp: int, peer: int, chunk: int, kind: int) -> int:
-    """The chunk of `pp` that makes what chunk `chunk` of `peer` reads, or -1. A message is named by its reader."""
+    """Return the chunk of `pp` that makes what `chunk` of `peer` reads, or -1. A message is named by its reader."""
     holder, pipe = tables.holder, tables.pipe[chunk]
     maker = tables.stage[peer, chunk] + (1 if kind == _SEND_B else -1)
     if maker < 0 or maker >= holder.shape[1] or holder[pipe, maker, 0] != pp:

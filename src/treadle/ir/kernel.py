@@ -111,9 +111,9 @@ def _size(argument: object) -> int:
 
 
 def _announce(dispatcher: Any) -> None:
-    """Tell that a kernel is going to be compiled, once, if the disk holds no version of it."""
+    """Announce that a kernel is going to be compiled, once, if the disk holds no version of it."""
     function = dispatcher.py_func
     held = Path(dispatcher.stats.cache_path or "/nowhere").glob(f"*.{function.__name__}-*.nbi")
     if not any(held):
-        tell, Compiled.compiling = Compiled.compiling, staticmethod(lambda: None)
-        tell()
+        announce, Compiled.compiling = Compiled.compiling, staticmethod(lambda: None)
+        announce()

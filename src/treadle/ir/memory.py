@@ -1,7 +1,7 @@
 """Memory of ranks over an execution: saved activations, from the forward that makes them on.
 
-Each part of a layer saves something at its forward's start. The bytes are freed at the end of the weight half (a
-fraction at the end of the backward already), or of the backward where the two are not split. An offload frees a layer's
+Each part of a layer saves something at its forward's start. The bytes are freed at the end of the wgrad (a
+fraction at the end of the dgrad already), or of the backward where the two are not split. An offload frees a layer's
 bytes at its end, an onload takes them at its start. At equal times freeing comes first.
 
 At the grain of cells a forward saves what the blocks of its stage save, where they are known, so stages may differ.
@@ -23,14 +23,14 @@ from treadle.ir.program import Bytes, Ints, Layout, Longs, Program
 
 
 class Peaks(NamedTuple):
-    """The most bytes (or what `Layout.saved_unit` says) that each rank holds, and when it first does."""
+    """The most bytes (or `Layout.saved_unit`) that each rank holds, and when it first does."""
 
     size: Longs
     time: Longs
 
 
 class Changes(NamedTuple):
-    """Bytes (or what `Layout.saved_unit` says) that ops take at their start and give back at their end.
+    """Bytes (or `Layout.saved_unit`) that ops take at their start and give back at their end.
 
     `taken[what]` and `given[what]`, where `what[op]` is the class of an op: its kind, where stages, layers and
     micro-batches do not differ, else a number for all that it depends on.
@@ -47,13 +47,13 @@ def per_unit(layout: Layout) -> int:
 
 
 def in_unit(layout: Layout, size: int) -> float:
-    """What ops have saved, in the layout's `saved_unit`; an int where it is whole."""
+    """Return what ops have saved, in the layout's `saved_unit`; an int where it is whole."""
     whole, rest = divmod(size, per_unit(layout))
     return whole if rest == 0 else size / per_unit(layout)
 
 
 def changes(program: Program) -> Changes:
-    """What each op takes at its start and gives back at its end."""
+    """Return what each op takes at its start and gives back at its end."""
     layout = program.layout
     tables, number = _tables(layout)
     if len(tables) == 1 and not layout.mb_scale and not _layers_differ(layout):
@@ -72,7 +72,7 @@ class _Saved(NamedTuple):
 
 
 def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
-    """The different stages, and the number of each stage's."""
+    """Return the different stages, and the number of each stage's."""
     of_stage = []
     in_layer = (*layout.forward, *layout.recomputed)
     for stage, row in enumerate(layout.blocks):
@@ -94,7 +94,7 @@ def _layers_differ(layout: Layout) -> bool:
 
 
 def _of_cell(layout: Layout, row: str) -> int:
-    """What the blocks of a stage save together, at the grain of cells."""
+    """Return what the blocks of a stage save together, at the grain of cells."""
     size = 0
     for block in row:
         if block in BLOCK_FORWARD:
@@ -107,7 +107,7 @@ def _of_cell(layout: Layout, row: str) -> int:
 
 
 def _by_class(program: Program, tables: list[_Saved], number: Ints) -> Changes:
-    """Changes by stage, by dense layer or not, by micro-batch, and by kind."""
+    """Return changes by stage, by dense layer or not, by micro-batch, and by kind."""
     layout = program.layout
     pp = program.lane_rank[program.lane_of] // layout.num_replicas
     known = (program.chunk >= 0) & (program.chunk < layout.placement.vpp)
@@ -131,7 +131,7 @@ def _by_class(program: Program, tables: list[_Saved], number: Ints) -> Changes:
 
 
 def _scales(program: Program, chunk: npt.NDArray[np.int16]) -> tuple[tuple[float, ...], Longs]:
-    """The scales by micro-batch, and the micro-batch of each op among all pipes."""
+    """Return the scales by micro-batch, and the micro-batch of each op among all pipes."""
     layout = program.layout
     if not layout.mb_scale:
         return (1.0,), np.zeros(program.num_ops, np.int64)
@@ -167,7 +167,7 @@ def _readers(saver: OpKind) -> tuple[OpKind | None, OpKind | None]:
 
 
 def peaks(program: Program, times: Times) -> Peaks:
-    """The most each rank holds at once."""
+    """Return the most that each rank holds at once."""
     order = np.argsort(program.lane_rank, kind="stable").astype(np.int32)
     rank_ptr = np.searchsorted(program.lane_rank[order], np.arange(program.num_ranks + 1))
     what, taken, given = changes(program)
@@ -185,7 +185,7 @@ def _peaks(
     taken: Longs,
     given: Longs,
 ) -> tuple[Longs, Longs]:
-    """Merges each rank's lanes, whose ops are in order of time, two events an op."""
+    """Merge each rank's lanes, whose ops are in order of time, two events an op."""
     num_ranks = len(rank_ptr) - 1
     size, time = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     most = 0

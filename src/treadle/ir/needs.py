@@ -3,14 +3,14 @@
     op of a forward chain     the op before it; the first of the chain what comes from the stage before
     op of a backward chain    the op before it; the first of the chain its own forward, and what comes from the stage
                               after
-    weight half               its backward op
-    computed again            its forward part; the backward part needs it
+    wgrad                     its backward op
+    recomputed part           its forward part; the backward part needs it
     first reader of what was saved    its onload, where it was offloaded
     send                      the last op of the chain that makes it
     offload, onload           the last forward part of its layer; its offload
     reduce_grad, reduce_tied  the last op of the chunk, or of the chunks that share a parameter, that makes a weight
                               gradient
-    end of the step           all gradients and their reductions; then one behind the other
+    end of the step           all gradients and their reductions; then one after the other
 
 Lowering writes these down as dependencies; the verifier asks whether they are kept.
 """
@@ -46,18 +46,24 @@ _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 _OUT, _IN = int(OpKind.OFFLOAD), int(OpKind.ONLOAD)
 
 _MOST_NEEDS = 4
-"""An op of a micro-batch needs no more ops than this: its forward, a gradient, an onload, what was computed again."""
+"""An op of a micro-batch needs no more ops than this: its forward, a gradient, an onload, what was recomputed."""
 
 
-def needs_of(program: Program, index: Index) -> tuple[Longs, Ints]:
-    """List what each op needs, compressed; NEVER where nothing provides it."""
-    return _list_needs(*_arguments(program, index))
+_NO_OPS: Ints = np.empty(0, np.int32)
+
+
+def waits_of(program: Program, index: Index, op: Ints = _NO_OPS, waits_for: Ints = _NO_OPS) -> tuple[Longs, Ints]:
+    """List what each op has to wait for, compressed: its needs, but those that its lane's order meets; then more.
+
+    A need that nothing provides is NEVER. `op[i]`, in ascending order, waits for `waits_for[i]` besides.
+    """
+    return _list_waits(op, waits_for, *_arguments(program, index))
 
 
 def unmet_needs(program: Program, index: Index) -> Ints:
-    """List pairs (op, what it needs) where neither the op's lane nor its dependencies say plainly that it waits.
+    """List pairs (op, what it needs) where neither the op's lane nor its dependencies make it wait plainly.
 
-    A dependency on something that stands behind the needed op on its lane counts as plain. A chain of waits may
+    A dependency on something that stands after the needed op on its lane counts as plain. A chain of waits may
     still lead from the one to the other.
     """
     joined = program.joined if program.joined.any() else None
@@ -84,22 +90,28 @@ def _arguments(program: Program, index: Index) -> tuple[LaneTable, _Known, Table
 
 
 @kernel
-def _list_needs(lanes: LaneTable, known: _Known, tables: Tables) -> tuple[Longs, Ints]:
-    num_ops = len(known.kind)
+def _list_waits(more_op: Ints, more: Ints, lanes: LaneTable, known: _Known, tables: Tables) -> tuple[Longs, Ints]:
+    num_ops, num_more = len(known.kind), len(more)
     ptr = np.zeros(num_ops + 1, np.int64)
-    needs = np.empty(2 * num_ops + 16, np.int32)
+    waits = np.empty(num_ops + num_more + 16, np.int32)
     need = np.empty(max(_MOST_NEEDS, tables.num_chunks), np.int32)
-    total = 0
+    total = at = 0
     for lane in range(len(lanes.rank)):
-        rank = lanes.rank[lane]
-        for op in range(lanes.ptr[lane], lanes.ptr[lane + 1]):
-            for n in range(_needs(known, tables, op, rank, need)):
-                if total == len(needs):
-                    needs = np.concatenate((needs, needs))
-                needs[total] = need[n]
+        rank, begin = lanes.rank[lane], lanes.ptr[lane]
+        for op in range(begin, lanes.ptr[lane + 1]):
+            count = _needs(known, tables, op, rank, need)
+            if total + count + num_more > len(waits):
+                waits = np.concatenate((waits, waits))
+            for n in range(count):
+                if not begin <= need[n] <= op:
+                    waits[total] = need[n]
+                    total += 1
+            while at < num_more and more_op[at] == op:
+                waits[total] = more[at]
                 total += 1
+                at += 1
             ptr[op + 1] = total
-    return ptr, needs[:total]
+    return ptr, waits[:total]
 
 
 @kernel
@@ -125,7 +137,7 @@ def _list_unmet(
 
 @inlined
 def _first_joined(joined: Bools | None, begin: int, op: int) -> int:
-    """The first of the ops that start with `op`, on a lane that begins with op `begin`."""
+    """Return the first of the ops that start with `op`, on a lane that begins with op `begin`."""
     if joined is not None:
         while op > begin and joined[op]:
             op -= 1
@@ -134,7 +146,7 @@ def _first_joined(joined: Bools | None, begin: int, op: int) -> int:
 
 @inlined
 def _waits_for(waits: Waits, lane_of: Ints, op: int, wanted: int) -> bool:
-    """True if `op` depends on `wanted`, or on an op behind `wanted` on its lane."""
+    """True if `op` depends on `wanted`, or on an op after `wanted` on its lane."""
     if wanted < 0:
         return False
     dep, first, last = waits.dep, waits.ptr[op], waits.ptr[op + 1]
@@ -161,9 +173,10 @@ class _Spot(NamedTuple):
 
 @inlined
 def _spot(known: _Known, tables: Tables, op: int, rank: int) -> _Spot:
-    place, layer = known.key[op], known.layer[op]
-    of_chunk = tables.num_mb * tables.num_layers * tables.num_slots
-    pp, chunk = rank // tables.num_replicas, (place // of_chunk) % tables.num_chunks
+    place, layer, chunk = known.key[op], known.layer[op], int(known.chunk[op])
+    if tables.role[known.kind[op]] == SEND:  # its label is the reader's, its place is of the chunk that makes it
+        chunk = (place // (tables.num_mb * tables.num_layers * tables.num_slots)) % tables.num_chunks
+    pp = rank // tables.num_replicas
     stage = tables.stage[pp, chunk]
     own = place - tables.slot[known.kind[op]]
     return _Spot(pp, chunk, stage, tables.row[stage], layer, own, own - layer * tables.num_slots)
@@ -199,7 +212,7 @@ def _needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int
 
 @inlined
 def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int:
-    """The needs of reductions and of what ends a step, which belong to no micro-batch."""
+    """Write the needs of reductions and of what ends a step, which belong to no micro-batch."""
     role = tables.role[known.kind[op]]
     of_rank = rank * tables.num_chunks
     if role == REDUCE:
@@ -233,7 +246,7 @@ def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -
 
 @inlined
 def _forward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, need: Ints) -> int:
-    """The op before in the chain; of the first op, what it reads from the stage before."""
+    """Write the op before in the chain; of the first op, what it reads from the stage before."""
     holder, pipe = tables.holder, tables.pipe[spot.chunk]
     before = tables.before[spot.row, kind, spot.layer]
     if before >= 0:
@@ -250,7 +263,7 @@ def _forward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, need: In
 
 @inlined
 def _backward_needs(first: Ints, tables: Tables, spot: _Spot, kind: int, need: Ints) -> int:
-    """The op before in the chain; of the first op, its own forward and the gradient it reads; what it needs again."""
+    """Write the op before in the chain; of the first op its own forward and its gradient; what is recomputed."""
     before = tables.before[spot.row, kind, spot.layer]
     count = 1
     if before >= 0:
@@ -280,7 +293,7 @@ def _and_onload(first: Ints, tables: Tables, spot: _Spot, need: Ints, count: int
 
 @inlined
 def _gradient_from_stage_after(first: Ints, tables: Tables, spot: _Spot) -> int:
-    """The receive that brings it, or its maker on the same rank."""
+    """Return the receive that brings it, or its maker on the same rank."""
     holder, pipe, after = tables.holder, tables.pipe[spot.chunk], spot.stage + 1
     if holder[pipe, after, 0] == spot.pp:
         return _gradient_maker(first, tables, tables.row[after], _same_mb(tables, spot, holder[pipe, after, 1]))
@@ -289,17 +302,17 @@ def _gradient_from_stage_after(first: Ints, tables: Tables, spot: _Spot) -> int:
 
 @inlined
 def _same_mb(tables: Tables, spot: _Spot, chunk: int) -> int:
-    """The place of the same micro-batch in another chunk of the rank, at layer 0."""
+    """Return the place of the same micro-batch in another chunk of the rank, at layer 0."""
     return spot.bottom + (chunk - spot.chunk) * tables.num_mb * tables.num_layers * tables.num_slots
 
 
 @inlined
 def _gradient_maker(first: Ints, tables: Tables, row: int, bottom: int) -> int:
-    """The op that makes a chunk's input gradient; at the grain of cells B or I, whichever is first."""
+    """Return the op that makes a chunk's input gradient; at the grain of cells B or I, whichever is first."""
     slot = tables.slot
     made = first[bottom + tables.backward_end[row]]
     if slot[_I] >= 0:
-        half = first[bottom + slot[_I]]
-        if made < 0 or 0 <= half < made:
-            made = half
+        dgrad = first[bottom + slot[_I]]
+        if made < 0 or 0 <= dgrad < made:
+            made = dgrad
     return int(made)

@@ -89,7 +89,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str, pp: int, vpp: int) -> Placement:
-        """Reads what `name` says, for this many ranks and chunks."""
+        """Read what `name` writes, for this many ranks and chunks."""
         if vpp > MOST_CHUNKS:
             raise ValueError(f"a rank holds at most {MOST_CHUNKS} chunks, got {vpp}")
         if text in NAMED:

@@ -263,6 +263,28 @@ class Program(ShownInNotebooks):
     dep_ptr: Longs
     dep: Ints
 
+    @classmethod
+    def empty(cls, layout: Layout) -> Program:
+        """Return a Program without lanes; `treadle.passes.append` adds them."""
+        return cls(
+            layout=layout,
+            kind=np.empty(0, np.uint8),
+            mb=np.empty(0, np.int32),
+            chunk=np.empty(0, np.int16),
+            layer=np.empty(0, np.int16),
+            cell=np.empty(0, np.int32),
+            launch=np.empty(0, np.int32),
+            size_bytes=np.empty(0, np.int64),
+            joined=np.empty(0, bool),
+            lane_ptr=np.zeros(1, np.int64),
+            lane_rank=np.empty(0, np.int32),
+            lane_kind=np.empty(0, np.uint8),
+            lane_peer=np.empty(0, np.int32),
+            lane_group=np.empty(0, np.int32),
+            dep_ptr=np.zeros(1, np.int64),
+            dep=np.empty(0, np.int32),
+        )
+
     def __repr__(self) -> str:
         """Return the size: the columns are too long to read."""
         return f"<Program: {self.num_ranks} ranks, {self.num_lanes} lanes, {self.num_ops} ops>"

@@ -192,7 +192,7 @@ class Rule:
         )
 
     def _offset(self, label: Label) -> int:
-        """The place of an op in the index, from the first place of its micro-batch on."""
+        """Return the place of an op in the index, from the first place of its micro-batch on."""
         return int(label.layer * len(self.kinds) + self.slot[label.kind])
 
     @cached_property

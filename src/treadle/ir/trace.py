@@ -30,7 +30,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace(ShownInNotebooks):
-    """Start and end of each op, in ticks of the clock. `about` says what was assumed or where it was measured.
+    """Start and end of each op, in ticks of the clock. `about` is what was assumed or where it was measured.
 
     Example:
         >>> trace = treadle.simulate(treadle.generate("1f1b", pp=2, microbatches=2), "deepseek-v3-h800")

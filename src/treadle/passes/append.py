@@ -1,103 +1,175 @@
-"""Ops behind those of a Program: lanes of their own at its end, or one more op at the end of lanes that it has."""
+"""Append ops to a Program, on new lanes or at the end of existing ones, and dependencies to its ops."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.ops import LaneKind, OpKind
-from treadle.ir.program import NEVER, Ints, Program
+from treadle.ir.program import NEVER, Bytes, Ints, Longs, Program, Shorts
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
-class NewLanes:
-    """Lanes of one kind with ops of one kind: columns over lanes (`count` ops each), then columns over ops.
+class LaneColumns:
+    """Lanes with their ops: columns over ops, lane by lane, then columns over lanes.
 
-    `waits[i]` are the ops that op i waits for.
+    `num_ops[l]` are the ops of lane l. Lanes with the same `group` do their ops together; groups are numbered from 0
+    among these lanes, and NEVER is a lane on its own.
     """
 
-    lane: LaneKind
+    kind: Bytes
+    mb: Ints
+    chunk: Shorts
+    layer: Shorts
+    cell: Ints
+    num_ops: Longs
     rank: Ints
+    lane: Bytes
     peer: Ints
     group: Ints
-    count: Ints
-    kind: OpKind
-    chunk: Ints
-    layer: Ints
-    waits: list[Ints]
-    size_bytes: int = 0
 
 
-def append_lanes(program: Program, new: NewLanes) -> Program:
-    """Add lanes behind those of a program. Their ops have neither micro-batch nor cell, and no launch number yet."""
-    total = len(new.chunk)
-    fill = np.full(total, NEVER, np.int32)
-    ends = program.num_ops + np.cumsum(new.count, dtype=np.int64)
-    dep_ends = len(program.dep) + np.cumsum([len(waits) for waits in new.waits], dtype=np.int64)
-    return replace(
-        program,
-        kind=np.append(program.kind, np.full(total, new.kind, np.uint8)),
-        mb=np.append(program.mb, fill),
-        chunk=np.append(program.chunk, new.chunk.astype(np.int16)),
-        layer=np.append(program.layer, new.layer.astype(np.int16)),
-        cell=np.append(program.cell, fill),
-        launch=np.append(program.launch, fill),
-        size_bytes=np.append(program.size_bytes, np.full(total, new.size_bytes, np.int64)),
-        joined=np.append(program.joined, np.zeros(total, bool)),
-        lane_ptr=np.append(program.lane_ptr, ends),
-        lane_rank=np.append(program.lane_rank, new.rank.astype(np.int32)),
-        lane_kind=np.append(program.lane_kind, np.full(len(new.rank), new.lane, np.uint8)),
-        lane_peer=np.append(program.lane_peer, new.peer.astype(np.int32)),
-        lane_group=np.append(program.lane_group, new.group.astype(np.int32)),
-        dep_ptr=np.append(program.dep_ptr, dep_ends),
-        dep=np.concatenate([program.dep, *new.waits]).astype(np.int32),
+def step_lanes(
+    lane: LaneKind,
+    ranks: Ints,
+    kinds: Sequence[OpKind],
+    *,
+    chunk: npt.NDArray[np.integer[Any]] | int = 0,
+    layer: int = 0,
+    peer: int = NEVER,
+    group: npt.NDArray[np.integer[Any]] | int = NEVER,
+) -> LaneColumns:
+    """Return a lane for each of `ranks` with ops of these kinds, which belong to the step and to no micro-batch.
+
+    `chunk` is one for all ops, or `[rank, op]`; `group` one for all lanes, or `[rank]`.
+    """
+    shape = len(ranks), len(kinds)
+    num_ops = shape[0] * shape[1]
+    return LaneColumns(
+        kind=np.tile(np.array(kinds, np.uint8), len(ranks)),
+        mb=np.full(num_ops, NEVER, np.int32),
+        chunk=np.broadcast_to(chunk, shape).reshape(-1).astype(np.int16),
+        layer=np.full(num_ops, layer, np.int16),
+        cell=np.full(num_ops, NEVER, np.int32),
+        num_ops=np.full(len(ranks), len(kinds), np.int64),
+        rank=ranks.astype(np.int32),
+        lane=np.full(len(ranks), lane, np.uint8),
+        peer=np.full(len(ranks), peer, np.int32),
+        group=np.broadcast_to(group, len(ranks)).astype(np.int32),
     )
 
 
-def append_ops(program: Program, lanes: Ints, kind: OpKind, waits: list[Ints], size_bytes: int = 0) -> Program:
-    """Add one op at the end of each of these lanes, in order; `waits` are in numbers of ops of the program as it is."""
-    at = program.lane_ptr[lanes + 1]
-    number = np.arange(program.num_ops, dtype=np.int64)
-    shifted = (number + np.searchsorted(at, number, side="right")).astype(np.int32)  # an op's number once they are in
+def append_lanes(program: Program, lanes: Sequence[LaneColumns], moved: Mapping[OpKind, int] | None = None) -> Program:
+    """Append lanes; their ops wait for nothing yet and have no launch number. `moved` is the bytes of ops by kind."""
+    if not lanes:
+        return program
+    groups, next_group = [program.lane_group], int(program.lane_group.max(initial=NEVER)) + 1
+    for new in lanes:
+        groups.append(np.where(new.group >= 0, new.group + next_group, NEVER).astype(np.int32))
+        next_group = max(next_group, int(groups[-1].max(initial=NEVER)) + 1)
+    num_ops = np.concatenate([new.num_ops for new in lanes])
+    total = int(num_ops.sum())
+    kind = np.concatenate([program.kind, *(new.kind for new in lanes)])
+    sizes = np.array([(moved or {}).get(op_kind, 0) for op_kind in OpKind], np.int64)
 
-    def with_new(column: npt.NDArray[Scalar], value: int) -> npt.NDArray[Scalar]:
-        return np.insert(column, at, value).astype(column.dtype)
+    def column(name: str) -> npt.NDArray[Scalar]:
+        return np.concatenate([getattr(program, name), *(getattr(new, name) for new in lanes)])
 
-    moved = [shifted[ops] for ops in waits]
-    old = np.where(program.dep < 0, program.dep, shifted[program.dep])
-    counts = np.insert(np.diff(program.dep_ptr), at, [len(ops) for ops in waits])
-    places = np.repeat(program.dep_ptr[at], [len(ops) for ops in waits])
-    added = np.concatenate([np.empty(0, np.int32), *moved])
-    behind = np.searchsorted(at, program.lane_ptr[1:], side="right")
+    def lane_column(name: str) -> npt.NDArray[Scalar]:
+        return np.concatenate([getattr(program, f"lane_{name}"), *(getattr(new, name) for new in lanes)])
+
+    def filled(column: npt.NDArray[Scalar], value: Longs | int) -> npt.NDArray[Scalar]:
+        longer = np.zeros(len(column) + total, column.dtype)
+        longer[: len(column)] = column
+        if isinstance(value, np.ndarray) or value:  # zeros are there already, and cost nothing
+            longer[len(column) :] = value
+        return longer
+
     return replace(
         program,
-        kind=with_new(program.kind, kind),
-        mb=with_new(program.mb, NEVER),
-        chunk=with_new(program.chunk, 0),
-        layer=with_new(program.layer, 0),
-        cell=with_new(program.cell, NEVER),
-        launch=with_new(program.launch, NEVER),
-        size_bytes=with_new(program.size_bytes, size_bytes),
-        joined=np.insert(program.joined, at, False),
-        lane_ptr=program.lane_ptr + np.r_[0, behind],
-        dep_ptr=np.r_[0, np.cumsum(counts)].astype(np.int64),
-        dep=np.insert(old, places, added).astype(np.int32),
+        kind=kind,
+        mb=column("mb"),
+        chunk=column("chunk"),
+        layer=column("layer"),
+        cell=column("cell"),
+        launch=filled(program.launch, NEVER),
+        size_bytes=filled(program.size_bytes, sizes[kind[program.num_ops :]]),
+        joined=filled(program.joined, 0),
+        lane_ptr=np.append(program.lane_ptr, program.num_ops + np.cumsum(num_ops)),
+        lane_rank=lane_column("rank"),
+        lane_kind=np.concatenate([program.lane_kind, *(new.lane for new in lanes)]),
+        lane_peer=lane_column("peer"),
+        lane_group=np.concatenate(groups),
+        dep_ptr=filled(program.dep_ptr, len(program.dep)),
+    )
+
+
+def append_ops(program: Program, lanes: Ints, kind: OpKind, size_bytes: int = 0) -> Program:
+    """Append an op to each of these lanes, which are in order; it waits for nothing yet. Later ops are renumbered."""
+    at = program.lane_ptr[lanes + 1]
+    added_before = np.repeat(np.arange(len(at) + 1, dtype=np.int32), np.diff(np.r_[0, at, program.num_ops]))
+    provided = program.dep >= 0
+    dep = np.where(provided, program.dep + added_before[np.where(provided, program.dep, 0)], program.dep)
+
+    def inserted(column: npt.NDArray[Scalar], values: Longs | int) -> npt.NDArray[Scalar]:
+        new = np.broadcast_to(values, len(at)).astype(column.dtype).reshape(-1, 1)
+        *pieces, rest = np.split(column, at)
+        return np.concatenate([*(part for pair in zip(pieces, new, strict=True) for part in pair), rest])
+
+    return replace(
+        program,
+        kind=inserted(program.kind, kind),
+        mb=inserted(program.mb, NEVER),
+        chunk=inserted(program.chunk, 0),
+        layer=inserted(program.layer, 0),
+        cell=inserted(program.cell, NEVER),
+        launch=inserted(program.launch, NEVER),
+        size_bytes=inserted(program.size_bytes, size_bytes),
+        joined=inserted(program.joined, 0),
+        lane_ptr=program.lane_ptr + np.r_[0, np.searchsorted(at, program.lane_ptr[1:], side="right")],
+        dep_ptr=inserted(program.dep_ptr, program.dep_ptr[at]),
+        dep=dep.astype(np.int32),
+    )
+
+
+def add_waits(program: Program, op: Ints, waits_for: Ints) -> Program:
+    """Make op `op[i]` wait for op `waits_for[i]` besides what it waits for already; ops may come in any order."""
+    order = np.argsort(op, kind="stable")
+    op, waits_for = op[order], waits_for[order]
+    added = np.cumsum(np.bincount(op, minlength=program.num_ops))
+    return replace(
+        program,
+        dep_ptr=program.dep_ptr + np.r_[0, added],
+        dep=np.insert(program.dep, program.dep_ptr[op + 1], waits_for).astype(np.int32),
     )
 
 
 def lanes_of(program: Program, kind: LaneKind) -> Ints:
-    """The lanes of a kind, in order."""
+    """Return the lanes of a kind, in order."""
     found: Ints = np.flatnonzero(program.lane_kind == kind).astype(np.int32)
     return found
 
 
+def ops_of(program: Program, kind: OpKind) -> Ints:
+    """Return the ops of a kind, in order."""
+    found: Ints = np.flatnonzero(program.kind == kind).astype(np.int32)
+    return found
+
+
+def ranks_of(program: Program, ops: Ints) -> Ints:
+    """Return the rank of each of these ops."""
+    ranks: Ints = program.lane_rank[np.searchsorted(program.lane_ptr, ops, side="right") - 1]
+    return ranks
+
+
 def last_ops(program: Program, lanes: Ints) -> Ints:
-    """The last op of each lane; a lane without ops has none here."""
+    """Return the last op of each lane; a lane without ops has none here."""
     filled = lanes[np.diff(program.lane_ptr)[lanes] > 0]
     last: Ints = (program.lane_ptr[filled + 1] - 1).astype(np.int32)
     return last

@@ -1,13 +1,13 @@
 """Schedule -> Program at the grain of cells: one op an action, and a send and a receive for each message.
 
 Sends leave in the order their actions run. Receives are posted in the sender's order, or in the order of use,
-or as the schedule itself says for a channel. The order of use is what a naive runtime does, and what goes wrong
+or as the schedule itself lists for a channel. The order of use is what a naive runtime does, and what goes wrong
 on channels without tags as soon as messages overtake each other (zb-v, dualpipe, dualpipev).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from treadle.ir.dependency import RULE, Need
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import NEVER, Bools, Ints, Layout, Longs, Program
 from treadle.ir.schedule import Actions, Schedule
+from treadle.passes.append import LaneColumns, add_waits, append_lanes
 
 ReceiveOrder: TypeAlias = Literal["sender", "use"]
 
@@ -198,7 +199,7 @@ def _assemble(
     readers: _Messages,
     posted: _Messages,
 ) -> Program:
-    """Puts the lanes one behind the other: every rank's compute, then each channel's two ends."""
+    """Put the lanes in a row: every rank's compute, then each channel's two ends."""
     pp, first_send = schedule.pp, len(actions)
     first_recv = first_send + len(sends.action)
     channels = np.union1d(sends.channel, posted.channel)
@@ -216,29 +217,26 @@ def _assemble(
     read_from = _match_by_label(readers, posted, _label_size(readers, posted))
     consumer = np.concatenate([who, readers.action, np.arange(first_send, first_recv, dtype=np.int32)])
     producer = np.concatenate([filled, np.where(read_from == NEVER, NEVER, read_from + first_recv), sends.action])
-    dep_ptr, dep = _compress(consumer, producer, total)
     posted_cell = np.full(len(posted.action), NEVER, np.int32)
     read = read_from != NEVER
     posted_cell[read_from[read]] = actions.cell[readers.action[read]]
     kind = np.concatenate([actions.kind, sends.what + OpKind.SEND_F, posted.what + OpKind.RECV_F])
-    return Program(
-        layout=_layout(schedule),
+    lane_ptr = np.r_[np.searchsorted(actions.rank, ranks), send_ptr, recv_ptr, total]
+    lanes = LaneColumns(
         kind=kind.astype(np.uint8),
         mb=np.concatenate([actions.mb, sends.mb, posted.mb]),
         chunk=np.concatenate([actions.chunk, sends.chunk, posted.chunk]).astype(np.int16),
         layer=np.zeros(total, np.int16),
         cell=np.concatenate([actions.cell, actions.cell[sends.action], posted_cell]),
-        launch=np.full(total, NEVER, np.int32),
-        size_bytes=np.zeros(total, np.int64),
-        joined=np.concatenate([actions.joined, np.zeros(total - first_send, bool)]),
-        lane_ptr=np.r_[np.searchsorted(actions.rank, ranks), send_ptr, recv_ptr, total].astype(np.int64),
-        lane_rank=lane_rank,
-        lane_kind=lane_kind,
-        lane_peer=lane_peer,
-        lane_group=lane_group.astype(np.int32),
-        dep_ptr=dep_ptr,
-        dep=dep,
+        num_ops=np.diff(lane_ptr),
+        rank=lane_rank,
+        lane=lane_kind,
+        peer=lane_peer,
+        group=lane_group.astype(np.int32),
     )
+    program = append_lanes(Program.empty(_layout(schedule)), [lanes])
+    program = replace(program, joined=np.concatenate([actions.joined, np.zeros(total - first_send, bool)]))
+    return add_waits(program, consumer, producer)
 
 
 def _layout(schedule: Schedule) -> Layout:
@@ -252,11 +250,3 @@ def _layout(schedule: Schedule) -> Layout:
         saved={OpKind.F: 1},
         saved_unit="activations",
     )
-
-
-def _compress(consumer: Ints, producer: Ints, num_ops: int) -> tuple[Longs, Ints]:
-    """Edges as a compressed list for each consumer."""
-    order = np.argsort(consumer, kind="stable")
-    ptr = np.zeros(num_ops + 1, np.int64)
-    np.cumsum(np.bincount(consumer, minlength=num_ops), out=ptr[1:])
-    return ptr, producer[order].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Schedule -> Program at the grain of layers: what each cell does on its lanes, one behind the other.
+"""Schedule -> Program at the grain of layers: what each cell does on its lanes, in order.
 
 A cell's order on its lanes is a template, written down as the field draws it:
 
@@ -13,12 +13,11 @@ A cell's order on its lanes is a template, written down as the field draws it:
     (B alone)   compute        mlp'       attn' | mlp W, attn W
                 pp                              | send
 
-The embedding comes before the first layer; its backward behind the last backward layer, or with the weight halves. MTP
-blocks and the head with the loss come behind the last layer, their backwards before the first backward layer. Their
-weight halves run where compute would stand still: in a lone backward under the first all-to-all, else at the end of the
-cell.
+The embedding comes before the first layer; its backward after the last backward layer, or with the wgrads. MTP blocks
+and the head with the loss come after the last layer, their backwards before the first backward layer. Their wgrads run
+where compute would stand still: in a lone backward under the first all-to-all, else at the end of the cell.
 
-A part that is computed again runs just before its backward, where the all-to-all before it leaves compute idle; with
+A recomputed part runs just before its backward, where the all-to-all before it leaves compute idle; with
 `early_recompute` one exchange sooner: mlp before the forward's attn, attn before the forward's mlp or before mlp'.
 
 Forward layer i goes with backward layer L-1-i; where a stage is deeper than the other, a surplus of backward layers
@@ -30,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,11 +56,11 @@ class Shape:
     """The blocks of each stage, and the choices that lowering makes about their parts.
 
     `blocks`: as in a Layout; a stage has at least one. `counts`: token counts are exchanged before a dispatch, and the
-    host waits for them; without, dispatches are padded. `split`: the weight halves that run apart from their backward.
-    `hold_attn_w`: attention's weight half waits for the next slot, where the all-to-all of a backward leaves compute
-    idle. `early_mlp_w`: in a lone backward the experts' weight half runs during the dispatch, not at the end.
-    `recompute`: the parts that are computed again before their backward, `early_recompute`: one exchange sooner than
-    needed. `saved` and `dense_saved` (in `saved_unit`, as in a Layout) and `moved` (bytes) are sizes by kind of op.
+    host waits for them; without, dispatches are padded. `split`: the wgrads that run apart from their dgrad.
+    `hold_attn_w`: attention's wgrad waits for the next slot, where the all-to-all of a backward leaves compute idle.
+    `early_mlp_w`: in a lone backward the experts' wgrad runs during the dispatch, not at the end. `recompute`: the
+    parts that are recomputed before their backward, `early_recompute`: one exchange sooner than needed. `saved` and
+    `dense_saved` (in `saved_unit`, as in a Layout) and `moved` (bytes) are sizes by kind of op.
     """
 
     blocks: tuple[str, ...]
@@ -145,7 +144,7 @@ class Template(NamedTuple):
 
 
 _FIRST = (OpKind.HEAD_B, OpKind.MTP_B, OpKind.EMBED_F)
-"""What a weight half that was held back does not go before: the exchange that it is to hide waits for them."""
+"""What a wgrad that was held back does not go before: the exchange that it is to hide waits for them."""
 
 # fmt: off
 _LONE = {
@@ -185,14 +184,14 @@ other, by `early_recompute`."""
 # fmt: on
 
 _CARRIED_OUT = TemplateOp(OpKind.ATTN_W, 0, Half.BACKWARD)
-"""The weight half that a cell leaves to the next one: of its backward's last layer, which is the stage's first."""
+"""The wgrad that a cell leaves to the next one: of its backward's last layer, which is the stage's first."""
 
 
 @cache
 def template(cell: CellKind, forward: str, backward: str, shape: ShapeKey, carry_in: bool, carry_out: bool) -> Template:
-    """The parts of a cell whose forward and whose backward run these rows of blocks.
+    """Return the parts of a cell whose forward and whose backward run these rows of blocks.
 
-    A weight half that was held back in the cell before comes in after the first compute part of this one; one that is
+    A wgrad that was held back in the cell before comes in after the first compute part of this one; one that is
     held back here goes out.
     """
     rows = _layers_of(forward), _layers_of(backward), ""
@@ -234,7 +233,7 @@ class ShapeKey(NamedTuple):
 
 
 def _layers_of(row: str) -> str:
-    """The letters of a row's layers."""
+    """Return the letters of a row's layers."""
     return "".join(block for block in row if block in LAYERS)
 
 
@@ -245,7 +244,7 @@ def _is_there(part: TemplateOp, layers: str, shape: ShapeKey) -> bool:
 
 
 def _slots(cell: CellKind, forward: str, backward: str, shape: ShapeKey) -> list[list[TemplateOp]]:
-    """The layers of a cell, one or a pair at a time, with the other blocks in the first and in the last."""
+    """Return the layers of a cell, one or a pair at a time, with the other blocks in the first and in the last."""
     slots = list(_layers(cell, len(_layers_of(forward)), len(_layers_of(backward)), shape)) or [[]]
     first, last = _besides(cell, forward, backward, OpKind.COMBINE_B in shape.kinds)
     slots[0] = [*first, *slots[0]]
@@ -254,22 +253,22 @@ def _slots(cell: CellKind, forward: str, backward: str, shape: ShapeKey) -> list
 
 
 def _besides(cell: CellKind, forward: str, backward: str, moe: bool) -> tuple[list[TemplateOp], list[TemplateOp]]:
-    """Return the ops of embedding, MTP blocks and head that a cell runs before and behind its layers."""
+    """Return the ops of embedding, MTP blocks and head that a cell runs before and after its layers."""
     first: list[TemplateOp] = []
     last: list[TemplateOp] = []
     head, mtps = "L" in backward, range(backward.count("m"))
-    halves = [_b(OpKind.HEAD_W, 0)] * head + [_b(OpKind.MTP_W, at) for at in reversed(mtps)]
+    wgrads = [_b(OpKind.HEAD_W, 0)] * head + [_b(OpKind.MTP_W, at) for at in reversed(mtps)]
     if cell not in (CellKind.W, CellKind.F):
         first += [_b(OpKind.HEAD_B, 0)] * head + [_b(OpKind.MTP_B, at) for at in reversed(mtps)]
     hides = moe and _layers_of(backward).endswith("t")  # the first all-to-all of the backward
     early = cell is CellKind.W or (cell is CellKind.B and hides)
-    first += halves if early else []
+    first += wgrads if early else []
     if cell in (CellKind.F, CellKind.PAIR):
         first += [_f(OpKind.EMBED_F, 0)] * ("E" in forward)
         last += [_f(OpKind.MTP_F, at) for at in range(forward.count("m"))] + [_f(OpKind.HEAD_F, 0)] * ("L" in forward)
     if cell in (CellKind.B, CellKind.W, CellKind.PAIR):
         last += [_b(OpKind.EMBED_B, 0)] * ("E" in backward)
-        last += halves if not early else []
+        last += wgrads if not early else []
     return first, last
 
 
@@ -280,12 +279,12 @@ def _layers(cell: CellKind, forward: int, backward: int, shape: ShapeKey) -> Ite
         yield from ([_b(OpKind.MLP_W, layer), _b(OpKind.ATTN_W, layer)] for layer in reversed(range(backward)))
     elif cell is CellKind.PAIR:
         alone, both = max(0, backward - forward), min(forward, backward)
-        yield from (_backward(backward - 1 - k, shape, halves=True) for k in range(alone))
+        yield from (_backward(backward - 1 - k, shape, wgrads=True) for k in range(alone))
         yield from (_pair(k, both - 1 - k, shape) for k in range(both))
         yield from (_forward(layer) for layer in range(both, forward))
     else:
         whole = cell is CellKind.B
-        yield from (_backward(layer, shape, halves=whole) for layer in reversed(range(backward)))
+        yield from (_backward(layer, shape, wgrads=whole) for layer in reversed(range(backward)))
 
 
 def _f(kind: OpKind, layer: int) -> TemplateOp:
@@ -300,9 +299,9 @@ def _forward(layer: int) -> list[TemplateOp]:
     return [_f(kind, layer) for kind in FORWARD]
 
 
-def _backward(layer: int, shape: ShapeKey, *, halves: bool) -> list[TemplateOp]:
+def _backward(layer: int, shape: ShapeKey, *, wgrads: bool) -> list[TemplateOp]:
     parts = _LONE[shape.early, shape.early_recompute]
-    return [_b(kind, layer) for kind in parts if halves or kind.phase is not OpPhase.W]
+    return [_b(kind, layer) for kind in parts if wgrads or kind.phase is not OpPhase.W]
 
 
 def _pair(fwd: int, bwd: int, shape: ShapeKey) -> list[TemplateOp]:
@@ -320,6 +319,11 @@ class Cells:
     templates: tuple[Template, ...]
     kind: Ints
     first: Ints
+
+    @cached_property
+    def local(self) -> Ints:
+        """The place of each cell in its rank's row."""
+        return np.arange(len(self.rank), dtype=np.int32) - self.first[self.rank]
 
     @classmethod
     def of(cls, schedule: Schedule, shape: Shape, layout: Layout) -> Cells:
@@ -345,10 +349,13 @@ class Cells:
         carries &= deep[1] > 0
         carries[first[1:] - 1] = False
         carried = np.r_[False, carries[:-1]]
-        distinct, which = np.unique(np.stack([kind, *row, carried, carries]), axis=1, return_inverse=True)
+        sizes = len(CellKind), len(rows), len(rows), 2, 2
+        code = np.ravel_multi_index((kind, *row, carried.astype(np.int32), carries.astype(np.int32)), sizes)
+        distinct, which = np.unique(code, return_inverse=True)
         shape_key = ShapeKey.of(shape, layout)
         templates = tuple(
-            template(CellKind(int(k)), rows[f], rows[b], shape_key, bool(i), bool(o)) for k, f, b, i, o in distinct.T
+            template(CellKind(int(k)), rows[f], rows[b], shape_key, bool(i), bool(o))
+            for k, f, b, i, o in zip(*np.unravel_index(distinct, sizes), strict=True)
         )
         mb, chunk = columns.mb[source], columns.chunk[source]
         return cls(rank, mb, chunk, which.reshape(-1).astype(np.int32), templates, kind, first)

@@ -4,7 +4,7 @@
 
 Megatron posts a receive when it has ended the computation before it: a receive waits for the computation of its kind
 before its reader, and the first gradient's for the second forward before the first backward. Where messages of a
-channel overtake each other, a receive is posted early enough for those behind it. So the messages of the Program start
+channel overtake each other, a receive is posted early enough for those after it. So the messages of the Program start
 no earlier than those that were measured.
 """
 
@@ -14,11 +14,22 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import NEVER, Ints, Program
 from treadle.ir.schedule import Schedule
-from treadle.passes.append import NewLanes, append_lanes, append_ops, lanes_of, last_ops
+from treadle.passes.append import (
+    LaneColumns,
+    add_waits,
+    append_lanes,
+    append_ops,
+    lanes_of,
+    last_ops,
+    ops_of,
+    ranks_of,
+    step_lanes,
+)
 from treadle.passes.cells import lower_cells
 from treadle.passes.mesh import spread
 
@@ -53,7 +64,7 @@ def measured_program(
         program = _with_gather(program)
     for kind in TAIL[1:]:
         if kind in tail:
-            program = _behind(program, kind)
+            program = _with_next(program, kind)
     ends = tuple(kind for kind in (OpKind.CLIP, OpKind.OPTIMIZER) if kind in tail and OpKind.OPTIMIZER in tail)
     ties = ((0, schedule.placement.num_stages - 1),) if OpKind.REDUCE_TIED in tail else ()
     tied = ties if schedule.placement.num_stages > 1 else ()
@@ -76,11 +87,11 @@ def _posted(program: Program) -> Program:
             if before != NEVER:
                 consumer.append(op)
                 producer.append(before)
-    return _with_deps(program, np.array(consumer, np.int32), np.array(producer, np.int32))
+    return add_waits(program, np.array(consumer, np.int32), np.array(producer, np.int32))
 
 
 def _readers(program: Program) -> Ints:
-    """For each op the first op of a compute lane that waits for it; of an overlapped pair its first half."""
+    """Return for each op the first op of a compute lane that waits for it; of an overlapped pair its first half."""
     reader = np.full(program.num_ops, NEVER, np.int32)
     waiting = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
     known = (program.dep >= 0) & (program.lane_kind[program.lane_of[waiting]] == LaneKind.COMPUTE)
@@ -90,22 +101,13 @@ def _readers(program: Program) -> Ints:
 
 
 def _before(program: Program, first: int, needed: int, *, forward: bool) -> int:
-    """The op of a rank's row, which opens with `first`, that has ended when the receive for op `needed` is posted."""
+    """Return the op of a row, which opens with `first`, that has ended when the receive for op `needed` is posted."""
     alike = (OpKind.F,) if forward else (OpKind.B, OpKind.I)
     for op in range(needed - 1, first - 1, -1):
         if program.kind[op] in alike:
             return op
     second = needed - 2
     return second if not forward and second >= first and program.kind[second] == OpKind.F else NEVER
-
-
-def _with_deps(program: Program, consumer: Ints, producer: Ints) -> Program:
-    """Make op `consumer[i]` wait for op `producer[i]` besides."""
-    owner = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(program.dep_ptr))
-    owners, deps = np.append(owner, consumer), np.append(program.dep, producer)
-    order = np.argsort(owners, kind="stable")
-    count = np.bincount(owners, minlength=program.num_ops)
-    return replace(program, dep_ptr=np.r_[0, np.cumsum(count)].astype(np.int64), dep=deps[order].astype(np.int32))
 
 
 def _first_forwards(program: Program) -> Ints:
@@ -119,89 +121,73 @@ def _first_forwards(program: Program) -> Ints:
 
 def _with_gather(program: Program) -> Program:
     """Add a DP lane to each rank, with the all-gather of each chunk, for which the chunk's first forward waits."""
-    first, opens = _first_forwards(program), program.num_ops
-    chunks = np.argsort(np.where(first == NEVER, opens, first), axis=1, kind="stable").astype(np.int32)
-    nothing = [np.empty(0, np.int32)] * chunks.size
-    program = _with_lanes(program, LaneKind.DP, OpKind.GATHER_PARAMS, chunks, nothing)
-    gathers = opens + np.arange(chunks.size, dtype=np.int32)
+    first = _first_forwards(program)
+    chunks = np.argsort(np.where(first == NEVER, program.num_ops, first), axis=1, kind="stable")
+    program = append_lanes(program, [_rank_lanes(program, OpKind.GATHER_PARAMS, chunks)])
     waiting = np.take_along_axis(first, chunks, axis=1).reshape(-1)
-    return _with_deps(program, waiting[waiting >= 0], gathers[waiting >= 0])
+    return add_waits(program, waiting[waiting >= 0], ops_of(program, OpKind.GATHER_PARAMS)[waiting >= 0])
 
 
-def _behind(program: Program, kind: OpKind) -> Program:
-    """Add an op, of REDUCE_GRAD one for each chunk, behind the last op of each rank's chain."""
+def _with_next(program: Program, kind: OpKind) -> Program:
+    """Add an op, of REDUCE_GRAD one for each chunk, after the last op of each rank's chain."""
     if kind is OpKind.REDUCE_GRAD:
         return _with_reductions(program)
-    waits = list(_chain(program).reshape(-1, 1))
-    lane, placement = kind.lane, program.layout.placement
-    if lane is LaneKind.COMPUTE:
-        return append_ops(program, lanes_of(program, lane), kind, waits)
-    if kind is OpKind.REDUCE_TIED:
-        return _with_tie(program, waits)
-    return _with_lanes(program, lane, kind, np.zeros((placement.pp, 1), np.int32), waits, together=kind is OpKind.CLIP)
+    if kind.lane is LaneKind.COMPUTE:
+        return _with_last(program, kind)
+    chain = _chain(program)
+    lanes = _tie_lanes(program) if kind is OpKind.REDUCE_TIED else _rank_lanes(program, kind)
+    program = append_lanes(program, [lanes])
+    return add_waits(program, ops_of(program, kind), chain[lanes.rank])
+
+
+def _with_last(program: Program, kind: OpKind) -> Program:
+    """Add an op at the end of the lane that this kind runs on, after the last op of each rank's chain."""
+    lanes = lanes_of(program, kind.lane)
+    before = _chain(program)[program.lane_rank[lanes]]
+    before += np.searchsorted(program.lane_ptr[lanes + 1], before, side="right").astype(np.int32)  # renumbered
+    program = append_ops(program, lanes, kind)
+    return add_waits(program, last_ops(program, lanes), before)
 
 
 def _chain(program: Program) -> Ints:
-    """The last op of each rank's chain: of those behind its cells the one that came last, else its last cell."""
+    """Return the last op of each rank's chain: of those after its cells the one that came last, else its last cell."""
     chain = last_ops(program, lanes_of(program, LaneKind.COMPUTE))
-    rank = program.lane_rank[program.lane_of]
     for kind in TAIL[1:]:
-        ops = np.flatnonzero(program.kind == kind)
-        chain[rank[ops]] = ops
+        ops = ops_of(program, kind)
+        chain[ranks_of(program, ops)] = ops
     return chain
 
 
 def _with_reductions(program: Program) -> Program:
     """Add the reduction of each chunk's gradients, the last chunk first, to the lane that has the all-gathers."""
     pp, vpp = program.layout.placement.pp, program.layout.placement.vpp
-    chunks = np.tile(np.arange(vpp - 1, -1, -1, dtype=np.int32), (pp, 1))
+    chunks = np.tile(np.arange(vpp - 1, -1, -1), (pp, 1))
     if not len(lanes_of(program, LaneKind.DP)):
-        waits = list(np.repeat(_chain(program), vpp).reshape(-1, 1))
-        return _with_lanes(program, LaneKind.DP, OpKind.REDUCE_GRAD, chunks, waits)
+        chain = _chain(program)
+        program = append_lanes(program, [_rank_lanes(program, OpKind.REDUCE_GRAD, chunks)])
+        return add_waits(program, ops_of(program, OpKind.REDUCE_GRAD), np.repeat(chain, vpp))
     for _ in range(vpp):
-        waits = list(_chain(program).reshape(-1, 1))
-        program = append_ops(program, lanes_of(program, LaneKind.DP), OpKind.REDUCE_GRAD, waits)
+        program = _with_last(program, OpKind.REDUCE_GRAD)
     chunk = program.chunk.copy()
     chunk[program.kind == OpKind.REDUCE_GRAD] = chunks.reshape(-1)
     return replace(program, chunk=chunk)
 
 
-def _with_tie(program: Program, waits: list[Ints]) -> Program:
-    """Add the reduction of what the first and the last stage share to the ranks that hold them."""
+def _rank_lanes(program: Program, kind: OpKind, chunks: npt.NDArray[np.intp] | None = None) -> LaneColumns:
+    """Return a lane for each rank with an op for each of its `chunks`, or one; CLIP runs on all ranks together."""
+    ranks = np.arange(program.layout.placement.pp, dtype=np.int32)
+    chunks = chunks if chunks is not None else np.zeros((len(ranks), 1), np.intp)
+    group = 0 if kind is OpKind.CLIP else NEVER
+    return step_lanes(kind.lane, ranks, [kind] * chunks.shape[1], chunk=chunks, group=group)
+
+
+def _tie_lanes(program: Program) -> LaneColumns:
+    """Return the lanes for the reduction of what the first and the last stage share, on the ranks that hold them."""
     stages = np.array(program.layout.placement.stages, np.int32)
     ends = np.isin(stages, (0, stages.max()))
     ranks = np.flatnonzero(ends.any(axis=1)).astype(np.int32)
-    chunks = ends[ranks].argmax(axis=1).astype(np.int32).reshape(-1, 1)
-    own = [waits[rank] for rank in ranks]
-    return _with_lanes(program, LaneKind.TIED, OpKind.REDUCE_TIED, chunks, own, ranks=ranks, together=True)
-
-
-def _with_lanes(
-    program: Program,
-    lane: LaneKind,
-    kind: OpKind,
-    chunks: Ints,
-    waits: list[Ints],
-    *,
-    ranks: Ints | None = None,
-    together: bool = False,
-) -> Program:
-    """Add a lane to each rank (or to some), with an op for each of its `chunks`; all in a group, or each alone."""
-    num, each = chunks.shape
-    group = int(program.lane_group.max(initial=NEVER)) + 1
-    peer = 0 if lane is LaneKind.TIED else NEVER
-    new = NewLanes(
-        lane=lane,
-        rank=np.arange(num, dtype=np.int32) if ranks is None else ranks,
-        peer=np.full(num, peer, np.int32),
-        group=np.full(num, group if together else NEVER, np.int32),
-        count=np.full(num, each, np.int32),
-        kind=kind,
-        chunk=chunks.reshape(-1),
-        layer=np.zeros(num * each, np.int32),
-        waits=waits,
-    )
-    return append_lanes(program, new)
+    chunks = ends[ranks].argmax(axis=1).reshape(-1, 1)
+    return step_lanes(LaneKind.TIED, ranks, [OpKind.REDUCE_TIED], chunk=chunks, peer=0, group=0)
 
 
 def _ties_of_replicas(program: Program) -> Program:

@@ -28,7 +28,7 @@ _WAY_OUT = (
 
 
 def spread(program: Program, *, ep: int, dp: int) -> Program:
-    """`ep * dp` copies of a pipeline, side by side.
+    """Return `ep * dp` copies of a pipeline, side by side.
 
     Raises:
         ValueError: they have more ops than are numbered, or than this machine has memory for.
@@ -78,7 +78,7 @@ def _check_memory(num_ops: int, num_ranks: int) -> None:
 
 
 def _groups(program: Program, which: Ints, ep: int, num: int) -> Ints:
-    """Channels are copied; EP lanes meet within an expert group, other collectives over all copies."""
+    """Number the groups: channels are copied, EP lanes meet in an expert group, other collectives over all copies."""
     kind, pp = np.tile(program.lane_kind, num), np.tile(program.lane_rank, num)
     group = np.tile(program.lane_group, num)
     num_groups = int(program.lane_group.max(initial=-1)) + 1

@@ -13,7 +13,7 @@ from treadle.simulate.metrics import Metrics, RankMetrics, measure
 
 
 def measure_folded(folded: Folded) -> Metrics:
-    """Measure a folded step: what `treadle.measure` says of the unfolded one, with a row for each GPU.
+    """Measure a folded step: as `treadle.measure` does the unfolded one, with a row for each GPU.
 
     Example:
         >>> from treadle.plan.folding import fold

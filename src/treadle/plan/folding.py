@@ -41,8 +41,8 @@ class MeshSize:
 class ReplicaKinds:
     """The different replicas of a mesh, and the row of each column.
 
-    `members[k]` are the columns of the k-th kind of replica; rows count the columns of all kinds, one behind the
-    other, from `first[k]` on. `row[c]` is the row of column c = d * ep + e.
+    `members[k]` are the columns of the k-th kind of replica; rows count the columns of all kinds in order, from
+    `first[k]` on. `row[c]` is the row of column c = d * ep + e.
     """
 
     members: tuple[Members, ...]
@@ -185,7 +185,7 @@ def num_simulated(program: Program, *, ep: int, dp: int, slowness: Factors | Non
 def simulate_folded(
     schedule: Schedule, costs: Costs, options: LoweringOptions, *, slowness: Factors | None = None
 ) -> Folded:
-    """Lower a schedule and simulate it on every GPU of the mesh that `options.ep` and `options.dp` say, folded.
+    """Lower a schedule and simulate it on every GPU of the mesh of `options.ep` and `options.dp`, folded.
 
     Args:
         schedule: one that verifies.

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from treadle.costs import Costs, durations
+import numpy as np
+
+from treadle.costs import Costs, ticks
 from treadle.costs.unequal import mb_saved
 from treadle.ir import Action, Cell, Schedule
 from treadle.ir.ops import (
@@ -58,7 +60,7 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = WHOLE_CEL
     else:
         shape = choose(schedule, costs, options)
         program = lower_layers(schedule, shape, reduce=options.ep * options.dp > 1)
-        program = order_launches(program, durations(program, costs))
+        program = order_launches(program, ticks(program, costs))
     return spread(program, ep=options.ep, dp=options.dp) if options.every_gpu else program
 
 
@@ -184,5 +186,11 @@ def first_microbatches(schedule: Schedule, num_mb: int) -> Schedule:
         inside = [action for action in cell.actions if action.mb < num_mb]
         return [cell] if len(inside) == len(cell.actions) else list[Cell | Action](inside)
 
-    rows = tuple(tuple(part for cell in row for part in kept(cell)) for row in schedule.rows)
+    columns = schedule.columns
+    chosen = np.flatnonzero(columns.mb < num_mb)
+    of_rank = np.split(columns.cell[chosen], np.searchsorted(columns.rank[chosen], np.arange(1, schedule.pp)))
+    rows = tuple(
+        tuple(part for cell in dict.fromkeys(cells.tolist()) for part in kept(row[cell]))
+        for row, cells in zip(schedule.rows, of_rank, strict=True)
+    )
     return replace(schedule, rows=rows, num_microbatches=num_mb * schedule.placement.num_pipes, receives={})

@@ -73,12 +73,12 @@ class Replicas:
 
 
 def together(bodies: Sequence[BodyTimes]) -> BodyTimes:
-    """Return the rows of all bodies, one behind the other."""
+    """Return the rows of all bodies, concatenated."""
     return BodyTimes(*(np.concatenate([body[part] for body in bodies]) for part in range(2)))
 
 
 def factors_of(replicas: Sequence[Members]) -> Factors:
-    """Return the factors of all columns, one behind the other: `[row, rank]`."""
+    """Return the factors of all columns, concatenated: `[row, rank]`."""
     return np.array([column for members in replicas for column in members])
 
 

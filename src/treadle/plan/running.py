@@ -21,9 +21,8 @@ from treadle.passes.cells import lower_cells
 from treadle.passes.edges import launch_edges
 from treadle.passes.launch import order_launches
 from treadle.passes.lower import lower_layers
-from treadle.passes.reduce import with_reduce
 from treadle.passes.ring import with_ring
-from treadle.passes.tied import with_tied
+from treadle.passes.step_end import with_step_end
 from treadle.plan.lowering import choose
 from treadle.plan.options import LoweringOptions
 
@@ -32,16 +31,14 @@ _MESSAGE = 1  # a message takes some time, or none would be posted before its re
 
 
 def lower_running(schedule: Schedule, *, reduce: bool, tied: tuple[tuple[int, ...], ...] = ()) -> Program:
-    """The Program of one pipeline, as a rank with one compute thread runs it.
+    """Return the Program of one pipeline, as a rank with one compute thread runs it.
 
-    The halves of an overlapped cell run one after the other. Each channel has as few receive buffers as the schedule
-    can do with, and at least two, so that one fills while the other is read.
+    The forward and the backward of an overlapped cell run one after the other. Each channel has as few receive buffers
+    as the schedule can do with, and at least two, so that one fills while the other is read.
     """
     program = lower_cells(schedule)
     program = replace(program, joined=np.zeros(program.num_ops, bool))
-    if reduce:
-        program = with_reduce(program)
-    program = with_tied(program, tied)
+    program = with_step_end(program, reduce=reduce, tied=tied)
     return _bounded(program, expected(program), schedule)
 
 
@@ -53,9 +50,9 @@ def lower_weaving(
     reduce: bool,
     tied: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """The Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it.
+    """Return the Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it.
 
-    It ends with the gradients: the optimizer's step is the caller's, whatever the costs say of it.
+    It ends with the gradients: the optimizer's step is the caller's, whatever it costs.
     """
     shape = replace(choose(schedule, costs, replace(options, tied=tied)), step_end=())
     program = lower_layers(schedule, shape, reduce=reduce)
@@ -87,7 +84,7 @@ def host_order(program: Program, ticks: Longs, *, by_start: bool = False) -> lis
     whole program, so ranks that go through their lists, and wait where they must, all come to the end.
 
     Where the thread only launches and a device computes, ops go `by_start`: an op that blocks the thread, as the wait
-    for counts does, then comes behind the compute op that hides it.
+    for counts does, then comes after the compute op that hides it.
     """
     source, target = launch_edges(program)
     after = np.full(program.num_ops, NEVER, np.int32)
@@ -112,7 +109,7 @@ def host_order(program: Program, ticks: Longs, *, by_start: bool = False) -> lis
 
 
 def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Schedule:
-    """The schedule with whole backwards on those (rank, chunk) whose modules cannot run the two halves apart."""
+    """Return the schedule with whole backwards on those (rank, chunk) whose modules cannot split dgrad and wgrad."""
 
     def joined(rank: int, cell: Cell) -> Cell | None:
         if not isinstance(cell, Action) or (rank, cell.chunk) not in places:
@@ -131,7 +128,7 @@ def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Sche
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, each rank's in its own order: an evaluation.
+    """Return the forwards of a schedule, each rank's in its own order: an evaluation.
 
     Forwards wait for nothing but forwards, so what is left of a sound schedule comes to its end too.
     """
@@ -170,7 +167,7 @@ def disagreements(program: Program) -> list[str]:
 
 
 def _name_of(program: Program, ops: Ints) -> Longs:
-    """A number for what ops have in common with those they go together with.
+    """Return a number for what ops have in common with those they go together with.
 
     A message's label, a reduction's stage, the number of a tie.
     """

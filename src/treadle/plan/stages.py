@@ -53,10 +53,10 @@ class CutCosts:
 def weigh(costs: Costs, blocks: Sequence[str], placement: Placement) -> CutCosts:
     """Weigh a cut: each stage by its blocks, each rank by its stages.
 
-    What is saved is in bytes if the costs say them for every block; else layers are counted.
+    What is saved is in bytes if the costs have them for every block; else layers are counted.
 
     Raises:
-        ValueError: the placement has another number of stages, or the costs do not say what a layer takes.
+        ValueError: the placement has another number of stages, or the costs have no time for a layer.
 
     Example:
         >>> cut = weigh(treadle.load_costs("unit"), ("Et", "tt", "tt", "tL"), Placement.v(2))
@@ -92,10 +92,10 @@ def _saved(costs: Costs, row: str, unit: str) -> int:
 
 
 def model_blocks(costs: Costs, *, layers: int | None = None, dense: int | None = None, mtp: int | None = None) -> str:
-    """Return the letters of a whole model, E first and L last; what is not given is as the costs' [model] says.
+    """Return the letters of a whole model, E first and L last; what is not given is as in the costs' [model].
 
     Raises:
-        ValueError: nobody says how many layers there are, the costs say another number, or more are dense.
+        ValueError: the number of layers is unknown, the costs have another one, or more are dense.
 
     Example:
         >>> model_blocks(treadle.load_costs("unit"), layers=4, dense=1, mtp=1)

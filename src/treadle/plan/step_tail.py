@@ -31,7 +31,7 @@ class TailTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Ops of the tail that run together; `shared` says that they run together over all rows as well."""
+    """Ops of the tail that run together; if `shared`, they run together over all rows as well."""
 
     ops: tuple[int, ...]
     shared: bool
@@ -125,8 +125,8 @@ def why_not(program: Program) -> str | None:
     waiter = np.repeat(np.arange(program.num_ops), np.diff(program.dep_ptr))
     real = program.dep >= 0
     pairs = np.column_stack([waiter[real], program.dep[real]])
-    behind = np.setdiff1d(np.arange(1, program.num_ops), program.lane_ptr)
-    pairs = np.concatenate([pairs, np.column_stack([behind, behind - 1])])
+    later = np.setdiff1d(np.arange(1, program.num_ops), program.lane_ptr)
+    pairs = np.concatenate([pairs, np.column_stack([later, later - 1])])
     wrong = pairs[~late[pairs[:, 0]] & late[pairs[:, 1]]]
     if len(wrong):
         waits, wanted = (_named(program, int(op)) for op in wrong[0])
@@ -179,7 +179,7 @@ def _meetings(program: Program, ops: Longs) -> list[Meeting]:
 
 
 def _in_order(meetings: list[Meeting], inside: tuple[tuple[int, ...], ...]) -> tuple[Meeting, ...]:
-    """Sort meetings so that each comes behind those it waits for."""
+    """Sort meetings so that each comes after those it waits for."""
     done: set[int] = set()
     ordered: list[Meeting] = []
     left = meetings

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from treadle.plan.printed_stragglers import StragglerRowJson, StragglersJson
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Told how far the work is: `progress(done, total)`."""
+"""Called after each piece of work: `progress(done, total)`."""
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 """Of the draws' slowdowns: those that are shown."""
@@ -128,7 +128,7 @@ def straggler_study(
         stragglers: how many GPUs are slow, and how slow.
         draws: how often; every schedule has the same draws.
         seed: of the draws.
-        progress: told how many simulations are done, and of how many.
+        progress: called with how many simulations are done, and of how many.
 
     Returns:
         The step of every draw, for each schedule in the order given.
@@ -165,13 +165,13 @@ def straggler_study(
     ]
     total, done = sum(len(study.different) for study in studies), 0
 
-    def tell() -> None:
+    def advance() -> None:
         nonlocal done
         done += 1
         if progress is not None:
             progress(done, total)
 
-    rows = [study.run(tell) for study in studies]
+    rows = [study.run(advance) for study in studies]
     return StragglerStudy(stragglers, num_gpus, draws, tuple(rows))
 
 
@@ -187,12 +187,12 @@ class _Study:
         self.different = sorted(found, key=lambda members: (len(members), members))
         """The replicas of all draws, small ones first."""
 
-    def run(self, tell: Callable[[], None]) -> StragglerRow:
+    def run(self, advance: Callable[[], None]) -> StragglerRow:
         """Simulate each different replica, then the end of the step for each draw."""
         bodies: dict[Members, BodyTimes] = {}
         for members in self.different:
             bodies[members] = self._replicas.body(members)
-            tell()
+            advance()
         makespans = [self._makespan(bodies, replicas) for replicas in self._of_draw]
         base = self._makespan(bodies, {self._full_speed})
         return StragglerRow(self._name, base, np.array(makespans, np.int64), self._replicas.costs.clock)

@@ -7,17 +7,17 @@ run overlapped. What pipeline they belong to is not in it: the schedule is the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from treadle.ir import Action, Cell, Pair, Placement, Schedule
 from treadle.ir.action import Kind
 from treadle.ir.index import Index
-from treadle.ir.needs import needs_of
+from treadle.ir.needs import waits_of
 from treadle.ir.ops import ACTIONS, BACKWARD, FORWARD, LAYER_PARTS, OpKind, OpPhase, of_parts
 from treadle.ir.program import NEVER, Layout, Longs, Program
 from treadle.ir.steps import Steps
+from treadle.passes.append import LaneColumns, add_waits, append_lanes
 from treadle.profiles.imported import Imported
 from treadle.profiles.recording import RankRecording, Recording, Remark
 
@@ -112,31 +112,25 @@ def _program(rank: RankRecording, row: Longs, labels: Sequence[_Label]) -> tuple
         backward=tuple(part for part in BACKWARD if part in kinds) or (OpKind.ATTN_B,),
         weights=tuple(part for part in _WEIGHTS if part in kinds),
     )
-    program = Program(
-        layout=layout,
+    columns = LaneColumns(
         kind=kind.astype(np.uint8),
         mb=mb.astype(np.int32),
         chunk=np.zeros(num, np.int16),
         layer=layer.astype(np.int16),
         cell=np.zeros(num, np.int32),
-        launch=np.full(num, NEVER, np.int32),
-        size_bytes=np.zeros(num, np.int64),
-        joined=np.zeros(num, bool),
-        lane_ptr=np.r_[0, np.cumsum(np.bincount(lane_of, minlength=len(lanes)))].astype(np.int64),
-        lane_rank=np.zeros(len(lanes), np.int32),
-        lane_kind=np.array(lanes, np.uint8),
-        lane_peer=np.full(len(lanes), NEVER, np.int32),
-        lane_group=np.full(len(lanes), NEVER, np.int32),
-        dep_ptr=np.zeros(num + 1, np.int64),
-        dep=np.empty(0, np.int32),
+        num_ops=np.bincount(lane_of, minlength=len(lanes)),
+        rank=np.zeros(len(lanes), np.int32),
+        lane=np.array(lanes, np.uint8),
+        peer=np.full(len(lanes), NEVER, np.int32),
+        group=np.full(len(lanes), NEVER, np.int32),
     )
+    program = append_lanes(Program.empty(layout), [columns])
     return _with_needs(program), placed
 
 
 def _with_needs(program: Program) -> Program:
     """Make each op wait for what it needs, as far as that was recorded."""
-    ptr, needs = needs_of(program, Index.of(program))
-    waiting = np.repeat(np.arange(program.num_ops), np.diff(ptr))
-    there = needs != NEVER
-    count = np.bincount(waiting[there], minlength=program.num_ops)
-    return replace(program, dep_ptr=np.r_[0, np.cumsum(count)].astype(np.int64), dep=needs[there].astype(np.int32))
+    ptr, waits = waits_of(program, Index.of(program))
+    op = np.repeat(np.arange(program.num_ops, dtype=np.int32), np.diff(ptr))
+    there = waits != NEVER
+    return add_waits(program, op[there], waits[there])
