@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "options of a program": (
         lambda: treadle.simulate(treadle.lower(SCHEDULE), "unit", treadle.LoweringOptions()),
         ValueError,
-        "options say how a Schedule is lowered",
+        "options set how a Schedule is lowered",
     ),
     "a size as text": (
         lambda: treadle.generate("1f1b", pp="4", microbatches=8),  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def test_a_mesh_that_cannot_be_folded_is_simulated_unfolded_and_says_so(monkeypa
     [
         (("--stragglers", "x"), "'x' is not a share; write 0.1% or 0.001"),
         (("--stragglers", "120%"), "up to 100% or 1"),
-        (("--straggler-factor", "2"), "say how many there are: --stragglers 0.1%"),
+        (("--straggler-factor", "2"), "give their share: --stragglers 0.1%"),
         (("--stragglers", "1%", "--straggler-factor", "0.5"), "a factor from 1 to 1000"),
         (("--slowness", "-1"), "a share from 0 to 10"),
     ],

@@ -164,7 +164,7 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
             "cannot put 4 stages on each rank, got --vpp 2,4; interleaved, interleaved-overlap can",
         ),
         ((*EIGHT, "--schedule", "zb-v", "--vpp", "1"), "zb-v cannot put 1 stages"),
-        ((*EIGHT, "--draws", "5"), "--draws is about stragglers; say how many there are"),
+        ((*EIGHT, "--draws", "5"), "--draws is about stragglers; give their share"),
         ((*EIGHT, "--straggler-factor", "2"), "--straggler-factor is about stragglers"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "--schedule", "2f2b"), "is not a schedule"),

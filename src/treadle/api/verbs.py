@@ -200,7 +200,7 @@ def make_step(target: Target, costs: Any = "unit", options: Any = None, **more: 
 
     """
     if options is not None and not isinstance(target, Schedule):
-        raise ValueError("options say how a Schedule is lowered, and this is lowered already; leave them out")
+        raise ValueError("options set how a Schedule is lowered, and this is lowered already; leave them out")
     return Step(target, checked_costs(costs), checked_options(options), **more)
 
 

@@ -79,7 +79,7 @@ KINDS = {
     ),
     "dryrun": OutputKind(
         1,
-        "A step as one rank of a world that is not there",
+        "A step as one rank of a simulated world",
         "treadle dryrun --json. The exit code is 1 if there are disagreements.",
         "treadle.cli.printed:DryrunJson",
     ),

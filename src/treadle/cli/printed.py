@@ -156,7 +156,7 @@ class ExplainJson(TypedDict):
 class LackJson(TypedDict):
     """Entries that a costs file lacks."""
 
-    names: Annotated[list[str], "The entries that are not there."]
+    names: Annotated[list[str], "The entries that are missing."]
     effect: Annotated[str, "What follows from it, in a sentence."]
 
 

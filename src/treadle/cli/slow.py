@@ -34,7 +34,7 @@ class Slow:
         if not 0 <= self.slowness <= 10:
             raise ValueError(f"--slowness is a share from 0 to 10, such as 0.05, got {self.slowness}")
         if self.factor is not None and self.share is None:
-            raise ValueError("--straggler-factor is about stragglers; say how many there are: --stragglers 0.1%")
+            raise ValueError("--straggler-factor is about stragglers; give their share: --stragglers 0.1%")
         self.stragglers()
 
     def stragglers(self) -> Stragglers | None:

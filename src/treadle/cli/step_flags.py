@@ -70,9 +70,7 @@ class StepFlags:
         _option("layout", "Blocks of each stage, as Megatron writes them: 'Et|(tt|)*30L'; d is a dense layer."),
     ] = None
     dense: Annotated[int | None, _option("dense", "Layers, from the first on, that are dense.")] = None
-    mtp: Annotated[
-        int | None, _option("mtp", "MTP blocks on the last stage; a --layout says itself where they are.")
-    ] = None
+    mtp: Annotated[int | None, _option("mtp", "MTP blocks on the last stage; a --layout has its own.")] = None
     tied: Annotated[bool, _option("tied", "Embedding and head share a parameter, which is reduced by itself.")] = False
     recompute: Annotated[
         str | None, _option("recompute", "Parts of a layer that are recomputed: attn, mlp or attn,mlp.")

@@ -122,12 +122,12 @@ class ModelShape:
                 f"num_experts_per_tok is 1 to num_experts ({self.num_experts}), got {self.num_experts_per_tok}"
             )
         if self.num_experts and not self.moe_intermediate_size:
-            raise ValueError("a model with experts says how wide they are; give moe_intermediate_size")
+            raise ValueError("a model with experts needs their width; give moe_intermediate_size")
         idle = next((name for name in EXPERT_FIELDS if getattr(self, name)), None)
         if idle is not None and not self.num_experts:
             raise ValueError(f"{idle} is about experts, and the model has none; give num_experts, or leave it out")
         if self.shared_expert_intermediate_size and self.n_shared_experts:
-            raise ValueError("shared experts are said by shared_expert_intermediate_size or n_shared_experts; give one")
+            raise ValueError("shared experts need shared_expert_intermediate_size or n_shared_experts; give one")
 
     def _check_numbers(self) -> None:
         for field in fields(self):

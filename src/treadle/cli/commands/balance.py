@@ -148,7 +148,7 @@ def _model(
         if "".join(blocks) != model:
             raise ValueError(
                 f"layout {text} has {_counted(''.join(blocks))}, and the model {_counted(model)}; "
-                "compare cuts of one model: --model-layers, --dense and --mtp say which"
+                "compare cuts of one model: --model-layers, --dense and --mtp set it"
             )
     return model
 

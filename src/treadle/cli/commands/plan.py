@@ -198,7 +198,7 @@ def _takes(name: str, vpp: int) -> bool:
 
 def _check_draws(draws: int, share: str | None) -> None:
     if share is None:
-        raise ValueError("--draws is about stragglers; say how many there are: --stragglers 0.1%")
+        raise ValueError("--draws is about stragglers; give their share: --stragglers 0.1%")
     if draws < 1:
         raise ValueError(f"--draws is a whole number from 1, got {draws}")
 
