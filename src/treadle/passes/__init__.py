@@ -3,7 +3,7 @@
     cells.py      a schedule, sound or not, at cell granularity: what the verifier of schedules judges
     layers.py     templates of what a cell does on its lanes
     lower.py      templates as columns, with messages in the sender's order, copies, and dependencies by the rule
-    reduce.py, tied.py, step_end.py   reductions, ties and the end of the step, appended
+    step_end.py   reductions, ties, clipping, the optimizer and gathered parameters, appended (append.py)
     launch.py     one launch order a rank over all its communicators, taken from the execution, so no two ranks
                   contradict each other
     mesh.py       copies of a pipeline side by side, joined in expert and data-parallel groups
