@@ -268,6 +268,8 @@ def _templates() -> list[tuple[Path, str]]:
 def test_every_command_in_a_text_was_run_or_is_a_mere_name(suggested: Suggested) -> None:
     ran = {*suggested.lines, *_examples(), *(each.example for each in CODES.values()), *MESSAGES}
     for path, template in _templates():
+        if path.name == "output.py":  # which command prints which JSON: no advice
+            continue
         for found in _TREADLE.finditer(template):
             rest = template[found.end() :]
             if not rest.startswith((" ", "\0")):  # a name, in quotes or at the end
