@@ -102,7 +102,7 @@ def test_repair_only_improves(name: str, by_work: WorkClock, monkeypatch: pytest
     told: list[int] = []
     runs = SolverRuns(SolverOptions(120, workers=1, seed=1), by_work.now)
     enough = max(lower_bound(problem), start.makespan * 9 // (10 * problem.scale))  # where it may stop
-    found = repair(problem, order, start.makespan, runs, bound=enough, until_s=120, tell=told.append)
+    found = repair(problem, order, start.makespan, runs, bound=enough, until_s=120, report=told.append)
     weighed = weigh(problem, as_schedule(problem, found))
     assert weighed is not None
     assert [start.makespan, *told] == sorted({start.makespan, *told}, reverse=True)

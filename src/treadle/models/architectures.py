@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treadle.fields.input_files import read_json
-
-if TYPE_CHECKING:
-    from treadle.models.config import ModelConfig
 
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "dots1": "Dots1ForCausalLM"}
 
@@ -100,23 +97,24 @@ def fields_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "num_experts": _num_experts(given), "scoring": "sigmoid"}
 
 
-def hf_config_of(config: ModelConfig) -> dict[str, Any]:
-    """Return the Hugging Face config of a ModelConfig."""
-    kind = "qwen3" if not config.num_experts else "qwen3_moe" if config.scoring == "softmax" else "dots1"
+def hf_config_of(fields: Mapping[str, Any], num_dense_layers: int) -> dict[str, Any]:
+    """Return the Hugging Face config of a ModelConfig, given by its fields and the number of its dense layers."""
+    num_experts, rope_theta = fields["num_experts"], fields["rope_theta"]
+    kind = "qwen3" if not num_experts else "qwen3_moe" if fields["scoring"] == "softmax" else "dots1"
     hf: dict[str, Any] = {"architectures": [CLASSES[kind]], "model_type": kind, **_NEEDED}
-    hf |= {name: getattr(config, name) for name in (*_COMMON, *_OURS)}
-    hf["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    hf["rope_theta"] = config.rope_theta
+    hf |= {name: fields[name] for name in (*_COMMON, *_OURS)}
+    hf["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
+    hf["rope_theta"] = rope_theta
     hf |= {"use_sliding_window": False, "sliding_window": None}
     if kind != "qwen3":
-        hf |= {name: getattr(config, name) for name in _EXPERTS}
+        hf |= {name: fields[name] for name in _EXPERTS}
     if kind == "qwen3_moe":
-        hf |= {"num_experts": config.num_experts, "decoder_sparse_step": 1}
-        hf["mlp_only_layers"] = list(range(config.num_dense_layers))
+        hf |= {"num_experts": num_experts, "decoder_sparse_step": 1}
+        hf["mlp_only_layers"] = list(range(num_dense_layers))
     if kind == "dots1":
-        hf |= {name: getattr(config, name) for name in _SIGMOID}
-        hf["n_routed_experts"] = config.num_experts
-        hf["layer_types"] = ["full_attention"] * config.num_hidden_layers
+        hf |= {name: fields[name] for name in _SIGMOID}
+        hf["n_routed_experts"] = num_experts
+        hf["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
     return hf
 
 

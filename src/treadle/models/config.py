@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -137,7 +137,7 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config as transformers reads it: the content of a `config.json`."""
-        return architectures.hf_config_of(self)
+        return architectures.hf_config_of(asdict(self), self.num_dense_layers)
 
 
 def _check_sizes(config: ModelConfig) -> None:

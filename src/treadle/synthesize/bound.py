@@ -29,7 +29,7 @@ def longest_heads(problem: StepProblem, ticks: Sequence[int]) -> list[int]:
 
 
 def longest_tails(problem: StepProblem, ticks: Sequence[int]) -> list[int]:
-    """The longest chain of tasks and messages behind each task."""
+    """The longest chain of tasks and messages after each task."""
     tails = [0] * len(problem.tasks)
     edges = _edges(problem)
     for number in reversed(_in_order(problem)):
@@ -63,7 +63,7 @@ def _least_added(problem: StepProblem, ticks: tuple[int, ...]) -> tuple[int, ...
 
 
 def _in_order(problem: StepProblem) -> list[int]:
-    """All tasks, each behind what it waits for: a task waits for its own micro-batch, or for earlier ones."""
+    """All tasks, each after what it waits for: a task waits for its own micro-batch, or for earlier ones."""
     return sorted(range(len(problem.tasks)), key=lambda n: (problem.tasks[n].action.mb, problem.depth[n]))
 
 

@@ -19,7 +19,7 @@ NAME = "synthesized"
 
 @dataclass(frozen=True)
 class CellOrder:
-    """The tasks of each rank in order. `wholes` are input halves that run as whole backwards, without weight halves."""
+    """The tasks of each rank in order. `wholes` are dgrads that run as whole backwards, without wgrads."""
 
     rows: tuple[tuple[int, ...], ...]
     wholes: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ def weigh(problem: StepProblem, schedule: Schedule, name: str | None = None) -> 
 def as_order(problem: StepProblem, schedule: Schedule) -> CellOrder | None:
     """Return the tasks of a schedule in its order; None if it splits backwards and the problem keeps them whole.
 
-    Pairs are taken apart. Backwards are split where the problem has halves, unless a whole one is faster. Where
+    Pairs are taken apart. Backwards are split where the problem has wgrads, unless a whole one is faster. Where
     micro-batches are alike they are numbered anew, so that each stage takes them in order.
     """
     rows, wholes = [], set()
@@ -75,11 +75,11 @@ def as_order(problem: StepProblem, schedule: Schedule) -> CellOrder | None:
 
 def _parts(problem: StepProblem, rank: int, action: Action) -> tuple[Action, ...]:
     """The tasks that stand for an action."""
-    half = action._replace(kind=Kind.I)
-    number = problem.place_of.get((rank, half))
+    dgrad = action._replace(kind=Kind.I)
+    number = problem.place_of.get((rank, dgrad))
     if action.kind is not Kind.B or number is None:
         return (action,)
-    return (half,) if problem.tasks[number].whole_ticks is not None else (half, action._replace(kind=Kind.W))
+    return (dgrad,) if problem.tasks[number].whole_ticks is not None else (dgrad, action._replace(kind=Kind.W))
 
 
 def as_schedule(problem: StepProblem, order: CellOrder, name: str = NAME) -> Schedule:
@@ -112,12 +112,12 @@ def order_by(
 ) -> CellOrder:
     """Return the order of these start times, at one time of `arrivals` of what tasks send.
 
-    Weight halves of whole backwards are left out.
+    The wgrads of whole backwards are left out.
     """
     rows = []
     sent = arrivals if arrivals is not None else {}
     for numbers in problem.by_rank:
-        kept = [number for number in numbers if problem.half_of(number) not in wholes]
+        kept = [number for number in numbers if problem.dgrad_of(number) not in wholes]
         end = {n: starts[n] + _ticks(problem, n, wholes) for n in kept}
         key = {n: (starts[n], end[n], problem.depth[n], sent.get(n, 0), n) for n in kept}
         rows.append(_within_room(problem, sorted(kept, key=key.__getitem__), wholes))
@@ -125,7 +125,7 @@ def order_by(
 
 
 def _within_room(problem: StepProblem, row: list[int], wholes: frozenset[int]) -> tuple[int, ...]:
-    """Put a forward that does not fit behind what frees its room: at one time, if that takes no time."""
+    """Put a forward that does not fit after what frees its room: at one time, if that takes no time."""
     found: list[int] = []
     late: list[int] = []
     held = [0] * len(problem.budgets)
@@ -134,14 +134,14 @@ def _within_room(problem: StepProblem, row: list[int], wholes: frozenset[int]) -
         while (ready := next((n for n in late if _may_run(problem, n, held, late)), None)) is not None:
             late.remove(ready)
             found.append(ready)
-            freed = [ready, *(n for n in problem.readers[ready] if ready in wholes and problem.half_of(n) == ready)]
+            freed = [ready, *(n for n in problem.readers[ready] if ready in wholes and problem.dgrad_of(n) == ready)]
             for place, budget in enumerate(problem.budgets):
                 held[place] += budget.taken[ready] - sum(budget.given[n] for n in freed)
     return (*found, *late)
 
 
 def _may_run(problem: StepProblem, number: int, held: list[int], late: list[int]) -> bool:
-    """True if a task fits a rank that holds so much, and waits for none of those that are late."""
+    """Return True if a task fits a rank that holds so much, and waits for none of those that are late."""
     fits = (size + b.taken[number] <= b.limit for size, b in zip(held, problem.budgets, strict=True))
     return all(fits) and not any(edge.task in late for edge in problem.needs[number])
 

@@ -23,7 +23,7 @@ _URGENCIES = (
 
 @dataclass(frozen=True)
 class _Rule:
-    """The urgency of kinds, lowest first. With `patient`, no weight half starts just before something more urgent."""
+    """The urgency of kinds, lowest first. With `patient`, no wgrad starts just before something more urgent."""
 
     urgency: dict[Kind, int]
     patient: bool
@@ -102,7 +102,7 @@ class _Run:
         return max(times, default=0)
 
     def _fits(self, rank: int, number: int) -> bool:
-        """True if a task fits, with room left for the rest of the oldest micro-batch that is on its way."""
+        """Return True if a task fits, with room left for the rest of the oldest micro-batch that is on its way."""
         for held, budget in zip(self.held[rank], self.problem.budgets, strict=True):
             taken = budget.taken[number]
             if taken and held + taken + self._reserved(rank, number, budget.taken) > budget.limit:

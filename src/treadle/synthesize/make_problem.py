@@ -36,8 +36,8 @@ def make_problem(
         costs: durations and sizes.
         options: the model, at the grain of cells.
         limits: what a rank may hold.
-        whole: keep every backward whole; otherwise it is split into its halves, and a backward is whole where the costs
-            make that faster.
+        whole: keep every backward whole; otherwise it is split into dgrad and wgrad, and is whole where the costs make
+            that faster.
 
     Raises:
         ValueError: the size does not fit the placement, or a micro-batch does not fit the limits.
@@ -52,12 +52,12 @@ def make_problem(
             "take fewer micro-batches: from twice as many as ranks on, the middle of a step repeats itself"
         )
     sizes = {split: read_sizes(placement, microbatches, costs, options, split=split) for split in (False, True)}
-    halves, wholes = sizes[True], sizes[False]
+    split, wholes = sizes[True], sizes[False]
     tasks: list[Task] = []
-    for place, ticks in (wholes if whole else halves).ticks.items():
+    for place, ticks in (wholes if whole else split).ticks.items():
         rank, action = place
-        tasks.append(Task(rank, action, ticks, None if whole else _shorter_whole(place, halves, wholes)))
-    chosen = wholes if whole else halves
+        tasks.append(Task(rank, action, ticks, None if whole else _shorter_whole(place, split, wholes)))
+    chosen = wholes if whole else split
     scale = gcd(*chosen.messages.values(), *(t.ticks for t in tasks), *(t.whole_ticks or 0 for t in tasks)) or 1
     tasks = [
         Task(t.rank, t.action, t.ticks // scale, None if t.whole_ticks is None else t.whole_ticks // scale)
@@ -94,13 +94,13 @@ def fewer_microbatches(problem: StepProblem, microbatches: int) -> StepProblem:
     )
 
 
-def _shorter_whole(place: Place, halves: StepSizes, wholes: StepSizes) -> int | None:
-    """The ticks of a whole backward, where that is faster than its halves."""
+def _shorter_whole(place: Place, split: StepSizes, wholes: StepSizes) -> int | None:
+    """The ticks of a whole backward, where that is faster than dgrad and wgrad."""
     rank, action = place
     if action.kind is not Kind.I:
         return None
     together = wholes.ticks[rank, action._replace(kind=Kind.B)]
-    apart = halves.ticks[place] + halves.ticks[rank, action._replace(kind=Kind.W)]
+    apart = split.ticks[place] + split.ticks[rank, action._replace(kind=Kind.W)]
     return together if together < apart else None
 
 

@@ -6,21 +6,19 @@ Where every task that sends takes at least as long as a message, no message wait
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from treadle.ir.schedule import Channel
-    from treadle.synthesize.model import CellModel
+from treadle.ir.schedule import Channel
+from treadle.synthesize.task_model import TaskModel
 
 
-def add_channels(model: CellModel) -> None:
+def add_channels(model: TaskModel) -> None:
     """Give messages that may queue a time of arrival."""
     for channel in model.problem.channels:
         if model.problem.queues(channel):
             _add_channel(model, channel)
 
 
-def _add_channel(model: CellModel, channel: Channel) -> None:
+def _add_channel(model: TaskModel, channel: Channel) -> None:
     problem, senders = model.problem, model.problem.channels[channel]
     sent_at = 0
     for sender in sorted((s for s in senders if model.is_fixed(s)), key=lambda s: (model.end[s], problem.depth[s])):
@@ -38,8 +36,8 @@ def _add_channel(model: CellModel, channel: Channel) -> None:
             _keep_order(model, one, other)
 
 
-def _keep_known_orders(model: CellModel, moving: list[int]) -> None:
-    """Messages of one stage, of micro-batches that are alike; those behind the window, after the free ones."""
+def _keep_known_orders(model: TaskModel, moving: list[int]) -> None:
+    """Messages of one stage, of micro-batches that are alike; those after the window, after the free ones."""
     problem = model.problem
     known = []
     if problem.alike:
@@ -47,16 +45,16 @@ def _keep_known_orders(model: CellModel, moving: list[int]) -> None:
         for sender in moving:
             by_class.setdefault(problem.tasks[sender].of, []).append(sender)
         known += [pair for senders in by_class.values() for pair in pairwise(senders)]
-    if model.window is not None and model.window.behind:
+    if model.window is not None and model.window.after:
         rank = problem.tasks[moving[0]].rank if moving else 0
-        behind = [number for number in model.window.behind[rank] if number in set(moving)]
-        known += list(pairwise(behind))
-        known += [(sender, behind[0]) for sender in moving if behind and model.is_free(sender)]
+        later = [number for number in model.window.after[rank] if number in set(moving)]
+        known += list(pairwise(later))
+        known += [(sender, later[0]) for sender in moving if later and model.is_free(sender)]
     for before, after in known:
         model.cp.add(model.arrival[after] >= model.arrival[before] + problem.send_ticks[after])
 
 
-def _keep_order(model: CellModel, one: int, other: int) -> None:
+def _keep_order(model: TaskModel, one: int, other: int) -> None:
     """Two messages are sent in the order of their tasks, whichever that is."""
     first = model.cp.new_bool_var("")
     for before, after, when in ((one, other, first), (other, one, first.negated())):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from treadle.synthesize.problem import Budget, StageHold
-
-if TYPE_CHECKING:
-    from treadle.synthesize.model import CellModel
+from treadle.synthesize.task_model import TaskModel
 
 
 class _Held(NamedTuple):
@@ -18,7 +16,7 @@ class _Held(NamedTuple):
     amount: int
 
 
-def add_memory(model: CellModel) -> None:
+def add_memory(model: TaskModel) -> None:
     """Keep every rank within every budget."""
     for budget in model.problem.budgets:
         for rank in range(model.problem.placement.pp):
@@ -29,7 +27,7 @@ def add_memory(model: CellModel) -> None:
                 _keep_sum(model, _held(model, budget, rank), budget.limit, rank)
 
 
-def _held(model: CellModel, budget: Budget, rank: int) -> list[_Held]:
+def _held(model: TaskModel, budget: Budget, rank: int) -> list[_Held]:
     problem = model.problem
     return [
         _Held(problem.forward_of(number), number, budget.given[number])
@@ -38,18 +36,18 @@ def _held(model: CellModel, budget: Budget, rank: int) -> list[_Held]:
     ]
 
 
-def _keep_distance(model: CellModel, hold: StageHold) -> None:
+def _keep_distance(model: TaskModel, hold: StageHold) -> None:
     """A forward waits for the release of the micro-batch `room` before it."""
     for early, late in zip(hold.releases, hold.forwards[hold.room :], strict=False):
         if model.is_free(early) or model.is_free(late):
             model.cp.add(model.start[late] >= model.end[early])
 
 
-def _keep_sum(model: CellModel, held: list[_Held], limit: int, rank: int) -> None:
-    """All that is held at once is within the limit. Behind the window the order is kept, and so is what it holds."""
+def _keep_sum(model: TaskModel, held: list[_Held], limit: int, rank: int) -> None:
+    """All that is held at once is within the limit. After the window the order is kept, and so is what it holds."""
     intervals: list[Any] = []
     amounts: list[int] = []
-    after = model.first_behind(rank)
+    after = model.first_after(rank)
     for each in held:
         if each.forward in model.followers or model.is_fixed(each.release):
             continue

@@ -1,6 +1,6 @@
 """Overlapped pairs (F|B): no task is one, but schedules of ours have them, so the bound reckons with them.
 
-The halves of a pair start and end together. A pair may be faster than its halves apart, and even than one of them.
+The two actions of a pair start and end together. A pair may be faster than its actions apart, even than one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from treadle.plan import LoweringOptions, lower
 from treadle.synthesize.problem import PairTimes, Place, StepProblem
 
 ROUNDING = 3
-"""Ticks of the clock by which a pair and its halves, each rounded, may differ though they take the same."""
+"""Ticks of the clock by which a pair and its actions, each rounded, may differ though they take the same."""
 
 
 class _ChunkPair(NamedTuple):
@@ -33,7 +33,7 @@ class _ChunkPair(NamedTuple):
         return self.together + ROUNDING < self.apart
 
     def least(self, apart: int) -> int:
-        """The least ticks of a pair whose halves take `apart`; it grows with them, where micro-batches differ."""
+        """The least ticks of a pair whose actions take `apart`; it grows with them, where micro-batches differ."""
         if apart == self.apart:
             return self.together
         return max(0, self.together * apart // max(1, self.apart) - ROUNDING)
@@ -42,7 +42,7 @@ class _ChunkPair(NamedTuple):
 def pair_times(
     placement: Placement, costs: Costs, options: LoweringOptions, wholes: dict[Place, int]
 ) -> PairTimes | None:
-    """Return what pairs take at least, in ticks of the clock; None where none is faster than its halves apart.
+    """Return what pairs take at least, in ticks of the clock; None where none is faster than its actions apart.
 
     Args:
         placement: of stages on ranks.
@@ -83,7 +83,7 @@ def most_rounded(problem: StepProblem) -> int:
 
 
 def _chunk_pairs(placement: Placement, costs: Costs, options: LoweringOptions) -> Iterator[_ChunkPair]:
-    """Read each pair of chunks off a Program that has it, and its halves."""
+    """Read each pair of chunks off a Program that has it, and its actions."""
     alike = replace(costs, microbatch={})
     chunks = range(placement.vpp)
     row: list[Cell] = [Action(kind, 0, chunk) for chunk in chunks for kind in (Kind.F, Kind.B)]

@@ -36,7 +36,7 @@ class TaskClass(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """An action on its rank. `whole_ticks` is set on an input half that may run as a whole backward instead."""
+    """An action on its rank. `whole_ticks` is set on an dgrad that may run as a whole backward instead."""
 
     rank: int
     action: Action
@@ -104,7 +104,7 @@ class StepProblem:
 
     @property
     def splits(self) -> bool:
-        """True if backwards are split into halves."""
+        """Return True if backwards are split into dgrad and wgrad."""
         return any(task.action.kind is Kind.W for task in self.tasks)
 
     @cached_property
@@ -150,16 +150,16 @@ class StepProblem:
         return self.shortest_with({n: t.whole_ticks for n, t in enumerate(self.tasks) if t.whole_ticks is not None})
 
     def shortest_with(self, wholes: dict[int, int]) -> tuple[int, ...]:
-        """The least ticks of each task, if input halves may run as whole backwards of these ticks.
+        """The least ticks of each task, if dgrads may run as whole backwards of these ticks.
 
-        A whole backward is then an input half, or less, with what is left of it as the weight half: the two take no
-        longer than it, nor than the halves.
+        A whole backward is then an dgrad, or less, with what is left of it as the wgrad: the two take no
+        longer than it, nor than dgrad and wgrad.
         """
         found = [min(task.ticks, wholes.get(number, task.ticks)) for number, task in enumerate(self.tasks)]
         for number, task in enumerate(self.tasks):
-            half = self.half_of(number)
-            if half is not None and half in wholes:
-                found[number] = min(self.tasks[half].ticks + task.ticks, wholes[half]) - found[half]
+            dgrad = self.dgrad_of(number)
+            if dgrad is not None and dgrad in wholes:
+                found[number] = min(self.tasks[dgrad].ticks + task.ticks, wholes[dgrad]) - found[dgrad]
         return tuple(found)
 
     @cached_property
@@ -182,8 +182,8 @@ class StepProblem:
             return None
         return StageHold(takers, givers, budget.limit // sizes.pop())
 
-    def half_of(self, number: int) -> int | None:
-        """The input half that a weight half belongs to; None for other tasks."""
+    def dgrad_of(self, number: int) -> int | None:
+        """The dgrad that a wgrad belongs to; None for other tasks."""
         task = self.tasks[number]
         return self.place_of[task.rank, task.action._replace(kind=Kind.I)] if task.action.kind is Kind.W else None
 
@@ -193,14 +193,14 @@ class StepProblem:
         return self.place_of[task.rank, task.action._replace(kind=Kind.F)]
 
     def may_vanish(self, number: int) -> bool:
-        """True for a weight half whose input half may run as a whole backward."""
-        half = self.half_of(number)
-        return half is not None and self.tasks[half].whole_ticks is not None
+        """Return True for a wgrad whose dgrad may run as a whole backward."""
+        dgrad = self.dgrad_of(number)
+        return dgrad is not None and self.tasks[dgrad].whole_ticks is not None
 
     def is_ordered(self, of: TaskClass) -> bool:
-        """True if each order stands for one that runs this class by micro-batch: the k-th to start is called k.
+        """Return True if each order stands for one that runs this class by micro-batch: the k-th to start is called k.
 
-        That is not so of weight halves where some of them are inside whole backwards.
+        That is not so of wgrads where some of them are inside whole backwards.
         """
         return self.alike and not self.may_vanish(self.by_class[of][0])
 
@@ -214,7 +214,7 @@ class StepProblem:
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
-        """The tasks, each behind all that it needs."""
+        """The tasks, each after all that it needs."""
         waiting = {number: len(edges) for number, edges in enumerate(self.needs)}
         ready = [number for number, count in waiting.items() if count == 0]
         for number in ready:
@@ -234,7 +234,7 @@ class StepProblem:
         return tuple(map(tuple, found))
 
     def queues(self, channel: Channel) -> bool:
-        """True if a message of the channel may have to wait for one before it."""
+        """Return True if a message of the channel may have to wait for one before it."""
         senders = self.channels[channel]
         longest = max(self.send_ticks[sender] for sender in senders)
         return min(self.shortest[sender] for sender in senders) < longest

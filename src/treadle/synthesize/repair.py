@@ -1,6 +1,6 @@
 """Large-neighbourhood repair: free a window of an order, let CP-SAT find a better one for it, and go on from there.
 
-A window is a span of time on all ranks, or on two neighbours only. Tasks before it keep their times. Tasks behind it,
+A window is a span of time on all ranks, or on two neighbours only. Tasks before it keep their times. Tasks after it,
 and those of other ranks, keep their order. Windows grow while they are solved in time and shrink while they are not.
 """
 
@@ -11,10 +11,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from treadle.synthesize.cell_model import CellModel
 from treadle.synthesize.evaluate import CellOrder, as_schedule, start_times, weigh
-from treadle.synthesize.model import CellModel, Window
 from treadle.synthesize.problem import StepProblem
 from treadle.synthesize.solver import SolverRuns
+from treadle.synthesize.task_model import Window
 
 _FREE = (40, 80, 400)
 """The fewest free tasks of a window, as many as the first one has, the most."""
@@ -45,7 +46,7 @@ def repair(
     *,
     bound: int,
     until_s: float,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> CellOrder:
     """Improve an order window by window until `until_s` seconds of the search have passed, or the bound is reached.
 
@@ -56,7 +57,7 @@ def repair(
         search: the solver and its clock.
         bound: a makespan that cannot be beaten, in the problem's unit.
         until_s: seconds since the search began.
-        tell: is told each better makespan, in ticks.
+        report: is called with each better makespan, in ticks.
 
     """
     draw, size = random.Random(search.options.seed), _Size()
@@ -66,7 +67,7 @@ def repair(
         weighed = weigh(problem, as_schedule(problem, changed)) if changed is not None else None
         if changed is not None and weighed is not None and weighed.makespan <= makespan:
             if weighed.makespan < makespan:
-                tell(weighed.makespan)
+                report(weighed.makespan)
             order, makespan = changed, weighed.makespan
     return order
 
@@ -87,8 +88,8 @@ def _solve_window(
     most = makespan // problem.scale
     model = CellModel(problem, most=most, least=bound, window=window)
     model.hint(starts, order.wholes, most)
-    behind = [first for rank in range(problem.placement.pp) if (first := model.first_behind(rank)) is not None]
-    model.cp.minimize(_WEIGHT * model.makespan + sum(behind))
+    firsts = [first for rank in range(problem.placement.pp) if (first := model.first_after(rank)) is not None]
+    model.cp.minimize(_WEIGHT * model.makespan + sum(firsts))
     found, _ = search.solve(model.cp, seconds=min(_WINDOW_S, until_s - search.elapsed_s))
     if found is None:
         return None, False
@@ -113,8 +114,8 @@ def _draw_window(
     if begin == times[0]:
         begin = 0
     fixed = {number: time for number, time in starts.items() if time < begin}
-    behind = tuple(row[_first(row, starts, end if rank in ranks else begin) :] for rank, row in enumerate(order.rows))
-    return Window(order, fixed, behind)
+    after = tuple(row[_first(row, starts, end if rank in ranks else begin) :] for rank, row in enumerate(order.rows))
+    return Window(order, fixed, after)
 
 
 def _draw_place(num_tasks: int, free: int, filling: int, draw: random.Random) -> int:

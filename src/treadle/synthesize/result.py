@@ -53,7 +53,7 @@ class Synthesis:
 
     @property
     def proven(self) -> bool:
-        """True if no order is faster."""
+        """Return True if no order is faster."""
         return self.makespan == self.lower_bound
 
     @property

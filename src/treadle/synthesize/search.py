@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from treadle.synthesize.bound import lower_bound
+from treadle.synthesize.cell_model import CellModel
 from treadle.synthesize.evaluate import CellOrder, Weighed, as_order, as_schedule, change_name, start_times, weigh
 from treadle.synthesize.greedy import greedy_orders
 from treadle.synthesize.make_problem import fewer_microbatches
-from treadle.synthesize.model import CellModel
 from treadle.synthesize.ours import our_schedules
 from treadle.synthesize.pairs import most_rounded
 from treadle.synthesize.problem import StepProblem
@@ -50,7 +50,7 @@ class OrderSearch:
         self._is_solved = False
 
     def run(self) -> Synthesis:
-        """SolverRuns until the best is proven or the time is over.
+        """Search until the best is proven or the time is over, and return it.
 
         Raises:
             ValueError: no order keeps the limits, or none was found in time.
@@ -99,7 +99,7 @@ class OrderSearch:
     def _keep(self, weighed: Weighed) -> None:
         if self.best is None or weighed.makespan < self.best.makespan:
             self.best = weighed
-        self._tell(weighed.makespan)
+        self._report(weighed.makespan)
 
     def _solve(self, *, until_s: float, neighbourhoods: bool = False) -> None:
         """Give the solver all tasks at once: to prove, or to improve the order by neighbourhoods of its own."""
@@ -115,7 +115,7 @@ class OrderSearch:
             model.cp,
             seconds=seconds,
             neighbourhoods=neighbourhoods and self._order is not None,
-            on_solution=lambda makespan: self._tell(makespan * scale),
+            on_solution=lambda makespan: self._report(makespan * scale),
         )
         if self.problem.pairs is None:  # the solver knows of no pairs
             self.bound = max(self.bound, bound)
@@ -146,11 +146,11 @@ class OrderSearch:
             self.search,
             bound=self.bound,
             until_s=until_s,
-            tell=self._tell,
+            report=self._report,
         )
         self._offer(order, "repair")
 
-    def _tell(self, makespan: int) -> None:
+    def _report(self, makespan: int) -> None:
         if self._progress is not None:
             best = min(makespan, self.best.makespan) if self.best is not None else makespan
             limit = self.search.options.time_limit_s

@@ -14,7 +14,7 @@ _EARLY_S = 0.5
 
 
 def cp_model() -> Any:
-    """Import CP-SAT, or say how it is installed."""
+    """Import CP-SAT, or raise an error that names the package."""
     with brought_by("plan", needed_by="synthesizing a schedule"):
         from ortools.sat.python import cp_model as imported
 
@@ -92,7 +92,7 @@ class SolverRuns:
         """Solve a model; return the best solution, if any, and a bound of its objective.
 
         The n-th model has a seed of its own. With `neighbourhoods` the solver improves its hint and proves nothing.
-        `on_solution(objective)` is told of every better solution.
+        `on_solution(objective)` is called for every better solution.
         """
         module = cp_model()
         solver = module.CpSolver()
@@ -119,11 +119,11 @@ def _callback(module: Any, on_solution: Callable[[int], None] | None) -> Any:
     if on_solution is None:
         return None
 
-    class Told(module.CpSolverSolutionCallback):  # type: ignore[misc]  # its base comes with the import
-        """Tells of every solution."""
+    class Reporter(module.CpSolverSolutionCallback):  # type: ignore[misc]  # its base comes with the import
+        """Reports every solution."""
 
         def on_solution_callback(self) -> None:
             assert on_solution is not None
             on_solution(int(self.objective_value))
 
-    return Told()
+    return Reporter()

@@ -39,7 +39,7 @@ def synthesize_schedule(
         whole: keep backwards whole, for models whose weight gradients are not split off.
         options: the model's layers or blocks, at the grain of cells.
         solver: time limit, workers and seed.
-        progress: is told the standing after every better order.
+        progress: is called with the standing after every better order.
 
     Returns:
         The Synthesis: a verified schedule, its makespan by the simulator, the bound.
@@ -55,7 +55,7 @@ def synthesize_schedule(
 
     """
     began = time.monotonic()
-    cp_model()  # without it there is nothing to do: say so before anything is generated
+    cp_model()  # without it there is nothing to do: raise before anything is generated
     if not isinstance(placement, Placement):
         for name, size in (("pp", pp), ("vpp", vpp)):
             if size is not None and size < 1:

@@ -13,8 +13,8 @@ import torch
 
 from treadle.dist.device import StreamDevice
 from treadle.dist.streams import Accelerator, Streams
+from treadle.runtime.checker.communicator import CheckedStreams
 from treadle.runtime.checker.log import EventRecord, HostWait
-from treadle.runtime.checker.recorder import StreamRecorder
 from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
 from treadle.runtime.run.lanes.paced import MADE_UP_NS, Pace
 from treadle.runtime.run.lanes.stream import RUN_AHEAD
@@ -43,7 +43,7 @@ BACKENDS: dict[str, Callable[[], Lanes]] = {
     "serial": lambda: SerialLanes(NUM_OPS),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
     "stream": stream,
-    "noted stream": lambda: on_streams(torch.device("cpu"), StreamRecorder()),
+    "noted stream": lambda: on_streams(torch.device("cpu"), CheckedStreams()),
 }
 
 
@@ -212,7 +212,7 @@ def test_after_an_error_a_paced_op_that_sleeps_does_not_run() -> None:
 
 
 def test_a_host_runs_a_bounded_number_of_ops_ahead_of_its_device() -> None:
-    streams, num_ops = StreamRecorder(), RUN_AHEAD + 5
+    streams, num_ops = CheckedStreams(), RUN_AHEAD + 5
     device = StreamDevice(torch.device("cpu"), timedelta(seconds=DEADLINE_S), streams)
     lanes = StreamLanes(["compute", "ep"], list(map(str, range(2 * num_ops))), device)
     for op in range(num_ops):

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from treadle.dist.streams import replace_streams
 from treadle.runtime.checker.analysis import analyse
+from treadle.runtime.checker.communicator import CheckedStreams
 from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.kernels import Functions, Kernels
 from treadle.runtime.checker.log import Collective, Entry, HostWait, LaunchSite
-from treadle.runtime.checker.recorder import OUTSIDE, StreamRecorder
+from treadle.runtime.checker.recorder import OUTSIDE
 
 MOST_SHOWN = 12
 """Findings that a report prints; its `findings` has them all."""
@@ -51,7 +52,7 @@ class StreamChecker:
     """A checked run. Its log grows until the block of `check_streams` ends; a report may be asked for at any time."""
 
     def __init__(self) -> None:
-        self.recorder = StreamRecorder()
+        self.recorder = CheckedStreams()
         self._forgotten = 0
 
     @property

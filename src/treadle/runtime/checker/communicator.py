@@ -6,16 +6,14 @@ gloo moves the numbers. It gets copies, as its threads let go of tensors when th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import LAUNCH, Collective
-
-if TYPE_CHECKING:
-    from treadle.runtime.checker.recorder import NotedEvent, StreamRecorder
+from treadle.runtime.checker.recorder import NotedEvent, StreamRecorder
 
 _Moving: TypeAlias = tuple[Any, Callable[[], Any] | None]
 """The work of the communicator underneath, and what brings its result to where it belongs."""
@@ -114,6 +112,14 @@ class CheckedCommunicator:
             return work, lambda: _bring([output], [room])
 
         return self._launch("alltoall", [input], [output], go)
+
+
+class CheckedStreams(StreamRecorder):
+    """The recorder as the runtime asks for it (`treadle.dist.streams.Streams`): its communicators are recorded too."""
+
+    def communicator(self, made: Any, name: str) -> CheckedCommunicator:
+        """Gives a communicator a stream of its own, as NCCL has."""
+        return CheckedCommunicator(self, made, name)
 
 
 def _bring(tensors: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from treadle.runtime.checker.aside import not_noted
-from treadle.runtime.checker.communicator import CheckedCommunicator
 from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.log import (
     HOST,
@@ -79,7 +78,7 @@ class NotedEvent:
 
 
 class StreamRecorder:
-    """The streams of a device that is not there (`treadle.dist.streams.Streams`), and the log of what they were told.
+    """The streams of a device that is not there, and the log of what they were told.
 
     A storage that it has not seen before was there before it: on the device, from the allocator of the first stream.
     """
@@ -146,10 +145,6 @@ class StreamRecorder:
         if number is not None:
             self._pinned.add(number)
         return room
-
-    def communicator(self, made: Any, name: str) -> CheckedCommunicator:
-        """Gives a communicator a stream of its own, as NCCL has."""
-        return CheckedCommunicator(self, made, name)
 
     def begin_op(self, told: str) -> None:
         """Notes to which op the next launches belong."""
