@@ -59,7 +59,7 @@ class Layers(nn.Module):
 def main() -> None:
     """Run some steps under torch.profiler, and write a file for each rank as torchtitan does."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedule", default="1F1B", help="1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
+    parser.add_argument("--schedule", default="Interleaved1F1B", help="GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--last", type=int, default=4, help="layers of the last stage; the others have 4")
     parser.add_argument("--sleep-ms", type=float, default=0, help="what a layer's forward takes besides, asleep")

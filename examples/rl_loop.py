@@ -82,6 +82,8 @@ def main() -> None:
     torch.manual_seed(1 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     options = UpdateOptions(Memory(64 << 20), deadline_s=180)  # the engines start meanwhile
+    if rank == 0:
+        print("starting the engines, which takes longer than all the rest", flush=True)  # noqa: T201
     with Updater(directory, ledger=directory / "ledger", options=options) as updater:
         for version in (1, 2, 3):
             loss = train(model, optimizer, 3)

@@ -38,6 +38,8 @@ def test_hyphens_and_underscores_are_the_same() -> None:
     [
         ("--parallel.ppp 2", "'--parallel.ppp' is not an option; did you mean '--parallel.pp'?"),
         ("--trainning.steps=2", "'--trainning.steps' is not an option; did you mean '--training.steps'?"),
+        ("--training.learning_rate 1", "did you mean '--training.lr'?"),
+        ("--training.batch-size 1", "did you mean '--training.global_batch_size'?"),
         ("--parallel.pp x", "Error parsing --parallel.pp: invalid literal for int() with base 10: 'x'"),
         ("--parallel.saved out", "invalid choice 'out' for argument '--parallel.saved'. Expected one of ('leave', "),
         ("--parallel.pp 0", "parallel.pp is 1 or more, got 0"),

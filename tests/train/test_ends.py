@@ -42,13 +42,14 @@ def test_an_error_of_one_rank_is_that_ranks_line(tmp_path: Path) -> None:
     _, second = run_under_torchrun(2, run_with, {"1": "nowhere/*.txt"}, tmp_path / "one", stuck=(0,))
     assert second.value == REFUSED, str(second)
     (line,) = second.stderr.splitlines()
-    assert line.startswith("rank 1: data.paths: 'nowhere/*.txt' names no file")
+    assert line.startswith("error: rank 1: data.paths: 'nowhere/*.txt' names no file")
 
 
 def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
     outcomes = run_under_torchrun(2, run_with, {"0": "nowhere/*.txt", "1": "nowhere/*.txt"}, tmp_path / "all")
     assert [outcome.value for outcome in outcomes] == [REFUSED, REFUSED]
     assert [len(outcome.stderr.splitlines()) for outcome in outcomes] == [1, 0]
+    assert outcomes[0].stderr.startswith("error: data.paths: ")
 
 
 def lose_rank_1(output: Path) -> int:
@@ -63,7 +64,7 @@ def test_a_rank_that_is_lost_while_a_run_is_made_is_one_line(tmp_path: Path) -> 
     assert second.exitcode == -signal.SIGKILL
     assert first.value == FAILED, str(first)
     (line,) = [each for each in first.stderr.splitlines() if not each.startswith("[rank")]
-    assert line.startswith("rank 0: ")
+    assert line.startswith("error: rank 0: ")
     assert "rank 1" in line
 
 

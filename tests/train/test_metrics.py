@@ -20,3 +20,7 @@ def test_lines_of_a_run_are_aligned() -> None:
     other = replace(FACTS, step=100, loss=11.25, tokens_per_s=123456, bubble=None, hidden=1.0, grad_norm=100.25)
     assert len(other.line(100)) == len(FACTS.line(100))
     assert "aux" not in replace(FACTS, aux_loss=None).line(100)
+
+
+def test_memory_of_a_process_is_not_called_that_of_a_gpu() -> None:
+    assert "  process  1.00 GiB" in FACTS.line(100, on_gpu=False)

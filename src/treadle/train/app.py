@@ -66,7 +66,7 @@ def _dry_run(config: TrainConfig, rank: int) -> int:
 def _print_error(error: Exception, rank: int, *, alone: bool) -> None:
     """Print an error that this rank has alone with its rank, one that all have once."""
     if alone or rank == 0:
-        sys.stderr.write(f"rank {rank}: {_one_line(error)}\n" if alone else f"{_one_line(error)}\n")
+        sys.stderr.write(f"error: rank {rank}: {_one_line(error)}\n" if alone else f"error: {_one_line(error)}\n")
 
 
 def _one_line(error: Exception) -> str:

@@ -15,6 +15,18 @@ from treadle.train.reading import EMPTY, config_of, flag_names
 
 PROGRAM = "python -m treadle.train"
 _OTHER_FLAGS = ("--config", "--help", "-h")
+_MEANT = {
+    "learning_rate": "lr",
+    "min_lr": "final_lr",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "batch_size": "global_batch_size",
+    "max_seq_len": "seq_len",
+    "sequence_length": "seq_len",
+    "max_norm": "clip_norm",
+    "precision": "dtype",
+}
+"""Fields by other names that are typed for them."""
 _EXAMPLES = {"--config": "configs/moe_tiny.toml", "--checkpoint.weights": "runs/default/model"}
 
 
@@ -66,7 +78,9 @@ def _check_flags(arguments: Sequence[str]) -> None:
         allowed = {flag.replace("-", "_") for flag in (*known, *switches, *_OTHER_FLAGS)}
         if argument.startswith("--") and name not in allowed:
             flag = argument.partition("=")[0]
-            raise ValueError(f"{flag!r} is not an option; {did_you_mean(flag, [*known, *_OTHER_FLAGS])}")
+            group, dot, own = flag.rpartition(".")
+            meant = f"{group}{dot}{_MEANT.get(own.replace('-', '_'), own)}"
+            raise ValueError(f"{flag!r} is not an option; {did_you_mean(meant, [*known, *_OTHER_FLAGS])}")
 
 
 def _parse(arguments: Sequence[str], base: TrainConfig) -> TrainConfig:

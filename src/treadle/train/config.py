@@ -18,8 +18,8 @@ class DataConfig:
     """The text to train on."""
 
     paths: tuple[str, ...] = ("stdlib",)
-    """Files and patterns such as "corpus/**/*.jsonl"; a .jsonl file has a document a line, any other is one document.
-    "stdlib" means the sources of Python's standard library, without its tests."""
+    """Files, directories and patterns such as "corpus/**/*.jsonl"; a .jsonl file has a document a line, any other is
+    one document. "stdlib" means the sources of Python's standard library, without its tests."""
 
     field: str = "text"
     """The field of a .jsonl line that has the text."""

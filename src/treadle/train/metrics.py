@@ -39,8 +39,8 @@ class StepFacts:
 
     lr: float
 
-    def line(self, steps: int) -> str:
-        """Return the line that is printed; lines of a run are aligned.
+    def line(self, steps: int, *, on_gpu: bool = True) -> str:
+        """Return the line that is printed; lines of a run are aligned. Memory is a GPU's, or else a whole process's.
 
         Example:
             >>> facts = StepFacts(7, 2.5, 0.01, 1234.5, 0.25, None, 2**30, 1.5, 3e-4)
@@ -48,10 +48,11 @@ class StepFacts:
             ['step 7/7', 'loss', '2.5000', 'aux 0.0100']
 
         """
+        of = "peak" if on_gpu else "process"
         aux = "" if self.aux_loss is None else f"  aux {self.aux_loss:.4f}"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:7.4f}{aux}  {self.tokens_per_s:>7,.0f} tok/s"
-            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  peak {self.peak_bytes / 2**30:5.2f} GiB"
+            f"  bubble {_share(self.bubble)}  hidden {_share(self.hidden)}  {of} {self.peak_bytes / 2**30:5.2f} GiB"
             f"  norm {self.grad_norm:7.3f}  lr {self.lr:.2e}"
         )
 
@@ -96,8 +97,8 @@ def _open_rows(path: Path) -> IO[str]:
 class RunLog:
     """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing."""
 
-    def __init__(self, output: Path, rank: int, *, steps: int, tensorboard: bool) -> None:
-        self._steps, self._speaks = steps, rank == 0
+    def __init__(self, output: Path, rank: int, *, steps: int, tensorboard: bool, on_gpu: bool) -> None:
+        self._steps, self._on_gpu, self._speaks = steps, on_gpu, rank == 0
         self._file: IO[str] | None = None
         self._board: Any = None
         if not self._speaks:
@@ -119,7 +120,7 @@ class RunLog:
         values = asdict(facts)
         self._write(values)
         if printed:
-            self.say(facts.line(self._steps))
+            self.say(facts.line(self._steps, on_gpu=self._on_gpu))
         del values["step"]
         for name, value in values.items():
             self._chart(f"train/{name}", value, facts.step)

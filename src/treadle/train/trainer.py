@@ -78,7 +78,11 @@ class Trainer:
         self.optimizer = ShardedOptimizer(self.pipe, self.views, config.optimizer)
         self._make_checkpoints()
         self.log = RunLog(
-            self.output, self.world.rank, steps=config.training.steps, tensorboard=config.logging.tensorboard
+            self.output,
+            self.world.rank,
+            steps=config.training.steps,
+            tensorboard=config.logging.tensorboard,
+            on_gpu=self.world.device.type == "cuda",
         )
         note = note_on_decay(config)
         if note is not None:

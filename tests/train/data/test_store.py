@@ -131,6 +131,14 @@ def test_a_path_without_files_is_refused() -> None:
         find_files(["nowhere/*.txt"])
 
 
+def test_a_directory_stands_for_the_files_below_it(tmp_path: Path) -> None:
+    below = tmp_path / "my texts" / "more"
+    below.mkdir(parents=True)
+    for file in (below / "b.txt", below.parent / "a.txt", below / ".hidden"):
+        file.write_text("text")
+    assert find_files([str(below.parent)]) == [below.parent / "a.txt", below / "b.txt"]
+
+
 def test_stdlib_is_found_without_its_tests() -> None:
     files = find_files(["stdlib"])
     assert STDLIB / "argparse.py" in files

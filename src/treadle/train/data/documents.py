@@ -18,7 +18,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """Return the files that paths and patterns name, each once, in order of their names.
 
     Args:
-        paths: files, patterns such as `corpus/**/*.jsonl`, or "stdlib".
+        paths: files, directories, which stand for all files below them but hidden ones, patterns such as
+            `corpus/**/*.jsonl`, or "stdlib".
 
     Raises:
         ValueError: there is no path, or one names no file.
@@ -29,11 +30,18 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     found: set[Path] = set()
     for path in paths:
         files = _stdlib() if path == STDLIB else [Path(name) for name in glob(path, recursive=True)]  # noqa: PTH207
-        files = [file for file in files if file.is_file()]
+        files = _below(Path(path)) if Path(path).is_dir() else [file for file in files if file.is_file()]
         if not files:
-            raise ValueError(f"data.paths: {path!r} names no file; give files, patterns such as '*.txt', or 'stdlib'")
+            raise ValueError(
+                f"data.paths: {path!r} names no file; give files, directories, patterns such as '*.txt', or 'stdlib'"
+            )
         found.update(files)
     return sorted(found)
+
+
+def _below(directory: Path) -> list[Path]:
+    files = (file for file in directory.rglob("*") if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
 
 
 def _stdlib() -> list[Path]:
