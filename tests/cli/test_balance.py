@@ -85,9 +85,12 @@ def test_published_layout_of_deepseek_v3_is_the_balanced_one() -> None:
     assert with_layers["slowest_stage_time"] > 1.5 * balanced["slowest_stage_time"]
 
 
-def test_stages_without_a_layer_are_told_of() -> None:
-    told = CliRunner().invoke(app, ["balance", "--pp", "32", "--costs", "deepseek-v3-model"])
-    assert "(--block-in-each), the slowest takes" in told.stderr
+def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
+    size = ("--pp", "32", "--costs", "deepseek-v3-model")
+    printed = run(*size)
+    freer = read_json("balance", run(*size, "--block-in-each", "--json"))["cuts"][-1]
+    assert f"faster, without a layer in some stages (--block-in-each): {freer['layout']}, the slowest" in printed
+    assert "no cut with a layer in each stage has a faster slowest stage than the default" in printed
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_options_of_verify_change_the_verdict() -> None:
         (("show", "1f1b"), ["--pp and --microbatches", "--pp 4 -m 8"]),
         (("show", "1f1b", "--pp", "0", "-m", "8"), ["at least 1", "pp=1"]),
         (("verify", "nothing.txt"), ["nothing.txt: No such file"]),
-        (("verify", "."), ["Is a directory"]),
+        (("verify", "."), ["no traces"]),
         (("show", "dualpipe", "--pp", "4", "-m", "8", "--format", "torch-csv"), ["second direction", "dualpipev"]),
         (("show", "1f1b", "--pp", "2", "-m", "2", "--rows", "--json"), ["--rows is for the text form"]),
         (("verify", "1f1b", "--pp", "2", "-m", "2", "--ring", "0"), ["at least 1 buffer"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -37,11 +38,12 @@ def test_plan_says_what_was_chosen_and_why_not_another() -> None:
     assert lines[0].startswith("llama3-8b on 16 h100: ")
     first = [line.split()[0] for line in lines if line.strip()]
     assert "batch                  524,288 tokens: 128 sequences of 4,096, in bf16" in [line.rstrip() for line in lines]
+    assert any(re.fullmatch(r"10\^12 tokens +[\d,.]+ days, [\d,]+ GPU-hours *", line) for line in lines)
     for word in (
         "step",
         "throughput",
         "MFU",
-        "bubble",
+        "idle",
         "memory",
         "layout",
         "verified",

@@ -98,7 +98,7 @@ def test_a_hand_made_trace() -> None:
     metrics = measure(trace)
     assert (metrics.makespan, metrics.num_ops, metrics.clock) == (14, 16, TICKS)
     first, second = metrics.ranks
-    assert (first.busy, first.span, first.idle, first.bubble) == (8, 12, 6, 6 / 14)
+    assert (first.busy, first.span, first.idle, first.idle_share) == (8, 12, 6, 6 / 14)
     assert first.communication == Cover(hidden=3, exposed=3)
     assert first.copies == Cover(hidden=3, exposed=3)
     assert first.copies.total == 6

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
 
 import treadle
 from tests.support.sheets import check_texts
@@ -322,8 +323,28 @@ def test_a_figure_has_the_width_and_the_letters_it_was_asked_for(cells: Trace, t
     for style, points in ((FigureStyle(), 8.0), (FigureStyle(width=12, font_size=11), 11.0)):
         sheet = sheet_of([cells], style=style)
         assert {text.get_fontsize() for text in sheet.axes.texts if text.get_text() == "Device 0"} == {points}
+    for name, inches in WIDTHS.items():
+        named = FigureStyle(width=name)
+        for same in (FigureStyle(width=inches), FigureStyle(width=str(inches)), FigureStyle(width=f"{inches}in")):
+            assert (same.scale, same.tallest, same.layout_width) == (named.scale, named.tallest, named.layout_width)
     for text in sheet_of([cells], style=FigureStyle(width="column")).axes.texts:
         assert float(text.get_fontsize()) >= LEAST_PT
+
+
+def test_small_schedules_in_a_column_are_one_strip() -> None:
+    names = ["gpipe", "1f1b", "zb-h1"]
+    sheet = sheet_of([trace_of(name) for name in names], style=FigureStyle(width=3.3), names=names)
+    assert [text.get_text() for text in sheet.axes.texts].count("zb-h1") == 1
+    assert {text for text, _, _ in sheet._glyphs} == {str(mb) for mb in range(8)}, "all of them can be read"
+
+
+@pytest.mark.parametrize("width", ["column", "text", None])
+def test_a_bracket_over_a_phase_has_its_name(width: str | None) -> None:
+    sheet = sheet_of([trace_of("dualpipev")], style=FigureStyle(width=width))
+    segments = [each.get_segments() for each in sheet.axes.collections if isinstance(each, LineCollection)]
+    brackets = [found for found in segments if len(found) == 1 and len(found[0]) == 4]
+    names = [text for text in sheet.axes.texts if text.get_text() in ("warm-up", "steady", "cool-down")]
+    assert len(brackets) == len(names)
 
 
 def test_a_png_is_as_large_as_it_says(cells: Trace, tmp_path: Path) -> None:

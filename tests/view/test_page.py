@@ -438,7 +438,7 @@ def test_memory_and_totals_are_the_library_s(window: Browser, tmp_path: Path, na
     metrics = treadle.measure(trace)
     rows = window.js("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))")
     assert [row[0] for row in rows] == [str(rank) for rank in range(trace.program.num_ranks)]
-    assert [row[3] for row in rows] == [f"{100 * rank.bubble:.1f}%" for rank in metrics.ranks]
+    assert [row[3] for row in rows] == [f"{100 * rank.idle_share:.1f}%" for rank in metrics.ranks]
 
 
 @needs_browser

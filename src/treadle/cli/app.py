@@ -5,6 +5,7 @@ Every command reads its target, calls the library, and prints.
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from keyword import iskeyword
 from typing import Annotated, Any, NamedTuple
@@ -131,7 +132,7 @@ def make_command(name: str) -> Any:
     made: Any = getattr(import_module(f"treadle.cli.commands.{place}"), place)
     if not isinstance(made, typer.Typer):
         function, made = made, make_typer(name)
-        made.command(epilog=COMMANDS[name].examples)(function)
+        made.command(epilog=COMMANDS[name].examples, cls=Command)(function)
     command = typer.main.get_command(made)
     command.name = name
     return command
@@ -147,6 +148,34 @@ def make_typer(name: str, *, rich: bool = True, **options: Any) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         **options,
     )
+
+
+_COUNT = "the number of GPUs follows the cluster's name, as in --cluster h100:512"
+_MEANT = {
+    **dict.fromkeys(("--mb", "--micro-batches", "--num-microbatches", "--num-micro-batches"), "--microbatches"),
+    **dict.fromkeys(("--gpus", "--num-gpus", "--world-size"), "--cluster"),
+}
+"""Options by other names that are typed for them."""
+
+
+class Command(TyperCommand):
+    """A command that names the option which is meant where a name from elsewhere, or one dash too few, is typed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            ValueError: an option that there is under another name.
+
+        """
+        known = {option for parameter in self.params for option in parameter.opts}
+        for word in (arg.partition("=")[0] for arg in args):
+            if word in known:
+                continue
+            meant = f"-{word}" if re.fullmatch(r"-[a-z][a-z-]+", word) else _MEANT.get(word)
+            if meant in known:
+                raise ValueError(f"there is no {word}; {_COUNT if meant == '--cluster' else f'write {meant}'}")
+        return super().parse_args(ctx, args)
 
 
 class Commands(TyperGroup):
@@ -179,8 +208,9 @@ app = make_typer(
     "treadle",
     rich=False,  # the list of commands in plain text: rich takes longer to import than to read it
     cls=Commands,
-    help="Distributed training schedules as data: list, show, verify, simulate, draw, compare and rehearse them.",
-    epilog="Start with: treadle schedules",
+    help="Plans a distributed training step, finds why a run is slow, and verifies, simulates, compares, draws and "
+    "rehearses its schedule, which is data. Reads profiles of other trainers, and updates the weights of engines.",
+    epilog="Start with: treadle plan --help, treadle why --help or treadle schedules",
     no_args_is_help=True,
 )
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from treadle.api import files
 from treadle.cli.target import Target
-from treadle.cli.terminal import note, working
+from treadle.cli.terminal import note
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.schedules import family, known
+from treadle.schedules import family, is_known
 
 Loaded: TypeAlias = Schedule | Program | Trace
 
@@ -34,18 +32,18 @@ def load_all(names: Sequence[str], sizes: Target) -> list[tuple[str, Loaded]]:
         told = ", ".join(f"{target.name} keeps {family(target.name).default_vpp}" for target in kept)
         note(f"--vpp {sizes.vpp} is not for all of them: {told}")
         targets = [replace(target, vpp=None) if target in kept else target for target in targets]
-    return [(name, _load(target)) for name, target in zip(names, targets, strict=True)]
+    return [(name, target.load()) for name, target in zip(names, targets, strict=True)]
 
 
 def _keeps(name: str, vpp: int | None) -> bool:
     """True for a schedule by name, without sizes of its own, that cannot have so many chunks on a rank."""
-    return vpp is not None and name in known() and bool(family(name).vpps) and vpp not in family(name).vpps
+    return vpp is not None and is_known(name) and bool(family(name).vpps) and vpp not in family(name).vpps
 
 
 def _target(text: str, sizes: Target) -> Target:
     """`zb-v`, `interleaved:vpp=4`, `1f1b:pp=8,m=32`, or a file, which has its own sizes."""
     name, colon, own = text.partition(":")
-    if colon and name in known():
+    if colon and is_known(name):
         given: dict[str, Any] = {}
         for part in own.split(","):
             size = re.fullmatch(r"(pp|vpp|m)=([0-9]{1,9})", part)
@@ -57,10 +55,3 @@ def _target(text: str, sizes: Target) -> Target:
         return replace(sizes, name=name, **given)
     target = replace(sizes, name=text)
     return target if target.is_name() else Target(text)
-
-
-def _load(target: Target) -> Loaded:
-    if Path(target.name).is_dir():
-        with working(f"reading {target.name}"):
-            return files.load_traces(target.name)
-    return target.load()

@@ -77,6 +77,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_count(text: str) -> int:
+    """Return a count: `4194304`, `4,194,304`, `4M` for 4,000,000, `4Mi` for 4,194,304."""
+    match = re.fullmatch(r"([0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]+)?)([KMGT]i?|)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a count; write 4194304, 4M (4,000,000) or 4Mi (4,194,304)")
+    return int(float(re.sub("[,_]", "", match[1])) * _UNITS[f"{match[2]}B" if match[2] else ""])
+
+
 def parse_layers(text: str | None) -> int | tuple[int, ...] | None:
     """`4`, or one number for each stage: `4,4,3,3`."""
     if text is None:

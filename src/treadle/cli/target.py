@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,16 +14,19 @@ import typer
 from treadle.api import files
 from treadle.cli.terminal import working
 from treadle.ir import Schedule
-from treadle.schedules import family, known
+from treadle.schedules import family, is_known
 
 if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
 
+_UNNAMED = "custom"
+"""The name of a schedule whose file gives it none."""
+
 _NAME = typer.Argument(
     metavar="NAME|FILE",
-    help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); or - for a "
-    "schedule on stdin.",
+    help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); a directory: "
+    "profile of a run, or its traces; or - for a schedule on stdin.",
 )
 PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
@@ -62,8 +66,8 @@ class Target:
         return " ".join([shlex.quote(self.name), *given])
 
     def is_name(self) -> bool:
-        """True for a schedule's name, False for a file."""
-        if self.name == "-" or self.name in known():
+        """Return True for a schedule's name, False for a file."""
+        if self.name == "-" or is_known(self.name):
             return self.name != "-"
         looks_like_a_file = Path(self.name).exists() or Path(self.name).suffix or "/" in self.name
         return not looks_like_a_file
@@ -84,6 +88,8 @@ class Target:
         with working(f"reading {source}"):
             if self.name == "-":
                 loaded: Schedule | Program | Trace = files.loads(sys.stdin.read(), source, placement=self.placement)
+            elif Path(self.name).is_dir():
+                loaded = _typical_step(Path(self.name))
             else:
                 loaded = files.load(self.name, placement=self.placement)
         if isinstance(loaded, Schedule):
@@ -96,3 +102,21 @@ class Target:
         for (option, value), held in zip(given, holds, strict=True):
             if value is not None and value != held:
                 raise ValueError(f"{source} has {option[2:]} {held}, got {option} {value}; leave the option out")
+
+
+def label(targets: Sequence[Target], loaded: Sequence[Schedule | Program | Trace]) -> list[str]:
+    """Return the names of what was loaded: that of a schedule in its file; all as the user named them if two share one.
+
+    A file without a name is named as the user did.
+    """
+    typed = [target.name for target in targets]
+    own = [each.name if isinstance(each, Schedule) and each.name != _UNNAMED else "" for each in loaded]
+    names = [name or given for name, given in zip(own, typed, strict=True)]
+    return names if len(set(names)) == len(names) else typed
+
+
+def _typical_step(directory: Path) -> Trace:
+    """Return the typical step of the run whose traces or profile a directory holds."""
+    from treadle.cli.measured import load_steps
+
+    return load_steps([directory]).trace()

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle.cli.wording import as_typed
@@ -58,6 +59,13 @@ def fail(message: str) -> None:
 def note(message: str) -> None:
     """Something to know about a result, on stderr."""
     _say("note", "dim", message)
+
+
+def wrote(path: str | Path, about: str = "") -> None:
+    """Report a file that was written, on stderr."""
+    from rich.markup import escape
+
+    _console("err").print(f"wrote {escape(str(path))}{f' ({about})' if about else ''}", soft_wrap=True)
 
 
 def plain(text: str) -> None:

@@ -1,4 +1,7 @@
-"""Can an output be written? Asked before long work, so that its result is not lost."""
+"""Outputs in files: the form that a name's ending chooses, and whether the file can be written.
+
+Commands check that before long work, so that its result is not lost.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+
+_FORMS = {".json": "json", ".csv": "torch-csv"}
+
+
+def form_of(path: Path) -> str:
+    """Return the form of a schedule that a file's ending chooses: json, torch-csv, or text for any other."""
+    return _FORMS.get(path.suffix, "text")
 
 
 def check_file(path: Path) -> None:

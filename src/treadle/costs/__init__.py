@@ -57,7 +57,10 @@ def costs_text(name: str) -> str:
     if Path(name).suffix or "/" in name:
         return read_text(name)
     way_out = did_you_mean(name, ("unit", *PRESETS))
-    raise ValueError(f"{name!r} is not a preset of costs; {way_out} (a file ends in .toml)")
+    raise ValueError(
+        f"{name!r} is not a preset of costs; {way_out} (a file ends in .toml; "
+        "'treadle plan --model NAME --cluster GPU:COUNT --files DIR' writes one of a model on GPUs)"
+    )
 
 
 __all__ = [

@@ -17,6 +17,7 @@ bf16 = 989e12
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -132,7 +133,14 @@ def load_cluster(name: str | Path) -> Cluster:
     text = str(name)
     if Path(text).suffix == ".toml":
         return _from_table(read_toml(text), Path(text).stem)
+    product = re.fullmatch(r"([0-9]+)[x*]([a-z]+[0-9]+)|([a-z]+[0-9]+)[x*]([0-9]+)", text.lower())
+    if product is not None:
+        raise ValueError(
+            f"the number of GPUs follows a colon, got {text!r}; write {product[2] or product[3]}:"
+            f"{product[1] or product[4]}"
+        )
     preset, _, count = text.partition(":")
+    preset = preset.lower()
     if count and not count.isdecimal():
         raise ValueError(f"after the colon is the number of GPUs, got {count!r}; for example h100:2048")
     table = {"gpu": preset} | ({"num_gpus": int(count), "name": f"{int(count):,} {preset}"} if count else {})

@@ -199,7 +199,7 @@ def load_model(name: str | Path) -> ModelShape:
         ValueError: there is no such preset or file, or it is no model.
 
     """
-    path, preset = Path(name), PRESETS / f"{name}.toml"
+    path, preset = Path(name), PRESETS / f"{str(name).lower()}.toml"
     if path.is_dir() and ((path / "config.json").is_file() or not preset.is_file()):
         return _from_directory(path)
     if path.suffix == ".json":
@@ -207,11 +207,11 @@ def load_model(name: str | Path) -> ModelShape:
     if path.suffix == ".toml":
         return _from_fields(read_toml(path), path.stem)
     if preset.is_file():
-        return _from_fields(read_toml(preset), str(name))
+        return _from_fields(read_toml(preset), preset.stem)
     known = sorted(file.stem for file in PRESETS.glob("*.toml"))
     raise ValueError(
         f"a model is a preset ({', '.join(known)}), a .toml file, a config.json or a directory with one, "
-        f"got {str(name)!r}{hint(str(name), known)}"
+        f"got {str(name)!r}{hint(path.name, known)}"
     )
 
 

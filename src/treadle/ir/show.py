@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from treadle.ir.trace import Clock
 
 
+def counted(count: int, name: str) -> str:
+    """Return a count with its noun: `1 rank`, `8 micro-batches`."""
+    return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
+
+
 def show_bytes(size: float) -> str:
     """A number of bytes: `22.5 GB`, `300 bytes`."""
     unit, scale = next(

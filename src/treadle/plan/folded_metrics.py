@@ -20,7 +20,7 @@ def measure_folded(folded: Folded) -> Metrics:
         >>> unit = treadle.load_costs("unit")
         >>> program = treadle.lower(treadle.generate("1f1b", pp=2, microbatches=4), unit)
         >>> metrics = measure_folded(fold(program, unit, ep=1, dp=100))
-        >>> len(metrics.ranks), metrics.ranks[0].bubble
+        >>> len(metrics.ranks), metrics.ranks[0].idle_share
         (200, 0.2)
 
     """
@@ -32,11 +32,9 @@ def measure_folded(folded: Folded) -> Metrics:
         ranks[:, rows] = _table([_in_step(rank, makespan) for rank in of_kind.ranks], pp)
         peaks[:, rows] = _table(of_kind.peaks, pp)
     every: list[RankMetrics] = ranks[:, folded.kinds.row].reshape(-1).tolist()
-    longest = max(every, key=lambda rank: rank.span)
-    bubble = (longest.span - longest.busy) / longest.span if longest.span else 0.0
     held = tuple(peaks[:, folded.kinds.row].reshape(-1).tolist())
     unit = folded.pipeline.layout.saved_unit
-    return Metrics(makespan, folded.num_ops, folded.clock, tuple(every), bubble, held, unit)
+    return Metrics(makespan, folded.num_ops, folded.clock, tuple(every), held, unit)
 
 
 def _table(values: Sequence[RankMetrics | float], num_ranks: int) -> npt.NDArray[np.object_]:
@@ -48,5 +46,4 @@ def _table(values: Sequence[RankMetrics | float], num_ranks: int) -> npt.NDArray
 
 def _in_step(rank: RankMetrics, makespan: int) -> RankMetrics:
     """Count a rank's idle time to the end of the whole step."""
-    idle = makespan - rank.busy
-    return replace(rank, idle=idle, bubble=idle / makespan if makespan else 0.0)
+    return replace(rank, idle=makespan - rank.busy)

@@ -101,8 +101,8 @@ def _rows(grid: Grid, size: PipelineSize) -> tuple[tuple[tuple[Cell, ...], ...],
         others = f" and {len(odd) - 1} more ranks" if len(odd) > 1 else ""
         remarks.append(Remark(f"step {step} is left out: {rank.source}{others} {why}"))
     if not whole:
-        told = "; ".join(str(remark) for remark in remarks[:3])
-        raise ValueError(f"no step is whole on all ranks: {told}")
+        reasons = "; ".join(str(remark) for remark in remarks[:3])
+        raise ValueError(f"no step is whole on all ranks: {reasons}")
     return tuple(usual), whole, remarks
 
 

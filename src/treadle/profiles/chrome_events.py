@@ -31,9 +31,9 @@ _WHITESPACE = b" \t\r\n"
 
 
 class ChromeEvents:
-    """Iterates once over the events of one file, plain or compressed; what `about` and `trouble` say is known behind.
+    """Iterates once over the events of one file, plain or compressed; `about` and `trouble` are known afterwards.
 
-    Of the categories in `named` only events of that name are read, where the name stands behind the category.
+    Of the categories in `named` only events of that name are read, where the name follows the category.
 
     Fractions are left as text, as microseconds of a clock do not fit into a float with their nanoseconds: see `to_ns`.
     """
@@ -76,7 +76,7 @@ class ChromeEvents:
         self._read_end()
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the content, decompressed, and tell of the bytes on disk; end where a file is cut or damaged."""
+        """Yield the content, decompressed, and report the bytes on disk; end where a file is cut or damaged."""
         with self.path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
@@ -98,7 +98,7 @@ class ChromeEvents:
         for packed in pieces:
             rest = packed
             while rest:
-                if unpack.eof:  # a file may be several, one behind the other
+                if unpack.eof:  # a file may be several, one after the other
                     unpack = zlib.decompressobj(gzip_form)
                 try:
                     piece = unpack.decompress(rest, PIECE_BYTES)
@@ -165,7 +165,7 @@ class ChromeEvents:
             return event, begin + length
 
     def _read_end(self) -> None:
-        """Read what stands behind the events, and find out whether that is the end of the file."""
+        """Read what follows the events, and find out whether that is the end of the file."""
         if self.trouble is not None:
             return
         if self._open != 0 or not self._tail.rstrip(_WHITESPACE).endswith(b"}"):

@@ -74,7 +74,7 @@ def order_of(program: Program, start: Longs, end: Longs, known: Bools, *, waits_
         end: likewise.
         known: `[op]`, has the op been measured. Messages are used where both ends have, else their maker and reader.
         waits_inside: a reader's time includes its wait for the message, as where a receive is only posted. Messages
-            tell nothing then, and a reader has its input by its end, less the shortest time of its like.
+            show nothing then, and a reader has its input by its end, less the shortest time of its like.
 
     """
     rank_of = program.lane_rank[program.lane_of]

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 _PIECE_BYTES = 2**20
 _DECODE = json.JSONDecoder().raw_decode
 _BEHIND = frozenset(",:}] \t\r\n")
-"""What may stand behind a value."""
+"""What may follow a value."""
 
 
 def entries(path: Path) -> Iterator[tuple[str, Any]]:

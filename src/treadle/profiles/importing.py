@@ -14,6 +14,8 @@ from treadle.profiles.readers import READERS
 from treadle.profiles.recording import Recording, Remark
 
 _NOT_READ = "not read"
+_SHOWN = 3
+"""Files that an error names."""
 
 
 def import_profile(
@@ -32,7 +34,7 @@ def import_profile(
         microbatches: of a step, where the files name neither steps nor micro-batches.
         blocks: of each stage, a string of letters each (`treadle.ir.blocks.parse_layout` reads Megatron's layouts); no
             profile names them. Fitted costs are then of the model, and not of a stage.
-        advance: is told how many bytes more have been read.
+        advance: is called with the number of bytes read since its last call.
 
     Returns:
         The schedule that ran, its Program, the measured steps, and remarks on what could not be used.
@@ -62,7 +64,7 @@ def import_profile(
         return assemble(recording, blocks)
     except ValueError as error:
         unread = [str(remark) for remark in recording.remarks if remark.what.startswith(_NOT_READ)]
-        raise ValueError("; ".join([str(error), *unread[:3]])) from error
+        raise ValueError("; ".join([str(error), *unread[:_SHOWN]])) from error
 
 
 def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) -> Recording:
@@ -88,7 +90,9 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
             remarks.append(Remark(f"{_NOT_READ}: no profile of a form that Treadle knows", str(path)))
     if not by_reader:
         places = ", ".join(map(str, paths))
-        raise ValueError(f"{places}: no profile is there; Treadle reads {_forms()}")
+        refused = "; ".join(map(str, remarks[:_SHOWN])) or "it has no files"
+        more = f"; and {len(remarks) - _SHOWN} files more" if len(remarks) > _SHOWN else ""
+        raise ValueError(f"{places}: no profile is there ({refused}{more}); Treadle reads {_forms()}")
     if len(by_reader) > 1:
         kinds = "; ".join(f"{form}: {files[0]}" for form, files in by_reader.items())
         raise ValueError(f"files of different forms are not of one run ({kinds}); give those of one")
@@ -98,7 +102,7 @@ def read_recording(paths: Sequence[str | Path], advance: Advance | None = None) 
 
 
 def files_of(paths: Sequence[str | Path]) -> list[tuple[Path, bool]]:
-    """The files that are named, and those of directories that are; and whether each was named itself."""
+    """Return the files that are named and those of named directories, each with whether it was named itself."""
     found: list[tuple[Path, bool]] = []
     for path in map(Path, paths):
         if path.is_dir():

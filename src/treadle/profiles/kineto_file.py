@@ -22,7 +22,7 @@ SENDS = "c10d::send"
 """An op of torch that counts as an annotation: `gloo:send` begins only when the message has left."""
 
 _TALKS = re.compile(r"nccl|rccl|nvshmem|deep_ep|\bep::", re.IGNORECASE)
-"""Names of kernels that communicate. What they communicate is told by the annotation around their launch, never by
+"""Names of kernels that communicate. What they communicate is in the annotation around their launch, never by
 their name: `ncclDevKernel_SendRecv` is an all-to-all or a message of the pipeline."""
 
 NO_LAUNCH = -1

@@ -42,7 +42,7 @@ def fill(recording: Recording, grid: Grid) -> tuple[PipelineSize, Grid]:
     """Return the size of the pipeline, and the ranks with step, chunk and micro-batch of every mark filled in.
 
     Raises:
-        ValueError: ranks contradict each other, or micro-batches are not named and no schedule tells them.
+        ValueError: ranks contradict each other, or micro-batches are not named and no schedule determines them.
 
     """
     placement = _placement(recording, grid)
@@ -139,7 +139,7 @@ def occurrences(key: Longs) -> Longs:
 def _with_microbatches(grid: Grid, size: PipelineSize) -> Grid:
     """Take micro-batches and chunks from the schedule whose kinds of actions come in the same order."""
     orders = [_usual_order(row) for row in grid]
-    told = []
+    nearest = []
     for schedule in candidates(size.placement.pp, size.placement.vpp, size.num_mb):
         if schedule.placement.num_pipes > 1 or schedule.placement.pp != size.placement.pp:
             continue
@@ -149,13 +149,13 @@ def _with_microbatches(grid: Grid, size: PipelineSize) -> Grid:
         if not differs:
             labels = [np.array([(a.mb, a.chunk) for a in row], np.int32) for row in rows]
             return tuple(tuple(_labelled(rank, labels[p]) for rank in row) for p, row in enumerate(grid))
-        told.append(_told(schedule.name, orders[differs[0]], texts[differs[0]], differs[0]))
+        nearest.append(_difference(schedule.name, orders[differs[0]], texts[differs[0]], differs[0]))
     if size.placement.vpp == 1:
         return tuple(tuple(_by_count(rank) for rank in row) for row in grid)
-    nearest = "; ".join(told[:2])
+    listed = "; ".join(nearest[:2])
     raise ValueError(
         f"micro-batches and chunks are not named, and the order of forwards and backwards is that of no schedule here "
-        f"with {size.placement.vpp} chunks and {size.num_mb} micro-batches ({nearest}); name them, or give "
+        f"with {size.placement.vpp} chunks and {size.num_mb} micro-batches ({listed}); name them, or give "
         "--microbatches"
     )
 
@@ -188,7 +188,7 @@ def _by_count(rank: RankRecording) -> RankRecording:
     return replace(rank, mb=mb)
 
 
-def _told(name: str, mine: str, theirs: str, rank: int) -> str:
+def _difference(name: str, mine: str, theirs: str, rank: int) -> str:
     at = next((k for k, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
     if at is None:
         return f"rank {rank} has {len(mine)} actions, {name} {len(theirs)}"

@@ -58,16 +58,16 @@ def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: b
     whole = measured[:, ~moved].all(axis=1)
     for step in np.flatnonzero(~whole):
         first = program.op(int(np.flatnonzero(~measured[step] & ~moved)[0]))
-        told = f"step {numbers[step]} is left out: {first} of rank {first.lane.rank} was not recorded in it"
-        remarks.append(Remark(told))
+        reason = f"step {numbers[step]} is left out: {first} of rank {first.lane.rank} was not recorded in it"
+        remarks.append(Remark(reason))
     if not whole.any():
         raise ValueError(f"no step was recorded whole: {remarks[-1]}")
     start, end, measured = start[whole], end[whole], measured[whole]
     clocks = [rank.clock for row in grid for rank in row]
     backwards = measured & (end < start)
     if backwards.any():
-        told = "a mark ends before it starts, and is taken to take no time"
-        remarks.append(Remark(told, times=int(backwards.sum())))
+        reason = "a mark ends before it starts, and is taken to take no time"
+        remarks.append(Remark(reason, times=int(backwards.sum())))
         end = np.where(backwards, start, end)
     known: Bools = np.logical_and.reduce(measured)
     order = order_of(program, start, end, known, waits_inside=waits_inside)
@@ -85,8 +85,8 @@ def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: b
         _arrive_before_found(program, start, end, measured)
     num_waited = _begin_with_input(program, start, end)
     if num_waited:
-        told = "ranges began before their input had been sent: they are taken to begin then"
-        remarks.append(Remark(told, times=num_waited))
+        reason = "ranges began before their input had been sent: they are taken to begin then"
+        remarks.append(Remark(reason, times=num_waited))
     return OpTimes(tuple(numbers[whole].tolist()), start, end, tuple(remarks))
 
 
@@ -152,7 +152,7 @@ def _arrive_before_found(program: Program, start: Longs, end: Longs, measured: B
     Where the rank waited, the receive ended when the message came; what those took, the others take at most.
     """
     found = crossings(program)
-    opens = np.where(program.joined, 0, np.arange(program.num_ops))  # of an overlapped pair its first half
+    opens = np.where(program.joined, 0, np.arange(program.num_ops))  # of an overlapped pair its first op
     reader = np.maximum.accumulate(opens)[found.reader]
     first = np.isin(reader, program.lane_ptr)
     free = np.where(first, np.iinfo(np.int64).min, end[:, np.maximum(reader - 1, 0)])

@@ -98,7 +98,7 @@ LANES = "treadle step "
 
 
 class PPOp(NamedTuple):
-    """An op as a `PP:` name has it. `joined` marks the second half of an overlapped pair."""
+    """An op as a `PP:` name has it. `joined` marks the second op of an overlapped pair."""
 
     kind: OpKind
     mb: int = UNKNOWN

@@ -23,7 +23,7 @@ def candidates(pp: int, vpp: int, num_mb: int) -> Iterator[Schedule]:
 
 
 def name(schedule: Schedule) -> tuple[Schedule, str]:
-    """Return the schedule under the name of the one that it equals, or with what tells it from the nearest one."""
+    """Return the schedule under the name of the one that it equals, or with what it differs in from the nearest one."""
     nearest, best = "", -1
     for other in candidates(schedule.pp, schedule.placement.vpp, schedule.num_microbatches):
         if other.placement != schedule.placement:
@@ -69,5 +69,5 @@ def _told(schedule: Schedule, other: Schedule, rank: int, at: int) -> str:
 
 
 def actions_of(row: Sequence[Cell]) -> list[Action]:
-    """The actions of a row, one behind the other."""
+    """Return the actions of a row, one after the other."""
     return [action for cell in row for action in cell.actions]

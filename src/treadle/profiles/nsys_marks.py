@@ -5,7 +5,7 @@
     forward chunk 3 (phase1) backward chunk 0 (phase0)
     ...P2PCommunicator.send_forward_recv_backward     Megatron: only messages are named
 
-Megatron computes between two messages: a forward behind a `recv_forward` and before a `send_forward`, a backward
+Megatron computes between two messages: a forward after a `recv_forward` and before a `send_forward`, a backward
 likewise. Where both lie between two messages, the backward begins with the first launch by autograd's thread; if ranges
 `layer_0f-layer_3b` are there, they ran overlapped. An op's time is from the start of the first to the end of the last
 kernel that was launched in its range, by any thread; NCCL's kernels are those of messages.
@@ -43,9 +43,9 @@ class _Interval(NamedTuple):
 
 
 def is_wanted(name: str) -> bool:
-    """Return whether a range's name tells an op, or where one is."""
-    told = _named(name) or _is_message(name) or _WEIGHT.fullmatch(name)
-    return bool(told) or layers_of(name) is not None
+    """Return whether a range's name is that of an op, or where one is."""
+    known = _named(name) or _is_message(name) or _WEIGHT.fullmatch(name)
+    return bool(known) or layers_of(name) is not None
 
 
 def is_megatron(ranges: Sequence[Range]) -> bool:
@@ -129,18 +129,18 @@ def _intervals(ranges: Sequence[Range], source: str) -> tuple[int, list[_Interva
 
 def _between_messages(messages: Sequence[Range], together: Longs) -> Iterator[_Interval]:
     """Megatron's messages, and what it computes between them."""
-    for before, behind in pairwise(messages):
+    for before, after in pairwise(messages):
         kinds = ops_of(before.name)
         yield _Interval(before.start, before.end, tuple(PPOp(kind) for kind in kinds))
-        received, sent = set(kinds), set(ops_of(behind.name))
+        received, sent = set(kinds), set(ops_of(after.name))
         ops = []
         if OpKind.RECV_F in received and OpKind.SEND_F in sent:
             ops.append(PPOp(OpKind.F))
         if OpKind.RECV_B in received and OpKind.SEND_B in sent:
-            overlapped = np.searchsorted(together, before.end) < np.searchsorted(together, behind.start)
+            overlapped = np.searchsorted(together, before.end) < np.searchsorted(together, after.start)
             ops.append(PPOp(OpKind.B, joined=bool(ops) and bool(overlapped)))
         if ops:
-            yield _Interval(before.end, behind.start, tuple(ops))
+            yield _Interval(before.end, after.start, tuple(ops))
     last = messages[-1]
     yield _Interval(last.start, last.end, tuple(PPOp(kind) for kind in ops_of(last.name)))
 
@@ -158,7 +158,7 @@ def _follows(interval: _Interval) -> bool:
 
 
 def _split(intervals: Sequence[_Interval], handed_over: Longs) -> Iterator[_Interval]:
-    """Cut a forward from the backward behind it where another thread begins to launch."""
+    """Cut a forward from the backward after it where another thread begins to launch."""
     for each, at in zip(intervals, handed_over.tolist(), strict=True):
         if _follows(each) and each.start < at < each.end:
             yield _Interval(each.start, at, each.ops[:1])

@@ -60,7 +60,7 @@ class MarkColumns:
         return made
 
     def append(self, mark: Mark) -> None:
-        """Add a mark behind the others."""
+        """Add a mark after the others."""
         for append, value in zip(self._append, mark, strict=True):
             append(value)
 
@@ -74,7 +74,7 @@ class RankRecording:
     """The marks of one rank in columns, in the order in which they started.
 
     `stage` counts over the whole pipeline, `chunk` over the rank: a file names one of them, or none. `joined` marks the
-    second half of an overlapped pair. `clock` names the clock of the times: ranks of one clock need no alignment.
+    second op of an overlapped pair. `clock` names the clock of the times: ranks of one clock need no alignment.
     """
 
     source: str

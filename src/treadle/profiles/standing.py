@@ -18,7 +18,7 @@ def stand(recording: Recording) -> Grid:
     """Find the place of every rank: as the files say, else by the stages it computes, else by its number.
 
     Raises:
-        ValueError: ranks are missing or double, or nothing tells their places.
+        ValueError: ranks are missing or double, or nothing shows their places.
 
     """
     ranks = [rank for rank in recording.ranks if len(rank)]

@@ -91,7 +91,7 @@ def _forwards_of_a_step(first: RankRecording) -> int:
 
 
 def _with_steps(rank: RankRecording, each: int) -> RankRecording:
-    """So many of a kind make a step; a receive is of the computation behind it, a send of the one before."""
+    """So many of a kind make a step; a receive is of the computation after it, a send of the one before."""
     step: Ints = np.full(len(rank), UNKNOWN, np.int32)
     for kind in ACTIONS:
         own = np.flatnonzero(rank.kind == kind)

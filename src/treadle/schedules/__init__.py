@@ -45,7 +45,7 @@ ENTRY_POINT = "treadle.schedules"
 
 @cache
 def known() -> dict[str, Family]:
-    """The schedules here and those that installed packages bring."""
+    """Return the schedules here and those that installed packages bring."""
     found = dict(SCHEDULES)
     for point in entry_points(group=ENTRY_POINT):
         try:
@@ -62,11 +62,31 @@ def known() -> dict[str, Family]:
     return found
 
 
+TORCH_NAMES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipev",
+}
+"""Schedules by the names that torch.distributed.pipelining gives them, in lower case and without "Schedule"."""
+
+
+def is_known(name: str) -> bool:
+    """Return True if there is a schedule of this name, in upper or lower case."""
+    return name in known() or name.lower() in known()
+
+
 def family(name: str) -> Family:
-    """The schedule of this name, or a ValueError that names the ones there are."""
-    found = known().get(name)
+    """Return the schedule of this name, in upper or lower case.
+
+    Raises:
+        ValueError: there is none; the message names the nearest, also that of one of torch's, and all there are.
+
+    """
+    found = known().get(name) or known().get(name.lower())
     if found is None:
-        way_out = did_you_mean(name, known())
+        way_out = did_you_mean(TORCH_NAMES.get(name.lower().removeprefix("schedule"), name), known())
         raise ValueError(f"{name!r} is not a schedule; {way_out} ('treadle schedules' describes them)")
     return found
 
@@ -133,4 +153,4 @@ def generate(name: str, *, pp: int, vpp: int | None = None, microbatches: int) -
     return chosen.generate(chosen.size(pp, vpp, microbatches))
 
 
-__all__ = ["ENTRY_POINT", "SCHEDULES", "Family", "Size", "default_schedule", "family", "generate", "known"]
+__all__ = ["ENTRY_POINT", "SCHEDULES", "Family", "Size", "default_schedule", "family", "generate", "is_known", "known"]

@@ -42,6 +42,14 @@ class Chosen:
         job = self.judged.job
         return job.global_batch_size * job.seq_len / self.step_s / job.cluster.num_gpus
 
+    def gpu_hours(self, num_tokens: int) -> float:
+        """Return the hours of GPUs that training on so many tokens takes."""
+        return num_tokens / self.tokens_per_s_per_gpu / 3600
+
+    def days(self, num_tokens: int) -> float:
+        """Return the days that training on so many tokens takes."""
+        return self.gpu_hours(num_tokens) / self.judged.job.cluster.num_gpus / 24
+
     @property
     def flops_per_s_per_gpu(self) -> float:
         """Floating-point operations of the model, without what is recomputed, that a GPU does in a second."""
@@ -61,12 +69,6 @@ class Chosen:
             return 0
         saved = estimate_memory(replace(self.judged.job, offload=False))
         return max(rank.activations + rank.logits for rank in saved)
-
-    @property
-    def bubble(self) -> float:
-        """Share of the step in which a rank, on average, does not compute."""
-        ranks, makespan = self.metrics.ranks, self.metrics.makespan
-        return sum(rank.idle for rank in ranks) / max(1, makespan * len(ranks))
 
     @property
     def exposed_share(self) -> float:

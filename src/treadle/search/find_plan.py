@@ -71,7 +71,7 @@ def find_plan(
         less = tokens - tokens % seq_len
         raise ValueError(
             f"a batch has whole sequences of {seq_len:,} tokens, got {tokens:,} tokens; take {less:,} or "
-            f"{less + seq_len:,}, or another sequence length"
+            f"{less + seq_len:,}, or another sequence length{_binary(tokens, seq_len)}"
         )
     limit = memory_limit if memory_limit is not None else usable_bytes(gpus)
     if limit > gpus.memory_bytes:
@@ -90,6 +90,14 @@ def find_plan(
     names = fill(space, shape, gpus, seq_len).schedules or ()
     found = settle(search(points, limit, progress=progress))
     return replace(found, unable=tuple(_unable(names, points, refused)))
+
+
+def _binary(tokens: int, seq_len: int) -> str:
+    """Return words about the count with a binary prefix, if a decimal one was meant to be that: 4M is not 4Mi."""
+    for prefix, decimal, binary in (("G", 10**9, 2**30), ("M", 10**6, 2**20), ("K", 10**3, 2**10)):
+        if tokens % decimal == 0 and tokens // decimal * binary % seq_len == 0:
+            return f"; {tokens // decimal}{prefix}i are {tokens // decimal * binary:,}"
+    return ""
 
 
 def _unable(names: Iterable[str], points: Iterable[Candidate], refused: Counter[str]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from treadle.search.judged import Judged, describe
 from treadle.search.report import commands, count_text, mesh_text, study_text
 from treadle.search.search import Found
 from treadle.search.why import Alternative
+from treadle.view.template import fill_template
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 330, 54, 40
 _TICKS = 6
@@ -48,10 +48,7 @@ def page(
         "commands": escape("\n".join(commands(chosen, directory))),
         "mesh": escape(mesh_text(job) or ""),
     }
-    html = files("treadle.search").joinpath("page.html").read_text(encoding="utf-8")
-    for part, text in parts.items():
-        html = html.replace(f"<!--{part}-->", text)
-    return html
+    return fill_template("treadle.search", parts)
 
 
 def _figures(chosen: Chosen, limit: int) -> str:
@@ -60,8 +57,9 @@ def _figures(chosen: Chosen, limit: int) -> str:
         (f"{chosen.step_s:.3f} s", "a step"),
         (f"{job.global_batch_size * job.seq_len:,}", f"tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}"),
         (f"{chosen.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"),
+        (f"{chosen.days(10**12):,.1f} days", f"for 10^12 tokens, {chosen.gpu_hours(10**12):,.0f} GPU-hours"),
         (f"{chosen.mfu:.1%}", f"MFU in {job.precision}"),
-        (f"{chosen.bubble:.1%}", "bubble, mean over ranks"),
+        (f"{chosen.metrics.idle_share:.1%}", "idle, mean over ranks"),
         (f"{chosen.exposed_share:.1%}", "exposed communication"),
         (f"{chosen.judged.memory_bytes / GIB:.1f} GiB", f"memory of {limit / GIB:.1f}"),
         (str(job.num_microbatches), "micro-batches a replica"),
@@ -161,7 +159,8 @@ def _alternatives(others: Iterable[Alternative]) -> str:
     rows = [
         f"<tr><td>{escape(other.knob)}</td><td>{escape(other.value)}</td>"
         f"<td>{f'+{other.slower:.1%}' if other.slower is not None else ''}</td>"
-        f"<td>{other.judged.memory_bytes / GIB:.1f} GiB</td><td class='words'>{escape(other.reason)}</td></tr>"
+        f"<td>{f'{other.judged.memory_bytes / GIB:.1f} GiB' if other.fits else ''}</td>"
+        f"<td class='words'>{escape(other.reason)}</td></tr>"
         for other in others
     ]
     head = "<tr><th>knob</th><th>value</th><th>step</th><th>memory</th><th></th></tr>"

@@ -42,7 +42,7 @@ def plan_object(
             "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
             "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
             "mfu": chosen.mfu,
-            "bubble": chosen.bubble,
+            "bubble": chosen.metrics.idle_share,
             "exposed_communication": chosen.exposed_share,
             "clean": chosen.report.clean,
             "host_bytes": chosen.host_bytes,

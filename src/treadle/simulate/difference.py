@@ -167,7 +167,7 @@ def difference(first: Trace, second: Trace) -> Difference:
 
 
 class _Ops(NamedTuple):
-    """Columns over the ops that count: all but the second halves of pairs."""
+    """Columns over the ops that count: all but the second ops of pairs."""
 
     op: Longs
     work: Ints

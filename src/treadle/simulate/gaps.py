@@ -75,15 +75,14 @@ def _waited_for(steps: Steps, op: Longs) -> tuple[Longs, Longs]:
     """`[step, computation]`: when its rank had ended the computation before, and when its input was made; or -1."""
     program = steps.program
     free = np.full(steps.start.shape, -1, np.int64)
-    behind = op[1:][program.lane_of[op[1:]] == program.lane_of[op[:-1]]]
-    free[:, behind] = steps.end[:, behind - 1]
+    after = op[1:][program.lane_of[op[1:]] == program.lane_of[op[:-1]]]
+    free[:, after] = steps.end[:, after - 1]
     made = np.full_like(free, -1)
     found = crossings(program)
     for maker, reader in zip(found.maker, found.reader, strict=True):
         made[:, reader] = np.maximum(made[:, reader], steps.end[:, maker])
-    halves = np.flatnonzero(program.joined)
-    for half in halves:  # a pair waits for the inputs of both
-        made[:, half - 1] = np.maximum(made[:, half - 1], made[:, half])
+    for second in np.flatnonzero(program.joined):  # a pair waits for the inputs of both
+        made[:, second - 1] = np.maximum(made[:, second - 1], made[:, second])
     return free[:, op], made[:, op]
 
 

@@ -29,7 +29,7 @@ class Tally(NamedTuple):
 
 
 def work_of(program: Program) -> Bytes:
-    """The kind of each op, and PAIR for both halves of an overlapped cell."""
+    """Return the kind of each op, and PAIR for both ops of an overlapped cell."""
     work = program.kind.copy()
     second = np.flatnonzero(program.joined)
     work[second] = PAIR

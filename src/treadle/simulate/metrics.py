@@ -51,9 +51,13 @@ class RankMetrics:
     busy: int
     span: int
     idle: int
-    bubble: float
     communication: Cover
     copies: Cover
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the makespan in which the rank does not compute."""
+        return _share(self.idle, self.busy + self.idle)
 
     def as_dict(self, clock: Clock) -> RankJson:
         """Return a dict for JSON; times are in the clock's unit."""
@@ -61,7 +65,7 @@ class RankMetrics:
             "busy": clock.show(self.busy),
             "span": clock.show(self.span),
             "idle": clock.show(self.idle),
-            "bubble": self.bubble,
+            "bubble": self.idle_share,
             "communication": self.communication.as_dict(clock),
             "copies": self.copies.as_dict(clock),
         }
@@ -71,19 +75,28 @@ class RankMetrics:
 class Metrics:
     """A Trace in numbers; times are in ticks of the clock.
 
-    A rank's `bubble` is its idle share of the makespan. The overall one is what papers publish: the idle share of the
-    rank with the longest span (the first of them), in that span. `peaks` is what each rank holds of activations at
-    most, in `peak_unit`: bytes; layers, each of a micro-batch, where the costs do not say bytes; or activations, each
-    of a chunk and a micro-batch, where the layers of a chunk are not known.
+    `peaks` is what each rank holds of activations at most, in `peak_unit`: bytes; layers, each of a micro-batch, where
+    the costs do not say bytes; or activations, each of a chunk and a micro-batch, where the layers of a chunk are not
+    known.
     """
 
     makespan: int
     num_ops: int
     clock: Clock
     ranks: tuple[RankMetrics, ...]
-    bubble: float
     peaks: tuple[float, ...]
     peak_unit: str
+
+    @property
+    def bubble(self) -> float:
+        """What papers publish: the idle share of the rank with the longest span (the first of them), in that span."""
+        longest = max(self.ranks, key=lambda rank: rank.span, default=None)
+        return _share(longest.span - longest.busy, longest.span) if longest is not None else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the makespan in which a rank does not compute, mean over ranks."""
+        return sum(rank.idle for rank in self.ranks) / max(1, self.makespan * len(self.ranks))
 
     @property
     def peak(self) -> float:
@@ -138,14 +151,11 @@ def measure(trace: Trace) -> Metrics:
     busy, span, makespan = compute.total(), compute.span(), trace.makespan
     covers = [_covers(compute, _busy(settled, kinds)) for kinds in (COMMUNICATION, COPIES)]
     ranks = tuple(
-        RankMetrics(int(b), int(s), makespan - int(b), _share(makespan - int(b), makespan), *cover)
-        for b, s, *cover in zip(busy, span, *covers, strict=True)
+        RankMetrics(int(b), int(s), makespan - int(b), *cover) for b, s, *cover in zip(busy, span, *covers, strict=True)
     )
-    longest = max(ranks, key=lambda rank: rank.span, default=None)
-    bubble = _share(longest.span - longest.busy, longest.span) if longest is not None else 0.0
     layout, sizes = trace.program.layout, peaks(trace.program, Times(trace.start, trace.end)).size
     held = tuple(in_unit(layout, int(size)) for size in sizes)
-    return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, bubble, held, layout.saved_unit)
+    return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, held, layout.saved_unit)
 
 
 def check_order(trace: Trace) -> None:
@@ -185,7 +195,7 @@ class _Intervals(NamedTuple):
 
 
 def _busy(trace: Trace, kinds: tuple[LaneKind, ...]) -> _Intervals:
-    """When at least one of a rank's lanes of these kinds does an op that takes time. Joined halves fall together."""
+    """When at least one of a rank's lanes of these kinds does an op that takes time. Joined ops fall together."""
     ptr, lanes = _lanes_of_ranks(trace.program, kinds)
     return _Intervals(*_union(trace.program.lane_ptr, ptr, lanes, trace.start, trace.end))
 

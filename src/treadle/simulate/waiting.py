@@ -1,4 +1,4 @@
-"""Waiting and moving told apart, in what was measured.
+"""Separates waiting from moving in what was measured.
 
 A receive, a send or a collective is recorded from when its own rank began it, and so includes the wait for the ranks
 that came later. The last to come waits for nobody: the shortest of the ops that go together is what the message took.
@@ -29,9 +29,9 @@ def without_waiting(trace: Trace) -> Trace:
     None starts before its lane has ended the op before: a lane does one thing at a time, however early it was asked.
     """
     program, start = trace.program, trace.end - shortest(trace)
-    behind = np.repeat(program.lane_group >= 0, np.diff(program.lane_ptr))
-    behind[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = False
-    later = np.flatnonzero(behind)
+    follows = np.repeat(program.lane_group >= 0, np.diff(program.lane_ptr))
+    follows[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = False
+    later = np.flatnonzero(follows)
     start[later] = np.minimum(np.maximum(start[later], trace.end[later - 1]), trace.end[later])
     return replace(trace, start=start)
 

@@ -35,10 +35,10 @@ def check_groups(program: Program) -> Iterator[Finding]:
         _ACROSS,
     )
     found, count = _check(meeting, program.lane_ptr, GroupTable.of(program), MOST)
-    tell = (_surplus, _unlike, _crossed)
+    make = (_surplus, _unlike, _crossed)
     for what in range(3):
         for op, other in found[what, : min(MOST, int(count[what]))]:
-            yield tell[what](program, program.op(int(op)), int(other))
+            yield make[what](program, program.op(int(op)), int(other))
 
 
 def _place(program: Program, op: Op) -> int:

@@ -21,7 +21,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Texts: TypeAlias = npt.NDArray[Any]
 
 FORWARD_SHARE = 1 / 3
-"""Of an overlapped cell's width: its halves run together, so where it is split says nothing; drawn as published."""
+"""Of an overlapped cell's width: its two actions run together, so the split means nothing; drawn as published."""
 
 ROLES = tuple(Role)
 _ROLE = np.array([ROLES.index(ROLE_OF[kind]) for kind in OpKind])
@@ -91,7 +91,7 @@ GRID = Grid()
 
 
 def cell_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
-    """One row a rank, one box an action; the halves of an overlapped cell share its time, forward left."""
+    """One row a rank, one box an action; the two actions of an overlapped cell share its time, forward left."""
     program = trace.program
     rank = program.lane_rank[program.lane_of]
     compute = program.lane_kind[program.lane_of] == LaneKind.COMPUTE
@@ -239,7 +239,7 @@ def _units(trace: Trace, op: Longs) -> tuple[Floats, Floats]:
 
 
 def _numbers(trace: Trace, op: Longs) -> tuple[Texts, ...]:
-    """The micro-batch; with more than two chunks, which colours do not tell apart, the chunk after a dot."""
+    """The micro-batch; with more than two chunks, which colours do not separate, the chunk after a dot."""
     program = trace.program
     ends = program.mb[op] < 0  # what a rank does once a step
     number = np.where(ends, "", program.mb[op].astype(str).astype(object))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from treadle.ir.show import counted
 from treadle.ir.trace import Trace
 from treadle.view.update import described_update
 
@@ -12,9 +13,4 @@ def described(trace: Trace) -> str:
     if layout.is_update:
         return described_update(trace.program)
     chunks = f", {layout.placement.vpp} chunks each" if layout.placement.vpp > 1 else ""
-    return f"{_counted(layout.num_ranks, 'device')}{chunks}, {_counted(layout.num_microbatches, 'micro-batch')}"
-
-
-def _counted(count: int, name: str) -> str:
-    plural = name + ("es" if name.endswith("ch") else "s")
-    return f"{count} {name if count == 1 else plural}"
+    return f"{counted(layout.num_ranks, 'device')}{chunks}, {counted(layout.num_microbatches, 'micro-batch')}"

@@ -43,12 +43,15 @@ from treadle.view.parts import (
     time_axis,
 )
 from treadle.view.phases import Phase, extra_cells
-from treadle.view.sheet import FigureSize, Scale, Sheet, draw_boxes
+from treadle.view.sheet import FigureSize, Scale, Sheet, draw_boxes, label_sizes
 from treadle.view.style import FigureStyle, checked_path
 from treadle.view.update_figure import update_sheet
 from treadle.view.window import Window, checked_window, end_of, strips, within
 
 PLAIN = FigureStyle()
+
+_BOX_WIDTH = 11.5
+"""Points of a usual short box: its number with air around it."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,12 @@ class _Panel:
     curves: list[Held]
     unit: MemoryUnit
 
-    @property
-    def box_width(self) -> float:
-        """Points that a usual short box needs for its label."""
+    def box_width(self, size: float | None = None) -> float:
+        """Return the points that a usual short box has for its label, or that it needs in letters of a size."""
         if self.by_lane:
             return NAME_WIDTH
-        return number_width(self.boxes if self.hang is None else named(self.boxes, self.trace))
+        boxes = self.boxes if self.hang is None else named(self.boxes, self.trace)
+        return max(_BOX_WIDTH, number_width(boxes)) if size is None else number_width(boxes, size)
 
     @property
     def peak(self) -> float:
@@ -181,13 +184,16 @@ def _timeline(
 ) -> Sheet:
     many, span = len(panels) > 1, window[1] - window[0]
     margins = _margins(panels, style, memory=content.memory)
-    natural = max(natural_width(panel.boxes, span, panel.box_width) for panel in panels)
-    width, count = layout(natural, _strip_height(panels), margins.both, style)
+    natural, least = (
+        max(natural_width(panel.boxes, span, panel.box_width(size)) for panel in panels)
+        for size in (None, min(label_sizes(style.scale)))
+    )
+    width, count = layout(natural, _strip_height(panels), margins.both, style, least=least)
     sheet = Sheet(width, style.scale)
     put_title(sheet, style.title if style.title is not None else panels[0].name if not many else "")
     parts = strips(window, count, panels[0].trace.clock)
     per_unit = (width - margins.both) / (parts[0][1] - parts[0][0])
-    size = min(fit(panel.boxes, per_unit, sheet.sizes).size for panel in panels)
+    size = min(fit(panel.boxes, per_unit, label_sizes(style.scale)).size for panel in panels)
     for part in parts:
         scale = Scale(margins.left, 0.0, per_unit, part[0])
         for panel in panels:
@@ -204,8 +210,8 @@ def _timeline(
     extra = [EXTRA] if not many and panels[0].has_extra else []
     left = margins.left if not margins.cramped else 8.0
     legend(sheet, left, [*found, *extra])
-    told = ["Memory: a line a device, the highest dark, its peak marked."] if many and content.memory else []
-    put_about(sheet, [*(panel.trace.about for panel in panels), *told], left)
+    explained = ["Memory: a line a device, the highest dark, its peak marked."] if many and content.memory else []
+    put_about(sheet, [*(panel.trace.about for panel in panels), *explained], left)
     return sheet
 
 

@@ -106,10 +106,14 @@ def natural_width(boxes: Boxes, span: float, box: float) -> float:
     return box * span / short
 
 
-def layout(natural: float, strip: float, beside: float, style: FigureStyle) -> tuple[float, int]:
-    """Width of the sheet and number of strips, for a time that needs `natural` points and strips `strip` high.
+def layout(
+    natural: float, strip: float, beside: float, style: FigureStyle, *, least: float | None = None
+) -> tuple[float, int]:
+    """Return the width of the sheet and the number of strips of time, which are `strip` points high.
 
-    As many strips as the labels need, as long as the figure stays one that can be looked at: else they are left out.
+    In a given width it is one strip if `least` points, for the smallest letters, have room in it. Else it is as many
+    as `natural` points, for usual letters, need, as long as the figure stays one that can be looked at: where not,
+    labels are left out.
     """
     given, fold = style.layout_width, style.fold
     if given is None:
@@ -122,7 +126,10 @@ def layout(natural: float, strip: float, beside: float, style: FigureStyle) -> t
             f"names and time need {least:.1f} inches at this size of letters, got {given * style.scale / 72:.2f}; "
             "a wider figure, or a smaller font size"
         )
-    return given, fold if fold is not None else _strips(natural, strip, given, beside, style.tallest)
+    if fold is not None:
+        return given, fold
+    single = least is not None and least <= given - beside
+    return given, 1 if single else _strips(natural, strip, given, beside, style.tallest)
 
 
 def _strips(natural: float, strip: float, width: float, beside: float, tallest: float) -> int:
@@ -130,10 +137,10 @@ def _strips(natural: float, strip: float, width: float, beside: float, tallest: 
     return count if count * strip <= tallest * width else 1
 
 
-def number_width(boxes: Boxes) -> float:
-    """Points that a box needs to say its number."""
+def number_width(boxes: Boxes, size: float = _SMALL) -> float:
+    """Return the points that a box needs to say its number in letters of a size."""
     longest = max((str(text) for text in boxes.says[0]), key=len, default="0")
-    return max(11.5, room(longest) * _SMALL + 2 * SIDE)
+    return room(longest) * size + 2 * SIDE
 
 
 def put_title(sheet: Sheet, title: str) -> None:

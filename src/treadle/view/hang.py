@@ -1,6 +1,6 @@
 """A step that does not finish, drawn up to where it hangs: what ran, what waits, and the circle of waits.
 
-Ops that never start have no times. Those that the picture needs stand behind the time of the hang, in the order of
+Ops that never start have no times. Those that the picture needs stand after the time of the hang, in the order of
 their lane, as long as they would take: on each rank up to the last one in the circle, or the first that waits.
 """
 
@@ -54,7 +54,7 @@ def run_to_hang(program: Program, costs: Costs) -> tuple[Trace, Hang] | None:
     gap = int(GAP * np.median(dur[dur > 0])) if (dur > 0).any() else 0
     for lane in np.flatnonzero(program.lane_kind == LaneKind.COMPUTE):
         _queue(program, int(lane), waiting, circle, dur, stop + gap, start, end)
-    about = f"ran as far as it goes with costs {costs.name!r}; what waits stands behind, in the order of its rank"
+    about = f"ran as far as it goes with costs {costs.name!r}; what waits stands after that, in the order of its rank"
     return Trace(program, start, end, costs.clock, about), Hang(stop, waiting, circle)
 
 
@@ -68,7 +68,7 @@ def _queue(
     start: Longs,
     end: Longs,
 ) -> None:
-    """Give the waiting ops of a lane that are drawn their place behind the hang."""
+    """Give the waiting ops of a lane that are drawn their place after the hang."""
     first, last = int(program.lane_ptr[lane]), int(program.lane_ptr[lane + 1])
     ops = np.arange(first, last)[waiting[first:last]]
     wanted = [op for op, _ in circle if first <= op < last]

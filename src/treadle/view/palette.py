@@ -81,7 +81,7 @@ NAMES: dict[OpKind, str] = {kind: kind.box for kind in OpKind}
 
 @dataclass(frozen=True)
 class Look:
-    """A fill, the colour of text on it, and a hatch where the fill alone does not tell it from its neighbours.
+    """A fill, the colour of text on it, and a hatch where the fill alone does not separate it from its neighbours.
 
     `later` is the fill for chunks after the first, with white text; where it is empty, chunks look alike.
     """
@@ -112,7 +112,7 @@ LEAST_DIFFERENCE = 15
 
 
 def told_apart(one: Look, other: Look) -> bool:
-    """Can the two be told apart on a grey printer."""
+    """Return whether the two differ on a grey printer."""
     return one.hatch != other.hatch or abs(one.lightness - other.lightness) >= LEAST_DIFFERENCE
 
 
@@ -124,7 +124,7 @@ _COPIES = {
     Role.HOST: Look("#b9b9b9", hatch="..."),
 }
 
-# Blocks besides layers, what is computed again, and the end of a step: told from everything else by their hatch.
+# Blocks besides layers, recompute, and the end of a step: a hatch marks them.
 _ENDS = {
     Role.EMBED: Look("#cfd8c4", hatch="|||||"),
     Role.MTP: Look("#c7dfe6", hatch="+++"),
@@ -167,7 +167,7 @@ PALETTES: dict[str, Palette] = {
         **_COPIES,
         **_UPDATE,
     },
-    # From Okabe and Ito's colours, told apart with any common colour blindness.
+    # From Okabe and Ito's colours, which differ with any common colour blindness.
     "colourblind": {
         Role.FORWARD: Look("#a6daf7", later="#0072b2"),
         Role.BACKWARD: Look("#ee8645", later="#682c00"),
@@ -183,7 +183,7 @@ PALETTES: dict[str, Palette] = {
         Role.BROADCAST: Look("#faedc8"),
         Role.RELOAD: Look("#d55e00"),
     },
-    # For papers that are printed: steps of grey, halves of a backward told by their hatches.
+    # For papers that are printed: steps of grey, dgrad and wgrad by their hatches.
     "grey": {
         Role.FORWARD: Look("#f4f4f4", later="#707070"),
         Role.BACKWARD: Look("#bdbdbd", later="#3a3a3a"),

@@ -92,11 +92,10 @@ def phase_brackets(sheet: Sheet, trace: Trace, boxes: Boxes, scale: Scale, windo
 
 def _brackets(sheet: Sheet, edges: Sequence[float], y: float) -> None:
     for name, left, right in zip(_PHASE_NAMES, edges[:-1], edges[1:], strict=True):
-        if right - left < 4:
+        if extent(name)[0] * 7 >= right - left:  # a bracket without its name says nothing
             continue
         sheet.lines([[(left + 1, y), (left + 1, y - 3), (right - 1, y - 3), (right - 1, y)]], INK, 0.7)
-        if extent(name)[0] * 7 < right - left:
-            sheet.text((left + right) / 2, y - 9.5, name, size=7, across="center", over_lines=True)
+        sheet.text((left + right) / 2, y - 9.5, name, size=7, across="center", over_lines=True)
 
 
 def outline_extra(sheet: Sheet, trace: Trace, boxes: Boxes, scale: Scale) -> None:

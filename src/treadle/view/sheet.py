@@ -65,6 +65,11 @@ class FigureSize:
         return f"{self.width_in:.2f} x {self.height_in:.2f} in"
 
 
+def label_sizes(scale: float) -> tuple[float, ...]:
+    """Return the sizes that labels in boxes may have: on paper none is smaller than can be read."""
+    return tuple(size for size in SIZES if size * scale >= LEAST_PT) or SIZES[:1]
+
+
 class Sheet:
     """A figure in the making; `y` is how far down it is filled, in points of the layout.
 
@@ -78,11 +83,6 @@ class Sheet:
         self.axes.set_axis_off()
         self._glyphs: dict[tuple[str, float, str], list[Floats]] = {}
         self._points = Affine2D().scale(scale / 72) + self.figure.dpi_scale_trans
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """The sizes that labels in boxes may have: on paper none is smaller than can be read."""
-        return tuple(size for size in SIZES if size * self.scale >= LEAST_PT) or SIZES[:1]
 
     def text(
         self,
@@ -194,7 +194,7 @@ class Sheet:
 def draw_boxes(sheet: Sheet, boxes: Boxes, palette: Palette, scale: Scale, size: float | None = None) -> None:
     """Boxes with what they say at this size, or at the one that suits them; a few collections a look."""
     corners = scale.corners(boxes)
-    labels = fit(boxes, scale.points_per_unit, sheet.sizes if size is None else (size,))
+    labels = fit(boxes, scale.points_per_unit, label_sizes(sheet.scale) if size is None else (size,))
     centre = np.stack([(corners[:, 0] + corners[:, 2]) / 2, (corners[:, 1] + corners[:, 3]) / 2], 1)
     for index, role in enumerate(ROLES):
         for later in (False, True):

@@ -18,7 +18,10 @@ SUFFIXES = (".svg", ".png", ".pdf")
 BASE_PT = 8.0
 """Letters of the layout."""
 
-_FONT_SIZES = {"column": 7.0, "slide": 14.0}
+_COLUMN_IN, _SLIDE_IN = 3.5, 12.0
+"""Inches: up to the first a figure is of a column, from the second on of a slide."""
+
+_COLUMN_PT, _SLIDE_PT = 7.0, 14.0
 _LEAST_IN, _MOST_IN = 1.5, 100.0
 _LEAST_PT, _MOST_PT = 3.0, 72.0
 _MOST_STRIPS = 100
@@ -28,9 +31,10 @@ _MOST_STRIPS = 100
 class FigureStyle:
     """How a figure looks, whatever it shows.
 
-    `width` is inches or a name of WIDTHS; None is as wide as the labels need, up to 10 inches. `fold` cuts the time
-    into so many strips below each other; None is as many as the labels need. `font_size` is that of names, in points;
-    None is 8, 7 in a column and 14 on a slide. `title` None is the figure's own, "" is none.
+    `width` is inches (6.5, "6.5in") or a name of WIDTHS; None is as wide as the labels need, up to 10 inches. `fold`
+    cuts the time into so many strips below each other; None is as many as the labels need. `font_size` is that of
+    names, in points; None is 8, 7 up to the width of a column and 14 from that of a slide. `title` None is the
+    figure's own, "" is none.
     """
 
     width: float | str | None = None
@@ -52,12 +56,14 @@ class FigureStyle:
         """Points on paper of a point of the layout."""
         if self.font_size is not None:
             return self.font_size / BASE_PT
-        return _FONT_SIZES.get(str(self.width), BASE_PT) / BASE_PT
+        if self.width is None or _COLUMN_IN < _inches(self.width) < _SLIDE_IN:
+            return 1.0
+        return (_COLUMN_PT if _inches(self.width) <= _COLUMN_IN else _SLIDE_PT) / BASE_PT
 
     @property
     def tallest(self) -> float:
         """Height over width of the tallest figure that is folded by itself."""
-        return 0.5 if self.width == "slide" else 1.75
+        return 0.5 if self.width is not None and _inches(self.width) >= _SLIDE_IN else 1.75
 
     @property
     def layout_width(self) -> float | None:
@@ -66,16 +72,18 @@ class FigureStyle:
 
 
 def _inches(width: float | str) -> float:
-    """Inches of a width: a name, or a number of them."""
+    """Return the inches of a width: a name, or a number of them."""
     if isinstance(width, str) and width in WIDTHS:
         return WIDTHS[width]
     try:
-        inches = float(width)
+        inches = float(width.removesuffix("in") if isinstance(width, str) else width)
     except ValueError:
         inches = math.nan
     if not _LEAST_IN <= inches <= _MOST_IN:
         named = ", ".join(f"{name} ({size} in)" for name, size in WIDTHS.items())
-        raise ValueError(f"a figure's width is {named}, or {_LEAST_IN:g} to {_MOST_IN:g} inches, got {width!r}")
+        raise ValueError(
+            f"a figure's width is {named}, or {_LEAST_IN:g} to {_MOST_IN:g} inches, got {width!r}; write 6.5 or 6.5in"
+        )
     return inches
 
 

@@ -5,14 +5,15 @@
 
 A box begins with its kind and micro-batch where they fit, with its kind alone where they do not; at the grain of layers
 capitals are forward and small letters backward. Of a weight update the rows are buffers and the numbers rounds: H2D,
-broadcast from here (S) and from elsewhere (D), reload.
+broadcast from here (S) and from elsewhere (D), reload. A step that is too long for one strip is folded into several.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.style import Style
@@ -21,6 +22,7 @@ from rich.text import Text
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
+from treadle.view.boxes import Floats
 from treadle.view.palette import ROLE_OF, Palette, Role, palette
 from treadle.view.update import buffer_rows
 
@@ -31,6 +33,8 @@ LETTERS: dict[OpKind, str] = {kind: kind.letter for kind in OpKind}
 
 _LANE_ORDER = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.SEND, LaneKind.OUT, LaneKind.IN)
 _MOST_ROWS = 64
+_MOST_LINES = 96
+"""Lines of a folded step; one that needs more is drawn in one strip, after a note."""
 
 
 def terminal_rows(
@@ -42,7 +46,7 @@ def terminal_rows(
     lanes: bool = False,
     hang: Hang | None = None,
 ) -> Iterator[Text]:
-    """The rows of a trace, a rank each or a lane each, and notes on what had to give.
+    """Yield the rows of a trace, a rank each or a lane each, and notes on what had to give.
 
     Of a step that hangs, what waits begins with "?", what waits in a circle with "!".
     """
@@ -50,9 +54,19 @@ def terminal_rows(
     named = _buffers(trace) if trace.program.layout.is_update else _lanes(trace.program, lanes)
     margin = max((len(name) for name, _ in named), default=0) + 2
     columns = max(20, width - margin)
-    for name, ops in named[:_MOST_ROWS]:
-        yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, columns, looks, colour, hang))
-    yield from _notes(trace, columns, len(named))
+    shown = [(name, _shown(trace, ops)) for name, ops in named[:_MOST_ROWS]]
+    shortest = min((int((ops.end - ops.start).min()) for _, ops in shown if len(ops.op)), default=trace.makespan)
+    strips = _strips(trace.makespan, shortest, columns, len(shown))
+    if shortest * columns * strips < trace.makespan:
+        yield Text("ops shorter than a column do not show; a wider terminal shows more, -o page.html all", style="dim")
+    for strip in range(strips):
+        if strips > 1:
+            ends = (trace.clock.show(at * trace.makespan / strips) for at in (strip, strip + 1))
+            yield Text(f"{'':<{margin}}from {next(ends):.4g} to {next(ends):.4g} {_unit(trace)}", style="dim")
+        middles = trace.start.min() + (np.arange(columns) + 0.5 + strip * columns) * trace.makespan / columns / strips
+        for name, ops in shown:
+            yield Text(f"{name:<{margin}}").append_text(_row(trace, ops, middles, looks, colour, hang))
+    yield from _notes(trace, columns * strips, len(named))
     if hang is not None:
         circle = "; ! waits in a circle" if hang.circle else ""
         yield Text(f"hangs at {hang.since(trace):g}: ? never starts{circle}", style="bold red" if colour else "")
@@ -84,14 +98,28 @@ def _name(program: Program, lane: int, lanes: bool) -> str:
     return f"{rank} {program.lane(lane).name.replace('rank ', '')}" if lanes else str(rank)
 
 
-def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool, hang: Hang | None) -> Text:
-    """Each column shows the op that runs at its middle; ops that start together share their columns."""
-    program = trace.program
-    ops = ops[trace.end[ops] > trace.start[ops]]
-    start, end = _halves(trace, ops)
-    middle = trace.start.min() + (np.arange(columns) + 0.5) * trace.makespan / columns
-    at = np.searchsorted(start, middle, side="right") - 1
-    running = np.where((at >= 0) & (end[np.maximum(at, 0)] > middle), at, -1) if len(ops) else np.full(columns, -1)
+class _Shown(NamedTuple):
+    """The ops of a row, and when each starts and ends as it is drawn."""
+
+    op: Longs
+    start: Longs
+    end: Longs
+
+
+def _strips(makespan: int, shortest: int, columns: int, rows: int) -> int:
+    """Return the number of strips in which the shortest op has two columns, or one; 1 if that is too long to read."""
+    if makespan <= shortest * columns:
+        return 1
+    wanted = (math.ceil(makespan * each / (shortest * columns)) for each in (2, 1))
+    return next((count for count in wanted if count * (rows + 1) <= _MOST_LINES), 1)
+
+
+def _row(trace: Trace, shown: _Shown, middles: Floats, looks: Palette, colour: bool, hang: Hang | None) -> Text:
+    """Return the row whose columns show the op that runs at their middle; ops that start together share columns."""
+    program, ops = trace.program, shown.op
+    at = np.searchsorted(shown.start, middles, side="right") - 1
+    found = (at >= 0) & (shown.end[np.maximum(at, 0)] > middles) if len(ops) else np.zeros(len(middles), bool)
+    running = np.where(found, at, -1)
     row = Text()
     for first, last, which in _runs(running):
         if which < 0:
@@ -103,13 +131,18 @@ def _row(trace: Trace, ops: Longs, columns: int, looks: Palette, colour: bool, h
     return row
 
 
-def _halves(trace: Trace, ops: Longs) -> tuple[Longs, Longs]:
-    """Starts and ends, with the two halves of a pair one after the other, as they are drawn."""
+def _shown(trace: Trace, ops: Longs) -> _Shown:
+    """Return the ops that take time, with the forward and the backward of a pair one after the other."""
+    ops = ops[trace.end[ops] > trace.start[ops]]
     start, end = trace.start[ops].copy(), trace.end[ops].copy()
     for second in np.flatnonzero(trace.program.joined[ops]):
         middle = (start[second] * 2 + end[second]) // 3
         end[second - 1] = start[second] = middle
-    return start, end
+    return _Shown(ops, start, end)
+
+
+def _unit(trace: Trace) -> str:
+    return "units" if trace.clock.unit == "unit" else trace.clock.unit
 
 
 def _runs(running: Longs) -> Iterator[tuple[int, int, int]]:
@@ -139,11 +172,7 @@ def _waiting_box(program: Program, op: int, width: int, hang: Hang, colour: bool
 
 
 def _notes(trace: Trace, columns: int, num_rows: int) -> Iterator[Text]:
-    unit = trace.clock.show(trace.makespan / columns)
-    shortest = int((trace.end - trace.start)[trace.end > trace.start].min(initial=trace.makespan))
-    note = f"a column is {unit:.3g} {trace.clock.unit}{'s' if trace.clock.unit == 'unit' else ''}"
-    if shortest * columns < trace.makespan:
-        note += "; what is shorter than a column may not show (a wider terminal shows more, -o page.html all)"
-    yield Text(f"{note}; {trace.about}", style="dim")
+    column = trace.clock.show(trace.makespan / columns)
+    yield Text(f"a column is {column:.3g} {_unit(trace)}; {trace.about}", style="dim")
     if num_rows > _MOST_ROWS:
         yield Text(f"... and {num_rows - _MOST_ROWS} more rows (-o page.html shows them all)", style="dim")

@@ -11,7 +11,7 @@ from treadle.view.frame import checked_ranks, layout, natural_width, put_about, 
 from treadle.view.labels import extent, fit
 from treadle.view.palette import ROLE_OF, Look, Palette, Role, palette
 from treadle.view.parts import time_axis
-from treadle.view.sheet import FAINT, INK, Scale, Sheet, draw_boxes
+from treadle.view.sheet import FAINT, INK, Scale, Sheet, draw_boxes, label_sizes
 from treadle.view.style import FigureStyle
 from treadle.view.update import BufferRow, buffer_rows, described_update
 from treadle.view.window import Window, checked_window, strips, within
@@ -41,7 +41,7 @@ def update_sheet(trace: Trace, ranks: range | None, window: Window | None, style
     put_title(sheet, style.title if style.title is not None else described_update(trace.program))
     parts = strips(time, count, trace.clock)
     per_unit = (width - _START - _RIGHT) / (parts[0][1] - parts[0][0])
-    size = fit(boxes, per_unit, sheet.sizes).size
+    size = fit(boxes, per_unit, label_sizes(style.scale)).size
     top = sheet.y
     _legend(sheet, colours, rows)
     for part in parts:
@@ -58,7 +58,7 @@ def update_sheet(trace: Trace, ranks: range | None, window: Window | None, style
 
 
 def update_boxes(trace: Trace, rows: list[BufferRow]) -> Boxes:
-    """A box for each op that takes time, in the row of its buffer. It says its source, as colours tell the rest."""
+    """A box for each op that takes time, in the row of its buffer. It says its source, as colours show the rest."""
     program = trace.program
     taking = [row.ops[trace.end[row.ops] > trace.start[row.ops]] for row in rows]
     op = np.concatenate([np.zeros(0, np.int64), *taking])

@@ -57,22 +57,22 @@ def from_mesh(
 def _from_mesh(described: dict[str, Tensor], mesh: Sequence[int], rule: Rule, order: Sequence[int] | None) -> Holding:
     placements = {name: _checked(tensor, mesh, rule(name)) for name, tensor in described.items()}
     # Ranks that differ only along dimensions that replicate everything hold the same, and share one tuple.
-    telling = [any(type(p[d]) is not Replicate for p in placements.values()) for d in range(len(mesh))]
+    varying = [any(type(p[d]) is not Replicate for p in placements.values()) for d in range(len(mesh))]
     classes: dict[tuple[int, ...], list[Piece]] = {
-        place: [] for place in product(*(range(n) if tells else (0,) for n, tells in zip(mesh, telling, strict=True)))
+        place: [] for place in product(*(range(n) if varies else (0,) for n, varies in zip(mesh, varying, strict=True)))
     }
     cutting = tuple(order) if order is not None else tuple(range(len(mesh)))
     known: dict[tuple[tuple[int, ...], Placements], list[tuple[tuple[int, ...], Box]]] = {}
     for name, tensor in described.items():
         key = (tensor.shape, placements[name])
         if key not in known:
-            known[key] = _boxes(tensor.shape, placements[name], mesh, telling, cutting)
+            known[key] = _boxes(tensor.shape, placements[name], mesh, varying, cutting)
         for place, box in known[key]:
             classes[place].append(Piece(name, box))
     shared = {place: tuple(pieces) for place, pieces in classes.items()}
     ranks = product(*(range(n) for n in mesh))
     return Holding(
-        described, tuple(shared[tuple(i if t else 0 for i, t in zip(r, telling, strict=True))] for r in ranks)
+        described, tuple(shared[tuple(i if t else 0 for i, t in zip(r, varying, strict=True))] for r in ranks)
     )
 
 
@@ -155,11 +155,11 @@ def _checked(tensor: Tensor, mesh: Sequence[int], placements: Placements) -> tup
 
 
 def _boxes(
-    shape: tuple[int, ...], placements: Placements, mesh: Sequence[int], telling: Sequence[bool], order: Sequence[int]
+    shape: tuple[int, ...], placements: Placements, mesh: Sequence[int], varying: Sequence[bool], order: Sequence[int]
 ) -> list[tuple[tuple[int, ...], Box]]:
     """The box of each class of ranks that holds any of such a tensor."""
     found = []
-    for place in product(*(_places(p, n, t) for p, n, t in zip(placements, mesh, telling, strict=True))):
+    for place in product(*(_places(p, n, t) for p, n, t in zip(placements, mesh, varying, strict=True))):
         start, stop = [0] * len(shape), list(shape)
         for d in order:
             placement = placements[d]
@@ -174,7 +174,7 @@ def _boxes(
     return found
 
 
-def _places(placement: Shard | Replicate | Owner, num: int, tells: bool) -> Sequence[int]:
+def _places(placement: Shard | Replicate | Owner, num: int, varies: bool) -> Sequence[int]:
     if isinstance(placement, Owner):
         return (placement.place,)
-    return range(num) if tells else (0,)
+    return range(num) if varies else (0,)

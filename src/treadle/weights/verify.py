@@ -120,7 +120,7 @@ def _unmet(program: Program, op: Ints, wanted: Ints) -> Ints:
     ends = np.cumsum(count)
     place = np.repeat(program.dep_ptr[op[rest]] - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
     dep = program.dep[place]
-    # A dependency on something behind the needed op on its lane does as well.
+    # A dependency on something after the needed op on its lane does as well.
     met = there[pair] & (dep >= wanted[pair]) & (lane[dep] == lane[wanted[pair]])
     waits = np.zeros(len(op), bool)
     waits[pair[met]] = True

@@ -148,7 +148,7 @@ def stages_balanced(whatif: WhatIf) -> Longs:
 
 def stage_times(whatif: WhatIf) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Ticks that each stage computes in a step, on average over replicas and steps."""
-    counted = whatif.computes & ~whatif.program.joined  # the halves of an overlapped pair have one time
+    counted = whatif.computes & ~whatif.program.joined  # the ops of an overlapped pair have one time
     mean = np.where(counted, whatif.measured.mean(axis=0), 0.0)
     layout = whatif.program.layout
     return np.bincount(whatif.stage, mean, minlength=layout.placement.num_stages) / layout.num_replicas

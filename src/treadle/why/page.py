@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
 
 from treadle.ir.show import show_time
+from treadle.view.template import fill_template
 from treadle.why.heat import Heat
 from treadle.why.report import WhyReport
 
 
 def page(report: WhyReport, name: str) -> str:
-    """The HTML of a report; `name` is what was analysed."""
+    """Return the HTML of a report; `name` is what was analysed."""
     sentence = report.cause.sentence
     parts = {
         "title": escape(f"why {name}"),
@@ -25,10 +25,7 @@ def page(report: WhyReport, name: str) -> str:
         "steps": _steps(report),
         "footer": escape(report.about),
     }
-    html = files("treadle.why").joinpath("page.html").read_text(encoding="utf-8")
-    for part, text in parts.items():
-        html = html.replace(f"<!--{part}-->", text)
-    return html
+    return fill_template("treadle.why", parts)
 
 
 def _figures(report: WhyReport) -> str:

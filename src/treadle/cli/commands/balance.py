@@ -15,7 +15,7 @@ from treadle.cli.output import print_json
 from treadle.cli.step_flags import layout_blocks
 from treadle.cli.tables import rows_table
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import note, out, suggest, working
+from treadle.cli.terminal import out, suggest, working
 from treadle.costs import Costs, load_costs
 from treadle.ir import Schedule
 from treadle.ir.blocks import LAYERS, check_blocks, write_layout
@@ -98,11 +98,8 @@ def balance(
     layout = balanced.layout
     out.print(f"balanced, as Megatron reads it: [bold]{escape(layout)}[/]", soft_wrap=True)
     if not block_in_each:
-        _tell_of_freer(
-            balanced.costs,
-            weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement),
-            costs.clock,
-        )
+        freer = weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement)
+        _print_freer(cuts, freer, costs.clock)
     usual = default_schedule(placement.num_stages // placement.pp)
     target = Target(schedule_name or usual, pp, vpp, microbatches or 4 * placement.pp)
     denses = f" --dense {model.count('d')}" if "d" in model else ""
@@ -197,14 +194,23 @@ def _cut_object(cut: _Cut, clock: Clock) -> CutJson:
     }
 
 
-def _tell_of_freer(cut: CutCosts, freer: CutCosts, clock: Clock) -> None:
-    """Note that stages without a layer would be faster, if so."""
-    least, most = (each.stages[each.slowest_stage].ticks for each in (freer, cut))
-    if least < most:
-        note(
-            f"with stages that have no layer (--block-in-each), the slowest takes {show_time(clock, least)}: "
-            f"{write_layout(freer.blocks)}"
-        )
+def _print_freer(cuts: list[_Cut], freer: CutCosts, clock: Clock) -> None:
+    """Print the cut with stages that have no layer, if it is faster."""
+    slowest = {cut.name: _slowest(cut.costs) for cut in cuts}
+    least, most = _slowest(freer), slowest["balanced"]
+    if least >= most:
+        return
+    if slowest.get("default") == most:
+        out.print("no cut with a layer in each stage has a faster slowest stage than the default", soft_wrap=True)
+    out.print(
+        f"faster, without a layer in some stages (--block-in-each): [bold]{escape(write_layout(freer.blocks))}[/], the "
+        f"slowest stage takes {show_time(clock, least)} for {show_time(clock, most)}",
+        soft_wrap=True,
+    )
+
+
+def _slowest(costs: CutCosts) -> int:
+    return costs.stages[costs.slowest_stage].ticks
 
 
 def _print_stages(cut: _Cut, clock: Clock) -> None:

@@ -16,7 +16,7 @@ from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, layout_blocks, make_traces
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import out, suggest, working
+from treadle.cli.terminal import out, suggest, working, wrote
 from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
 from treadle.ir.show import show_held, show_time
@@ -61,6 +61,7 @@ def compare(
     traces = make_traces(steps)
     if fit_to is not None:
         fit_to.write_text(dump_costs(_fitted(traces[-1], flags)), encoding="utf-8")
+        wrote(fit_to)
         layout = traces[-1].program.layout
         size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}" + (" --layers 1" if layout.by_layer else "")
         suggest(f"treadle simulate 1f1b {size} --costs {shlex.quote(str(fit_to))}")

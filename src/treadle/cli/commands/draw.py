@@ -13,8 +13,8 @@ from rich.markup import escape
 
 from treadle.cli.options import parse_ranks, spread_options
 from treadle.cli.step_flags import StepFlags, note_missing
-from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import again, err, out, suggest, working
+from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp, label
+from treadle.cli.terminal import again, err, out, suggest, working, wrote
 from treadle.drawing import PAGE, Shown, require_matplotlib
 from treadle.step import Step, steps_of
 from treadle.view.described import described
@@ -131,7 +131,8 @@ def draw(
     _check(output, figure, palette_name)
     sized = [Target(name, pp, vpp, microbatches, placement) for name in names]
     targets = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
-    loaded = [(target.name, target.load()) for target in targets]
+    things = [target.load() for target in targets]
+    loaded = list(zip(label(targets, things), things, strict=True))
     noted: set[str] = set()
     drawn = [_shown(step, noted) for step in steps_of(loaded, flags.costs, flags.options)]
     if against is not None:
@@ -196,7 +197,7 @@ def _write(drawn: list[Shown], output: Path, figure: FigureOptions, grain: Grain
             if output.suffix == PAGE
             else _figure(drawn, output, figure, grain, palette_name)
         )
-    err.print(f"wrote {escape(str(output))} ({size})", soft_wrap=True)
+    wrote(output, size)
 
 
 def _page(drawn: list[Shown], output: Path, figure: FigureOptions, palette_name: str) -> str:

@@ -14,11 +14,11 @@ from treadle.api import files
 from treadle.cli.measured import import_run, tell
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import again, out, suggest, working
+from treadle.cli.terminal import again, out, suggest, working, wrote
 from treadle.costs import Costs
 from treadle.costs import dump as dump_costs
 from treadle.ir.blocks import parse_layout
-from treadle.ir.show import show_time
+from treadle.ir.show import counted, show_time
 from treadle.profiles.imported import Imported
 from treadle.simulate import Metrics, fit, measure
 from treadle.simulate.stage_fitting import fit_stages
@@ -60,19 +60,18 @@ def import_(
     if output is not None:
         with working(f"writing {output}"):
             files.save_steps(imported.steps, output, step)
+        wrote(output)
     if fit_to is not None:
         fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
+        wrote(fit_to)
     if schedule_to is not None:
         schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
+        wrote(schedule_to)
     if as_json:
         print_json("import", _as_dict(imported, metrics, step))
         return
     _print(imported, metrics, step, paths)
     suggest(f"treadle why {shlex.quote(str(output))}" if output is not None else again("-o trace.json.gz"))
-
-
-def _many(number: int, name: str) -> str:
-    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("ch") else "s")
 
 
 def _fitted(imported: Imported, step: int | None) -> Costs:
@@ -109,13 +108,13 @@ def _print(imported: Imported, metrics: Metrics, step: int | None, paths: list[P
     name = schedule.name if imported.named else "a schedule that is none of those here"
     chunks = f", {schedule.placement.vpp} chunks a rank" if schedule.placement.vpp > 1 else ""
     replicas = f" x {layout.dp} replicas" if layout.dp > 1 else ""
-    size = f"{_many(schedule.pp, 'rank')}{replicas}{chunks}, {_many(schedule.num_microbatches, 'micro-batch')}"
+    size = f"{counted(schedule.pp, 'rank')}{replicas}{chunks}, {counted(schedule.num_microbatches, 'micro-batch')}"
     if layout.by_layer:
-        name, size = "parts of layers", f"{_many(layout.model_layers, 'layer')} of one rank, {schedule.rows[0][0]}"
+        name, size = "parts of layers", f"{counted(layout.model_layers, 'layer')} of one rank, {schedule.rows[0][0]}"
     out.print(f"[bold]{escape(name)}[/]: {size}; {escape(imported.form)}", soft_wrap=True)
     spans = steps.makespans
     out.print(
-        f"{_many(len(steps.numbers), 'step')}, {show_time(clock, float(spans.min()))} to "
+        f"{counted(len(steps.numbers), 'step')}, {show_time(clock, float(spans.min()))} to "
         f"{show_time(clock, float(spans.max()))}; step {steps.typical if step is None else step}: "
         f"{show_time(clock, metrics.makespan)}, bubble {metrics.bubble:.2%}",
         soft_wrap=True,
@@ -125,6 +124,6 @@ def _print(imported: Imported, metrics: Metrics, step: int | None, paths: list[P
     for column in ("busy", "idle"):
         table.add_column(column, justify="right")
     for number, rank in enumerate(metrics.ranks[:16]):
-        table.add_row(str(number), show_time(clock, rank.busy), f"{rank.bubble:.1%}")
+        table.add_row(str(number), show_time(clock, rank.busy), f"{rank.idle_share:.1%}")
     out.print(table)
     tell(imported, paths)

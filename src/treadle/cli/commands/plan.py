@@ -11,11 +11,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.options import Json, parse_bytes
+from treadle.cli.options import Json, parse_bytes, parse_count
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
-from treadle.cli.terminal import again, note, out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.cli.writable import check_directory, check_file
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
@@ -48,7 +48,7 @@ def plan(
         str, typer.Option("--cluster", help="A preset with how many GPUs (h800:2048), or a .toml file.")
     ],
     tokens_per_batch: Annotated[
-        int | None, typer.Option(help="Tokens of a step, over all GPUs. By default 32,768 a GPU.")
+        str | None, typer.Option(help="Tokens of a step, over all GPUs: 4194304 or 4Mi. By default 32,768 a GPU.")
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     memory_limit: Annotated[
@@ -88,6 +88,8 @@ def plan(
     if output is not None and output.suffix != ".html":
         raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
     model, cluster = load_model(model_name), load_cluster(cluster_name)
+    if ":" not in cluster_name and not cluster_name.endswith(".toml"):
+        note(f"{cluster_name} is one host of {cluster.num_gpus} GPUs; --cluster {cluster_name}:512 has 512 of them")
     if trainable:
         _check_trainable(model, precision, tp, cp)
     _check_precision(precision, cluster)
@@ -123,7 +125,7 @@ def plan(
         found = find_plan(
             model,
             cluster,
-            tokens_per_batch=tokens_per_batch,
+            tokens_per_batch=parse_count(tokens_per_batch) if tokens_per_batch is not None else None,
             seq_len=seq_len,
             memory_limit=limit,
             space=space,
@@ -140,6 +142,9 @@ def plan(
     written = write_files(chosen, files) if files is not None else ()
     if as_json:
         print_json("plan", plan_object(found, chosen, others, study))
+    if output is not None:
+        wrote(output)
+    if as_json:
         return
     _print(found, chosen, others)
     if study is not None:
@@ -220,8 +225,9 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> Non
         "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
+        "10^12 tokens": f"{chosen.days(10**12):,.1f} days, {chosen.gpu_hours(10**12):,.0f} GPU-hours",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
-        "bubble": f"{chosen.bubble:.1%} of the step without computing, mean over ranks",
+        "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
         **({"pinned host memory": host_text(chosen)} if job.offload else {}),

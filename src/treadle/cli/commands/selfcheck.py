@@ -12,7 +12,7 @@ from rich.table import Table
 
 from treadle.cli.options import Json
 from treadle.cli.output import json_text, print_json
-from treadle.cli.terminal import again, err, out, suggest
+from treadle.cli.terminal import again, err, out, suggest, wrote
 from treadle.host.extras import brought_by
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def selfcheck(
     report = run_checks(Setup(num_ranks=ranks, quick=quick, device_type=device), _progress, settings)
     if output is not None:
         output.write_text(json_text("selfcheck", _as_dict(report)), "utf-8")
+        wrote(output)
     if as_json:
         print_json("selfcheck", _as_dict(report))
     else:

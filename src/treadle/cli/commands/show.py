@@ -14,7 +14,8 @@ from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, make_program
 from treadle.cli.target import Target
-from treadle.cli.terminal import plain, suggest
+from treadle.cli.terminal import plain, suggest, wrote
+from treadle.cli.writable import check_file, form_of
 from treadle.export import FORMATS
 from treadle.ir import Schedule, text
 
@@ -38,19 +39,24 @@ def show(
     target: Target,
     flags: StepFlags,
     rows: Annotated[bool, typer.Option("--rows", help="Only the rows, without the # lines.")] = False,
-    format: Annotated[FormatName, typer.Option(help="The form to write.")] = FormatName.TEXT,
+    format: Annotated[
+        FormatName | None, typer.Option(help="The form to write; else by the ending of -o, or text.")
+    ] = None,
     as_json: Json = False,
     lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="With --lower, or of an update: the program as .npz instead.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write it to a file; with --lower, or of an update: the program, which is .npz."
+        ),
     ] = None,
 ) -> None:
     """Prints a schedule, a row a rank, in a form that every command reads; or what it is lowered to.
 
     Of a weight update: a row a buffer, with when its ops start and end.
     """
-    form = FormatName.JSON if as_json else format
+    form = FormatName.JSON if as_json else format or FormatName(form_of(output) if output is not None else "text")
     loaded = target.load()
     if not isinstance(loaded, Schedule) and flags.step(loaded).is_update:
         _show_update(flags.step(loaded).trace, form, rows, output)
@@ -61,11 +67,9 @@ def show(
     if lower and form is not FormatName.TEXT:
         raise ValueError(f"--lower prints text, got --format {form.value}; -o program.npz writes the program")
     schedule = target.checked_schedule(loaded)
-    if output is not None and not lower:
-        raise ValueError("-o writes a program; add --lower, or redirect the output for a schedule")
     if not lower:
-        plain(text.dump(schedule, header=False) if rows else files.dumps(schedule, form.value))
-        suggest(f"treadle verify {target}")
+        _put(text.dump(schedule, header=False) if rows else files.dumps(schedule, form.value), output)
+        suggest(f"treadle verify {target if output is None else shlex.quote(str(output))}")
         return
     from treadle.export import npz
     from treadle.view.lanes import lanes_text
@@ -75,11 +79,23 @@ def show(
     program = step.program
     if output is not None:
         npz.save_program(program, output)
+        wrote(output)
         suggest(f"treadle verify {shlex.quote(str(output))}")
         return
     cells = [str(cell) for cell in schedule.rows[min(rank // program.layout.num_replicas, schedule.pp - 1)]]
     plain(lanes_text(program, rank, cells))
     suggest(f"treadle simulate {target} {flags}".rstrip())
+
+
+def _put(shown: str, output: Path | None) -> None:
+    if output is None:
+        plain(shown)
+        return
+    if output.suffix == ".npz":
+        raise ValueError(f"a program is written as .npz, a schedule as .txt, .csv or .json, got {output}; add --lower")
+    check_file(output)
+    output.write_text(shown, encoding="utf-8")
+    wrote(output)
 
 
 def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None) -> None:
@@ -90,6 +106,7 @@ def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None
         raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
     if output is not None:
         npz.save_program(trace.program, output)
+        wrote(output)
         return
     ranks = range(trace.program.num_ranks)
     if form is FormatName.JSON:

@@ -17,7 +17,7 @@ from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.step_flags import StepFlags, make_traces, note_missing
 from treadle.cli.target import Target
-from treadle.cli.terminal import again, note, out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.ir.show import show_bytes, show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.simulate import Metrics, PathSummary
@@ -59,6 +59,7 @@ def simulate(
     if output is not None:
         with working(f"writing {output}"):
             files.save_trace(step.trace, output, ranks=parse_ranks(ranks))
+        wrote(output)
     with working("measuring"):
         metrics, path = step.metrics, step.path
     if as_json:
@@ -130,7 +131,7 @@ def _print(metrics: Metrics, about: str) -> None:
     )
     copies = any(row.copies.total for row in metrics.ranks)
     table = Table(box=None, padding=(0, 2 - copies, 0, 0), header_style="dim")  # 80 columns hold both
-    columns = ("rank", "busy", "idle", "bubble", "comm hidden", "exposed")
+    columns = ("rank", "busy", "idle", "idle %", "comm hidden", "exposed")
     for column in (*columns, *(("copies hidden", "exposed") if copies else ()), "peak"):
         table.add_column(column, justify="right")
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -141,7 +142,7 @@ def _print(metrics: Metrics, about: str) -> None:
             covers = [row.communication, *([row.copies] if copies else [])]
             hidden = [show_time(clock, ticks) for cover in covers for ticks in (cover.hidden, cover.exposed)]
             times = [show_time(clock, ticks) for ticks in (row.busy, row.idle)]
-            cells = (*times, f"{row.bubble:.1%}", *hidden, show_held(peak, metrics.peak_unit))
+            cells = (*times, f"{row.idle_share:.1%}", *hidden, show_held(peak, metrics.peak_unit))
             shown[id(row), peak] = cells
         rows.setdefault(cells if len(metrics.ranks) > SHOWN_RANKS else (*cells, str(rank)), []).append(rank)
     for cells, ranks in list(rows.items())[:SHOWN_RANKS]:

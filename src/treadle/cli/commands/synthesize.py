@@ -13,8 +13,8 @@ from treadle.api import files
 from treadle.cli.options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, make_traces
-from treadle.cli.terminal import Advance, again, note, out, suggest, working
-from treadle.cli.writable import check_file
+from treadle.cli.terminal import Advance, again, note, out, suggest, working, wrote
+from treadle.cli.writable import check_file, form_of
 from treadle.ir.show import peak_object, show_held, show_time
 from treadle.ir.trace import Clock
 from treadle.simulate import Metrics, measure
@@ -22,9 +22,6 @@ from treadle.synthesize import MemoryLimits, SolverOptions, Standing, Synthesis,
 
 if TYPE_CHECKING:
     from treadle.cli.printed import SynthesizeJson
-
-_FORMS = {".json": "json", ".csv": "torch-csv"}
-"""The form of a file by its ending; text for any other."""
 
 
 def synthesize(
@@ -87,7 +84,8 @@ def synthesize(
     (trace,) = make_traces([flags.step(found.schedule)])
     metrics = measure(trace)
     if output is not None:
-        output.write_text(files.dumps(found.schedule, _FORMS.get(output.suffix, "text")), encoding="utf-8")
+        output.write_text(files.dumps(found.schedule, form_of(output)), encoding="utf-8")
+        wrote(output)
     if as_json:
         body: SynthesizeJson = {
             **found.as_dict(),

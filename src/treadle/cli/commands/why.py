@@ -16,7 +16,7 @@ from treadle.api.files import holds_traces
 from treadle.cli.measured import choose_steps, load_steps, quoted
 from treadle.cli.options import Json
 from treadle.cli.output import print_json
-from treadle.cli.terminal import again, note, out, suggest, working
+from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.ir.blocks import write_layout
 from treadle.ir.program import Layout
 from treadle.why import WhyReport, analyse
@@ -46,22 +46,29 @@ def why(
     measured = choose_steps(load_steps(paths), steps)
     with working("simulating"):
         report = analyse(measured)
-    if output is not None:
-        output.write_text(page(report, paths[0].name), encoding="utf-8")
     if as_json:
         print_json("why", report.as_dict())
+    else:
+        _print_all(report, measured.program.layout, paths)
+    if output is not None:
+        output.write_text(page(report, paths[0].name), encoding="utf-8")
+        wrote(output)
+    if as_json:
         return
-    layout = measured.program.layout
-    cut = report.cause.what == "stage" and not layout.by_layer  # layers that are alike cannot be cut better
-    _print(report, _cut_commands(layout, paths) if cut else ())
-    if cut and not any(layout.blocks):
-        note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
     if output is None:
         suggest(again("-o why.html"))
     elif holds_traces(paths):
         suggest(f"treadle draw {shlex.quote(str(paths[0]))} -o page.html")
     else:
         suggest(f"treadle import {quoted(paths)} -o trace.json.gz")
+
+
+def _print_all(report: WhyReport, layout: Layout, paths: list[Path]) -> None:
+    """Print the report and, where the cut is the cause, the commands that find a better one."""
+    cut = report.cause.what == "stage" and not layout.by_layer  # layers that are alike cannot be cut better
+    _print(report, _cut_commands(layout, paths) if cut else ())
+    if cut and not any(layout.blocks):
+        note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
 
 
 def _cut_commands(layout: Layout, paths: list[Path]) -> tuple[str, str]:

@@ -32,7 +32,7 @@ _READ = {*_FIELDS, "total"}
 _LEFT_OUT = {"memory": "the reserved memory of each step is not imported"}
 _NS_PER_MS = 1_000_000
 _LATE = 1.01
-"""A step's last end may be behind its `total` by this factor: the events are of two streams."""
+"""A step's last end may be after its `total` by this factor: the events are of two streams."""
 
 
 class PrimusReader:

@@ -23,6 +23,7 @@ from treadle.view.described import described
 from treadle.view.page.columns import column, columns
 from treadle.view.page.preview import preview
 from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
+from treadle.view.template import fill_template
 
 SCRIPTS = ("trace.js", "paint.js", "memory.js", "details.js", "page.js")
 """In the order they are put in: each uses the ones before."""
@@ -45,7 +46,6 @@ def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi", *, tit
     }
     heading = title if title is not None else _title(traces)
     here = files("treadle.view.page")
-    html = here.joinpath("page.html").read_text(encoding="utf-8")
     style = here.joinpath("page.css").read_text(encoding="utf-8")
     script = "\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     # A script ends at the first "</script" inside it, whatever the names of the traces say: no "<" stays in the data.
@@ -61,9 +61,7 @@ def page(traces: Sequence[tuple[str, Trace]], palette_name: str = "kimi", *, tit
         "script": script,
         "data": shipped,
     }
-    for name, text in parts.items():
-        html = html.replace(f"<!--{name}-->", text)
-    return html
+    return fill_template("treadle.view.page", parts)
 
 
 def _title(traces: Sequence[tuple[str, Trace]]) -> str:
@@ -169,7 +167,7 @@ def _totals(metrics: Metrics) -> dict[str, Any]:
             {
                 "busy": rank.busy,
                 "idle": rank.idle,
-                "bubble": rank.bubble,
+                "bubble": rank.idle_share,
                 "exposed": rank.communication.exposed,
                 "peak": peak,
             }

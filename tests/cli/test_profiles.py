@@ -1,0 +1,61 @@
+"""Profiles where commands take schedules and traces: a directory is a target, and what is written is reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import treadle as run
+from tests.support.paths import ROOT
+
+PROFILE = ROOT / "examples" / "profiles" / "torch"
+
+
+def test_the_directory_of_a_profile_is_a_target(tmp_path: Path) -> None:
+    imported = json.loads(run("import", str(PROFILE), "--json").stdout)
+    simulated = json.loads(run("simulate", str(PROFILE), "--json").stdout)
+    assert simulated["makespan"] == imported["makespan"]
+    drawn = run("draw", str(PROFILE))
+    assert drawn.returncode == 0, drawn.stderr
+    assert [line.split()[0] for line in drawn.stdout.splitlines() if line[:1].isdigit()][:4] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("import", str(PROFILE), "-o"), "run.json.gz"),
+        (("import", str(PROFILE), "--fit"), "job.toml"),
+        (("import", str(PROFILE), "--schedule"), "ran.txt"),
+        (("why", str(PROFILE), "-o"), "why.html"),
+        (("simulate", "1f1b", "--pp", "2", "-m", "2", "-o"), "trace.npz"),
+        (("draw", "1f1b", "--pp", "2", "-m", "2", "-o"), "page.html"),
+        (("show", "1f1b", "--pp", "2", "-m", "2", "--lower", "-o"), "program.npz"),
+    ],
+)
+def test_a_file_that_was_written_is_reported(command: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    done = run(*command, name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {name}" in done.stderr
+    assert (tmp_path / name).is_file()
+
+
+def test_a_directory_without_a_profile_is_refused_with_its_files_and_why(tmp_path: Path) -> None:
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "notes.txt").write_text("no profile\n")
+    done = run("import", str(tmp_path))
+    assert done.returncode == 2
+    assert f"not read: {tmp_path}/empty.json: empty" in done.stderr
+    assert f"{tmp_path}/notes.txt: not read: no profile of a form that Treadle knows" in done.stderr
+
+
+def test_a_figure_names_a_schedule_as_its_file_does(tmp_path: Path) -> None:
+    rows = run("show", "1f1b", "--pp", "2", "-m", "2", "--rows").stdout
+    (tmp_path / "a.txt").write_text(f"# name: mine\n{rows}")
+    (tmp_path / "b.txt").write_text(rows)
+    both = run("draw", "a.txt", "b.txt", cwd=tmp_path).stdout
+    assert "mine: 2 devices" in both
+    assert "b.txt: 2 devices" in both
+    (tmp_path / "b.txt").write_text(f"# name: mine\n{rows}")
+    assert "a.txt: 2 devices" in run("draw", "a.txt", "b.txt", cwd=tmp_path).stdout
