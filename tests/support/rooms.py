@@ -29,9 +29,9 @@ def room_of(module: str) -> str:
 
 
 @cache
-def imports() -> dict[str, set[str]]:
-    """For each module the modules of the package that it imports, in functions too, but not for types alone."""
-    graph = grimp.build_graph("treadle", exclude_type_checking_imports=True, cache_dir=None)
+def imports(*, with_types: bool = False) -> dict[str, set[str]]:
+    """For each module the modules of the package that it imports, in functions too, and for types alone if asked."""
+    graph = grimp.build_graph("treadle", exclude_type_checking_imports=not with_types, cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
