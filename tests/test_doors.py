@@ -26,7 +26,8 @@ from treadle.search.step import simulate_whole
 from treadle.search.structure import Structure
 
 NUM_THINGS = 200
-QUICK = 10
+BY_DAY = 60
+QUICK = 4
 PARTS = ("attn_f", "mlp_f", "mlp_b", "attn_b", "mlp_w", "attn_w")
 EXCHANGES = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
 ENDS = ("embed_f", "embed_b", "mtp_f", "mtp_b", "mtp_w", "head_f", "head_b", "head_w")
@@ -208,9 +209,16 @@ def test_every_door_leads_to_one_makespan(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(QUICK, NUM_THINGS, 38))
+@pytest.mark.parametrize("first", range(QUICK, BY_DAY, 14))
 def test_every_door_leads_to_one_makespan_for_many(first: int, tmp_path: Path) -> None:
-    for number in range(first, min(first + 38, NUM_THINGS)):
+    for number in range(first, first + 14):
+        check(number, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(BY_DAY, NUM_THINGS, 28))
+def test_every_door_leads_to_one_makespan_for_all(first: int, tmp_path: Path) -> None:
+    for number in range(first, first + 28):
         check(number, tmp_path)
 
 
