@@ -22,7 +22,7 @@ from treadle.schedules import SCHEDULES, TORCH_NAMES, family
         ("plan --model llama3-8b --gpus 512", "follows the cluster's name, as in --cluster h100:512"),
         ("plan --model llama3-8b --cluster 512xh100", "got '512xh100'; write h100:512"),
         ("plan --model llama3-8b --cluster H100x512", "got 'H100x512'; write h100:512"),
-        ("plan --model deepseek-ai/DeepSeek-V3 --cluster h100:512", "the nearest is deepseek-v3"),
+        ("plan --model deepseek-ai/DeepSeek-V3 --cluster h100:512", "did you mean 'deepseek-v3'?"),
         (
             "plan --model llama3-8b --cluster h100:8 --tokens-per-batch 4M",
             "or another sequence length; 4Mi are 4,194,304",

@@ -58,6 +58,20 @@ class Judged:
         return replace(self, ticks=step.ticks, memory=memory)
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """The best job that has another value of one knob, and otherwise is the chosen one."""
+
+    knob: str
+    value: str
+    judged: Judged
+    fits: bool
+    slower: float | None
+    """Share by which its step is longer; None where it does not fit."""
+
+    reason: str
+
+
 def judge(candidate: Candidate) -> Judged:
     """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
     job = candidate.job

@@ -13,10 +13,9 @@ from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
 from treadle.plan.stragglers import QUANTILES, StragglerStudy
 from treadle.search.chosen import Chosen
-from treadle.search.judged import Judged, describe
+from treadle.search.judged import Alternative, Judged, describe
 from treadle.search.report import commands, count_text, mesh_text, study_text
 from treadle.search.search import Found
-from treadle.search.why import Alternative
 from treadle.view.template import fill_template
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 330, 54, 40

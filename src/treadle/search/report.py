@@ -13,10 +13,9 @@ from treadle.ir.blocks import write_layout
 from treadle.plan.stragglers import StragglerStudy
 from treadle.search.chosen import Chosen
 from treadle.search.files import options_text, untrainable
-from treadle.search.judged import Judged
+from treadle.search.judged import Alternative, Judged
 from treadle.search.search import Found
 from treadle.search.structure import columns
-from treadle.search.why import Alternative
 
 if TYPE_CHECKING:
     from treadle.search.printed_plan import JobJson, MemoryJson, PlanJson

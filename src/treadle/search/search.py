@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.search.front import Front
-from treadle.search.judged import Judged, describe, judge
+from treadle.search.judged import Alternative, Judged, describe, judge
 from treadle.search.space import Candidate
-
-if TYPE_CHECKING:
-    from treadle.search.why import Alternative
 
 Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""

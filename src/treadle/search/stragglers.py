@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from treadle.plan.stragglers import Progress, StragglerStudy, straggler_study
-from treadle.search.judged import Judged
+from treadle.search.judged import Alternative, Judged
 from treadle.search.structure import expert_columns
-from treadle.search.why import Alternative, shown
+from treadle.search.why import shown
 from treadle.simulate.slowness import Stragglers
 
 DRAWS = 200

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.schedules import family
 from treadle.search.front import Front
-from treadle.search.judged import Judged
+from treadle.search.judged import Alternative, Judged
 from treadle.search.search import Found
 
 KNOBS = (
@@ -28,20 +28,6 @@ KNOBS = (
 )
 _WITH = {"schedule": ("vpp",)}
 """Knobs that may follow another: a schedule brings its own number of chunks."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """The best job that has another value of one knob, and otherwise is the chosen one."""
-
-    knob: str
-    value: str
-    judged: Judged
-    fits: bool
-    slower: float | None
-    """Share by which its step is longer; None where it does not fit."""
-
-    reason: str
 
 
 def settle(found: Found) -> Found:

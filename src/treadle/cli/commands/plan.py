@@ -27,11 +27,10 @@ from treadle.search import Found, SearchSpace, find_plan
 from treadle.search.chosen import Chosen
 from treadle.search.files import untrainable, untrainable_model, write_files
 from treadle.search.find_plan import usable_bytes
-from treadle.search.judged import describe
+from treadle.search.judged import Alternative, describe
 from treadle.search.page import page
 from treadle.search.report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
 from treadle.search.stragglers import DRAWS, study_plan
-from treadle.search.why import Alternative
 
 SHOWN = 12
 _SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
