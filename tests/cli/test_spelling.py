@@ -75,7 +75,9 @@ def test_a_cluster_without_a_number_is_said_to_be_one_host() -> None:
 def test_show_writes_the_form_that_the_ending_says(name: str, tmp_path: Path) -> None:
     done = run("show", "zb-v", "--pp", "2", "-m", "4", "-o", name, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote {name}\n")
-    assert treadle.load(tmp_path / name).rows == treadle.generate("zb-v", pp=2, microbatches=4).rows
+    loaded = treadle.load(tmp_path / name)
+    assert isinstance(loaded, treadle.Schedule)
+    assert loaded.rows == treadle.generate("zb-v", pp=2, microbatches=4).rows
     form = {".txt": "text", ".json": "json", ".csv": "torch-csv"}[Path(name).suffix]
     printed = run("show", "zb-v", "--pp", "2", "-m", "4", "--format", form).stdout
     assert (tmp_path / name).read_text() == printed
