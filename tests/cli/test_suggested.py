@@ -228,7 +228,8 @@ def test_every_hint_is_among_them(suggested: Suggested) -> None:
 def _examples() -> list[str]:
     texts = [about.examples for about in COMMANDS.values()]
     texts += [template for path, template in _templates() if path.parts[-2:] == ("commands", "costs.py")]
-    lines = [line for text in texts for line in re.sub(r"^\w+: ", "", text).split("   |   ")]
+    texts += [template for path, template in _templates() if template.startswith("Start with: ")]
+    lines = [line for text in texts for line in re.split(r"   \|   |, | or ", re.sub(r"^[\w ]+: ", "", text))]
     return [line for line in dict.fromkeys(lines) if line.startswith(("treadle", "torchrun")) and "\0" not in line]
 
 
@@ -268,18 +269,23 @@ def _templates() -> list[tuple[Path, str]]:
 def test_every_command_in_a_text_was_run_or_is_a_mere_name(suggested: Suggested) -> None:
     ran = {*suggested.lines, *_examples(), *(each.example for each in CODES.values()), *MESSAGES}
     for path, template in _templates():
-        if path.name == "output.py":  # which command prints which JSON: no advice
+        if path.name == "output.py" or path.name.startswith("printed"):  # what JSON holds: no advice
             continue
         for found in _TREADLE.finditer(template):
             rest = template[found.end() :]
             if not rest.startswith((" ", "\0")):  # a name, in quotes or at the end
                 continue
-            begins = re.split(r"[\0`;)]|   \|", template[found.start() :])[0].rstrip()
+            begins = re.split(r"[\0`;)]|   \||, | or |' (?=\w)", template[found.start() :])[0].rstrip()
             where = f"{path.relative_to(ROOT)}: {template!r} suggests a command that no case here runs"
             assert any(begins in line for line in ran), where
 
 
-MESSAGES = {"treadle import PROFILE --schedule ran.txt": "treadle import 'my profile' --schedule ran.txt"}
+IMPORT = "treadle import PROFILE --schedule ran.txt"
+MESSAGES = {
+    IMPORT: "treadle import 'my profile' --schedule ran.txt",
+    "treadle plan --model NAME --cluster GPU:COUNT --files DIR": "treadle plan --model llama3-8b --cluster h100:8 "
+    "--files costs --tp 2 --pp 2 --schedule 1f1b",
+}
 """Commands of errors in Python, with what the reader fills in."""
 
 
@@ -288,8 +294,12 @@ def test_commands_of_errors_in_python_run(directory: Path) -> None:
     imported = treadle.import_profile([directory / "my profile"])
     with pytest.raises(ValueError, match="verify the schedule that ran") as error:
         treadle.verify(imported.steps.trace())
-    (line,) = re.findall(r"`(treadle [^`]+)`", str(error.value))
-    _run(MESSAGES[line], directory)
+    assert re.findall(r"'(treadle [^']+)'", str(error.value)) == [IMPORT]
+    with pytest.raises(ValueError, match="is not a preset of costs") as error:
+        treadle.load_costs("h100")
+    (line,) = re.findall(r"'(treadle [^']+)'", str(error.value))
+    for command in (IMPORT, line):
+        _run(MESSAGES[command], directory)
 
 
 @pytest.mark.parametrize("code", [code for code, each in CODES.items() if each.example.startswith("treadle")])

@@ -244,7 +244,7 @@ def test_errors_say_the_way_out(cells: Trace, lanes: Trace, tmp_path: Path) -> N
         draw(cells, tmp_path / "a.gif")
     with pytest.raises(ValueError, match="`layers=N`"):
         draw(cells, tmp_path / "a.svg", FigureContent(grain="lanes"))
-    with pytest.raises(ValueError, match="--layers"):
+    with pytest.raises(ValueError, match="`layers=N`"):
         draw_cell(cells, "steady", tmp_path / "a.svg")
     with pytest.raises(ValueError, match="leave `layers` out"):
         draw(lanes, tmp_path / "a.svg", FigureContent(grain="cells"))

@@ -349,7 +349,7 @@ def test_the_letters_of_a_stage() -> None:
     ("rows", "said"),
     [
         (["t", "mt", "mL"], "stages 1, 2 have MTP blocks; all of a model's stand on one stage"),
-        (["tm", "t", "L"], "stage 0 has MTP blocks, and stage 1 behind it has layers"),
+        (["tm", "t", "L"], "stage 0 has MTP blocks, and stage 1 after it has layers"),
         (["t", "", "tL"], "stage 1 has none; only the first stage"),
     ],
 )
