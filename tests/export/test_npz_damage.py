@@ -102,7 +102,10 @@ BAD_NPZ: list[tuple[dict[str, Any], str]] = [
     ({"treadle": header(layout__layers=[0, 0, 0, 0])}, "treadle.layout.layers stands beside blocks"),
     ({"treadle": header(layout__tied=[[0, 7]])}, r"treadle.layout: a tie is two or more different stages from 0 to 3"),
     ({"treadle": header(layout__tied=[1])}, r"treadle.layout.tied\[0\] is a list of at least 1, .*, got 1"),
-    ({"treadle": header(layout__step_end=["CLIP"])}, "treadle.layout: a step ends with these in order, OPTIMIZER among them: "),
+    (
+        {"treadle": header(layout__step_end=["CLIP"])},
+        "treadle.layout: a step ends with these in order, OPTIMIZER among them: ",
+    ),
     (
         {"treadle": header(layout__mb_scale=[1.0, 0.0])},
         r"treadle.layout.mb_scale\[1\] is a number above 0, below 1e\+12, got 0.0",
