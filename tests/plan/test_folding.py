@@ -18,7 +18,7 @@ from treadle.ir.program import Program
 from treadle.ir.trace import Trace
 from treadle.plan import LoweringOptions, folded_metrics, folded_path, folding, lower, stragglers
 from treadle.plan.folded_metrics import measure_folded
-from treadle.plan.folding import Folded, ReplicaKinds, fold, simulate_folded
+from treadle.plan.folding import Folded, ReplicaKinds, fold
 from treadle.plan.step_tail import why_not
 from treadle.schedules import SCHEDULES
 from treadle.simulate import measure, simulate, slowness
@@ -47,6 +47,10 @@ class Draw:
     @property
     def num_ranks(self) -> int:
         return self.schedule.pp * self.options.ep * self.options.dp
+
+    def folded(self) -> Folded:
+        program = lower(self.schedule, self.costs, replace(self.options, every_gpu=False))
+        return fold(program, self.costs, ep=self.options.ep, dp=self.options.dp, slowness=self.slowness)
 
 
 CHOSEN = (*range(40), *range(90, 94))
@@ -152,10 +156,7 @@ def check_every_op(folded: Folded, whole: Trace) -> None:
 @pytest.mark.parametrize("number", [*CHOSEN, *(pytest.param(n, marks=pytest.mark.nightly) for n in REST)])
 def test_folded_mesh_equals_the_unfolded_one_to_the_tick(number: int) -> None:
     drawn = draw(number)
-    whole, folded = (
-        unfolded(drawn),
-        simulate_folded(drawn.schedule, drawn.costs, drawn.options, slowness=drawn.slowness),
-    )
+    whole, folded = unfolded(drawn), drawn.folded()
     assert folded.num_ranks == whole.program.num_ranks == drawn.num_ranks
     assert np.array_equal(folded.ends, ends_of(whole))
     assert folded.makespan == whole.makespan
@@ -166,10 +167,7 @@ def test_folded_mesh_equals_the_unfolded_one_to_the_tick(number: int) -> None:
 @pytest.mark.parametrize("number", CHOSEN[:40:3])
 def test_folded_metrics_and_path_are_those_of_the_unfolded_mesh(number: int) -> None:
     drawn = draw(number)
-    whole, folded = (
-        unfolded(drawn),
-        simulate_folded(drawn.schedule, drawn.costs, drawn.options, slowness=drawn.slowness),
-    )
+    whole, folded = unfolded(drawn), drawn.folded()
     assert measure_folded(folded) == measure(whole)
     path = folded_path.folded_path(folded)
     assert path.length == folded.makespan
@@ -198,7 +196,7 @@ def test_halves_of_a_tick_are_rounded_as_in_the_unfolded_mesh(dp: int) -> None:
     drawn = Draw("1f1b", treadle.generate("1f1b", pp=2, microbatches=4), odd, options, np.ones(4 * dp))
     assert drawn.slowness is not None
     drawn.slowness[1::2] = 1.5
-    whole, folded = unfolded(drawn), simulate_folded(drawn.schedule, odd, options, slowness=drawn.slowness)
+    whole, folded = unfolded(drawn), drawn.folded()
     assert np.array_equal(folded.ends, ends_of(whole))
     check_every_op(folded, whole)
 
@@ -277,7 +275,7 @@ def test_columns_that_do_not_meet_are_folded_one_by_one() -> None:
     options = LoweringOptions(layers=1, moe=False, dp=6)
     factors = np.ones(12)
     factors[[1, 3, 8]] = 1.5
-    folded = simulate_folded(treadle.generate("1f1b", pp=2, microbatches=4), DEEPSEEK, options, slowness=factors)
+    folded = Draw("1f1b", treadle.generate("1f1b", pp=2, microbatches=4), DEEPSEEK, options, factors).folded()
     assert folded.num_kinds == 3
     assert folded.about.endswith("folded: 3 different of 6 pipelines")
 

@@ -102,9 +102,14 @@ def test_without_matplotlib_there_is_text_and_a_hint(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_figures() -> None:
-    """A kernel of its own runs the cells; each output has an SVG, and the text for places without HTML."""
+def test_a_notebook_shows_figures(tmp_path: Path) -> None:
+    """A kernel of its own runs the cells; each output has an SVG, and the text for places without HTML.
+
+    The kernel listens on sockets of a directory: TCP ports are chosen before the kernel binds them, and another test
+    may take one in between.
+    """
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    jupyter_client = pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     cells = [
         "import treadle\nschedule = treadle.generate('zb-h1', pp=2, microbatches=4)\nschedule",
@@ -113,7 +118,8 @@ def test_a_notebook_shows_figures() -> None:
         "treadle.draw([schedule, treadle.generate('1f1b', pp=2, microbatches=4)], width='text')",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
+    nbclient.NotebookClient(book, km=kernel, timeout=120, startup_timeout=300).execute()
     for cell in book.cells:
         (output,) = cell.outputs
         assert output.data["text/html"].startswith("<svg ")

@@ -167,11 +167,21 @@ def load_run(paths: Sequence[Path]) -> Steps | Imported:
         OSError: a file cannot be read.
 
     """
-    from treadle.ir.steps import Steps
     from treadle.profiles.importing import import_profile
 
-    if not holds_traces(paths):
-        return import_profile(paths)
+    return load_traced(paths) if holds_traces(paths) else import_profile(paths)
+
+
+def load_traced(paths: Sequence[Path]) -> Steps:
+    """Read the measured steps of one run from traces of Treadle: a file, or a directory of them.
+
+    Raises:
+        ValueError: there are several.
+        OSError: a file cannot be read.
+
+    """
+    from treadle.ir.steps import Steps
+
     if len(paths) > 1:
         raise ValueError(f"traces of one run are one file or one directory, got {len(paths)}: {paths[0]}, ...")
     return Steps.of(load_traces(paths[0])) if paths[0].is_dir() else load_steps(paths[0])

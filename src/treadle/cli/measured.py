@@ -26,9 +26,7 @@ def load_steps(paths: Sequence[Path]) -> Steps:
     """
     if files.holds_traces(paths):
         with working(f"reading {paths[0]}"):
-            found = files.load_run(paths)
-        assert isinstance(found, Steps)
-        return found
+            return files.load_traced(paths)
     imported = import_run(paths)
     tell(imported, paths)
     return imported.steps

@@ -8,9 +8,9 @@ the least slowest stage first, then the least sum of squares, both by dynamic pr
 are alike once. That holds while nothing inside the step waits for a reduction; otherwise every GPU is simulated.
 """
 
-from treadle.plan.folding import Folded, fold, simulate_folded
+from treadle.plan.folding import Folded, fold
 from treadle.plan.lowering import lower
 from treadle.plan.options import LoweringOptions
 from treadle.plan.stragglers import StragglerStudy, straggler_study
 
-__all__ = ["Folded", "LoweringOptions", "StragglerStudy", "fold", "lower", "simulate_folded", "straggler_study"]
+__all__ = ["Folded", "LoweringOptions", "StragglerStudy", "fold", "lower", "straggler_study"]

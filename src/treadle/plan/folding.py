@@ -8,17 +8,14 @@ and `fold` refuses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from treadle.costs import Costs
-from treadle.ir import Schedule
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Clock, Trace
-from treadle.plan.lowering import lower
-from treadle.plan.options import LoweringOptions
 from treadle.plan.replicas import Members, Replicas, factors_of, together
 from treadle.plan.step_tail import TailTimes
 from treadle.simulate.slowness import Factors, checked_factors
@@ -77,7 +74,8 @@ class Folded:
 
     Example:
         >>> schedule, unit = treadle.generate("1f1b", pp=2, microbatches=4), treadle.load_costs("unit")
-        >>> folded = simulate_folded(schedule, unit, LoweringOptions(layers=1, ep=2, dp=64, moe=True))
+        >>> options = treadle.LoweringOptions(layers=1, ep=2, dp=64, moe=True)
+        >>> folded = fold(treadle.lower(schedule, unit, options), unit, ep=2, dp=64)
         >>> len(folded.ends), folded.clock.show(folded.makespan), folded.num_kinds
         (256, 14, 1)
 
@@ -180,33 +178,6 @@ def num_simulated(program: Program, *, ep: int, dp: int, slowness: Factors | Non
     meets = bool((program.lane_kind == LaneKind.EP).any())
     columns = columns_of(program, MeshSize(ep, dp), slowness)
     return ReplicaKinds.of(columns, together=ep if meets else 1).num_rows
-
-
-def simulate_folded(
-    schedule: Schedule, costs: Costs, options: LoweringOptions, *, slowness: Factors | None = None
-) -> Folded:
-    """Lower a schedule and simulate it on every GPU of the mesh of `options.ep` and `options.dp`, folded.
-
-    Args:
-        schedule: one that verifies.
-        costs: how long ops take.
-        options: how the schedule is lowered; whether `every_gpu` is set makes no difference.
-        slowness: by which factor each rank of the mesh is slower; None for 1.
-
-    Returns:
-        The end of every rank, equal to that of the unfolded Program to the tick.
-
-    Raises:
-        ValueError: as of `fold`, or options do not fit the schedule.
-
-    Example:
-        >>> schedule, costs = treadle.generate("zb-h1", pp=4, microbatches=8), treadle.load_costs("deepseek-v3-h800")
-        >>> simulate_folded(schedule, costs, LoweringOptions(layers=1, ep=8, dp=16, moe=True)).num_ranks
-        512
-
-    """
-    program = lower(schedule, costs, replace(options, every_gpu=False))
-    return fold(program, costs, ep=options.ep, dp=options.dp, slowness=slowness)
 
 
 def columns_of(program: Program, mesh: MeshSize, slowness: Factors | None) -> Factors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,15 +138,16 @@ def _memory(bucket: str) -> Any:
 
 def _start_ranks(target: Path) -> int:
     """Runs this command once for each worker, as ranks of one process group on this host; the worst exit code."""
+    from torch._C._distributed_c10d import TCPStore
+
     workers = sorted(target.glob("worker-*.sock"))
     if not workers:
         raise ValueError(f"{target} has no sockets of workers; is the engine running, and is this its directory?")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: nobody can take its port
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in range(len(workers)):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _RANK: str(rank), _WORLD: str(len(workers))}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        place |= {_RANK: str(rank), _WORLD: str(len(workers))}
         quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         command = [sys.executable, *sys.argv]
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **place}

@@ -75,7 +75,6 @@ class Coordinator:
                     self._lose(link, str(error))
                     return
                 who = f"update rank {rank} ({link.peer})"
-                self._waited.clear()
                 self._carry_out(protocol.malformed(self._state, rank, who, str(error), self.ledger.record))
                 continue
             except (OSError, WireError) as error:
