@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import treadle
@@ -20,7 +22,7 @@ SIBLINGS: set[str] = set()
 def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(SRC)))
     double = {name: where for name, where in places.items() if len(where) > 1}
@@ -44,21 +46,29 @@ ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def test_only_the_table_templates_and_handlers_enumerate_op_kinds() -> None:
-    sources = {str(path.relative_to(SRC)): path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
-    found = {name: lines for name, text in sources.items() if (lines := _enumerations(text))}
+    sources = sorted(SRC.rglob("*.py"))
+    found = {str(path.relative_to(SRC)): lines for path in sources if (lines := _enumerations(_nodes(path)))}
     assert found.keys() == ENUMERATE_KINDS.keys(), found
 
 
 def test_an_enumeration_of_op_kinds_is_found() -> None:
-    assert _enumerations("LATE = {OpKind.CLIP: 1, OpKind.GC: 2, **dict.fromkeys((OpKind.F, OpKind.B), 3)}") == [1]
-    assert _enumerations("x = (OpKind.F, OpKind.B)\ny = f(OpKind.I, OpKind.W, OpKind.GC)") == []
-    assert _enumerations("ok = A.kind <= OpKind.W") == [1]
+    def of(source: str) -> list[int]:
+        return _enumerations(ast.walk(ast.parse(source)))
+
+    assert of("LATE = {OpKind.CLIP: 1, OpKind.GC: 2, **dict.fromkeys((OpKind.F, OpKind.B), 3)}") == [1]
+    assert of("x = (OpKind.F, OpKind.B)\ny = f(OpKind.I, OpKind.W, OpKind.GC)") == []
+    assert of("ok = A.kind <= OpKind.W") == [1]
 
 
-def _enumerations(source: str) -> list[int]:
+@cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _enumerations(nodes: Iterable[ast.AST]) -> list[int]:
     """The lines of literals with three or more op kinds, and of comparisons by their numbers, which order nothing."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict) and sum(map(_is_kind, ast.walk(node))) > 2:
             lines.append(node.lineno)
         elif isinstance(node, ast.Compare) and any(isinstance(each, ORDERS) for each in node.ops):
@@ -92,5 +102,4 @@ def test_no_schedule_is_known_by_name_outside_its_room() -> None:
 
 
 def _literals(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -58,6 +58,7 @@ def test_public_function_says_what_it_takes_and_returns(name: str) -> None:
     assert "Returns:" in about or about.startswith("Return") or signature(function).return_annotation == "None"
 
 
+@pytest.mark.slow
 def test_packages_resolve_and_planning_imports_no_torch() -> None:
     code = (
         "import sys, treadle; assert 'torch' not in sys.modules; dir(treadle); assert 'torch' not in sys.modules; "

@@ -180,6 +180,7 @@ def refuse_odd(rank: int) -> None:
             treadle.Pipeline(stages, schedule, mesh=make_mesh(1), loss_fn=print, tied=tied)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_pipeline_refuses_arguments_of_another_type() -> None:
     check(run_ranks(1, refuse_odd))
     with pytest.raises(TypeError, match=r"the mesh is a DeviceMesh .* got NoneType None; make it by init_device_mesh"):

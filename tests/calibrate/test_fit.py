@@ -38,6 +38,7 @@ def test_constants_put_in_are_found_again() -> None:
     assert not any(each.suspicious for each in found.runs)
 
 
+@pytest.mark.slow
 def test_other_jobs_are_predicted_from_a_few() -> None:
     before, truth = h100(), h100(constants={**TRUE, "grouped_bf16": 0.3, "launch_us_partial": 20.0})
     jobs = [make_job(before, **MOE, pp=pp, seq_len=seq) for pp in (1, 2) for seq in (2048, 8192)]
@@ -134,6 +135,7 @@ class TestPathForm:
         assert form.seconds(still) == pytest.approx(planned(job).step_s, rel=1e-5)
         assert form.simulated(still) == pytest.approx(planned(job).step_s, rel=1e-9)
 
+    @pytest.mark.slow
     def test_terms_are_exact_under_other_constants_and_never_too_long(self) -> None:
         _, form = self.form(recompute=("attn",))
         drawn = np.random.default_rng(3)

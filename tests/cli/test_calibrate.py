@@ -61,6 +61,7 @@ def test_estimates_before_and_after_are_those_of_plan() -> None:
     assert load_cluster("more.toml").name == "more"
 
 
+@pytest.mark.slow
 def test_table_has_every_run_medians_and_constants() -> None:
     write(chosen("h100:16"), 1.2, 1.2, 1.25)
     printed, notes = run("calibrate", "--cluster", "h100:16", "--measured", "runs.csv")

@@ -104,6 +104,7 @@ def test_verify_points_at_the_cell() -> None:
     assert caret == " " * row.rindex("F1.0") + "^^^^"
 
 
+@pytest.mark.slow
 def test_verify_says_where_it_stopped_listing() -> None:
     rows = "\n".join(f"{rank}: {' '.join(f'F{mb}.0' for mb in range(1500))}" for rank in range(2))
     done = run("verify", "-", stdin=rows)

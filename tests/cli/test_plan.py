@@ -95,6 +95,7 @@ def test_steps_with_slow_gpus_stand_beside_those_without() -> None:
     assert row["median_s"] == pytest.approx(row["step_s"] * (1 + row["p50"]))
 
 
+@pytest.mark.slow
 def test_names_may_have_any_letter(tmp_path: Path) -> None:
     odd = tmp_path / 'a "b" \\c'
     odd.mkdir()

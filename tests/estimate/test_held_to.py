@@ -39,6 +39,7 @@ def test_rows_of_every_data_set() -> None:
     }
 
 
+@pytest.mark.slow
 def test_figures_are_of_the_step_that_the_command_prints() -> None:
     """Of the first run that the search has: one stage, nothing recomputed."""
     rows = printed.data_sets()["bridge_moe"]

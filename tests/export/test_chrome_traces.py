@@ -384,6 +384,7 @@ def test_damaged_gzip_files_do_not_get_through(tmp_path: Path, place: int, mask:
         assert_same_trace(read, trace_of("1f1b", 2, 5, "deepseek-v3-h800"))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 30_000), st.sampled_from(["9", "-", '"', "0", "}", "]", ",", "", ".5", "null", "e9", "x"]))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_edited_json_is_a_trace_or_a_value_error(tmp_path: Path, place: int, text: str) -> None:

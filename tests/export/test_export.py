@@ -130,6 +130,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(draw(NAMES), placement, num_mb, draw(rows(pp)), draw(receives(pp)))
 
 
+@pytest.mark.slow
 @given(schedules())
 @example(Schedule("a name: mine:", Placement.loop(1), 1, ((),)))
 @example(Schedule("", Placement.loop(2), 1, ((), ()), {(0, 1): ()}))
@@ -138,6 +139,7 @@ def test_text_round_trip_of_anything(schedule: Schedule) -> None:
     assert parse_any(text.dump(schedule)) == schedule
 
 
+@pytest.mark.slow
 @given(schedules(), st.sampled_from(["", "rank", "rank ", "Rank "]))
 def test_text_without_chunks_is_read_exactly_if_there_is_one(schedule: Schedule, rank: str) -> None:
     lines = text.dump(replace(schedule, name="x")).splitlines(True)

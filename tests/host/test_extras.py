@@ -82,6 +82,7 @@ def test_what_an_extra_brings_is_installed_by_name(extra: str) -> None:
     assert set(names) <= set(BROUGHT)
 
 
+@pytest.mark.slow
 def test_commands_without_a_package_end_with_a_sentence(tmp_path: Path) -> None:
     asked = {
         "matplotlib": "draw 1f1b --pp 2 -m 2 -o a.svg",

@@ -83,6 +83,7 @@ STAGES = st.lists(st.tuples(st.text("EtdmL", min_size=1, max_size=9), st.integer
 )
 
 
+@pytest.mark.slow
 @given(STAGES)
 def test_what_is_written_is_read_back(blocks: tuple[str, ...]) -> None:
     without_dense = tuple(stage.replace("d", "t") for stage in blocks)

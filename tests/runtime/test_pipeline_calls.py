@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -89,6 +90,7 @@ def test_replicas_in_different_calls_name_both() -> None:
     hold_calls(pp=1, dp=2)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pipeline_in_different_calls_name_both() -> None:
     hold_calls(pp=2, dp=1)
 

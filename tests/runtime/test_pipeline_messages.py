@@ -91,6 +91,7 @@ def step_many(rank: int, pp: int, num_mb: int) -> list[tuple[str, float, Grads]]
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 4])
 def test_several_tensors_between_stages(pp: int) -> None:
     num_mb = 2 * pp

@@ -231,6 +231,7 @@ def copies_of_experts(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_copies_of_experts_that_start_apart_are_refused() -> None:
     """Ranks of one expert group have experts of their own, which other groups and the pipe's other end have too."""
     found = check(run_ranks(4, copies_of_experts))

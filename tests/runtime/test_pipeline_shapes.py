@@ -241,6 +241,7 @@ def bad_on_one(rank: int) -> None:
     pipe.step(inputs[:4] if rank == 0 else None, targets)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_shapes_hears_of_a_refusal() -> None:
     ended_soon(run_ranks(2, bad_on_one), 0, "the schedule has 5 micro-batches, got 4")
 

@@ -91,6 +91,7 @@ def ends_of_messages(trace: treadle.Trace) -> dict[tuple[str, str, int, int], se
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (2, 2)])
 def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
     ranks = check(run_ranks(pp * dp, run_traced, pp, dp))
@@ -128,6 +129,7 @@ def measured() -> list[treadle.Trace]:
     return check(run_ranks(2, run_traced, 2, 1))[0]
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_form_of_what_is_planned(measured: list[treadle.Trace]) -> None:
     """Op by op the program that `treadle simulate` makes. Overlapped halves, which run in turn here, are apart."""
     for schedule, trace in zip(schedules(2), measured, strict=True):

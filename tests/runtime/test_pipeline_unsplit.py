@@ -119,6 +119,7 @@ def uneven_replicas(rank: int) -> tuple[str, float, Grads]:
     return "", float(loss), own_grads(schedule, mesh, stages)
 
 
+@pytest.mark.slow
 def test_replicas_of_which_only_some_can_split_are_right_or_refused() -> None:
     ranks = check(run_ranks(4, uneven_replicas))
     if any(said for said, _, _ in ranks):

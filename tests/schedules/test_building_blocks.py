@@ -59,6 +59,7 @@ def test_bubbles_are_at_most_the_published_ones() -> None:
         assert idle("v-min", pp, num_mb) == 4 * pp - 5 < 4 * (pp - 1)
 
 
+@pytest.mark.slow
 def test_v_half_bears_unequal_times_and_v_min_does_not() -> None:
     """V-Half's bubble does not grow with M where 2I <= 2F + W and 2F <= 2I + W, as published."""
     for times in ((10, 12, 8), (8, 12, 10), (12, 10, 4), (10, 10, 20), (10, 10, 5)):

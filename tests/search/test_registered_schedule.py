@@ -47,6 +47,7 @@ def test_what_a_family_says_decides_for_which_models_it_is_searched() -> None:
     assert {"idle", "gpipe"}.isdisjoint(moe)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_a_registered_schedule_has_the_step_and_memory_of_ours_with_the_same_rows() -> None:
     space = SearchSpace(tp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), offload=(False,), balanced=(True,))

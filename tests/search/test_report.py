@@ -22,6 +22,7 @@ def found() -> Found:
     return find_plan("llama3-8b", "h100:16", space=SPACE)
 
 
+@pytest.mark.slow
 def test_others_are_spoken_of_where_there_are_others(found: Found) -> None:
     count = len(found.fitting)
     assert (

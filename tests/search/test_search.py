@@ -108,6 +108,7 @@ def test_trainer_takes_the_file(name: str, tmp_path: Path) -> None:
     assert config.num_microbatches(job.dp) == job.num_microbatches
 
 
+@pytest.mark.slow
 def test_memory_of_offload_is_that_of_the_simulated_step() -> None:
     """Copies may lag behind the forwards: then more stays than two cells."""
     space = SearchSpace(

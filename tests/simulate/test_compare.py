@@ -126,6 +126,7 @@ LANE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(ranks=st.lists(st.lists(LANE, min_size=1, max_size=6), min_size=1, max_size=3))
 def test_covers_are_what_counting_tick_by_tick_gives(ranks: list[list[tuple[LaneKind, list[tuple[int, int]]]]]) -> None:

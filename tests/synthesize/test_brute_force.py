@@ -45,6 +45,7 @@ def _check(step: DrawnStep) -> Synthesis:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_bounds_hold_and_proofs_are_true(name: str, budget: Budget) -> None:
     sizes = MICROBATCHES.get(name, (1, 2))

@@ -48,6 +48,7 @@ def test_a_command_that_does_not_fit_ends_with_one_line_and_code_2(
         assert line.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_every_stage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tiny(tmp_path, parallel={"pp": 2, "ep": 2, "schedule": "interleaved-overlap"})
     assert "1:t 3:tL" in str(describe(config))

@@ -78,6 +78,7 @@ def each_differs(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_each_field_that_differs_on_one_rank_is_refused_by_name_with_both_values() -> None:
     one, other = check(run_ranks(2, each_differs))
     assert one == other

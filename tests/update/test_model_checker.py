@@ -37,6 +37,7 @@ def test_no_state_is_wrong(name: str, budget: Budget) -> None:
     assert found.states > 200
 
 
+@pytest.mark.slow
 def test_no_state_of_all_kinds_of_trouble_together_is_wrong(budget: Budget) -> None:
     """There are too many of them: the nearest are explored, as many as the budget allows."""
     found = explore(Sizes(replacements=1, mistakes=1, restores=1, children=1), round(NEAREST * budget.factor))

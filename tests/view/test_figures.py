@@ -64,6 +64,7 @@ def test_every_form_is_written(form: str, cells: Trace, lanes: Trace, tmp_path: 
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [".svg", ".png", ".pdf"])
 def test_the_same_trace_gives_the_same_bytes(form: str, cells: Trace, tmp_path: Path) -> None:
     for name in ("one", "two"):

@@ -173,6 +173,7 @@ def test_nothing_leaves_the_page_and_nothing_goes_wrong(window: Browser, tmp_pat
     assert window.complaints() == []
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(
     "kind", [OpKind.ATTN_F, OpKind.MLP_B, OpKind.DISPATCH_F, OpKind.SEND_F, OpKind.RECV_B, OpKind.ONLOAD], ids=_name
@@ -196,6 +197,7 @@ def test_hovering_says_what_an_op_is(window: Browser, tmp_path: Path, kind: OpKi
     assert not shown.tooltip_shown()
 
 
+@pytest.mark.slow
 @needs_browser
 def test_what_an_op_waited_for_is_the_cause_on_the_critical_path(window: Browser, tmp_path: Path) -> None:
     trace = layers()
@@ -210,6 +212,7 @@ def test_what_an_op_waited_for_is_the_cause_on_the_critical_path(window: Browser
     assert shown.tooltip()["waited for"] == "nothing"
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(
     "kind", [OpKind.ATTN_F, OpKind.MLP_B, OpKind.COMBINE_F, OpKind.SEND_B, OpKind.RECV_F], ids=_name
@@ -474,6 +477,7 @@ def test_two_hundred_thousand_ops(window: Browser, tmp_path: Path) -> None:
     assert size_mb < 6
 
 
+@pytest.mark.slow
 def test_times_that_all_differ_still_fit() -> None:
     assert len(page([("measured", jittered(large()))])) < 6e6
 

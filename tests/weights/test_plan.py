@@ -143,6 +143,7 @@ def reachable(have: Holding, want: Holding) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(problems())
 def test_every_wanted_byte_arrives_exactly_once(problem: tuple[Holding, Holding, Memory]) -> None:

@@ -104,6 +104,7 @@ def check_times(stream: Stream, program: Program, times: Times) -> None:
             assert times.start[sent] >= times.end[copied]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(streams(), st.randoms(use_true_random=False))
 def test_any_update_is_sound_whatever_its_ops_take(stream: Stream, random: Random) -> None:
@@ -312,6 +313,7 @@ COLUMNS = {"kind": 26, "mb": 3, "chunk": 3, "layer": 4, "cell": 7, "size_bytes":
 CHANGES = st.lists(st.tuples(st.sampled_from(list(COLUMNS)), st.integers(0), st.integers(0)), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.sampled_from(BUFFERS), CHANGES)
 def test_no_columns_make_the_verifier_stumble(buffers: tuple[int, int], changes: list[tuple[str, int, int]]) -> None:

@@ -125,6 +125,7 @@ _COLOUR = """((x, y) => {
 })(arguments[0], arguments[1])"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_the_page_tells_sources_apart(published: Trace, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page([("update", published)]), encoding="utf-8")

@@ -38,6 +38,7 @@ def published_steps(name: str, steps: Steps) -> Steps:
     return steps.select([int(number) for number in PUBLISHED[name]["no_gaps_s"]])
 
 
+@pytest.mark.slow
 def test_all_published_figures(job: tuple[str, Steps]) -> None:
     name, steps = job
     published, steps = PUBLISHED[name], published_steps(name, job[1])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -93,6 +94,7 @@ def test_an_asker_that_is_stuck_names_itself_or_who_stood_still_before_it() -> N
     assert culprit(0, WaitFailure.STUCK, states) == (LossKind.HUNG, states[2], "")
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(2, 12))
 def test_every_asker_names_the_same_rank(data: st.DataObject, world: int) -> None:
     """Whoever waits for whom, if one rank hangs and all waits lead to it, it is named whoever asks."""
@@ -175,6 +177,7 @@ class View:
         return [replace(ranks[n].sight, condition=Condition.SILENT, waits=()) for n in ranks[self.rank].beside]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 4), st.integers(2, 4), st.booleans())
 def test_all_ranks_reach_the_verdict(data: st.DataObject, dp: int, pp: int, is_silent: bool) -> None:

@@ -176,6 +176,7 @@ def unseeded(rank: int) -> list[tuple[float, list[Tensor | None], Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_without_a_seed_the_same_numbers_are_drawn_again() -> None:
     for plain, *others in check(run_ranks(2, unseeded)):
         for loss, grads, state in others:

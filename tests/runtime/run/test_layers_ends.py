@@ -146,6 +146,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of_a_large_vocabulary(case: Case) -> None:
     results = check(run_ranks(2, one_rank, case))
@@ -176,6 +177,7 @@ def test_all_that_computes_is_on_the_compute_lane() -> None:
             assert lanes[kind] is LaneKind.COMPUTE
 
 
+@pytest.mark.slow
 def test_dropout_in_the_head_does_not_depend_on_the_schedule() -> None:
     drawn = []
     for case in (Case("interleaved-overlap"), Case("interleaved-overlap", lanes="serial"), Case("interleaved")):

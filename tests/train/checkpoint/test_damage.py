@@ -204,6 +204,7 @@ def test_a_damaged_checkpoint_is_never_loaded(saved: Saved, tmp_path: Path) -> N
             assert named in refused
 
 
+@pytest.mark.slow
 def test_a_bit_of_a_manifest_changes_it_or_nothing(saved: Saved, tmp_path: Path) -> None:
     shutil.copytree(saved.run / "step-00000002", tmp_path / "step-00000002")
     path, manifest = tmp_path / "step-00000002" / files.MANIFEST, files.read_manifest(tmp_path, 2)
