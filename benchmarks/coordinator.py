@@ -17,12 +17,12 @@ from typing import Any
 
 from treadle.host.sockets import connect
 from treadle.update.coordinator.commit_log import CommitLog
-from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
-from treadle.update.protocol.messages import PROTOCOL, Status, WeightLayout
+from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Tensor
+from treadle.weights.tensor_boxes import Tensor
 from treadle.wire.link import Link
 from treadle.wire.listeners import UnixListener
 

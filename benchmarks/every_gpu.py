@@ -40,9 +40,9 @@ UNFOLDED_OPS = 15_000_000
 
 def folded() -> dict:
     """Part 1: all that `treadle simulate --every-gpu` computes."""
-    from treadle.plan.folded_metrics import measure_folded
-    from treadle.plan.folding import fold
-    from treadle.simulate import Stragglers
+    from treadle.folding.folded_metrics import measure_folded
+    from treadle.folding.folding import fold
+    from treadle.simulator import Stragglers
 
     costs, pipeline = _pipeline("interleaved-overlap", vpp=4, layers=64, **SIZE, **MESH)
     lowered = time.process_time()
@@ -65,8 +65,8 @@ def folded() -> dict:
 
 def study() -> dict:
     """Part 2."""
-    from treadle.plan.stragglers import straggler_study
-    from treadle.simulate import Stragglers
+    from treadle.folding.stragglers import straggler_study
+    from treadle.simulator import Stragglers
 
     begin = time.perf_counter()
     lowered = {name: _pipeline(name, vpp=vpp, layers=64, **SIZE, **MESH) for name, vpp in STUDIED.items()}
@@ -91,10 +91,10 @@ def study() -> dict:
 
 def row(way: str, size: str) -> dict:
     """A row of part 3: one mesh, folded or unfolded."""
+    from treadle.folding.folding import fold
     from treadle.passes.mesh import spread
-    from treadle.plan.folding import fold
-    from treadle.simulate import Stragglers, simulate
-    from treadle.simulate.slowness import random_factors
+    from treadle.simulator import Stragglers, simulate
+    from treadle.simulator.slowness import random_factors
 
     costs, small = _pipeline("interleaved", pp=4, vpp=2, microbatches=64, layers=64, ep=2, dp=2)
     assert fold(small, costs, ep=2, dp=2).makespan == simulate(spread(small, ep=2, dp=2), costs).makespan
@@ -141,7 +141,7 @@ def _pipeline(name: str, *, pp: int, vpp: int, microbatches: int, layers: int, e
     """Costs, and the Program of one pipeline."""
     import treadle
     from treadle.costs import load_costs
-    from treadle.plan import LoweringOptions, lower
+    from treadle.lowering import LoweringOptions, lower
 
     costs = load_costs("deepseek-v3-h800")
     options = LoweringOptions(model_layers=layers, by_layer=True, moe=True, ep=ep, dp=dp)

@@ -23,7 +23,7 @@ from pathlib import Path
 import treadle
 from treadle.ir.ops import OpKind
 from treadle.profiles.importing import import_profile
-from treadle.profiles.names import pp_name
+from treadle.profiles.work_names import pp_name
 
 PP, MICROBATCHES = 8, 16
 CELL_US, MESSAGE_US = 10_000, 100

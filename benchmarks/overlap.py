@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from local_ranks import join, run_ranks, scaled
 from treadle.moe import MoELayer
-from treadle.simulate.phases import steady_idle
+from treadle.simulator.steady_phase import steady_idle
 
 PP, EP, VPP, MICROBATCHES = 4, 2, 2, 16
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 8, 4, 4

@@ -31,7 +31,7 @@ import treadle
 from shaped_link import ShapedLink, why_not
 from treadle.ir.ops import LaneKind
 from treadle.moe import MoELayer
-from treadle.simulate.fitting import fit
+from treadle.simulator.fitting import fit
 
 EP, MICROBATCHES, LAYERS = 2, 32, 1
 WIDTH, HIDDEN, EXPERTS, TOKENS = 256, 1440, 4, 768

@@ -15,10 +15,10 @@ import resource
 import time
 
 from treadle.estimate import load_cluster, load_model
-from treadle.search import Found, SearchSpace, search
-from treadle.search.find_plan import usable_bytes
-from treadle.search.judged import describe
-from treadle.search.space import Candidate, candidates
+from treadle.planner import SearchResult, SearchSpace, search
+from treadle.planner.find_plan import usable_bytes
+from treadle.planner.job_estimate import describe
+from treadle.planner.space import Candidate, candidates
 
 SAMPLE = 1_000
 
@@ -28,7 +28,7 @@ def _even(points: list[Candidate], count: int) -> list[Candidate]:
     return [points[int(place * step)] for place in range(min(count, len(points)))]
 
 
-def _timed(points: list[Candidate], limit: int, *, bounded: bool) -> tuple[Found, float]:
+def _timed(points: list[Candidate], limit: int, *, bounded: bool) -> tuple[SearchResult, float]:
     begin = time.process_time()
     found = search(points, limit, bounded=bounded)
     return found, time.process_time() - begin

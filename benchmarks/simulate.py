@@ -30,9 +30,9 @@ def large_program() -> dict:
     import treadle
     from bare_sweep import bare_sweep
     from treadle.costs import durations, load_costs
-    from treadle.plan import LoweringOptions, lower
-    from treadle.simulate import simulate
-    from treadle.verify import verify_program
+    from treadle.lowering import LoweringOptions, lower
+    from treadle.simulator import simulate
+    from treadle.verifier import verify_program
 
     costs = load_costs("deepseek-v3-h800")
     options = LoweringOptions(layers=LARGE_LAYERS, moe=True, offload=True)
@@ -82,8 +82,8 @@ def large_program() -> dict:
 
 def _round(program, costs, dur, arrays) -> tuple[float, float, float]:
     from bare_sweep import bare_sweep
-    from treadle.simulate import simulate
-    from treadle.verify import verify_program
+    from treadle.simulator import simulate
+    from treadle.verifier import verify_program
 
     marks = [time.perf_counter()]
     simulate(program, costs)
@@ -100,7 +100,7 @@ def against_torch() -> dict:
     import treadle
     from treadle.costs import load_costs
     from treadle.passes.cells import lower_cells
-    from treadle.simulate import simulate
+    from treadle.simulator import simulate
 
     def ours(pp: int, num_mb: int) -> float:
         begin = time.perf_counter()
@@ -152,8 +152,8 @@ def cluster_2048() -> dict:
     """Part 3."""
     import treadle
     from treadle.costs import load_costs
-    from treadle.plan import LoweringOptions, lower
-    from treadle.simulate import simulate
+    from treadle.lowering import LoweringOptions, lower
+    from treadle.simulator import simulate
 
     costs = load_costs("deepseek-v3-h800")
     begin = time.perf_counter()

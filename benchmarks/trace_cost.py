@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from local_ranks import run_ranks
-from treadle.runtime.run import cells as walk_module
-from treadle.runtime.run.ops import Instruction
-from treadle.runtime.run.ops import walk as noting
+from treadle.runtime.run import run_cells as walk_module
+from treadle.runtime.run.instructions import Instruction
+from treadle.runtime.run.instructions import walk as noting
 
 RANKS, MICROBATCHES, WIDTH, TOKENS, ROUNDS = 2, 16, 512, 128, 15
 

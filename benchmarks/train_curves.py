@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train_runs import TINY, held_out_of, losses_of, started_run
+from treadle.train.config_reading import read_config
 from treadle.train.data import PackedTokens, open_tokens
 from treadle.train.data.tokenizing import ByteTokenizer
-from treadle.train.reading import read_config
 
 LIMIT = 1e-4
 BATCHES = 8

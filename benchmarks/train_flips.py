@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from train_runs import TINY, losses_of, started_run
-from treadle.models.layers import ExpertLayer
-from treadle.runtime.model.blocks import children_of
+from treadle.models.decoder_layers import ExpertLayer
+from treadle.runtime.model.stage_blocks import children_of
 from treadle.train.command import parse_command
 from treadle.train.trainer import Trainer
 

@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def config_of(size: str, output: str, **changes: Any) -> Any:
     """The run of a size, with `dtype` and fields of `parallel` changed."""
     from treadle.models import ModelConfig
-    from treadle.train.config import DataConfig, LoggingConfig, ParallelConfig, TrainConfig, TrainingConfig
+    from treadle.train.run_config import DataConfig, LoggingConfig, ParallelConfig, TrainConfig, TrainingConfig
 
     parallel = {"pp": 2, "deadline_s": 300.0, **changes}
     dtype = parallel.pop("dtype", "float32")
@@ -99,9 +99,9 @@ def predictions(trace: Any) -> dict[str, float]:
 
     import treadle
     from treadle.ir.execute import leaders
-    from treadle.simulate import Durations
-    from treadle.simulate.grouping import work_of
-    from treadle.simulate.waiting import shortest
+    from treadle.simulator import Durations
+    from treadle.simulator.grouping import work_of
+    from treadle.simulator.waiting import shortest
     from treadle.train.fitted_costs import fit_step
 
     program = trace.program
@@ -188,7 +188,7 @@ def _times(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(size: str, parallel: dict[str, Any], output: str, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from treadle.train.dryrun import describe
+    from treadle.train.run_dryrun import describe
 
     dry = describe(config_of(size, output, **parallel))
     rows = []

@@ -55,10 +55,10 @@ from treadle.update import Endpoint, Plain, Source, UpdateOptions, Updater
 from treadle.update.memory.copying import boxed, opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.rank.shares import Shares
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box, Holding, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Box, Holding, Tensor
+from treadle.weights.update_plan import plan_update
 
 MiB = 1 << 20
 KINDS = ("bare", "engine", "checked", "again")

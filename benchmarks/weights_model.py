@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Holding, Tensor
+from treadle.weights.update_plan import plan_update
 
 TP = 16
 ATTENTION = {"q_a": (1536, 7168), "q_b": (12288, 1536), "kv_a": (576, 7168), "kv_b": (16384, 512), "o": (7168, 8192)}
@@ -61,7 +61,7 @@ def telling_time(had: Holding, wanted: Holding) -> dict[str, float]:
         list_layouts,
         read_layouts,
     )
-    from treadle.update.protocol.messages import WeightLayout
+    from treadle.update.protocol.update_messages import WeightLayout
 
     layouts = {
         id(pieces): WeightLayout(tuple(had.tensors[name] for name in dict.fromkeys(p.tensor for p in pieces)), pieces)

@@ -21,9 +21,9 @@ from itertools import combinations
 import numpy as np
 
 from treadle.ir.program import Program
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import Rates, simulate_update
-from treadle.weights.stream import Stream, even_stream
+from treadle.weights.bucket_stream import Stream, even_stream
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_rates import Rates, simulate_update
 from weights_model import plan_time
 
 GB, GiB = 10**9, 1 << 30

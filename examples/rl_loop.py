@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from treadle.update import Endpoint, Source, Updated, UpdateOptions, Updater
 from treadle.update.adapters.transformers import Transformers, named_weights
 from treadle.update.worker.asking import ask
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 
 VOCABULARY, LENGTH = 32, 12
 

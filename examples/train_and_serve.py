@@ -30,7 +30,7 @@ import torch.distributed as dist
 from treadle.update import ClosedError, Endpoint, Plain, Source, UpdateOptions, Updater
 
 if TYPE_CHECKING:  # the engine's Python has no trainer
-    from treadle.train.metrics import StepFacts
+    from treadle.train.run_log import StepFacts
     from treadle.train.trainer import Trainer
 
 CONFIG = Path(__file__).parents[1] / "configs" / "moe_tiny.toml"

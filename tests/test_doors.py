@@ -21,9 +21,9 @@ from treadle.costs import Costs, dump
 from treadle.ir.blocks import write_layout
 from treadle.ir.trace import MICROSECONDS
 from treadle.passes.cut import cut_evenly
+from treadle.planner.simulated_step import simulate_whole
+from treadle.planner.structure import Structure
 from treadle.schedules import SCHEDULES, family
-from treadle.search.step import simulate_whole
-from treadle.search.structure import Structure
 
 NUM_THINGS = 200
 BY_DAY = 60

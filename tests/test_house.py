@@ -1,4 +1,4 @@
-"""The house rules that a linter does not know: unique class names, no import circles, no schedule or op by name."""
+"""The house rules that a linter does not know: names occur once, no import circles, no schedule or op by name."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def test_class_names_are_unique() -> None:
     assert double.keys() <= SIBLINGS, double
 
 
+SAME_FILE_NAMES = {"__init__.py", "__main__.py", "errors.py"}
+"""File names that every room may have."""
+
+
+def test_file_names_are_unique() -> None:
+    """A file's name says its subject. Files of commands are siblings, and have the commands' names."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        if path.parent != SRC / "cli" / "commands":
+            places[path.name].append(str(path.relative_to(SRC)))
+    double = {name: where for name, where in places.items() if len(where) > 1}
+    assert double.keys() <= SAME_FILE_NAMES, double
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions count, and so do those for type checkers: whoever reads one module has to read both."""
     assert _circles(imports(with_types=True)) == []
@@ -38,7 +52,7 @@ ENUMERATE_KINDS = {
     "passes/layers.py": "templates of cells",
     "passes/measured.py": "the template of a measured step",
     "runtime/run/handlers.py": "handlers",
-    "runtime/dryrun.py": "handlers of a dry run",
+    "runtime/rank_dryrun.py": "handlers of a dry run",
 }
 """The modules besides the table, `ir/ops.py`, that may list op kinds; every other one reads columns of it."""
 

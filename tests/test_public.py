@@ -27,9 +27,9 @@ SHOWN = {
     "treadle.host.errors": ("TreadleError",),
     "treadle.ir": ("Action", "B", "F", "I", "Kind", "Pair", "Placement", "W"),
     "treadle.runtime": ("FurtherLoss", "MTPBlock", "Segment", "StepReport", "compute", "exchange"),
-    "treadle.simulate": ("Durations", "critical_path"),
+    "treadle.simulator": ("Durations", "critical_path"),
     "treadle.step": ("Step",),
-    "treadle.verify": ("Finding", "VerifyReport", "explain", "verify_program"),
+    "treadle.verifier": ("Finding", "VerifyReport", "explain", "verify_program"),
 }
 """Names with an example, by the module that people import them from."""
 
@@ -62,7 +62,7 @@ def test_public_function_says_what_it_takes_and_returns(name: str) -> None:
 def test_packages_resolve_and_planning_imports_no_torch() -> None:
     code = (
         "import sys, treadle; assert 'torch' not in sys.modules; dir(treadle); assert 'torch' not in sys.modules; "
-        "import treadle.verify.codes; from treadle.verify.codes import CODES; import treadle.simulate.metrics; "
+        "import treadle.verifier.codes; from treadle.verifier.codes import CODES; import treadle.simulator.metrics; "
         "assert callable(treadle.verify) and callable(treadle.simulate); assert 'torch' not in sys.modules; "
         "assert treadle.moe.MoELayer; assert treadle.update.UpdateOptions; assert treadle.models.ModelConfig"
     )

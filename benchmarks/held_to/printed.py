@@ -21,10 +21,10 @@ from itertools import combinations
 from held_to import simumax_memory
 from held_to.rows import Prediction, absolute_errors, read_rows
 from held_to.runs import PublishedRun, bridge_runs, mlperf_runs
-from treadle.calibrate.calibrate import planned
+from treadle.calibrate.calibration import planned
 from treadle.estimate import Job, ModelShape, load_cluster, load_model
-from treadle.estimate.stages import stage_rows
-from treadle.search.find_plan import usable_bytes
+from treadle.estimate.job_stages import stage_rows
+from treadle.planner.find_plan import usable_bytes
 
 FITTED_FROM = "26.02"
 APART = 1.05

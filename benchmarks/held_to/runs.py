@@ -11,7 +11,7 @@ from functools import cache
 
 from held_to.rows import read_rows
 from treadle.estimate import Job, ModelShape, load_cluster, load_model
-from treadle.estimate.stages import stage_rows
+from treadle.estimate.job_stages import stage_rows
 
 
 @dataclass(frozen=True)

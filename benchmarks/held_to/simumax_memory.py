@@ -10,7 +10,7 @@ from typing import Any
 
 from held_to.rows import Prediction, read_rows, spread
 from treadle.estimate import Job, ModelShape, load_cluster, load_model
-from treadle.estimate.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from treadle.estimate.job_memory import MemoryEstimate, MemoryOptions, estimate_memory
 
 GIB = 1 << 30
 MIB = 1 << 20

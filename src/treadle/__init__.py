@@ -10,9 +10,7 @@ print(treadle.verify(schedule), treadle.simulate(schedule, "deepseek-v3-h800").s
 Names are imported when they are first asked for: `import treadle` takes milliseconds, and planning works without torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from treadle.host.extras import brought_by
@@ -24,19 +22,19 @@ if TYPE_CHECKING:
     from treadle import runtime as runtime
     from treadle import update as update
     from treadle.api.advice import balance, why
-    from treadle.api.files import dumps, load, loads, save_trace
+    from treadle.api.load_save import dumps, load, loads, save_trace
     from treadle.api.verbs import compare, lower, simulate, verify
     from treadle.costs import Costs, load_costs
     from treadle.drawing import draw
     from treadle.ir import Schedule
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
-    from treadle.plan.options import LoweringOptions
+    from treadle.lowering.options import LoweringOptions
+    from treadle.planner.find_plan import find_plan as plan
     from treadle.profiles.importing import import_profile
     from treadle.runtime import Pipeline, RankLostError, RunOptions, StageOutput
     from treadle.schedules import generate
-    from treadle.search.find_plan import find_plan as plan
-    from treadle.simulate import fit, measure
+    from treadle.simulator import fit, measure
 
 __version__ = "0.1.0"
 
@@ -71,19 +69,19 @@ __all__ = [
 
 _WHERE = {
     "treadle.api.advice": ("balance", "why"),
-    "treadle.api.files": ("dumps", "load", "loads", "save_trace"),
+    "treadle.api.load_save": ("dumps", "load", "loads", "save_trace"),
     "treadle.api.verbs": ("compare", "lower", "simulate", "verify"),
     "treadle.costs": ("Costs", "load_costs"),
     "treadle.drawing": ("draw",),
     "treadle.ir": ("Schedule",),
     "treadle.ir.program": ("Program",),
     "treadle.ir.trace": ("Trace",),
-    "treadle.plan.options": ("LoweringOptions",),
+    "treadle.lowering.options": ("LoweringOptions",),
     "treadle.profiles.importing": ("import_profile",),
     "treadle.runtime": ("Pipeline", "RankLostError", "RunOptions", "StageOutput"),
     "treadle.schedules": ("generate",),
-    "treadle.search.find_plan": ("plan",),
-    "treadle.simulate": ("fit", "measure"),
+    "treadle.planner.find_plan": ("plan",),
+    "treadle.simulator": ("fit", "measure"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 _DEFINED_AS = {"plan": "find_plan"}
@@ -93,38 +91,25 @@ _PACKAGES = (
     "api",
     "costs",
     "estimate",
-    "export",
+    "files",
     "ir",
     "models",
     "moe",
     "passes",
+    "planner",
     "profiles",
     "runtime",
     "schedules",
-    "search",
+    "simulator",
     "synthesize",
     "update",
+    "verifier",
     "view",
     "weights",
 )
 
 _EXTRAS = {"update": "update", "models": "train", "synthesize": "plan"}
 """The extras that packages need beside torch."""
-
-_FUNCTIONS = ("plan", "simulate", "verify", "why")
-"""Functions that hide the packages of their names as attributes of `treadle`. Imports still find the packages:
-`from treadle.verify.codes import CODES`. An expression does not: `treadle.verify.codes` asks the function."""
-
-
-class _Treadle(ModuleType):
-    """The class of this package. Python sets an imported package as an attribute of its parent; not these."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _FUNCTIONS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Treadle
 
 
 def __getattr__(name: str) -> Any:

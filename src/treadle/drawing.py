@@ -14,9 +14,9 @@ from treadle.costs import Costs
 from treadle.host.extras import brought_by
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
-from treadle.plan.options import LoweringOptions
+from treadle.lowering.options import LoweringOptions
 from treadle.step import Step, Target, steps_of
-from treadle.verify import Finding
+from treadle.verifier import Finding
 from treadle.view.described import described
 from treadle.view.hang import Hang
 from treadle.view.style import SUFFIXES, FigureStyle, checked_path

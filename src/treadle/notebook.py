@@ -6,7 +6,7 @@ from html import escape
 from importlib.util import find_spec
 
 from treadle.drawing import Shown, picture
-from treadle.export import FORMATS
+from treadle.files import FORMATS
 from treadle.host.extras import install_command
 from treadle.ir import Schedule
 from treadle.step import Step, Target
@@ -38,6 +38,6 @@ def _text(shown: Target, found: Shown) -> str:
         return FORMATS["text"].dump(shown)
     if not found.trace.program.num_ops:
         return str(shown)
-    from treadle.view.terminal import terminal_rows
+    from treadle.view.character_rows import terminal_rows
 
     return "\n".join(row.plain for row in terminal_rows(found.trace, _WIDTH, colour=False, hang=found.hang))

@@ -12,28 +12,28 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from treadle.costs import UNIT_COSTS, Costs, durations, missing
+from treadle.folding.folded_metrics import measure_folded
+from treadle.folding.folded_path import folded_path
+from treadle.folding.folding import Folded, fold, num_simulated
+from treadle.folding.step_tail import why_not
 from treadle.ir import Schedule
 from treadle.ir.ops import MEASURED_ONLY, OpKind
 from treadle.ir.program import Layout, Program
 from treadle.ir.trace import Trace
+from treadle.lowering.lower import lower
+from treadle.lowering.options import WHOLE_CELLS, LoweringOptions
 from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.cut import common_layers
-from treadle.plan.folded_metrics import measure_folded
-from treadle.plan.folded_path import folded_path
-from treadle.plan.folding import Folded, fold, num_simulated
-from treadle.plan.lowering import lower
-from treadle.plan.options import WHOLE_CELLS, LoweringOptions
-from treadle.plan.step_tail import why_not
-from treadle.simulate import Metrics, PathSummary, critical_path, measure, simulate, summarize_path
-from treadle.simulate.slowness import Factors, Stragglers, slow_factors
-from treadle.verify import Finding, VerifyReport, verify_program, verify_schedule
+from treadle.simulator import Metrics, PathSummary, critical_path, measure, simulate, summarize_path
+from treadle.simulator.slowness import Factors, Stragglers, slow_factors
+from treadle.verifier import Finding, VerifyReport, verify_program, verify_schedule
 from treadle.view.hang import Hang, run_to_hang
-from treadle.weights.lower import lower_update
-from treadle.weights.plan import UpdatePlan
-from treadle.weights.rates import simulate_update
-from treadle.weights.stream import stream_of
+from treadle.weights.bucket_stream import stream_of
 from treadle.weights.summary import UpdateMetrics, measure_update
-from treadle.weights.verify import verify_update
+from treadle.weights.update_checks import verify_update
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_plan import UpdatePlan
+from treadle.weights.update_rates import simulate_update
 
 Target: TypeAlias = Schedule | Program | Trace | UpdatePlan
 """What a user names, or what a file held."""

@@ -11,8 +11,8 @@ from tests.support.command import treadle as command
 from tests.support.oracle import make_mesh
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
-from treadle.weights.lower import lower_update
-from treadle.weights.stream import even_stream
+from treadle.weights.bucket_stream import even_stream
+from treadle.weights.update_lowering import lower_update
 
 SCHEDULE = treadle.generate("1f1b", pp=2, microbatches=4)
 

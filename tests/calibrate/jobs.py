@@ -8,10 +8,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from treadle.calibrate.calibrate import planned
+from treadle.calibrate.calibration import planned
 from treadle.calibrate.runs_file import MeasuredRun
 from treadle.estimate import Cluster, Job, ModelShape, load_cluster, load_model
-from treadle.estimate.stages import stage_rows
+from treadle.estimate.job_stages import stage_rows
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 
 from tests.calibrate.jobs import dense_jobs, h100, make_job, measure, measure_all, on
 from treadle.calibrate import calibrate
-from treadle.calibrate.calibrate import planned
+from treadle.calibrate.calibration import planned
 from treadle.calibrate.constants_of_job import constants_of, slower, value_of
 from treadle.calibrate.path_form import PathForm
 from treadle.estimate import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from treadle.calibrate import read_runs
-from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES
+from treadle.calibrate.run_columns import COLUMNS, REQUIRED, SIZES
 from treadle.estimate import load_cluster
 
 CLUSTER = load_cluster("h100:64")

@@ -97,7 +97,7 @@ def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
     ("args", "told"),
     [
         (("--costs", "mine.toml"), "add --pp N"),
-        (("--pp", "2", "--costs", "mine.toml"), "add --model-layers N, a --layout, or a [model] section"),
+        (("--pp", "2", "--costs", "mine.toml"), "add --model-layers N, --layout, or a [model] section"),
         (("--pp", "0", "--costs", "unit", "--model-layers", "4"), "--pp is a whole number from 1, got 0"),
         (("--pp", "2", "--costs", "unit", "--model-layers", "0"), "a model has at least 1 layer, got 0"),
         (("--pp", "8", "--costs", "unit", "--model-layers", "4"), "cannot be cut into 8 stages"),

@@ -18,7 +18,7 @@ from tests.support.command import treadle as run
 from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
 from treadle.cli.app import COMMANDS
-from treadle.verify import CODES
+from treadle.verifier import CODES
 
 BAR_AT_ONCE = """
 import sys

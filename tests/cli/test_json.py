@@ -16,10 +16,10 @@ from tests.support.paths import ROOT
 from tests.support.straggler import write_timeline
 from treadle.cli.app import COMMANDS, app, make_command
 from treadle.cli.output import KINDS, print_json, schema
-from treadle.export import json_form
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import simulate_update
-from treadle.weights.stream import even_stream
+from treadle.files import json_form
+from treadle.weights.bucket_stream import even_stream
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_rates import simulate_update
 
 SIZE = ("--pp", "2", "-m", "4")
 LAYERS = ("--layers", "1", "--moe", "--costs", "deepseek-v3-h800")

@@ -16,7 +16,7 @@ import treadle
 from tests.support.json_output import read_json
 from treadle.cli.app import COMMANDS, app
 from treadle.estimate import load_cluster
-from treadle.search.find_plan import usable_bytes
+from treadle.planner.find_plan import usable_bytes
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""

@@ -8,7 +8,7 @@ import pytest
 
 import treadle
 from tests.support.command import treadle as run
-from treadle.cli.options import parse_count
+from treadle.cli.common_options import parse_count
 from treadle.estimate import load_cluster, load_model
 from treadle.schedules import SCHEDULES, TORCH_NAMES, family
 

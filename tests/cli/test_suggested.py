@@ -21,7 +21,7 @@ from tests.support.command import treadle as run
 from tests.support.paths import ROOT
 from treadle.cli import terminal
 from treadle.cli.app import COMMANDS, make_command
-from treadle.verify import CODES
+from treadle.verifier import CODES
 
 SOURCES = ROOT / "src" / "treadle"
 PROFILES = ROOT / "examples" / "profiles"

@@ -16,9 +16,9 @@ from tests.support.torchrun import run_under_torchrun
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from treadle.cli.commands.update import _take_device
-from treadle.update.protocol.messages import Refused
+from treadle.update.protocol.update_messages import Refused
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box
+from treadle.weights.tensor_boxes import Box
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from treadle.costs.unequal import mb_saved
 from treadle.ir.blocks import parse_layout
 from treadle.ir.ops import STEP_END, LaneKind, OpKind
 from treadle.ir.program import Program
-from treadle.plan import LoweringOptions, lower
-from treadle.simulate import measure, simulate
+from treadle.lowering import LoweringOptions, lower
+from treadle.simulator import measure, simulate
 
 TEXT = """
 unit = "us"

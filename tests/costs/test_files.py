@@ -13,7 +13,7 @@ import treadle
 from tests.support.paths import ROOT
 from treadle.costs import PRESETS, UNIT_COSTS, Costs, costs_text, dump, lacks, load_costs, missing, parse, read, schema
 from treadle.costs.format import NUMBERED, SECTIONS
-from treadle.plan import LoweringOptions, lower
+from treadle.lowering import LoweringOptions, lower
 
 PAGE = (ROOT / "docs" / "costs.md").read_text()
 EXAMPLE = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[-1]

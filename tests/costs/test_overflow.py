@@ -11,7 +11,7 @@ import pytest
 import treadle
 from treadle.costs import Costs, durations, load_costs, ticks
 from treadle.ir.trace import MICROSECONDS
-from treadle.plan import LoweringOptions, lower
+from treadle.lowering import LoweringOptions, lower
 
 SCHEDULE = treadle.generate("1f1b", pp=4, microbatches=8)
 

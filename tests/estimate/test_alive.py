@@ -7,7 +7,7 @@ import pytest
 
 import treadle
 from treadle.estimate.alive import Moments, moments
-from treadle.plan import LoweringOptions
+from treadle.lowering import LoweringOptions
 from treadle.schedules import SCHEDULES, Size
 
 SIZES = [

@@ -10,7 +10,7 @@ from treadle.estimate import Job, load_cluster, load_model
 from treadle.estimate.activations import ActivationCut, block_activations
 from treadle.estimate.block_work import actions, block_work
 from treadle.estimate.flops import model_flops
-from treadle.estimate.messages import exchange, gather, group_of
+from treadle.estimate.group_messages import exchange, gather, group_of
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import block_parameters
 from treadle.estimate.work import BF16, FP32, Gemm, OpWork

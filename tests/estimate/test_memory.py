@@ -10,9 +10,9 @@ import pytest
 from held_to import simumax_memory
 from treadle.estimate import Job, MemoryEstimate, MemoryOptions, ModelShape, estimate_memory, load_cluster, load_model
 from treadle.estimate.activations import OPERAND_BYTES, ActivationCut, block_activations
+from treadle.estimate.job_stages import rank_rows
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import block_parameters, chunk_weights, count_parameters, rank_parameters
-from treadle.estimate.stages import rank_rows
 from treadle.ir.blocks import parse_layout
 
 DENSE = ModelShape("dense", hidden_size=1024, num_hidden_layers=8, vocab_size=32768, num_attention_heads=16)

@@ -10,11 +10,11 @@ import treadle
 from treadle.costs import parse
 from treadle.costs.costs import dump
 from treadle.estimate import Job, estimate_costs, estimate_memory, load_cluster, load_model
+from treadle.estimate.job_stages import stage_rows
 from treadle.estimate.rates import constant
-from treadle.estimate.stages import stage_rows
 from treadle.ir.ops import OpKind
-from treadle.plan import LoweringOptions, lower
-from treadle.simulate import simulate
+from treadle.lowering import LoweringOptions, lower
+from treadle.simulator import simulate
 
 
 def dense(**changes: object) -> Job:
@@ -69,7 +69,7 @@ def test_layout_with_heavier_end_is_slower() -> None:
 
 
 def test_unknown_precision_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take --precision bf16 or another GPU"):
+    with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take `precision=bf16` or another GPU"):
         estimate_costs(dense(precision="nvfp4"))
 
 

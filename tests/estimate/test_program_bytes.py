@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from treadle.estimate import Job, load_cluster, load_model
-from treadle.estimate.memory import estimate_memory
+from treadle.estimate.job_memory import estimate_memory
+from treadle.estimate.job_stages import stage_rows
 from treadle.estimate.op_costs import estimate_costs
-from treadle.estimate.stages import stage_rows
-from treadle.plan.lowering import lower
-from treadle.plan.options import LoweringOptions
+from treadle.lowering.lower import lower
+from treadle.lowering.options import LoweringOptions
 from treadle.schedules import generate
-from treadle.simulate import measure, simulate
+from treadle.simulator import measure, simulate
 
 MODEL = replace(load_model("llama3-8b"), num_hidden_layers=16)
 RECOMPUTED = [(), ("attn",), ("mlp",), ("attn", "mlp")]

@@ -8,7 +8,7 @@ import torch
 from treadle.runtime.model import grouped_mm
 from treadle.runtime.model.grouped_mm import RowGroups
 from treadle.selfcheck import Setup
-from treadle.selfcheck.experts import experts_in_rank, far
+from treadle.selfcheck.check_experts import experts_in_rank, far
 
 pytestmark = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="no accelerator: torch.accelerator.is_available() is False"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.host.memory import available_bytes
+from treadle.host.free_memory import available_bytes
 
 
 def test_the_least_of_host_and_group_counts(tmp_path: Path) -> None:

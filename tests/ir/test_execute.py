@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import treadle
-from tests.verify.test_program_mutations import random_program
+from tests.verifier.test_program_mutations import random_program
 from treadle.ir.execute import execute, leaders, makespans
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Longs, Program
 from treadle.schedules import SCHEDULES
-from treadle.simulate import Durations
+from treadle.simulator import Durations
 
 
 def ends_by_relaxing(program: Program, dur: Longs) -> Longs:

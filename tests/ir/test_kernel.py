@@ -16,16 +16,16 @@ import pytest
 
 import treadle
 from tests.support.program_mutations import mutate_program
-from tests.verify.test_program_mutations import random_durations, random_program
+from tests.verifier.test_program_mutations import random_durations, random_program
 from treadle.costs import durations
 from treadle.ir import kernel
 from treadle.ir.execute import execute, makespans
 from treadle.ir.kernel import Compiled
 from treadle.ir.program import Program
 from treadle.schedules import SCHEDULES
-from treadle.simulate import critical_path, summarize_path
-from treadle.simulate.difference import difference
-from treadle.verify import verify_program
+from treadle.simulator import critical_path, summarize_path
+from treadle.simulator.difference import difference
+from treadle.verifier import verify_program
 
 ROOMS = ("costs", "ir", "passes", "plan", "schedules", "simulate", "verify", "weights")
 
@@ -108,13 +108,13 @@ def test_both_ways_give_the_same(seen: set[str]) -> None:
 def test_a_damaged_schedule_is_told_of_alike(seen: set[str]) -> None:
     report = treadle.verify(treadle.loads("0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"))
     assert [finding.code for finding in report.findings] == ["T201"]
-    assert {"treadle.verify.graph._shortest", "treadle.verify.graph._walk_back"} <= seen
+    assert {"treadle.verifier.graph._shortest", "treadle.verifier.graph._walk_back"} <= seen
 
 
 SMALL_STEP = """
 import sys
 import treadle
-from treadle.simulate import critical_path
+from treadle.simulator import critical_path
 schedule = treadle.generate("dualpipe", pp=8, microbatches=20)
 assert treadle.verify(schedule).clean
 costs = treadle.load_costs("unit")

@@ -14,7 +14,7 @@ from tests.models.runs import Batch, Layout, furthest, gradients_of, run_step
 from tests.models.tiny import QWEN3_MOE, VOCAB, apart, tokens
 from tests.support.ranks import check, run_ranks
 from treadle.models import IGNORED, ModelConfig, build_stages, loss_fn, positions_in, run_stage, save_pretrained
-from treadle.models.layers import DecoderLayer
+from treadle.models.decoder_layers import DecoderLayer
 from treadle.models.mtp import TokenPredictor
 from treadle.runtime.model.segments import reference_forward
 

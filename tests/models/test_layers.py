@@ -8,8 +8,8 @@ import pytest
 
 from tests.models.tiny import QWEN3_MOE
 from treadle.models import ModelConfig, build_stages
-from treadle.runtime.model.blocks import blocks_of
 from treadle.runtime.model.segments import ORDER, Plan
+from treadle.runtime.model.stage_blocks import blocks_of
 from treadle.runtime.model.weight_grad import examine
 
 SHARED = replace(QWEN3_MOE, scoring="sigmoid", n_shared_experts=1, router_aux_loss_coef=0.1)

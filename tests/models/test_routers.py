@@ -15,7 +15,7 @@ from tests.models.runs import rows_of
 from tests.models.tiny import QWEN3_MOE, apart, tokens
 from tests.support.ranks import check, run_ranks
 from treadle.models import ModelConfig, build_stages, loss_fn, positions_in, run_stage, update_bias
-from treadle.models.layers import ExpertLayer
+from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.routers import SigmoidRouter
 
 SIGMOID = replace(

@@ -17,14 +17,14 @@ from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Program
+from treadle.lowering import LoweringOptions, lower
+from treadle.passes.layer_lanes import lower_layers
 from treadle.passes.layers import Shape
-from treadle.passes.lower import lower_layers
 from treadle.passes.mesh import OP_BYTES, spread
-from treadle.plan import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
-from treadle.simulate import measure, simulate, steady_idle
-from treadle.verify import verify_program
-from treadle.view.lanes import lanes_text
+from treadle.simulator import measure, simulate, steady_idle
+from treadle.verifier import verify_program
+from treadle.view.lane_rows import lanes_text
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 SHORT = replace(DEEPSEEK, layer={**DEEPSEEK.layer, "mlp_w": 3_540_000})

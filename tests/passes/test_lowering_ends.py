@@ -11,15 +11,15 @@ import pytest
 import treadle
 from treadle.costs import durations, load_costs
 from treadle.costs.costs import dump, parse
-from treadle.export.npz import load_program, save_program
+from treadle.files.npz import load_program, save_program
 from treadle.ir.execute import execute
 from treadle.ir.memory import peaks
 from treadle.ir.ops import LaneKind, OpKind
-from treadle.plan import LoweringOptions, lower
+from treadle.lowering import LoweringOptions, lower
 from treadle.schedules import SCHEDULES
-from treadle.simulate import fit, simulate
-from treadle.verify import verify_program
-from treadle.view.lanes import lanes_text
+from treadle.simulator import fit, simulate
+from treadle.verifier import verify_program
+from treadle.view.lane_rows import lanes_text
 
 DEEPSEEK = load_costs("deepseek-v3-h800")
 ENDS = {"embed_f": 500, "embed_b": 900, "head_f": 8_000, "head_b": 7_000, "head_w": 6_000}

@@ -10,10 +10,10 @@ import pytest
 
 import treadle
 from tests.profiles.recorded import NS, recorded, traced
-from treadle.api import files
+from treadle.api import load_save
 from treadle.ir.crossings import crossings
 from treadle.ir.ops import LaneKind
-from treadle.profiles.assemble import assemble
+from treadle.profiles.assemble_run import assemble
 from treadle.profiles.recording import Recording
 from treadle.schedules import SCHEDULES
 
@@ -57,7 +57,7 @@ def test_microbatches_that_are_not_named_are_those_of_the_schedule(name: str, vp
 def test_where_nothing_is_named_the_number_of_microbatches_is_asked_for() -> None:
     schedule = treadle.generate("1f1b", pp=2, microbatches=6)
     recording = replace(recorded(traced(schedule), steps=2, names=(), messages=False), pp=2)
-    with pytest.raises(ValueError, match="give --microbatches, how many a step has"):
+    with pytest.raises(ValueError, match="give `microbatches`, how many a step has"):
         assemble(recording)
     assert assemble(replace(recording, num_mb=6)).schedule == schedule
 
@@ -114,8 +114,8 @@ def test_a_mark_that_ends_before_it_starts_is_told_and_takes_no_time(tmp_path: P
     late = replace(last, end=np.where(np.arange(len(last)) == 0, last.start - 500, last.end))
     imported = assemble(replace(recording, ranks=(recording.ranks[0], late)))
     assert "a mark ends before it starts, and is taken to take no time" in map(str, imported.remarks)
-    files.save_steps(imported.steps, tmp_path / "trace.json.gz")
-    again = files.load_steps(tmp_path / "trace.json.gz")
+    load_save.save_steps(imported.steps, tmp_path / "trace.json.gz")
+    again = load_save.load_steps(tmp_path / "trace.json.gz")
     assert np.array_equal(again.end - again.start, imported.steps.end - imported.steps.start)
     assert (again.numbers, again.about) == (imported.steps.numbers, imported.steps.about)
 
@@ -126,5 +126,5 @@ def test_dualpipes_two_directions_are_not_taken_for_replicas() -> None:
         assemble(recording)
     replicas = recorded(traced(treadle.generate("dualpipev", pp=2, microbatches=4), dp=2))
     assert assemble(replicas).schedule.name == "dualpipev"
-    with pytest.raises(ValueError, match="for replicas give --dp 2 to 'treadle import', for DualPipe"):
+    with pytest.raises(ValueError, match="for replicas give `dp=2`, for DualPipe"):
         assemble(replace(replicas, dp=None))

@@ -14,7 +14,7 @@ from treadle.ir.ops import OpKind
 from treadle.ir.program import Bools, Longs, Program
 from treadle.ir.trace import Trace
 from treadle.profiles.clocks import UNBOUNDED, Order, align, order_of
-from treadle.simulate.waiting import shortest, without_waiting
+from treadle.simulator.waiting import shortest, without_waiting
 
 MS = 10**6
 SIZES = (("1f1b", {"pp": 4, "microbatches": 6}), ("interleaved", {"pp": 3, "microbatches": 6, "vpp": 2}))

@@ -18,10 +18,10 @@ from treadle.ir.ops import OpKind
 from treadle.profiles.attribution import NOBODY, attribute, busy_ns, table
 from treadle.profiles.importing import import_profile
 from treadle.profiles.kineto_file import read_file
-from treadle.profiles.names import op_of
 from treadle.profiles.reader import Opening
 from treadle.profiles.readers.kineto import KinetoReader
 from treadle.profiles.recording import RankRecording, Recording
+from treadle.profiles.work_names import op_of
 
 DEEPSEEK = ROOT / "tests/data/deepseek/train.json.gz"
 """An extract; make.py beside it names the source."""

@@ -6,8 +6,8 @@ import pytest
 
 from treadle import LoweringOptions, generate, load_costs
 from treadle.ir.ops import OpKind
-from treadle.plan.lowering import lower
-from treadle.profiles.names import PPOp, begun_as, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
+from treadle.lowering.lower import lower
+from treadle.profiles.work_names import PPOp, begun_as, is_sharding, layers_of, op_of, ops_of, pp_name, pp_ops
 
 NAMES = {
     "attn(F)": (OpKind.ATTN_F, -1),

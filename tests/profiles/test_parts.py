@@ -9,10 +9,10 @@ import pytest
 
 import treadle
 from tests.support.paths import ROOT
+from treadle.diagnosis import analyse
 from treadle.ir.ops import LaneKind, OpKind
-from treadle.profiles.assemble import assemble
+from treadle.profiles.assemble_run import assemble
 from treadle.profiles.importing import import_profile, read_recording
-from treadle.why import analyse
 
 TRAIN = ROOT / "tests" / "data" / "deepseek" / "train.json.gz"
 

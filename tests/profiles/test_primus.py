@@ -18,10 +18,10 @@ from treadle.profiles.importing import import_profile
 from treadle.profiles.reader import Opening
 from treadle.profiles.readers.primus import PrimusReader
 from treadle.profiles.recording import UNKNOWN, Recording
-from treadle.simulate import fit
-from treadle.simulate.gaps import own_durations
-from treadle.simulate.predict import Durations
-from treadle.simulate.stage_fitting import fit_stages
+from treadle.simulator import fit
+from treadle.simulator.gaps import own_durations
+from treadle.simulator.predict import Durations
+from treadle.simulator.stage_fitting import fit_stages
 
 DATA = Path(__file__).parent.parent / "data" / "primus"
 CUT = ("E" + 8 * "t", *6 * (8 * "t",), 8 * "t" + "L")

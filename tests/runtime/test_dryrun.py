@@ -12,9 +12,9 @@ import treadle
 from tests.support.json_output import read_json
 from treadle.cli.app import app
 from treadle.ir.ops import LaneKind
+from treadle.lowering.running import disagreements, expected, host_order, lower_running
 from treadle.passes.mesh import spread
-from treadle.plan.running import disagreements, expected, host_order, lower_running
-from treadle.runtime.dryrun import Rehearsal, Sent, Toy, differences, rehearse
+from treadle.runtime.rank_dryrun import Rehearsal, Sent, Toy, differences, rehearse
 
 WORLD, PP, MB = 256, 8, 16
 SMALL = Toy(width=64, layers=2, tokens=128)

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 import treadle
 from tests.support.devices import DEVICE_TYPE
-from treadle.runtime.options import RunOptions, RunOptionsChanges
+from treadle.runtime.pipeline_options import RunOptions, RunOptionsChanges
 
 
 @pytest.fixture

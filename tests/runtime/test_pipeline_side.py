@@ -17,7 +17,7 @@ from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.segments import Segment, compute, reference_forward
 from treadle.runtime.model.weight_grad import WeightGradQueue
-from treadle.runtime.options import RunOptions
+from treadle.runtime.pipeline_options import RunOptions
 from treadle.schedules import SCHEDULES
 
 WIDTH, TOKENS, NUM_MB = 6, 5, 4

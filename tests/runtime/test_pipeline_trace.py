@@ -18,12 +18,12 @@ from tests.support.ranks import check, run_ranks
 from treadle.costs import dump as dump_costs
 from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
 from treadle.ir.trace import MICROSECONDS
-from treadle.plan import LoweringOptions
-from treadle.plan.running import expected
+from treadle.lowering import LoweringOptions
+from treadle.lowering.running import expected
 from treadle.schedules import SCHEDULES, Size
-from treadle.simulate import fit, simulate
-from treadle.simulate.difference import unlike
-from treadle.verify import verify_program
+from treadle.simulator import fit, simulate
+from treadle.simulator.difference import unlike
+from treadle.verifier import verify_program
 
 TREADLE = str(Path(sys.executable).parent / "treadle")
 

@@ -7,10 +7,10 @@ import pytest
 import treadle
 from treadle.costs import Costs
 from treadle.ir.trace import Clock
-from treadle.plan import lower
+from treadle.lowering import lower
 from treadle.schedules import v_half, v_min
 from treadle.schedules.building_block import INTERVAL
-from treadle.simulate import measure, simulate
+from treadle.simulator import measure, simulate
 
 BLOCKS = {"v-half": v_half.block, "v-min": v_min.block}
 SIZES = [(pp, num_mb) for pp in range(1, 13) for num_mb in (pp, 2 * pp + 1, 4 * pp)]

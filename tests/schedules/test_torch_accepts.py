@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import treadle
-from treadle.export import torch_csv
+from treadle.files import torch_csv
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -26,11 +26,11 @@ from tests.support.rank_pool import server
 from treadle.cli.app import app
 from treadle.runtime.model.gradients import Gradients
 from treadle.schedules import SCHEDULES
-from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, gradients, lanes
+from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, check_gradients, check_lanes
+from treadle.selfcheck.check_report import FailedError, Passed, SkippedError
 from treadle.selfcheck.checks import Check, run_check
 from treadle.selfcheck.models import MeshShape
 from treadle.selfcheck.ranks import _gather, run_ranks
-from treadle.selfcheck.report import FailedError, Passed, SkippedError
 
 HERE = ("--device", "cpu", "--ranks", "2")
 TWO = Setup(num_ranks=2, quick=True, device_type="cpu", deadline_s=PATIENT_S)
@@ -65,16 +65,16 @@ def wrong_gradient(setup: Setup, rank: int, name: str, shape: MeshShape) -> floa
         add(self, param, grad * (1.5 if rank == 1 else 1.0))
 
     Gradients.add = wrong  # type: ignore[method-assign]
-    return gradients.compare_rank(setup, rank, name, shape)
+    return check_gradients.compare_rank(setup, rank, name, shape)
 
 
 @pytest.mark.slow
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Check("gradients: zb-h1", partial(gradients.check_gradients, name="zb-h1"))
+    check = Check("gradients: zb-h1", partial(check_gradients.check_gradients, name="zb-h1"))
     right = run_check(check, TWO)
     assert (right.status, right.advice) == ("passed", "")
     assert right.numbers["off_by"] <= TWO.tolerance
-    monkeypatch.setattr(gradients, "compare_rank", wrong_gradient)
+    monkeypatch.setattr(check_gradients, "compare_rank", wrong_gradient)
     found = run_check(check, TWO)
     assert found.status == "failed"
     assert "zb-h1, PP2 of MoE layers, rank 1: the gradient of stage 1 0." in found.about
@@ -109,9 +109,9 @@ class Reversed:
 
 
 def test_lanes_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "make_real_lanes", lambda device, deadline_s: Reversed())
+    monkeypatch.setattr(check_lanes, "make_real_lanes", lambda device, deadline_s: Reversed())
     with pytest.raises(FailedError, match="ops of a lane ran out of order"):
-        lanes.lanes_in_rank(TWO, 0)
+        check_lanes.lanes_in_rank(TWO, 0)
 
 
 def one_fails(setup: Setup, rank: int, how: str) -> int:
@@ -164,7 +164,7 @@ def test_a_check_that_raises_has_failed() -> None:
 
 def test_a_schedule_that_does_not_fit_the_ranks_is_skipped() -> None:
     three = Setup(num_ranks=3, quick=True, device_type="cpu")
-    found = run_check(Check("gradients: dualpipe", partial(gradients.check_gradients, name="dualpipe")), three)
+    found = run_check(Check("gradients: dualpipe", partial(check_gradients.check_gradients, name="dualpipe")), three)
     assert found.status == "skipped"
     assert "even" in found.about
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from treadle.costs import Costs, load_costs
-from treadle.export.header import layout_object
+from treadle.files.header import layout_object
 from treadle.ir import Placement, Schedule
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import COLUMNS, Layout, Program
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
 from treadle.schedules import SCHEDULES, generate
-from treadle.simulate import simulate
+from treadle.simulator import simulate
 
 SIZES = [(1, 1, 2), (2, 1, 4), (2, 2, 4), (4, 1, 8), (4, 2, 8)]
 COSTS = ["unit", "deepseek-v3-h800"]

@@ -96,7 +96,7 @@ PLANTS = {
     ),
     "piece-given-back-first": Plant(
         "a piece of the pool is given back before it is read",
-        "treadle.runtime.model.saved.store",
+        "treadle.runtime.model.saved.saved_store",
         (
             (
                 "        flat.copy_(self.room[: self.size_bytes], non_blocking=True)\n"
@@ -109,7 +109,7 @@ PLANTS = {
     ),
     "shelf-of-all-micro-batches": Plant(
         "what micro-batches save is kept in one list",
-        "treadle.runtime.model.saved.store",
+        "treadle.runtime.model.saved.saved_store",
         (
             (
                 "return self._shelves.setdefault(key, Shelf())",
@@ -121,7 +121,7 @@ PLANTS = {
     ),
     "ledger-without-lock": Plant(
         "saved bytes are counted by several threads without a lock",
-        "treadle.runtime.model.saved.live_bytes",
+        "treadle.runtime.model.saved.live_saved",
         (
             (
                 "        with self._lock:\n            self._settle()\n            holders =",

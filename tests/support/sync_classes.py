@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from treadle.runtime.checker.analysis import analyse
 from treadle.runtime.checker.log import LAUNCH, RECORD_STREAM, Entry, EventRecord, HostWait, Keep, Wait
-from treadle.runtime.checker.recorder import OUTSIDE
+from treadle.runtime.checker.stream_recorder import OUTSIDE
 
 BACK_PRESSURE = "treadle/runtime/run/lanes/stream.py"
 """LaunchSite the launching thread waits for the device so as not to run too far ahead: that orders nothing."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from treadle.costs import UNIT_COSTS
 from treadle.ir import kernel
 from treadle.ir.ops import OpKind
-from treadle.plan.options import LoweringOptions
-from treadle.runtime.build import plan, plan_forward
+from treadle.lowering.options import LoweringOptions
+from treadle.runtime.rank_part import plan, plan_forward
 from treadle.schedules import generate
 
 SPLIT = (OpKind.MLP_W, OpKind.ATTN_W)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle.synthesize import search, solver, synthesis
+from treadle.synthesize import order_search, solver, synthesis
 
 EACH_RUN_S = 0.01
 """What a run counts besides: preparing a model is no work of the solver's."""
@@ -49,6 +49,6 @@ def by_work(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
     """Time limits of this test are limits of work: a second of them is a few of CPU."""
     clock, imported = WorkClock(), solver.cp_model
     monkeypatch.setattr(solver, "cp_model", lambda: clock.cp_model(imported()))
-    for module in (solver, search, synthesis):
+    for module in (solver, order_search, synthesis):
         monkeypatch.setattr(module, "time", clock)
     return clock

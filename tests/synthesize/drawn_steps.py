@@ -10,7 +10,7 @@ from fractions import Fraction
 from tests.synthesize.every_order import Room, TinyCell, TinyStep
 from treadle.costs import Costs, parse
 from treadle.ir import Kind, Placement
-from treadle.plan import LoweringOptions
+from treadle.lowering import LoweringOptions
 from treadle.synthesize import MemoryLimits
 
 PLACEMENTS: dict[str, Callable[[], Placement]] = {

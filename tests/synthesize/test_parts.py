@@ -12,16 +12,16 @@ from tests.synthesize.costs_of import PUBLISHED, cell_costs
 from treadle.costs import Costs
 from treadle.ir import Placement
 from treadle.synthesize import MemoryLimits, SolverOptions
+from treadle.synthesize import order_search as search_module
 from treadle.synthesize import repair as repair_module
-from treadle.synthesize import search as search_module
-from treadle.synthesize.bound import lower_bound
 from treadle.synthesize.evaluate import as_order, as_schedule, start_times, weigh
 from treadle.synthesize.greedy import greedy_orders
+from treadle.synthesize.lower_bound import lower_bound
 from treadle.synthesize.make_problem import fewer_microbatches, make_problem
+from treadle.synthesize.order_search import OrderSearch
 from treadle.synthesize.ours import our_schedules
 from treadle.synthesize.problem import Budget, StepProblem
 from treadle.synthesize.repair import repair
-from treadle.synthesize.search import OrderSearch
 from treadle.synthesize.solver import SolverRuns
 from treadle.synthesize.stretch import few_microbatches, stretched
 

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from treadle.train.app import main
-from treadle.train.metrics import StepFacts
+from treadle.train.command_line import main
+from treadle.train.run_log import StepFacts
 from treadle.train.trainer import RunResult, Trainer
 
 DIRECTORY = "TREADLE_TEST_HELD"

@@ -11,8 +11,8 @@ import pytest
 from tests.support.paths import ROOT
 from treadle.train.checking import learning_rate, note_on_decay
 from treadle.train.command import parse_command
-from treadle.train.config import ParallelConfig, TrainConfig
-from treadle.train.reading import flag_names, read_config
+from treadle.train.config_reading import flag_names, read_config
+from treadle.train.run_config import ParallelConfig, TrainConfig
 
 TINY = ROOT / "configs" / "moe_tiny.toml"
 

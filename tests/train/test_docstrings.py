@@ -7,11 +7,13 @@ from types import ModuleType
 
 import pytest
 
-from treadle.train.checkpoint import files, parts
-from treadle.train.optim import config, division, schedule, sharded
+from treadle.train.checkpoint import on_disk, tensor_parts
+from treadle.train.optim import division, lr_schedule, optimizer_config, sharded
 
 
-@pytest.mark.parametrize("module", [sharded, config, division, schedule, files, parts], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [sharded, optimizer_config, division, lr_schedule, on_disk, tensor_parts], ids=lambda m: m.__name__
+)
 def test_examples_run(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     failed, tried = doctest.testmod(module)

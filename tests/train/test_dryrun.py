@@ -15,13 +15,13 @@ from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
 from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
-from treadle.simulate import measure
-from treadle.train.config import ParallelConfig, TrainConfig, TrainingConfig
-from treadle.train.dryrun import describe
+from treadle.simulator import measure
 from treadle.train.fitted_costs import fit_step, write_costs
-from treadle.train.memory import RunMemory
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
+from treadle.train.run_config import ParallelConfig, TrainConfig, TrainingConfig
+from treadle.train.run_dryrun import describe
+from treadle.train.run_memory import RunMemory
 from treadle.train.sweep import step_peaks
 
 MODEL = ModelConfig(

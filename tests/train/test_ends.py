@@ -21,12 +21,12 @@ from tests.train.tiny import flags_of, tiny
 from train_runs import losses_of
 from treadle.dist.nccl_settings import NEEDED, wrong_settings
 from treadle.train import trainer
-from treadle.train.app import FAILED, REFUSED, main
 from treadle.train.checkpoint import SaveError, complete_steps
-from treadle.train.config import TrainConfig
-from treadle.train.launch import join_world
-from treadle.train.metrics import StepFacts
+from treadle.train.command_line import FAILED, REFUSED, main
+from treadle.train.run_config import TrainConfig
+from treadle.train.run_log import StepFacts
 from treadle.train.trainer import Trainer
+from treadle.train.world import join_world
 
 pytestmark = pytest.mark.slow
 

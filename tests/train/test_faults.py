@@ -18,7 +18,7 @@ from tests.train.held_run import DIRECTORY, held_at
 from tests.train.tiny import flags_of, tiny
 from train_runs import losses_of, rank_processes, rows_of, started_run
 from treadle.train.checkpoint import complete_steps
-from treadle.train.config import TrainConfig
+from treadle.train.run_config import TrainConfig
 from treadle.train.trainer import Trainer
 
 STEPS, KILLED_AT, STOPPED_AT = 10, 5, 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from treadle.train.metrics import StepFacts
+from treadle.train.run_log import StepFacts
 
 FACTS = StepFacts(7, 2.5, 0.01, 1234.5, 0.25, None, 2**30, 1.5, 3e-4)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.tiny import tiny
-from treadle.train.app import main
-from treadle.train.dryrun import describe
+from treadle.train.command_line import main
 from treadle.train.parallel import ParallelPlan, mesh_sizes
+from treadle.train.run_dryrun import describe
 
 
 def test_all_that_ranks_do_is_one_model_and_one_batch(tmp_path: Path) -> None:

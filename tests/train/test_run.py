@@ -14,9 +14,9 @@ import treadle
 from tests.support.patience import HUNG_S
 from tests.train.tiny import flags_of, tiny
 from train_runs import held_out_of, losses_of, rows_of
-from treadle.models.config import ModelConfig
-from treadle.train.app import main
+from treadle.models.model_config import ModelConfig
 from treadle.train.checkpoint import complete_steps
+from treadle.train.command_line import main
 
 pytestmark = pytest.mark.slow
 

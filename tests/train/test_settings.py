@@ -20,10 +20,10 @@ from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.agreement import agree_to_start
-from treadle.runtime.options import OF_A_RANK, RunOptions, facts_of
-from treadle.train.app import main
-from treadle.train.config import TrainConfig
+from treadle.runtime.pipeline_options import OF_A_RANK, RunOptions, facts_of
+from treadle.train.command_line import main
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
+from treadle.train.run_config import TrainConfig
 
 
 def leaves(group: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:

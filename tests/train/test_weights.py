@@ -14,12 +14,12 @@ import torch
 from tests.models.tiny import saved
 from tests.train.tiny import SOURCES
 from train_runs import losses_of
-from treadle.models.config import ModelConfig
-from treadle.train.app import main
+from treadle.models.model_config import ModelConfig
 from treadle.train.command import parse_command
-from treadle.train.config import CheckpointConfig, TrainConfig
+from treadle.train.command_line import main
 from treadle.train.data import IGNORED, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.run_config import CheckpointConfig, TrainConfig
 from treadle.train.trainer import Trainer
 
 THEIRS = ModelConfig(

@@ -7,14 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle.models.config import ModelConfig
-from treadle.train.config import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    TrainConfig,
-    TrainingConfig,
-)
+from treadle.models.model_config import ModelConfig
+from treadle.train.run_config import CheckpointConfig, DataConfig, LoggingConfig, TrainConfig, TrainingConfig
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SOURCES = (str(STDLIB / "[a-d]*.py"),)

@@ -24,13 +24,13 @@ from tests.support.update.passing import await_stopped, expire, go_on, in_vain
 from tests.support.update.workers import Asker, Trouble, Workers
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.control import FromCoordinator, Phase
-from treadle.update.protocol.messages import MOST_PLANS, Status
+from treadle.update.protocol.update_messages import MOST_PLANS, Status
 from treadle.update.rank import attempt_run
 from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Buckets
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from tests.support.update.engines import SMALL
 from tests.support.update.workers import Trouble, Workers, ask_once
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.plain import digest_of
-from treadle.update.protocol.messages import Answer
 from treadle.update.protocol.record import MOST
+from treadle.update.protocol.update_messages import Answer
 from treadle.update.rank.worker_client import WorkerClient
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 
 pytestmark = pytest.mark.slow
 

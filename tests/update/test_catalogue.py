@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
 from treadle.update.coordinator.commit_log import CommitLog, Record
-from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.protocol.control import (
@@ -34,9 +34,9 @@ from treadle.update.protocol.control import (
     Sides,
     Stop,
 )
-from treadle.update.protocol.messages import PROTOCOL, Status, WeightLayout
+from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
 from treadle.wire.listeners import UnixListener

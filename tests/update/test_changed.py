@@ -16,14 +16,11 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import OPTIONS, SMALL, Noting, eventually, served, state, whole
 from tests.support.update.workers import Asker, Troubled, Workers
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
-from treadle.update.protocol.messages import (
-    Export,
-    Refused,
-)
+from treadle.update.protocol.update_messages import Export, Refused
 from treadle.update.rank.shares import Shares
-from treadle.weights.buffers import Memory
-from treadle.weights.pieces import Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.buffer_sizes import Memory
+from treadle.weights.tensor_boxes import Tensor
+from treadle.weights.update_plan import plan_update
 
 pytestmark = pytest.mark.slow
 

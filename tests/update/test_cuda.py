@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from treadle.update.memory import cuda
-from treadle.update.memory.buffers import memory_of
 from treadle.update.memory.cuda import CudaBuffer, CudaMemory
-from treadle.update.protocol.messages import Map, Mapped
+from treadle.update.memory.ipc_buffers import memory_of
+from treadle.update.protocol.update_messages import Map, Mapped
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient
 

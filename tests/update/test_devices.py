@@ -21,9 +21,9 @@ from tests.support.update.workers import Asker, Spawned
 from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.plain import digest_of
 from treadle.update.adapters.transformers import Transformers, named_weights
-from treadle.update.protocol.messages import Answer, Load
+from treadle.update.protocol.update_messages import Answer, Load
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
 

@@ -23,7 +23,7 @@ from tests.support.update.engines import Noting, begin, bring_first, eventually,
 from tests.support.update.workers import Asker
 from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Commit,
     Finish,

@@ -14,7 +14,7 @@ from tests.support.update.faults import HANG_S, Case, draw, fresh, play, shared_
 from tests.support.update.models import SourceMaker, expected, model
 from tests.support.update.workers import Trouble, Workers
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 
 pytestmark = pytest.mark.slow
 

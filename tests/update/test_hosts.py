@@ -32,12 +32,12 @@ from tests.support.update.workers import Trouble, Workers
 from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
-from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.coordinator.rank_links import MOST_STRANGERS
 from treadle.update.protocol.control import FromCoordinator, Join, Joined, Stop
-from treadle.update.protocol.messages import PROTOCOL
+from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.update.rank.rendezvous import Rendezvous
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 from treadle.wire.errors import WireError
 from treadle.wire.frames import framed
 from treadle.wire.link import Link

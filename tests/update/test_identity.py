@@ -22,13 +22,23 @@ from tests.support.update.models import Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog, peek
-from treadle.update.protocol.messages import Abort, Answer, Begin, Commit, Finish, Refused, Settle, Status, TakePlan
+from treadle.update.protocol.update_messages import (
+    Abort,
+    Answer,
+    Begin,
+    Commit,
+    Finish,
+    Refused,
+    Settle,
+    Status,
+    TakePlan,
+)
 from treadle.update.worker.endpoint import worker_path
 from treadle.update.worker.slot import Slot
 from treadle.update.worker.worker import Worker
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.update.engines import OPTIONS
 from treadle.update import Endpoint, Plain, UpdateError
 from treadle.update.protocol.control import Fault, FromCoordinator, Go, Joined, Stop, ToCoordinator
-from treadle.update.protocol.messages import GetStatus, Status
+from treadle.update.protocol.update_messages import GetStatus, Status
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient

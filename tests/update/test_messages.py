@@ -25,10 +25,10 @@ from treadle.host.processes import stopped
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.record import MOST
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Holding, Tensor
+from treadle.weights.update_plan import plan_update
 
 pytestmark = pytest.mark.slow
 

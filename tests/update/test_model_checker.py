@@ -14,8 +14,8 @@ import pytest
 from tests.support.budget import Budget
 from tests.support.update.model_checker import explore
 from tests.support.update.world import RULES, Sizes
-from treadle.update.protocol import attempt, coordinator, rank, worker
-from treadle.update.protocol.worker import WorkerState
+from treadle.update.protocol import attempt, coordinator_decisions, rank, worker_decisions
+from treadle.update.protocol.worker_decisions import WorkerState
 
 SMALL = {
     "crash": Sizes(updates=1, crashes=1),
@@ -70,13 +70,13 @@ def test_the_fault_is_found_where_the_rule_is_left_out(name: str, budget: Budget
 
 def goes_back_though_it_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose rank is gone."""
-    release = worker.release
+    release = worker_decisions.release
 
-    def eager(state: WorkerState, *, can_restore: bool) -> worker.Moves:
+    def eager(state: WorkerState, *, can_restore: bool) -> worker_decisions.Moves:
         voted = state.state == "prepared"
         return release(replace(state, state="loading") if voted else state, can_restore=can_restore)
 
-    monkeypatch.setattr(worker, "release", eager)
+    monkeypatch.setattr(worker_decisions, "release", eager)
 
 
 def aborts_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,24 +92,24 @@ def aborts_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decides_by_a_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that does not wait for the last vote."""
-    spoken = coordinator.CoordinatorState.num_spoken
+    spoken = coordinator_decisions.CoordinatorState.num_spoken
 
-    def eager(self: coordinator.CoordinatorState) -> int:
+    def eager(self: coordinator_decisions.CoordinatorState) -> int:
         num: int = spoken.fget(self)  # type: ignore[attr-defined]
         return num + (self.attempt.phase == "finish" and num > 0)
 
-    monkeypatch.setattr(coordinator.CoordinatorState, "num_spoken", property(eager))
+    monkeypatch.setattr(coordinator_decisions.CoordinatorState, "num_spoken", property(eager))
 
 
 def forgets_that_it_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that takes half-loaded weights for the old version."""
-    load = worker.load
+    load = worker_decisions.load
 
-    def careless(state: WorkerState, epoch: int) -> worker.Moves:
+    def careless(state: WorkerState, epoch: int) -> worker_decisions.Moves:
         moves, _ = load(state, epoch)
         return moves, state
 
-    monkeypatch.setattr(worker, "load", careless)
+    monkeypatch.setattr(worker_decisions, "load", careless)
 
 
 PLANTED: list[Callable[[Any], None]] = [

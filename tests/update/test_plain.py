@@ -7,8 +7,8 @@ import torch
 
 from treadle.update import Plain, Source
 from treadle.update.protocol.catalogue import check_layout, layout_digest
-from treadle.update.protocol.messages import WeightLayout
-from treadle.weights.pieces import Tensor
+from treadle.update.protocol.update_messages import WeightLayout
+from treadle.weights.tensor_boxes import Tensor
 from treadle.wire.errors import WireError
 
 

@@ -21,11 +21,11 @@ import treadle.wire.link as link_module
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.update.engines import eventually, out_of_descriptors
 from treadle.host.sockets import connect
+from treadle.update.adapters.vllm.engine_messages import Reply, Serve, Shut
+from treadle.update.adapters.vllm.gate_phases import TRANSITIONS, GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
 from treadle.update.adapters.vllm.line import Line, replica_path
 from treadle.update.adapters.vllm.listening import Listening
-from treadle.update.adapters.vllm.messages import Reply, Serve, Shut
-from treadle.update.adapters.vllm.phases import TRANSITIONS, GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.replica import Replica
 from treadle.update.worker.gate import Gate
 from treadle.wire.errors import PeerGoneError

@@ -12,12 +12,9 @@ import torch
 from tests.support.update.engines import Noting, served
 from treadle.update.memory.copying import copy_hashed, digest
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.messages import (
-    Begin,
-    Refused,
-)
+from treadle.update.protocol.update_messages import Begin, Refused
 from treadle.update.worker.rollback_store import RollbackStore, left_in_group
-from treadle.weights.pieces import Box
+from treadle.weights.tensor_boxes import Box
 
 BOXES = [("w", Box((0,), (1 << 16,)), "float32")]
 

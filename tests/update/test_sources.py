@@ -19,13 +19,13 @@ from tests.support.update.workers import Asker, Workers
 from treadle.update import Source, UpdateError, UpdateOptions, Updater, WeightSource
 from treadle.update.memory.copying import opaque
 from treadle.update.memory.host import HostBuffer
-from treadle.update.options import CompareSources
+from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, SourceComparison, comparison, same
-from treadle.update.rank.packing import Packer
 from treadle.update.rank.shares import Shares
+from treadle.update.update_options import CompareSources
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.update_plan import plan_update
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ def test_a_mixture_passes_only_where_nobody_looks() -> None:
 
 def arrived(have: Holding, want: Holding, theirs: list[Source], rank: int, compare: CompareSources, turn: int) -> Any:
     """The differences a rank finds in all buckets of the others."""
-    from treadle.update.rank.packing import Packer
+    from treadle.update.rank.bucket_packing import Packer
 
     shares = Shares(plan_update(have, want, SMALL))
     found = comparison(shares.plan, theirs[rank], rank, compare, turn)

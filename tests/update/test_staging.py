@@ -14,10 +14,10 @@ from tests.support.update.engines import SMALL
 from treadle.update import Plain, Source
 from treadle.update.adapters.transformers import named_weights
 from treadle.update.rank.shares import Shares
-from treadle.update.worker.arrivals import Arrival, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, Assembly
 from treadle.update.worker.staging import assembled, shortfall
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.update_plan import plan_update
 
 
 def test_what_is_held_is_what_is_named() -> None:

@@ -13,8 +13,8 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import SMALL
 from tests.support.update.workers import Asker, Spawned
 from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
-from treadle.update.protocol.messages import Answer
-from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.update.protocol.update_messages import Answer
+from treadle.weights.tensor_boxes import Box, Piece, Tensor
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1, compare_sources="off")
 SHAPE = 96, 8

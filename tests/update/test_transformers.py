@@ -17,9 +17,9 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.workers import Asker, Spawned
 from treadle.update import ClosedError, Endpoint, Source, UpdateError, UpdateOptions, Updater
-from treadle.update.protocol.messages import Answer
+from treadle.update.protocol.update_messages import Answer
 from treadle.update.rank.checkpoint import read_checkpoint
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

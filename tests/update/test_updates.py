@@ -23,11 +23,11 @@ from tests.support.update.workers import Workers, ask_once, resident_bytes
 from treadle.ir.ops import OpKind
 from treadle.ir.program import NEVER
 from treadle.update import Source, Updated, UpdateOptions, Updater
-from treadle.update.protocol.messages import Answer, Rollback
-from treadle.weights.buffers import Memory
+from treadle.update.protocol.update_messages import Answer, Rollback
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box, Holding, Tensor
-from treadle.weights.verify import verify_update
+from treadle.weights.tensor_boxes import Box, Holding, Tensor
+from treadle.weights.update_checks import verify_update
 
 MiB = 1 << 20
 

@@ -21,7 +21,7 @@ from tests.support.update.passing import expire
 from tests.support.update.workers import Asker, Trouble, Troubled, Workers, ask_once
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     Abort,
     Answer,
     Begin,
@@ -35,7 +35,7 @@ from treadle.update.protocol.messages import (
 )
 from treadle.update.worker.worker import Worker
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 
 pytestmark = pytest.mark.slow
 

@@ -43,7 +43,7 @@ from tests.support.update.vllm import (
     update_from_parts,
 )
 from tests.support.update.workers import Trouble
-from treadle.update.protocol.messages import Close
+from treadle.update.protocol.update_messages import Close
 
 LONG = 3500
 DTYPES = {"dense": torch.float32, "moe": torch.bfloat16}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from tests.support.update.engines import Noting, begin, plan_of, served
-from treadle.update.protocol.messages import (
-    Begun,
-    Settle,
-    Status,
-)
+from treadle.update.protocol.update_messages import Begun, Settle, Status
 from treadle.update.worker.worker import Worker
 
 

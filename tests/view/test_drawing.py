@@ -11,12 +11,12 @@ import pytest
 import treadle
 from treadle.drawing import Picture
 from treadle.passes.cells import lower_cells
-from treadle.weights.buffers import Memory
+from treadle.weights.bucket_stream import even_stream
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import replicated
-from treadle.weights.lower import lower_update
-from treadle.weights.pieces import Tensor
-from treadle.weights.plan import UpdatePlan, plan_update
-from treadle.weights.stream import even_stream
+from treadle.weights.tensor_boxes import Tensor
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_plan import UpdatePlan, plan_update
 
 UNIT = treadle.load_costs("unit")
 SCHEDULE = treadle.generate("zb-h1", pp=2, microbatches=4)

@@ -21,13 +21,13 @@ from treadle.ir.memory import peaks
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.trace import Trace
 from treadle.schedules import SCHEDULES
+from treadle.view.box_text import ABOVE, SIDE, extent, fit
 from treadle.view.boxes import LANE_ROWS, Boxes, cell_boxes, lane_boxes
 from treadle.view.figure import FigureContent, cell_sheet, draw, draw_cell, sheet_of
-from treadle.view.held import MemoryUnit, held, memory_unit
-from treadle.view.labels import ABOVE, SIDE, extent, fit
+from treadle.view.memory_curves import MemoryUnit, held, memory_unit
 from treadle.view.palette import PALETTES, ROLE_OF, Look, Palette, Role, told_apart
 from treadle.view.panels import PANEL_NAMES, cell_panel
-from treadle.view.phases import Phase, extra_cells, phases, pick_cell
+from treadle.view.pipeline_phases import Phase, extra_cells, phases, pick_cell
 from treadle.view.sheet import LEAST_PT
 from treadle.view.style import WIDTHS, FigureStyle
 from treadle.view.window import held_within, strips, within

@@ -13,10 +13,10 @@ from treadle.costs import UNIT_COSTS
 from treadle.ir.ops import LaneKind
 from treadle.ir.trace import Trace
 from treadle.passes.cells import lower_cells
+from treadle.view.character_rows import terminal_rows
 from treadle.view.figure import FigureContent, draw, sheet_of
 from treadle.view.hang import Hang, run_to_hang
 from treadle.view.style import FigureStyle
-from treadle.view.terminal import terminal_rows
 
 BETWEEN_RANKS = "0: F0.0 B0.0 F1.0 B1.0\n1: F0.0 F1.0 B0.0 B1.0\n"
 IN_ONE_ROW = "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B1.0 F1.0 B0.0\n"

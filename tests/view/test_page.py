@@ -24,9 +24,9 @@ from treadle.ir.memory import peaks
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.simulate import critical_path
+from treadle.simulator import critical_path
 from treadle.view.page import MOST_OPS, page
-from treadle.view.page.columns import column
+from treadle.view.page.packed_columns import column
 
 needs_browser = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 

@@ -11,9 +11,9 @@ import treadle
 from treadle.costs import UNIT_COSTS, load_costs
 from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
-from treadle.plan import LoweringOptions, lower
-from treadle.simulate import simulate
-from treadle.view.terminal import LETTERS, terminal_rows
+from treadle.lowering import LoweringOptions, lower
+from treadle.simulator import simulate
+from treadle.view.character_rows import LETTERS, terminal_rows
 
 
 def trace(name: str, pp: int, num_mb: int, layers: int | None = None) -> Trace:

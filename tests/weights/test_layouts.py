@@ -23,7 +23,7 @@ from treadle.weights.layouts import (
     spread,
     tensor_parallel,
 )
-from treadle.weights.pieces import Box, Holding, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Tensor
 
 
 def cut_by_torch(

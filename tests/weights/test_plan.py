@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.update.moving import BYTES, carry_out, random_tensors
-from treadle.weights.buffers import ALIGN, Memory, choose_buffers
+from treadle.weights.bucket_stream import stream_of
+from treadle.weights.buffer_sizes import ALIGN, Memory, choose_buffers
 from treadle.weights.layouts import (
     REPLICATE,
     Owner,
@@ -23,11 +24,10 @@ from treadle.weights.layouts import (
     sharded,
     spread,
 )
-from treadle.weights.lower import lower_update
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
-from treadle.weights.plan import UpdatePlan, plan_update
-from treadle.weights.stream import stream_of
-from treadle.weights.verify import verify_update
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.update_checks import verify_update
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_plan import UpdatePlan, plan_update
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "uint8", "int64")
 

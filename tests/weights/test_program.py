@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 
 from tests.support.paths import GOLDEN
 from treadle.cli.app import app
-from treadle.export import npz
+from treadle.files import npz
 from treadle.ir.execute import Times, execute
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import NEVER, Bools, Program
-from treadle.verify import VerifyReport
-from treadle.weights.buffers import Memory
+from treadle.verifier import VerifyReport
+from treadle.weights.bucket_stream import Stream, even_stream, stream_of
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel, sharded, tensor_parallel
-from treadle.weights.lower import lower_update
-from treadle.weights.pieces import Tensor
-from treadle.weights.plan import plan_update
-from treadle.weights.rates import Rates, simulate_update
-from treadle.weights.stream import Stream, even_stream, stream_of
 from treadle.weights.summary import measure_update
-from treadle.weights.verify import verify_update
+from treadle.weights.tensor_boxes import Tensor
+from treadle.weights.update_checks import verify_update
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_plan import plan_update
+from treadle.weights.update_rates import Rates, simulate_update
 
 BUFFERS = [(h2d, ipc) for h2d in (0, 1, 2) for ipc in (1, 2)]
 PUBLISHED = even_stream(4, 2)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import Rates
-from treadle.weights.verify import verify_update
+from treadle.weights.update_checks import verify_update
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_rates import Rates
 
 pytestmark = pytest.mark.slow
 

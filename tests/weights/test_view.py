@@ -11,22 +11,22 @@ import pytest
 import treadle
 from tests.support.browser import MISSING, browser
 from tests.support.sheets import check_texts
-from treadle.api.files import load
+from treadle.api.load_save import load
 from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
-from treadle.verify import verify_program
+from treadle.verifier import verify_program
 from treadle.view.boxes import ROLES
+from treadle.view.character_rows import terminal_rows
 from treadle.view.figure import FigureContent, draw
 from treadle.view.page import page
 from treadle.view.palette import PALETTES, Role, told_apart
 from treadle.view.sheet import Sheet
 from treadle.view.style import FigureStyle
-from treadle.view.terminal import terminal_rows
-from treadle.view.update import buffer_rows
 from treadle.view.update_figure import update_boxes
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import simulate_update
-from treadle.weights.stream import even_stream
+from treadle.view.update_rows import buffer_rows
+from treadle.weights.bucket_stream import even_stream
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_rates import simulate_update
 
 BUFFERS = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 

@@ -29,7 +29,7 @@ from tests.support.update.workers import Workers, ask_once, resident_bytes
 from treadle.host.sockets import connect, listen, peer_of
 from treadle.update import Endpoint, Plain
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
     Ask,
@@ -46,8 +46,8 @@ from treadle.update.protocol.messages import (
     ToWorker,
     Welcome,
 )
-from treadle.weights.pieces import Box, Piece, Tensor
-from treadle.weights.plan import Item, Take
+from treadle.weights.tensor_boxes import Box, Piece, Tensor
+from treadle.weights.update_plan import Item, Take
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, Frames, framed
 from treadle.wire.link import MOST_FDS, Link, accept

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.api.files import load_run
+from treadle.api.load_save import load_run
 from treadle.api.verbs import CostsOrName, checked_costs
+from treadle.diagnosis.why_report import WhyReport, analyse
 from treadle.host.errors import named
 from treadle.ir import Placement
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Trace
-from treadle.plan.balance import balance_blocks
-from treadle.plan.stages import CutCosts, model_blocks, weigh
+from treadle.planner.balance import balance_blocks
+from treadle.planner.stage_costs import CutCosts, model_blocks, weigh
 from treadle.profiles.imported import Imported
-from treadle.why.report import WhyReport, analyse
 
 
 def balance(

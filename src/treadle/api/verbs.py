@@ -10,15 +10,15 @@ from treadle.host.errors import named
 from treadle.ir import Schedule
 from treadle.ir.program import Program
 from treadle.ir.trace import Trace
-from treadle.plan.options import WHOLE_CELLS, LoweringOptions
-from treadle.simulate.compare import Comparison
-from treadle.simulate.compare import compare as compare_traces
-from treadle.simulate.predict import Durations
-from treadle.simulate.predict import simulate as simulate_program
-from treadle.simulate.slowness import Factors
+from treadle.lowering.options import WHOLE_CELLS, LoweringOptions
+from treadle.simulator.compare import Comparison
+from treadle.simulator.compare import compare as compare_traces
+from treadle.simulator.predict import Durations
+from treadle.simulator.predict import simulate as simulate_program
+from treadle.simulator.slowness import Factors
 from treadle.step import Step, Target, steps_of
-from treadle.verify import ReceiveOrder, VerifyReport
-from treadle.weights.plan import UpdatePlan
+from treadle.verifier import ReceiveOrder, VerifyReport
+from treadle.weights.update_plan import UpdatePlan
 
 CostsOrName: TypeAlias = Costs | str
 """Costs, or what `load_costs` takes: `unit`, a preset, or the path of a TOML file."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
+from treadle.calibrate.calibration_report import show_constant
 from treadle.calibrate.constants_of_job import value_of
-from treadle.calibrate.report import show_constant
 from treadle.estimate import Cluster, load_cluster
 from treadle.estimate.cluster import PRESETS
 from treadle.fields.input_files import toml_value

@@ -24,19 +24,19 @@ from treadle.calibrate.constants_of_job import (
 from treadle.calibrate.log_fit import Floats
 from treadle.costs import Costs, durations
 from treadle.estimate import Cluster, Job, estimate_costs
-from treadle.search.judged import Judged, judge_job
-from treadle.search.structure import recomputed_ops
-from treadle.simulate import critical_path, simulate
+from treadle.planner.job_estimate import JobEstimate, estimate_job
+from treadle.planner.structure import recomputed_ops
+from treadle.simulator import critical_path, simulate
 
 
 class PathForm:
     """Seconds of a job's step by constants: `logs[i]` is by how much longer what `keys[i]` is about takes."""
 
-    def __init__(self, judged: Judged, keys: Sequence[str]) -> None:
-        self.job = judged.job
+    def __init__(self, estimate: JobEstimate, keys: Sequence[str]) -> None:
+        self.job = estimate.job
         self.keys = tuple(keys)
-        self._inline = recomputed_ops(judged.job) != judged.job.recompute
-        self._program = judged.structure.lower(judged.job.num_microbatches, judged.costs)
+        self._inline = recomputed_ops(estimate.job) != estimate.job.recompute
+        self._program = estimate.structure.lower(estimate.job.num_microbatches, estimate.costs)
         self._own = [self.keys.index(key) for key in constants_of(self.job)]
         self._partners = [(self.keys.index(one), self.keys.index(two)) for one, two in partners_of(self.job).items()]
         self._uses = np.eye(len(self.keys))
@@ -49,7 +49,7 @@ class PathForm:
     @classmethod
     def of(cls, job: Job, keys: Sequence[str]) -> PathForm:
         """Lower a job with the constants of its cluster."""
-        return cls(judge_job(job), keys)
+        return cls(estimate_job(job), keys)
 
     def cluster(self, logs: Floats) -> Cluster:
         """Return the job's cluster with other constants."""

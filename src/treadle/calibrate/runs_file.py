@@ -1,4 +1,4 @@
-"""Measured runs from a CSV file: a line a run, columns as in `treadle.calibrate.columns`, lines with # are comments."""
+"""Measured runs from a CSV file: a line a run, with the columns of `run_columns.py`; lines with # are comments."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from treadle.calibrate.columns import COLUMNS, REQUIRED, SIZES, Cell
+from treadle.calibrate.run_columns import COLUMNS, REQUIRED, SIZES, Cell
 from treadle.estimate import Cluster, Job, load_model
-from treadle.estimate.stages import stage_rows
+from treadle.estimate.job_stages import stage_rows
 from treadle.fields.input_files import read_text
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
+from treadle.planner.job_estimate import describe
+from treadle.planner.space import check_schedule
 from treadle.schedules import default_schedule, family
-from treadle.search.judged import describe
-from treadle.search.space import check_schedule
 
 
 class MeasuredRun(NamedTuple):

@@ -10,7 +10,7 @@ from treadle.ir.kernel import Compiled
 
 
 def main() -> None:
-    """Runs a command; a user's mistake ends with a sentence and exit code 2, never with a traceback."""
+    """Run a command; a user's mistake ends with a sentence and exit code 2, never with a traceback."""
     Compiled.compiling = staticmethod(
         lambda: _say("compiling, once for this installation; the next run starts at once")
     )

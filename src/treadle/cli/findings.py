@@ -7,8 +7,8 @@ from rich.markup import escape
 from treadle.cli.terminal import out
 from treadle.ir import Schedule
 from treadle.ir.program import Program
-from treadle.verify import Finding, VerifyReport
-from treadle.verify.finding import more_of
+from treadle.verifier import Finding, VerifyReport
+from treadle.verifier.finding import more_of
 
 SHOWN = 5
 """Findings shown in full unless asked for all: the first ones are usually the cause of the rest."""

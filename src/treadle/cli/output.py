@@ -29,14 +29,14 @@ KINDS = {
         1,
         "A schedule",
         "treadle show TARGET --json. Every command that takes a schedule reads it.",
-        "treadle.export.json_form:ScheduleJson",
+        "treadle.files.json_form:ScheduleJson",
     ),
     "schedules": OutputKind(1, "The schedules", "treadle schedules --json.", "treadle.cli.printed:SchedulesJson"),
     "verify": OutputKind(
         1,
         "The report of the verifier",
         "treadle verify --json. The exit code is 0 if clean, 1 if not.",
-        "treadle.verify.printed_report:VerifyJson",
+        "treadle.verifier.printed_report:VerifyJson",
     ),
     "explain": OutputKind(1, "Findings explained", "treadle explain [CODE] --json.", "treadle.cli.printed:ExplainJson"),
     "simulate": OutputKind(
@@ -52,15 +52,15 @@ KINDS = {
         "treadle.cli.printed:SimulateUpdateJson",
     ),
     "compare": OutputKind(
-        1, "A comparison with the first row", "treadle compare --json.", "treadle.simulate.printed_step:CompareJson"
+        1, "A comparison with the first row", "treadle compare --json.", "treadle.simulator.printed_step:CompareJson"
     ),
     "import": OutputKind(1, "A profile as it was read", "treadle import --json.", "treadle.cli.printed:ImportJson"),
-    "why": OutputKind(1, "Why a run is slow", "treadle why --json.", "treadle.why.printed_why:WhyJson"),
+    "why": OutputKind(1, "Why a run is slow", "treadle why --json.", "treadle.diagnosis.printed_why:WhyJson"),
     "balance": OutputKind(
         1, "Cuts of a model into stages", "treadle balance --json.", "treadle.cli.printed:BalanceJson"
     ),
     "plan": OutputKind(
-        1, "Schedule and parallelism of a run", "treadle plan --json.", "treadle.search.printed_plan:PlanJson"
+        1, "Schedule and parallelism of a run", "treadle plan --json.", "treadle.planner.printed_plan:PlanJson"
     ),
     "calibrate": OutputKind(
         1,

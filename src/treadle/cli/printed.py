@@ -7,7 +7,7 @@ from typing import Annotated, TypedDict
 from treadle.costs.printed_problems import ProblemJson
 from treadle.fields.kinds import Amount, Count, CountFrom1, OneOf, Share, Text
 from treadle.ir.printed_peak import PeakJson, TimeUnit
-from treadle.simulate.printed_step import MetricsJson, PathJson
+from treadle.simulator.printed_step import MetricsJson, PathJson
 from treadle.synthesize.printed_synthesis import SynthesisJson
 from treadle.weights.printed_update import UpdateMetricsJson
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from treadle.simulate import Stragglers
+    from treadle.simulator import Stragglers
 
 
 def _option(name: str, help: str) -> Any:
@@ -39,7 +39,7 @@ class Slow:
 
     def stragglers(self) -> Stragglers | None:
         """Return the stragglers, if there are any."""
-        from treadle.simulate import Stragglers
+        from treadle.simulator import Stragglers
 
         if self.share is None:
             return None

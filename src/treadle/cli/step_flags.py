@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle.cli.options import parse_layers
+from treadle.cli.common_options import parse_layers
 from treadle.cli.terminal import note, working
 
 if TYPE_CHECKING:
     from treadle.costs import Costs
     from treadle.ir.trace import Trace
-    from treadle.plan.options import LoweringOptions
+    from treadle.lowering.options import LoweringOptions
     from treadle.step import Step, Target
 
 
@@ -98,7 +98,7 @@ class StepFlags:
     @cached_property
     def options(self) -> LoweringOptions:
         """The options as the library takes them."""
-        from treadle.plan.options import LoweringOptions
+        from treadle.lowering.options import LoweringOptions
 
         given: dict[str, Any] = {
             "layers": parse_layers(self.layers),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treadle.api import files
+from treadle.api import load_save
 from treadle.cli.terminal import working
 from treadle.ir import Schedule
 from treadle.schedules import family, is_known
@@ -87,11 +87,11 @@ class Target:
         source = "<stdin>" if self.name == "-" else self.name
         with working(f"reading {source}"):
             if self.name == "-":
-                loaded: Schedule | Program | Trace = files.loads(sys.stdin.read(), source, placement=self.placement)
+                loaded: Schedule | Program | Trace = load_save.loads(sys.stdin.read(), source, placement=self.placement)
             elif Path(self.name).is_dir():
                 loaded = _typical_step(Path(self.name))
             else:
-                loaded = files.load(self.name, placement=self.placement)
+                loaded = load_save.load(self.name, placement=self.placement)
         if isinstance(loaded, Schedule):
             self._check_size(loaded, source)
         return loaded
@@ -117,6 +117,6 @@ def label(targets: Sequence[Target], loaded: Sequence[Schedule | Program | Trace
 
 def _typical_step(directory: Path) -> Trace:
     """Return the typical step of the run whose traces or profile a directory holds."""
-    from treadle.cli.measured import load_steps
+    from treadle.cli.measured_steps import load_steps
 
     return load_steps([directory]).trace()

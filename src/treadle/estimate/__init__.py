@@ -2,7 +2,7 @@
 
 from treadle.estimate.cluster import Cluster, load_cluster
 from treadle.estimate.job import Job
-from treadle.estimate.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from treadle.estimate.job_memory import MemoryEstimate, MemoryOptions, estimate_memory
 from treadle.estimate.model_shape import ModelShape, load_model
 from treadle.estimate.op_costs import estimate_costs
 

@@ -7,8 +7,8 @@ from functools import lru_cache, reduce
 from operator import add
 
 from treadle.estimate.block_parts import BlockMessage, BlockPiece, Linear, block_parts
+from treadle.estimate.group_messages import messages_of
 from treadle.estimate.job import Job
-from treadle.estimate.messages import messages_of
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.work import BF16, FP32, Gemm, GroupMessage, OpWork, PartWork
 

@@ -103,7 +103,7 @@ class Cluster:
         OneOf(PRECISIONS).check(precision, "a precision", f"{self.name} computes in {', '.join(self.peak_flops)}")
         found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
         if found is None:
-            instead = "take --precision bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
+            instead = "take `precision=bf16` or another GPU, or " if "bf16" in self.peak_flops else ""
             raise ValueError(
                 f"{self.name} computes in {', '.join(self.peak_flops)}, got {precision}; "
                 f"{instead}add its rate to [peak_flops] of a cluster file"

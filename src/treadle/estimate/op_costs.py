@@ -11,13 +11,13 @@ from typing import TypeAlias
 from treadle.costs import Costs
 from treadle.estimate.block_parts import block_parts
 from treadle.estimate.block_work import actions
+from treadle.estimate.group_messages import between_stages, gather, messages_of, send
 from treadle.estimate.job import Job
-from treadle.estimate.messages import between_stages, gather, messages_of, send
+from treadle.estimate.job_stages import is_tied
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import chunk_weights
 from treadle.estimate.rates import at_peak, constant, factors, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
-from treadle.estimate.stages import is_tied
 from treadle.estimate.work import OpWork
 from treadle.ir.trace import MICROSECONDS
 

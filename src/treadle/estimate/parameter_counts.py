@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from treadle.estimate.block_parts import Linear, block_parts
 from treadle.estimate.job import Job
+from treadle.estimate.job_stages import rank_rows
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.model_shape import ModelShape
-from treadle.estimate.stages import rank_rows
 
 
 class BlockParameters(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.ir.blocks import LAYERS, check_order
-from treadle.ir.notebook import ShownInNotebooks
+from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.ops import STEP_END, STEP_ENDS, LaneKind, OpKind, OpPhase, OpRole, where
 from treadle.ir.placement import Placement
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from treadle.ir.action import Action, Cell, Kind, Pair
-from treadle.ir.notebook import ShownInNotebooks
+from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.placement import Placement
 
 Channel: TypeAlias = tuple[int, int]

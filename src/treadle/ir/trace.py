@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle.ir.notebook import ShownInNotebooks
+from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.program import Longs, Program
 
 

@@ -16,16 +16,16 @@ from treadle.host.extras import brought_by
 
 with brought_by("train", needed_by="treadle.models"):
     from treadle.models.balancing import update_bias
-    from treadle.models.build import build_stages
-    from treadle.models.config import ModelConfig
-    from treadle.models.cut import cut_causal_lm, cut_ties
+    from treadle.models.build_stages import build_stages
     from treadle.models.cut_stage import LMStage
+    from treadle.models.cut_transformers import cut_causal_lm, cut_ties
     from treadle.models.ends import IGNORED, loss_fn
     from treadle.models.forward import run_stage
-    from treadle.models.loading import load_pretrained
+    from treadle.models.load_checkpoint import load_pretrained
     from treadle.models.masks import document_mask, positions_in
-    from treadle.models.names import tied_parameters, views, views_of_stages
+    from treadle.models.model_config import ModelConfig
     from treadle.models.saving import save_pretrained
+    from treadle.models.tensor_names import tied_parameters, views, views_of_stages
     from treadle.models.views import NamedView
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treadle.models.config import ModelConfig
 from treadle.models.masks import document_mask
+from treadle.models.model_config import ModelConfig
 from treadle.models.rotary import rotary_tables, rotate
 
 

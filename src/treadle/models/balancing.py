@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from treadle.dist.groups import Group
-from treadle.models.layers import ExpertLayer
+from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.routers import SigmoidRouter
-from treadle.runtime.model.blocks import children_of
+from treadle.runtime.model.stage_blocks import children_of
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treadle.models.config import ModelConfig
+from treadle.models.model_config import ModelConfig
 
 IGNORED = -100
 """The target of a token whose successor is not to be predicted."""

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import WEIGHT_OF, OpKind, OpPhase, by_part
 from treadle.models.balanced import BalancedExchange
-from treadle.models.build import build_stages
-from treadle.models.config import ModelConfig
+from treadle.models.build_stages import build_stages
+from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.ends import loss_fn
-from treadle.models.layers import ExpertLayer
 from treadle.models.live_bytes import FlashAttention, MetaBytes, MetaSavedTensors
-from treadle.models.names import EMBEDDING as EMBEDDING_NAME
-from treadle.models.names import HEAD as HEAD_NAME
-from treadle.models.names import views
+from treadle.models.model_config import ModelConfig
+from treadle.models.tensor_names import EMBEDDING as EMBEDDING_NAME
+from treadle.models.tensor_names import HEAD as HEAD_NAME
+from treadle.models.tensor_names import views
 from treadle.runtime.model import weight_grad
 from treadle.runtime.model.exchange import RankOwned
 from treadle.runtime.model.gradients import Gradients

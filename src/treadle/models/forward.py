@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from treadle.models.layers import DecoderLayer
+from treadle.models.decoder_layers import DecoderLayer
 from treadle.models.masks import positions_in
 from treadle.models.mtp import TokenPredictor
-from treadle.runtime.model.blocks import children_of
+from treadle.runtime.model.stage_blocks import children_of
 
 
 def run_stage(

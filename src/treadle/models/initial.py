@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from treadle.models.names import views
+from treadle.models.tensor_names import views
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from treadle.runtime.model.saved import SavedTensors
-from treadle.runtime.model.saved.store import InPlace, Key
+from treadle.runtime.model.saved.saved_store import InPlace, Key
 from treadle.runtime.model.weight_grad import WeightGrad
 
 

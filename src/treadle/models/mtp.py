@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treadle.models.config import ModelConfig
+from treadle.models.decoder_layers import DenseLayer
 from treadle.models.ends import IGNORED, loss_fn, make_embedding
-from treadle.models.layers import DenseLayer
 from treadle.models.masks import positions_in
-from treadle.runtime.model.mtp import MTPBlock
+from treadle.models.model_config import ModelConfig
+from treadle.runtime.model.mtp_block import MTPBlock
 
 
 class SharedHead(nn.Module):

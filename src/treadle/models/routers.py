@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treadle.models.config import ModelConfig
+from treadle.models.model_config import ModelConfig
 from treadle.moe.router import Routing
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from treadle.models.build import build_stages
+from treadle.models.build_stages import build_stages
 from treadle.models.checkpoint_files import CONFIG, INDEX
-from treadle.models.config import ModelConfig
-from treadle.models.names import views_of_stages
+from treadle.models.model_config import ModelConfig
+from treadle.models.tensor_names import views_of_stages
 from treadle.models.views import NamedView
 
 MAX_SHARD_BYTES = 4 * 1024**3

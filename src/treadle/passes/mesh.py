@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treadle.host.memory import available_bytes
+from treadle.host.free_memory import available_bytes
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import Ints, Program
 
@@ -23,7 +23,7 @@ MAX_OPS = int(np.iinfo(np.int32).max)
 GIB = 1 << 30
 _WAY_OUT = (
     "leave `every_gpu` out, so that one pipeline stands for all, or fold those that are alike: 'treadle simulate' "
-    "without -o and --unfolded, treadle.plan.folding.fold"
+    "without -o and --unfolded, treadle.folding.fold"
 )
 
 

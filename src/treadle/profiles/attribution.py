@@ -16,7 +16,7 @@ import numpy as np
 
 from treadle.ir.program import Ints, Longs
 from treadle.profiles.kineto_file import NO_LAUNCH, Annotation, KinetoFile
-from treadle.profiles.names import begun_as, op_of, pp_ops
+from treadle.profiles.work_names import begun_as, op_of, pp_ops
 
 NOBODY = -1
 """Stands for no annotation."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from treadle.profiles.assemble import assemble
+from treadle.profiles.assemble_run import assemble
 from treadle.profiles.imported import Imported
 from treadle.profiles.reader import Advance, Opening, Reader
 from treadle.profiles.readers import READERS

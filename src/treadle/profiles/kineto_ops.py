@@ -19,8 +19,8 @@ import numpy as np
 from treadle.ir.ops import ACTIONS, LaneKind, OpKind, OpRole
 from treadle.profiles.attribution import NOBODY, attribute, extents, innermost
 from treadle.profiles.kineto_file import SENDS, Annotation, KinetoFile
-from treadle.profiles.names import LANES, PPOp, begun_as, is_sharding, op_of, pp_ops
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
+from treadle.profiles.work_names import LANES, PPOp, begun_as, is_sharding, op_of, pp_ops
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _FOUND = re.compile(r"\w+:recv(?:AnySource)?\b.*")

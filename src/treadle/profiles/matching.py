@@ -13,9 +13,9 @@ from treadle.ir.placement import Placement
 from treadle.ir.program import Bools, Longs, Program
 from treadle.passes.measured import TAIL
 from treadle.profiles.clocks import align, order_of
-from treadle.profiles.labels import occurrences
+from treadle.profiles.fill_labels import occurrences
+from treadle.profiles.mesh_places import RankGrid
 from treadle.profiles.recording import UNKNOWN, RankRecording, Remark
-from treadle.profiles.standing import Grid
 
 _WAITED_NS = 50_000
 """A cell that starts earlier than its input was made by less than this was timed a little off; more, and it waited."""
@@ -30,7 +30,7 @@ class OpTimes(NamedTuple):
     remarks: tuple[Remark, ...]
 
 
-def match(program: Program, grid: Grid, steps: Sequence[int], *, waits_inside: bool = False) -> OpTimes:
+def match(program: Program, grid: RankGrid, steps: Sequence[int], *, waits_inside: bool = False) -> OpTimes:
     """Give each op the times of its mark; a message without a mark is taken to leave when it was made, in no time.
 
     Raises:

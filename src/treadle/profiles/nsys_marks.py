@@ -22,9 +22,9 @@ import numpy as np
 
 from treadle.ir.ops import MESSAGES, OpKind
 from treadle.ir.program import Longs
-from treadle.profiles.names import PPOp, layers_of, ops_of, pp_ops
 from treadle.profiles.nsys_file import NsysFile, Range
 from treadle.profiles.recording import UNKNOWN, Mark, Remark
+from treadle.profiles.work_names import PPOp, layers_of, ops_of, pp_ops
 
 _CHUNK = re.compile(r"(?:rank \d+ )?(forward|backward) chunk (\d+) \(phase(\d+)\)")
 _PAIR = re.compile(r"(?:rank \d+ )?forward chunk (\d+) \(phase(\d+)\),? ?backward chunk (\d+) \(phase(\d+)\)")

@@ -4,7 +4,7 @@
     model/     a rank's stages as autograd sees them      checker/   streams and an allocator that record
     run/       the executors and lane backends            faults/    which rank failed first, at which op
 
-One list a rank: `plan/running.py` merges computation and launches of the verified Program, and a communication op
+One list a rank: `lowering/running.py` merges computation and launches of the verified Program, and a communication op
 stands before the computation during which it would start. Whatever a list waits for has ended, in one execution of the
 whole Program, before the wait begins.
 
@@ -18,14 +18,14 @@ from treadle.host.extras import brought_by
 
 with brought_by("run", needed_by="treadle.runtime"):
     from treadle.dist.boundary import Boundary, Spec
+    from treadle.runtime.batch_losses import StepReport
     from treadle.runtime.checker import CheckReport, StreamChecker, check_streams
     from treadle.runtime.faults.watch import RankLostError
     from treadle.runtime.model.losses import FurtherLoss, StageOutput
-    from treadle.runtime.model.mtp import MTPBlock
+    from treadle.runtime.model.mtp_block import MTPBlock
     from treadle.runtime.model.segments import Segment, compute, exchange
-    from treadle.runtime.options import RunOptions
     from treadle.runtime.pipeline import Pipeline
-    from treadle.runtime.report import StepReport
+    from treadle.runtime.pipeline_options import RunOptions
 
 __all__ = [
     "Boundary",

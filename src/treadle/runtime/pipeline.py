@@ -27,10 +27,37 @@ from treadle.ir import Schedule
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
+from treadle.lowering.running import host_order, join_halves
 from treadle.passes.mesh import spread
-from treadle.plan.running import host_order, join_halves
 from treadle.runtime.agreement import raise_for_all
-from treadle.runtime.build import (
+from treadle.runtime.batch_losses import (
+    Counts,
+    StepReport,
+    agree,
+    agree_by_name,
+    microbatches,
+    refuse_graph,
+    sides_of,
+    targets_of,
+)
+from treadle.runtime.faults.arrivals import Arrivals
+from treadle.runtime.faults.guard import Guard
+from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
+from treadle.runtime.model import weight_grad as split
+from treadle.runtime.model.chunk import Chunk, LossFn
+from treadle.runtime.model.gradients import Gradients, refuse_summed
+from treadle.runtime.model.input_shapes import InputShapes
+from treadle.runtime.model.layered import LayeredStage
+from treadle.runtime.model.losses import AUX_LOSS, MAIN
+from treadle.runtime.model.parameters import Parameters
+from treadle.runtime.model.saved import SavedReport
+from treadle.runtime.model.seeding import drawing, generator_of, step_seed
+from treadle.runtime.model.side import Side, refuse_unread
+from treadle.runtime.model.tied import stages_of_reductions
+from treadle.runtime.model.weight_grad import WeightGradSplit
+from treadle.runtime.norm import counted_here, norm_over, share_of_norm
+from treadle.runtime.pipeline_options import LanesName, RunOptions, RunOptionsChanges, facts_of
+from treadle.runtime.rank_part import (
     StageRecipe,
     bind,
     build_stages,
@@ -51,39 +78,12 @@ from treadle.runtime.build import (
     stages_of,
     unbind,
 )
-from treadle.runtime.faults.arrivals import Arrivals
-from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
-from treadle.runtime.model import weight_grad as split
-from treadle.runtime.model.chunk import Chunk, LossFn
-from treadle.runtime.model.gradients import Gradients, refuse_summed
-from treadle.runtime.model.input_shapes import InputShapes
-from treadle.runtime.model.layered import LayeredStage
-from treadle.runtime.model.losses import AUX_LOSS, MAIN
-from treadle.runtime.model.parameters import Parameters
-from treadle.runtime.model.saved import SavedReport
-from treadle.runtime.model.seeding import drawing, generator_of, step_seed
-from treadle.runtime.model.side import Side, refuse_unread
-from treadle.runtime.model.tied import stages_of_reductions
-from treadle.runtime.model.weight_grad import WeightGradSplit
-from treadle.runtime.norm import counted_here, norm_over, share_of_norm
-from treadle.runtime.options import LanesName, RunOptions, RunOptionsChanges, facts_of
-from treadle.runtime.report import (
-    Counts,
-    StepReport,
-    agree,
-    agree_by_name,
-    microbatches,
-    refuse_graph,
-    sides_of,
-    targets_of,
-)
-from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler
-from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.runtime.run.recorder import merge
-from treadle.runtime.run.unequal import UnequalCells
+from treadle.runtime.run.run_cells import CellExecutor
+from treadle.runtime.run.run_layers import LayerExecutor
+from treadle.runtime.run.unequal_shapes import UnequalCells
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
 from treadle.runtime.ties import Tied, agree_on_ties, check_tied
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY
-from treadle.plan.options import LoweringOptions
+from treadle.lowering.options import LoweringOptions
 from treadle.runtime.agreement import digest_of
 from treadle.runtime.model.exchange import Exchange
 from treadle.runtime.model.input_shapes import InputShapes

@@ -9,15 +9,15 @@ from functools import partial
 from typing import NamedTuple
 
 from treadle.schedules import SCHEDULES
-from treadle.selfcheck.experts import check_experts
-from treadle.selfcheck.gradients import check_gradients
-from treadle.selfcheck.lanes import check_lanes
-from treadle.selfcheck.report import CheckResult, CheckStatus, FailedError, Passed, SelfcheckReport, SkippedError
+from treadle.selfcheck.check_experts import check_experts
+from treadle.selfcheck.check_gradients import check_gradients
+from treadle.selfcheck.check_lanes import check_lanes
+from treadle.selfcheck.check_report import CheckResult, CheckStatus, FailedError, Passed, SelfcheckReport, SkippedError
+from treadle.selfcheck.check_steps import check_offload, check_overlap
+from treadle.selfcheck.check_streams import check_stream_order
+from treadle.selfcheck.check_update import check_update
 from treadle.selfcheck.settings import check_settings
 from treadle.selfcheck.setup import Setup, describe_machine
-from treadle.selfcheck.steps import check_offload, check_overlap
-from treadle.selfcheck.streams import check_stream_order
-from treadle.selfcheck.update import check_update
 
 UNEXPECTED = "an error that no check expects; report it with this file"
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from treadle.dist.backends import NCCL
 from treadle.dist.nccl_settings import NEEDED
-from treadle.selfcheck.report import FailedError, SkippedError
+from treadle.selfcheck.check_report import FailedError, SkippedError
 from treadle.selfcheck.setup import Setup
 
 PRELOAD = ["treadle.selfcheck.ranks", "treadle.runtime", "treadle.moe", "treadle.update.updater"]

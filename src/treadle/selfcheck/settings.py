@@ -6,7 +6,7 @@ import os
 
 from treadle.dist.backends import NCCL
 from treadle.dist.nccl_settings import NEEDED, wrong_settings
-from treadle.selfcheck.report import FailedError, Passed, SkippedError
+from treadle.selfcheck.check_report import FailedError, Passed, SkippedError
 from treadle.selfcheck.setup import Setup
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import treadle
-from treadle.selfcheck.report import SkippedError
+from treadle.selfcheck.check_report import SkippedError
 
 
 @dataclass(frozen=True)

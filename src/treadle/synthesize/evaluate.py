@@ -9,10 +9,10 @@ import numpy as np
 from treadle.costs import durations
 from treadle.ir import Action, Cell, Kind, Pair, Schedule
 from treadle.ir.ops import LaneKind
-from treadle.plan import lower
-from treadle.simulate import simulate
+from treadle.lowering import lower
+from treadle.simulator import simulate
 from treadle.synthesize.problem import StepProblem
-from treadle.verify import verify_program, verify_schedule
+from treadle.verifier import verify_program, verify_schedule
 
 NAME = "synthesized"
 

@@ -9,7 +9,7 @@ from treadle.costs import Costs
 from treadle.ir import Action, Kind, Placement
 from treadle.ir.dependency import needs
 from treadle.ir.show import show_held
-from treadle.plan import LoweringOptions
+from treadle.lowering import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
 from treadle.synthesize.pairs import pair_times
 from treadle.synthesize.problem import Budget, PairTimes, Place, StepProblem, Task, TaskNeed

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from treadle.costs import Costs, durations
 from treadle.ir import Action, Cell, Kind, Pair, Placement, Schedule
 from treadle.ir.ops import LaneKind
-from treadle.plan import LoweringOptions, lower
+from treadle.lowering import LoweringOptions, lower
 from treadle.synthesize.problem import PairTimes, Place, StepProblem
 
 ROUNDING = 3

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from treadle.costs import Costs
 from treadle.ir import Action, Kind, Placement
 from treadle.ir.schedule import Channel
-from treadle.plan import LoweringOptions
+from treadle.lowering import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
 
 Place = tuple[int, Action]

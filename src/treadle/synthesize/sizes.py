@@ -12,7 +12,7 @@ from treadle.ir import Action, Kind, Placement, Schedule
 from treadle.ir.memory import changes
 from treadle.ir.ops import ACTIONS, LaneKind, OpKind, OpPhase
 from treadle.ir.program import Longs, Program
-from treadle.plan import LoweringOptions, lower
+from treadle.lowering import LoweringOptions, lower
 from treadle.synthesize.problem import Place
 
 

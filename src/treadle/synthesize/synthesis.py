@@ -6,11 +6,11 @@ import time
 
 from treadle.costs import Costs, load_costs
 from treadle.ir import Placement
-from treadle.plan import LoweringOptions
+from treadle.lowering import LoweringOptions
 from treadle.synthesize.limits import MemoryLimits
 from treadle.synthesize.make_problem import make_problem
+from treadle.synthesize.order_search import OrderSearch, Progress
 from treadle.synthesize.result import Synthesis
-from treadle.synthesize.search import OrderSearch, Progress
 from treadle.synthesize.solver import SolverOptions, cp_model
 
 

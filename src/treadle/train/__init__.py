@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m treadle.train --config configs/moe_tiny.toml --parallel.pp 2 --parallel.ep 2
 
-`treadle.train.trainer.Trainer` runs a `treadle.train.config.TrainConfig`. By file, in the order of a run:
+`treadle.train.trainer.Trainer` runs a `treadle.train.run_config.TrainConfig`. By file, in the order of a run:
 
     command, reading, config, checking    the command line and TOML to a TrainConfig
     launch, parallel                      the processes that torchrun started; how model and batch fall on them

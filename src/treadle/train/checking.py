@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from treadle.train.config import TrainConfig
-from treadle.train.optim.schedule import WarmupStableDecay
-from treadle.train.reading import model_of
+from treadle.train.config_reading import model_of
+from treadle.train.optim.lr_schedule import WarmupStableDecay
+from treadle.train.run_config import TrainConfig
 
 _FROM_ONE = {
     "parallel": ("pp", "ep", "dp", "vpp"),

@@ -10,8 +10,8 @@ from contextlib import redirect_stderr
 from treadle.fields.input_files import read_toml
 from treadle.fields.nearest import did_you_mean
 from treadle.train.checking import check_config
-from treadle.train.config import TrainConfig
-from treadle.train.reading import EMPTY, config_of, flag_names
+from treadle.train.config_reading import EMPTY, config_of, flag_names
+from treadle.train.run_config import TrainConfig
 
 PROGRAM = "python -m treadle.train"
 _OTHER_FLAGS = ("--config", "--help", "-h")

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.train.config import TrainConfig
+from treadle.train.run_config import TrainConfig
 
 CORPUS = "the text and its tokens"
 WEIGHTS = "the weights to start from"

@@ -8,8 +8,8 @@ from typing import Any
 
 from treadle.costs import Costs, dump, load_costs
 from treadle.ir.trace import Trace
-from treadle.simulate import fit, simulate
-from treadle.train.config import TrainConfig
+from treadle.simulator import fit, simulate
+from treadle.train.run_config import TrainConfig
 
 NAME = "costs.toml"
 """The file of a run's costs in its output directory."""

@@ -8,7 +8,7 @@ from treadle.ir import Schedule
 from treadle.ir.blocks import parse_layout
 from treadle.passes.cut import cut_evenly
 from treadle.schedules import generate
-from treadle.train.config import ParallelConfig, TrainConfig
+from treadle.train.run_config import ParallelConfig, TrainConfig
 
 
 @dataclass(frozen=True)

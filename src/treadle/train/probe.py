@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from treadle.runtime.model.blocks import children_of
 from treadle.runtime.model.segments import ORDER, Segment, Segmented, is_segmented, tensors_in
+from treadle.runtime.model.stage_blocks import children_of
 
 
 @dataclass(frozen=True, order=True)

@@ -14,31 +14,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from treadle.api.files import save_trace
+from treadle.api.load_save import save_trace
 from treadle.models.balancing import update_bias
-from treadle.models.build import build_stages
+from treadle.models.build_stages import build_stages
 from treadle.models.ends import loss_fn
-from treadle.models.loading import load_pretrained
-from treadle.models.names import tied_parameters, views_of_stages
+from treadle.models.load_checkpoint import load_pretrained
 from treadle.models.saving import save_pretrained
+from treadle.models.tensor_names import tied_parameters, views_of_stages
 from treadle.runtime import Pipeline
 from treadle.runtime.agreement import agree_over_world
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.seeding import step_seed
 from treadle.train.checking import check_config, learning_rate, note_on_decay
 from treadle.train.checkpoint import Checkpointer
-from treadle.train.config import TrainConfig
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
 from treadle.train.facts import CORPUS, DEVICE, WEIGHTS, changed, digest_of_weights, settings_of
 from treadle.train.fitted_costs import write_costs
-from treadle.train.launch import join_world
-from treadle.train.metrics import RunLog, StepFacts, overlap_of, peak_bytes, say
 from treadle.train.nonfinite import NonFiniteError, describe, examine
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
 from treadle.train.probe import ForwardProbe
+from treadle.train.run_config import TrainConfig
+from treadle.train.run_log import RunLog, StepFacts, overlap_of, peak_bytes, say
 from treadle.train.stopping import StopSignal
+from treadle.train.world import join_world
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ One update rank runs beside each inference worker, on the same device. Ranks spe
 a thread of rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` is an update in
 numbered steps.
 
-    updater.py       Updater: what a user calls         coordinator/  the coordinator and its commit log
-    options.py       UpdateOptions                      rank/         an update rank
-    errors.py        UpdateError                        worker/       an inference worker: Endpoint, Worker, Gate
+    updater.py         Updater: what a user calls         coordinator/  the coordinator and its commit log
+    update_options.py  UpdateOptions                      rank/         an update rank
+    errors.py          UpdateError                        worker/       an inference worker: Endpoint, Worker, Gate
     protocol/        all decisions, as pure functions   adapters/     engines: plain, transformers, vLLM
     memory/          buffers, and copies with digests
 
@@ -44,7 +44,7 @@ from treadle.host.extras import brought_by
 with brought_by("update", needed_by="treadle.update"):
     from treadle.update.adapters import Adapter, Plain
     from treadle.update.errors import UpdateError
-    from treadle.update.options import UpdateOptions
+    from treadle.update.update_options import UpdateOptions
     from treadle.update.worker.endpoint import Endpoint
     from treadle.update.worker.gate import ClosedError, Gate
 

@@ -23,23 +23,23 @@ from treadle.dist.clock import clock_offset
 from treadle.host.errors import named
 from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
-from treadle.update.coordinator.coordinator import Coordinator
+from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.errors import UpdateError, failure
-from treadle.update.options import UpdateOptions
 from treadle.update.protocol.record import MOST
 from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Broadcasts, Buckets
-from treadle.update.rank.buffers import RankBuffers
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
-from treadle.update.rank.measured import noted, trace_of
+from treadle.update.rank.measured_update import noted, trace_of
 from treadle.update.rank.plans import Plans
+from treadle.update.rank.rank_buffers import RankBuffers
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
+from treadle.update.update_options import UpdateOptions
 from treadle.update.updated import Updated
-from treadle.weights.pieces import is_text
+from treadle.weights.tensor_boxes import is_text
 from treadle.wire.seal import read_key
 
 

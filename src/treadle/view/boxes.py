@@ -79,7 +79,7 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Grid:
+class BoxGrid:
     """Heights of rows and the gaps between them, in points."""
 
     track: float = 15.0
@@ -87,10 +87,10 @@ class Grid:
     device_gap: float = 0.0
 
 
-GRID = Grid()
+GRID = BoxGrid()
 
 
-def cell_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
+def cell_boxes(trace: Trace, ranks: range, grid: BoxGrid = GRID) -> Boxes:
     """One row a rank, one box an action; the two actions of an overlapped cell share its time, forward left."""
     program = trace.program
     rank = program.lane_rank[program.lane_of]
@@ -118,7 +118,7 @@ def cell_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
     )
 
 
-def lane_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
+def lane_boxes(trace: Trace, ranks: range, grid: BoxGrid = GRID) -> Boxes:
     """Return each rank's rows of lanes: computation, communication, copies, and the host where it takes time."""
     blocks, y = [], 0.0
     for rank in ranks:
@@ -127,7 +127,7 @@ def lane_boxes(trace: Trace, ranks: range, grid: Grid = GRID) -> Boxes:
     return _gather(trace, blocks, numbered=True)
 
 
-def panel_boxes(trace: Trace, rank: int, cell: int, grid: Grid = GRID) -> Boxes:
+def panel_boxes(trace: Trace, rank: int, cell: int, grid: BoxGrid = GRID) -> Boxes:
     """Make the boxes of one cell on its lanes, with the copies that run meanwhile; always the same three rows."""
     return _gather(trace, list(_device_rows(trace, rank, grid, 0.0, cell=cell)), numbered=False)
 
@@ -136,7 +136,7 @@ _Band: TypeAlias = tuple[Longs, float, float]
 _Block: TypeAlias = tuple[Row, list[_Band]]
 
 
-def _device_rows(trace: Trace, rank: int, grid: Grid, y: float, *, cell: int | None) -> Iterator[_Block]:
+def _device_rows(trace: Trace, rank: int, grid: BoxGrid, y: float, *, cell: int | None) -> Iterator[_Block]:
     """The rows of a device that have anything in them, each with its tracks; of one cell all of them, equally high."""
     for name, kinds in LANE_ROWS:
         tracks = _tracks(trace, _lanes(trace, rank, kinds, cell))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.ir.show import counted
 from treadle.ir.trace import Trace
-from treadle.view.update import described_update
+from treadle.view.update_rows import described_update
 
 
 def described(trace: Trace) -> str:

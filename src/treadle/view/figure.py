@@ -10,8 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treadle.ir.trace import Trace
-from treadle.view.boxes import Boxes, Grid, cell_boxes, lane_boxes
+from treadle.view.box_text import fit
+from treadle.view.boxes import Boxes, BoxGrid, cell_boxes, lane_boxes
 from treadle.view.described import described
+from treadle.view.figure_parts import (
+    EXTRA,
+    Entry,
+    entries,
+    heading,
+    legend,
+    memory_lines,
+    memory_strips,
+    outline_extra,
+    phase_brackets,
+    row_names,
+    time_axis,
+)
 from treadle.view.frame import (
     NAME_WIDTH,
     Margins,
@@ -25,24 +39,10 @@ from treadle.view.frame import (
 )
 from treadle.view.hang import Hang
 from treadle.view.hang_figure import GRID, named, put_waiting, waiting_entries
-from treadle.view.held import Held, MemoryUnit, held, memory_unit
-from treadle.view.labels import fit
+from treadle.view.memory_curves import Held, MemoryUnit, held, memory_unit
 from treadle.view.palette import Palette, palette
 from treadle.view.panels import PANEL_NAMES, cell_panel, draw_panel
-from treadle.view.parts import (
-    EXTRA,
-    Entry,
-    entries,
-    heading,
-    legend,
-    memory_lines,
-    memory_strips,
-    outline_extra,
-    phase_brackets,
-    row_names,
-    time_axis,
-)
-from treadle.view.phases import Phase, extra_cells
+from treadle.view.pipeline_phases import Phase, extra_cells
 from treadle.view.sheet import FigureSize, Scale, Sheet, draw_boxes, label_sizes
 from treadle.view.style import FigureStyle, checked_path
 from treadle.view.update_figure import update_sheet
@@ -76,7 +76,7 @@ def draw(
     names: Sequence[str] = (),
     hangs: Sequence[Hang | None] = (),
 ) -> FigureSize:
-    """Draws a trace, or several above each other, each under its name; the path's ending says the form.
+    """Draw a trace, or several above each other, each under its name; the path's ending says the form.
 
     A trace of a step that does not finish has a `Hang`.
     """
@@ -86,7 +86,7 @@ def draw(
 
 
 def draw_cell(trace: Trace, which: Phase, path: str | Path, style: FigureStyle = PLAIN) -> FigureSize:
-    """Draws one cell's lanes: a lone forward, an overlapped cell or a lone backward, from the middle of the pipe."""
+    """Draw one cell's lanes: a lone forward, an overlapped cell or a lone backward, from the middle of the pipe."""
     target = checked_path(path)
     return cell_sheet(trace, which, style).save(target)
 
@@ -149,7 +149,7 @@ class _Panel:
 
     @property
     def has_extra(self) -> bool:
-        """Does it show an extra warm-up cell."""
+        """True if it shows an extra warm-up cell."""
         if self.hang is not None:
             return False
         rank = self.trace.program.lane_rank[self.trace.program.lane_of[self.boxes.op]]
@@ -168,9 +168,9 @@ def _panel(trace: Trace, hang: Hang | None, content: FigureContent, window: Wind
     by_lane = checked_grain(trace, content.grain) == "lanes"
     ranks = checked_ranks(trace, content.ranks)
     if by_lane:
-        boxes = lane_boxes(trace, ranks, Grid(11, 1, 6) if compact else Grid(13, 1, 8))
+        boxes = lane_boxes(trace, ranks, BoxGrid(11, 1, 6) if compact else BoxGrid(13, 1, 8))
     else:
-        grid = Grid(11, 1) if compact else Grid()
+        grid = BoxGrid(11, 1) if compact else BoxGrid()
         boxes = cell_boxes(trace, ranks, GRID if hang is not None else grid)
     if hang is not None and content.memory:
         raise ValueError("a step that does not finish has no memory curve; leave the memory out")

@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from treadle.ir.trace import Trace
+from treadle.view.box_text import SIDE, extent, room, wrapped
 from treadle.view.boxes import Boxes
-from treadle.view.labels import SIDE, extent, room, wrapped
 from treadle.view.sheet import FAINT, Sheet
 from treadle.view.style import FigureStyle
 

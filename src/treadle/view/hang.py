@@ -15,7 +15,7 @@ from treadle.ir.execute import execute
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import NEVER, Bools, Longs, Program
 from treadle.ir.trace import Trace
-from treadle.verify.graph import Graph
+from treadle.verifier.graph import Graph
 
 GAP = 0.5
 """Between what ran and what waits, in the length of a usual op."""

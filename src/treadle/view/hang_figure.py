@@ -9,11 +9,11 @@ import numpy as np
 
 from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
-from treadle.view.boxes import Boxes, Floats, Grid
+from treadle.view.box_text import fit
+from treadle.view.boxes import Boxes, BoxGrid, Floats
+from treadle.view.figure_parts import Entry
 from treadle.view.hang import Hang
-from treadle.view.labels import fit
 from treadle.view.palette import NAMES, Look
-from treadle.view.parts import Entry
 from treadle.view.sheet import Scale, Sheet
 
 RED = "#c81e1e"
@@ -21,7 +21,7 @@ _CIRCLE, _WAITS = Look("#ffd9d6"), Look("#f6f6f6")
 _GREY = "#6e6e6e"
 _BOW = 9.0
 """Points that a bow rises over its row."""
-GRID = Grid(15, 16)
+GRID = BoxGrid(15, 16)
 """Rows of devices with room for arrows between them."""
 
 

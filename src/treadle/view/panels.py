@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.trace import Trace
-from treadle.view.boxes import Boxes, Grid, panel_boxes
+from treadle.view.boxes import Boxes, BoxGrid, panel_boxes
 from treadle.view.frame import Margins, checked_grain
 from treadle.view.palette import Palette
-from treadle.view.phases import Phase, pick_cell
+from treadle.view.pipeline_phases import Phase, pick_cell
 from treadle.view.sheet import Scale, Sheet, draw_boxes
 
 PANEL_NAMES: dict[Phase, str] = {
@@ -33,7 +33,7 @@ def cell_panel(trace: Trace, which: Phase) -> Boxes:
         raise ValueError(f"a cell to draw is {', '.join(PANEL_NAMES)}, got {which!r}")
     checked_grain(trace, "lanes")
     rank = middle_rank(trace)
-    boxes = panel_boxes(trace, rank, pick_cell(trace, which, rank), Grid(20, 3))
+    boxes = panel_boxes(trace, rank, pick_cell(trace, which, rank), BoxGrid(20, 3))
     start = float(boxes.left.min())
     return replace(boxes, left=boxes.left - start, right=boxes.right - start)
 

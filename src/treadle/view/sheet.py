@@ -18,8 +18,8 @@ from matplotlib.patches import FancyArrowPatch, PathPatch
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
+from treadle.view.box_text import FONT, SIZES, fit, outline
 from treadle.view.boxes import ROLES, Boxes, Floats
-from treadle.view.labels import FONT, SIZES, fit, outline
 from treadle.view.palette import Look, Palette
 
 DPI, FINEST_DPI = 200, 400
@@ -176,7 +176,7 @@ class Sheet:
         self._glyphs.clear()
 
     def save(self, path: FilePath | BinaryIO, form: str | None = None) -> FigureSize:
-        """Writes the file, in the form of its name's ending. The axes cover the sheet, a point each way."""
+        """Write the file, in the form of its name's ending. The axes cover the sheet, a point each way."""
         suffix = path.suffix.lower() if isinstance(path, FilePath) else f".{form}"
         self._put_glyphs()
         width, height = self.width * self.scale / 72, self.y * self.scale / 72

@@ -6,14 +6,14 @@ import numpy as np
 
 from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
+from treadle.view.box_text import extent, fit
 from treadle.view.boxes import ROLES, Boxes, Row, Texts
+from treadle.view.figure_parts import time_axis
 from treadle.view.frame import checked_ranks, layout, natural_width, put_about, put_title
-from treadle.view.labels import extent, fit
 from treadle.view.palette import ROLE_OF, Look, Palette, Role, palette
-from treadle.view.parts import time_axis
 from treadle.view.sheet import FAINT, INK, Scale, Sheet, draw_boxes, label_sizes
 from treadle.view.style import FigureStyle
-from treadle.view.update import BufferRow, buffer_rows, described_update
+from treadle.view.update_rows import BufferRow, buffer_rows, described_update
 from treadle.view.window import Window, checked_window, strips, within
 
 TRACK, DEVICE_GAP = 14.0, 9.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle.ir.trace import Clock, Trace
 from treadle.view.boxes import Boxes
-from treadle.view.held import Held
+from treadle.view.memory_curves import Held
 
 Window = tuple[float, float]
 """From one time to a later one, in units of the clock, counted from the trace's first start."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.weights.buffers import aligned
+from treadle.weights.buffer_sizes import aligned
 from treadle.weights.geometry import cut, split
 from treadle.weights.match import MatchedBox
-from treadle.weights.pieces import Box, Tensor
+from treadle.weights.tensor_boxes import Box, Tensor
 
 Ranks = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from treadle.ir.program import Longs
-from treadle.weights.pieces import Box
+from treadle.weights.tensor_boxes import Box
 
 
 def meeting(one: Sequence[Box], other: Sequence[Box]) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 
 from treadle.weights.collecting import uncollected
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle.weights.geometry import disjoint, joined, meeting, remove
-from treadle.weights.pieces import Box
+from treadle.weights.tensor_boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from treadle.fields.nearest import nearest
-from treadle.weights.pieces import Box, Holding
+from treadle.weights.tensor_boxes import Box, Holding
 
 _MOST_NAMED = 4
 _MOST_WORKERS = 8

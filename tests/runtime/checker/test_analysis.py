@@ -7,7 +7,6 @@ from itertools import count
 import pytest
 
 from treadle.runtime.checker.analysis import analyse
-from treadle.runtime.checker.findings import FindingKind, order_findings
 from treadle.runtime.checker.log import (
     HOST,
     RECORD_STREAM,
@@ -22,6 +21,7 @@ from treadle.runtime.checker.log import (
     Use,
     Wait,
 )
+from treadle.runtime.checker.stream_findings import FindingKind, order_findings
 
 ONE, TWO, THREE = 1, 2, 3
 STREAMS = ["host", "one", "two", "three"]

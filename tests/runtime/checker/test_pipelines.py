@@ -148,7 +148,7 @@ UNNEEDED = {
     "dispatch_f: wait_event for host": "the wait for the counts launches nothing: the host itself has waited",
     "embed_b: record_stream at treadle/runtime/model/segments.py": "made and read on the compute stream",
     "embed_f: record_stream at treadle/runtime/model/segments.py": "made and read on the compute stream",
-    "head_b: record_stream at treadle/runtime/model/saved/store.py": "made and read on the compute stream",
+    "head_b: record_stream at treadle/runtime/model/saved/saved_store.py": "made and read on the compute stream",
     "head_b: record_stream at treadle/runtime/model/segments.py": "made and read on the compute stream",
     "host: record_stream at treadle/runtime/model/segments.py": "the wait for the counts launches nothing",
     "host: wait_event for counts": "the wait for the counts launches nothing: the host waits for their copy",

@@ -35,12 +35,12 @@ from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Failure, Outcome, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Op, Program
-from treadle.plan.running import lower_running
-from treadle.runtime import build as assembly
+from treadle.lowering.running import lower_running
 from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime import rank_part as assembly
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.run.ops import instructions
+from treadle.runtime.run.instructions import instructions
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.schedules import SCHEDULES, Size
 

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from tests.support.patience import PATIENT_S
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
-from treadle.runtime.faults.progress.page import PageReader, ProgressPage, Snapshot
+from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, Snapshot
 from treadle.runtime.faults.watch import RankLostError
 from treadle.runtime.faults.watch.contacts import Contact, beside
 from treadle.runtime.faults.watch.links import Neighbour, open_listener
 from treadle.runtime.faults.watch.loss import from_network, rank_lost, timed_out
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     MOST_MESSAGE_BYTES,
     MOST_WAITED_FOR,
     UNKNOWN,

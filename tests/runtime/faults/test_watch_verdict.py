@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from treadle.runtime.faults.watch.contacts import beside
 from treadle.runtime.faults.watch.diagnosis import culprit, first
 from treadle.runtime.faults.watch.incident import Incident
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     UNKNOWN,
     Condition,
     Flooded,

@@ -7,7 +7,7 @@ import torch
 
 from treadle.moe import MoELayer
 from treadle.runtime.model.recompute import Kept, LayerBuffers
-from treadle.runtime.model.saved.store import InPlace
+from treadle.runtime.model.saved.saved_store import InPlace
 from treadle.runtime.model.seeding import RandomState
 from treadle.runtime.model.segments import Cut, Value, compute, reference_forward
 

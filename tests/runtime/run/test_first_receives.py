@@ -16,15 +16,15 @@ import treadle
 from treadle.costs import UNIT_COSTS, durations
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Ints, Op, Program
-from treadle.plan import LoweringOptions
-from treadle.plan.running import expected, host_order, lower_running, lower_weaving
+from treadle.lowering import LoweringOptions
+from treadle.lowering.running import expected, host_order, lower_running, lower_weaving
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.run.handlers import HANDLERS, OpCalls, maker_of
 from treadle.runtime.run.lanes import SerialLanes
-from treadle.runtime.run.lanes.interface import Run
-from treadle.runtime.run.layers import LayerExecutor
+from treadle.runtime.run.lanes.lane import Run
 from treadle.runtime.run.rank_program import RankProgram
+from treadle.runtime.run.run_layers import LayerExecutor
 from treadle.schedules import SCHEDULES
 
 SIZES = [(2, 1), (2, 6), (3, 7)]

@@ -16,16 +16,16 @@ from treadle.costs import UNIT_COSTS, durations
 from treadle.dist.device import Host
 from treadle.ir.ops import MEASURED_ONLY, STEP_END, OpKind
 from treadle.ir.program import Longs, Op, Program
-from treadle.plan import LoweringOptions
-from treadle.plan.running import expected, host_order, lower_running, lower_weaving
-from treadle.profiles.names import CONTINUED, pp_ops
+from treadle.lowering import LoweringOptions
+from treadle.lowering.running import expected, host_order, lower_running, lower_weaving
+from treadle.profiles.work_names import CONTINUED, pp_ops
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.run.cells import CellExecutor
 from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
 from treadle.runtime.run.lanes import SerialLanes
-from treadle.runtime.run.layers import LayerExecutor
 from treadle.runtime.run.rank_program import RankProgram
+from treadle.runtime.run.run_cells import CellExecutor
+from treadle.runtime.run.run_layers import LayerExecutor
 
 Executor = CellExecutor | LayerExecutor
 Log = list[tuple[str, str]]

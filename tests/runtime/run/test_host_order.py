@@ -12,8 +12,8 @@ from treadle.costs import UNIT_COSTS, durations
 from treadle.ir.execute import execute
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Longs, Program
-from treadle.plan.options import LoweringOptions
-from treadle.plan.running import host_order, lower_weaving
+from treadle.lowering.options import LoweringOptions
+from treadle.lowering.running import host_order, lower_weaving
 from treadle.schedules import SCHEDULES
 
 

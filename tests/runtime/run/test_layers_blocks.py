@@ -18,12 +18,12 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.costs import UNIT_COSTS
 from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
-from treadle.plan.running import lower_weaving
-from treadle.runtime.build import shape_of
+from treadle.lowering.running import lower_weaving
 from treadle.runtime.handshake import Handshake, RankStages, _refuse_mixed
-from treadle.runtime.model.blocks import blocks_of
 from treadle.runtime.model.segments import Segment, compute
-from treadle.runtime.options import RunOptions
+from treadle.runtime.model.stage_blocks import blocks_of
+from treadle.runtime.pipeline_options import RunOptions
+from treadle.runtime.rank_part import shape_of
 from treadle.schedules import SCHEDULES
 
 BOTH = "attn+mlp"

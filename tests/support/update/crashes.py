@@ -12,7 +12,7 @@ from typing import Any
 
 from treadle.update import Updater
 from treadle.update.protocol.control import Agreed, Enter, Settled
-from treadle.update.protocol.messages import Load
+from treadle.update.protocol.update_messages import Load
 
 METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
 PHASES = ("enter", "settle", "plan", "begin", "finish", "open")

@@ -14,19 +14,12 @@ import torch
 from tests.support.patience import PATIENT_S, SOON_S
 from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.messages import (
-    Begin,
-    Commit,
-    Finish,
-    Load,
-    Map,
-    TakePlan,
-)
+from treadle.update.protocol.update_messages import Begin, Commit, Finish, Load, Map, TakePlan
 from treadle.update.rank.shares import Shares
 from treadle.update.worker.worker import Worker
-from treadle.weights.buffers import Memory
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.buffer_sizes import Memory
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.update_plan import plan_update
 
 SMALL = Memory(1 << 20, least_bytes=4096)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from treadle.dist.streams import replace_streams
-from treadle.update.memory import buffers
+from treadle.update.memory import ipc_buffers
 from treadle.update.memory.host import HostBuffer
 from treadle.update.rank import broadcast
 
@@ -43,7 +43,7 @@ def enter() -> None:
     if not _ready:
         _setup_privateuseone_for_python_backend()
         _for_good.enter_context(replace_streams(TYPE, FarStreams()))
-        buffers.MEMORIES[TYPE] = FarMemory()
+        ipc_buffers.MEMORIES[TYPE] = FarMemory()
         broadcast.Buckets = FarBuckets  # type: ignore[misc]
         _ready = True
 

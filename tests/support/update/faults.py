@@ -21,7 +21,7 @@ from tests.support.update.workers import Asker, Trouble, Workers
 from tests.support.watching import Watching
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
-from treadle.update.protocol.messages import Answer
+from treadle.update.protocol.update_messages import Answer
 from treadle.wire.errors import PeerGoneError
 
 HANG_S = 4.5

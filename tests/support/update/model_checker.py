@@ -71,9 +71,9 @@ from tests.support.update.world import (
     with_rank,
     with_run,
 )
-from treadle.update.protocol import rank, worker
+from treadle.update.protocol import rank, worker_decisions
 from treadle.update.protocol.control import Kind, Stop
-from treadle.update.protocol.worker import WorkerState
+from treadle.update.protocol.worker_decisions import WorkerState
 
 # ---- what may happen -------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ def _retire(world: World, process: Process) -> World:
     world = taken(world, process)
     there = find(world, process.incarnation)
     assert there is not None
-    moves, state = worker.retire(there.state)
+    moves, state = worker_decisions.retire(there.state)
     for move in moves:
         there = engine(there, move.act, None, None, world)
     return _free(with_process(world, replace(there, state=state)), process.slot)

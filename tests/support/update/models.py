@@ -12,9 +12,9 @@ import xxhash
 
 from treadle.update import Plain, Source
 from treadle.update.memory.copying import digest, opaque
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel
-from treadle.weights.pieces import Box, Holding, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Tensor
 
 SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
 

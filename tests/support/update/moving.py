@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
-from treadle.weights.plan import UpdatePlan
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.update_plan import UpdatePlan
 
 Array: TypeAlias = npt.NDArray[Any]
 Came: TypeAlias = dict[str, tuple[Array, Array]]

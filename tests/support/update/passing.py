@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from tests.support.patience import SOON_S
 from treadle.update import Updater
-from treadle.update.coordinator.coordinator import GRACE_S
+from treadle.update.coordinator.coordinator_thread import GRACE_S
 from treadle.update.rank import inbox
 
 

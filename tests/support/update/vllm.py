@@ -28,9 +28,9 @@ from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
 from tests.support.watching import Watching
 from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
-from treadle.update.protocol.messages import Close
+from treadle.update.protocol.update_messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 
 SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
 NUM_SEEDS = 3

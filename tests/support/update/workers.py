@@ -26,7 +26,7 @@ from tests.support.rank_pool import server
 from treadle.host.sockets import connect
 from treadle.update import Endpoint, Plain
 from treadle.update.adapters.plain import digest_of
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
     Ask,
@@ -38,9 +38,9 @@ from treadle.update.protocol.messages import (
     WeightLayout,
     Welcome,
 )
-from treadle.update.worker.arrivals import Arrival
+from treadle.update.worker.arrived_boxes import Arrival
 from treadle.update.worker.endpoint import worker_path
-from treadle.weights.pieces import Holding
+from treadle.weights.tensor_boxes import Holding
 from treadle.wire.errors import PeerGoneError
 from treadle.wire.link import Link
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from treadle.update.options import UpdateOptions
-from treadle.update.protocol import coordinator, rank, worker
+from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
 from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Enter, Fault, Kind, Stop
-from treadle.update.protocol.coordinator import CoordinatorState, Decide, Open, Tell
-from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+from treadle.update.protocol.coordinator_decisions import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed
-from treadle.update.protocol.worker import Content, WorkerState
+from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+from treadle.update.protocol.worker_decisions import Content, WorkerState
+from treadle.update.update_options import UpdateOptions
 
 OPTIONS = UpdateOptions()
 LAYOUT = "has", "wants"
@@ -244,10 +244,10 @@ def _hear(world: World, link: Link, message: Any, crash: str = "") -> World:
     run = world.runs[number]
     if run.core is None:
         return world
-    return carry_out(world, number, coordinator.hear(run.core, r, message, world.logs[run.log]), crash)
+    return carry_out(world, number, coordinator_decisions.hear(run.core, r, message, world.logs[run.log]), crash)
 
 
-def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> World:
+def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash: str) -> World:
     core, actions = step
     world = with_run(world, number, core=core)
     for action in actions:
@@ -267,7 +267,7 @@ def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> 
                 logs=with_item(world.logs, log, action.record),
                 members=with_item(world.members, log, action.members if world.logs[log].members else ()),
             )
-            world = carry_out(world, number, coordinator.opened(run.core, epoch, world.logs[log]), crash)
+            world = carry_out(world, number, coordinator_decisions.opened(run.core, epoch, world.logs[log]), crash)
         else:
             assert isinstance(action, Decide)
             if crash == "before":
@@ -284,7 +284,7 @@ def carry_out(world: World, number: int, step: coordinator.Step, crash: str) -> 
             )
             if crash == "after":
                 raise Crashed(world)
-            world = carry_out(world, number, coordinator.decided(run.core), crash)
+            world = carry_out(world, number, coordinator_decisions.decided(run.core), crash)
     return world
 
 
@@ -400,7 +400,7 @@ def kill(world: World, link: Link, *, keep: bool) -> World:
     core = world.runs[number].core
     if core is None:
         return world
-    return carry_out(world, number, coordinator.lost(core, r, f"rank {r}", "killed"), "")
+    return carry_out(world, number, coordinator_decisions.lost(core, r, f"rank {r}", "killed"), "")
 
 
 def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "") -> World:
@@ -462,7 +462,7 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
     process = replace(process, queue=tuple(rest))
     try:
         moves, state = _decide(process, message)
-    except worker.MessageRefusedError:
+    except worker_decisions.MessageRefusedError:
         return _answer(with_process(world, process), link, message, None, sizes, crash)
     for move in moves:
         process = engine(process, move.act, link, message, world)
@@ -472,24 +472,24 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
     return _answer(with_process(world, process), link, message, process, sizes, crash)
 
 
-def _decide(process: Process, message: Any) -> worker.Moves:
+def _decide(process: Process, message: Any) -> worker_decisions.Moves:
     state, can_restore = process.state, process.before is not None
     if isinstance(message, Settle):
-        return worker.settle(state, message, can_restore=can_restore)
+        return worker_decisions.settle(state, message, can_restore=can_restore)
     if isinstance(message, Begin):
-        return worker.begin(state, message)
+        return worker_decisions.begin(state, message)
     if isinstance(message, Load):
-        return worker.load(state, message.epoch)
+        return worker_decisions.load(state, message.epoch)
     if isinstance(message, Finish):
-        return worker.finish(state, message)
+        return worker_decisions.finish(state, message)
     if isinstance(message, Commit):
-        return worker.commit(state, message)
+        return worker_decisions.commit(state, message)
     if isinstance(message, Abort):
-        return worker.abort(state, message, can_restore=can_restore)
-    return worker.release(state, can_restore=can_restore)
+        return worker_decisions.abort(state, message, can_restore=can_restore)
+    return worker_decisions.release(state, can_restore=can_restore)
 
 
-def engine(p: Process, act: worker.Act, link: Link | None, message: Any, world: World) -> Process:
+def engine(p: Process, act: worker_decisions.Act, link: Link | None, message: Any, world: World) -> Process:
     """The engine after an act."""
     if act == "close":
         p = replace(p, open=False)

@@ -14,7 +14,7 @@ import torch
 from tests.support.cases import refusal
 from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import Box, make_pipe
-from treadle.train.checkpoint import Checkpointer, complete_steps, files
+from treadle.train.checkpoint import Checkpointer, complete_steps, on_disk
 
 WORLD = 2
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json")
@@ -207,20 +207,20 @@ def test_a_damaged_checkpoint_is_never_loaded(saved: Saved, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_bit_of_a_manifest_changes_it_or_nothing(saved: Saved, tmp_path: Path) -> None:
     shutil.copytree(saved.run / "step-00000002", tmp_path / "step-00000002")
-    path, manifest = tmp_path / "step-00000002" / files.MANIFEST, files.read_manifest(tmp_path, 2)
+    path, manifest = tmp_path / "step-00000002" / on_disk.MANIFEST, on_disk.read_manifest(tmp_path, 2)
     content = path.read_bytes()
     for bit in range(8 * len(content)):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         try:
-            assert files.read_manifest(tmp_path, 2) == manifest, bit
-        except files.DamagedError:
+            assert on_disk.read_manifest(tmp_path, 2) == manifest, bit
+        except on_disk.DamagedError:
             continue
 
 
 def test_digests_are_those_of_the_files(saved: Saved) -> None:
-    manifest = files.read_manifest(saved.run, 2)
-    assert set(manifest.files) == set(FILES) - {files.MANIFEST}
+    manifest = on_disk.read_manifest(saved.run, 2)
+    assert set(manifest.files) == set(FILES) - {on_disk.MANIFEST}
     for name, facts in manifest.files.items():
-        assert facts == files.FileFacts.of(saved.run / "step-00000002" / name)
+        assert facts == on_disk.FileFacts.of(saved.run / "step-00000002" / name)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from tests.support.cases import refusal
 from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import Box, make_pipe
-from treadle.train.checkpoint import Checkpointer, SaveError, State, TensorPart, complete_steps, files
-from treadle.train.checkpoint.files import Manifest
+from treadle.train.checkpoint import Checkpointer, SaveError, State, TensorPart, complete_steps, on_disk
 from treadle.train.checkpoint.lock import DirectoryLock, token_in
+from treadle.train.checkpoint.on_disk import Manifest
 
 POINTS = 12
 """More moments than a save has: before each write is brought to the disk, each rename, and after all of them."""
@@ -139,7 +139,7 @@ def save_some(rank: int, directory: Path) -> list[str]:
     said.append(refusal(lambda: checkpoints.save(-1, box)))
     checkpoints.save(3, box)
     checkpoints.close()
-    assert files.read_manifest(directory, 3) == Manifest(3, ANY, {})
+    assert on_disk.read_manifest(directory, 3) == Manifest(3, ANY, {})
     pipe.close()
     return said
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.train.checkpoint import TensorPart, complete_steps, files
-from treadle.train.checkpoint.needs import unmet, unneeded
+from treadle.train.checkpoint import TensorPart, complete_steps, on_disk
+from treadle.train.checkpoint.checkpoint_needs import unmet, unneeded
 
 
 def test_what_is_missing_is_named_with_the_nearest_there_is() -> None:
@@ -29,7 +29,7 @@ def write(directory: Path, step: int, content: bytes) -> None:
     partial = directory / f"step-{step:08d}.partial"
     partial.mkdir(parents=True)
     (partial / ".metadata").write_bytes(content)
-    files.publish(partial, {}, {"step": step})
+    on_disk.publish(partial, {}, {"step": step})
 
 
 def test_a_published_checkpoint_replaces_one_of_its_step_and_old_ones_go(tmp_path: Path) -> None:
@@ -41,16 +41,16 @@ def test_a_published_checkpoint_replaces_one_of_its_step_and_old_ones_go(tmp_pat
     (tmp_path / "step-final").mkdir()
     assert complete_steps(tmp_path) == [1, 3, 20, 123456789]
     assert (tmp_path / "step-00000020" / ".metadata").read_bytes() == b"newer"
-    assert files.keep_newest(tmp_path, 123456789, 2) == []
-    assert complete_steps(tmp_path) == files.found_steps(tmp_path) == [20, 123456789]
-    files.remove_partial(tmp_path)
+    assert on_disk.keep_newest(tmp_path, 123456789, 2) == []
+    assert complete_steps(tmp_path) == on_disk.found_steps(tmp_path) == [20, 123456789]
+    on_disk.remove_partial(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-123456789", "step-final"]
 
 
 def test_later_steps_of_another_run_are_set_aside_and_the_newest_save_stays(tmp_path: Path) -> None:
     for step in (8, 10, 2):
         write(tmp_path, step, b"")
-    assert files.keep_newest(tmp_path, 2, 1) == [8, 10]
+    assert on_disk.keep_newest(tmp_path, 2, 1) == [8, 10]
     assert complete_steps(tmp_path) == [2]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-00000002", "step-00000008.aside", "step-00000010.aside"]
@@ -61,16 +61,16 @@ def test_a_file_that_another_rank_wrote_and_nobody_sees_is_not_published(tmp_pat
     partial.mkdir()
     (partial / ".metadata").touch()
     with pytest.raises(ValueError, match=r"__1_0.distcp, which other ranks .* not shared between nodes; give --checkp"):
-        files.publish(partial, {"__1_0.distcp": files.FileFacts(0, "")}, {})
-    assert files.found_steps(tmp_path) == []
+        on_disk.publish(partial, {"__1_0.distcp": on_disk.FileFacts(0, "")}, {})
+    assert on_disk.found_steps(tmp_path) == []
 
 
 def test_a_manifest_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     path.mkdir()
     for content in ("", "[1]", "{}", '{"files": {}, "extra": {}}', '{"form": 3, "xxh3_128": "0"}'):
-        (path / files.MANIFEST).write_text(content)
-        with pytest.raises(files.DamagedError, match=r"manifest\.json "):
-            files.read_manifest(tmp_path, 1)
+        (path / on_disk.MANIFEST).write_text(content)
+        with pytest.raises(on_disk.DamagedError, match=r"manifest\.json "):
+            on_disk.read_manifest(tmp_path, 1)
         assert complete_steps(tmp_path) == []
-        assert files.found_steps(tmp_path) == [1]
+        assert on_disk.found_steps(tmp_path) == [1]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from treadle.train.data import open_tokens, store
+from treadle.train.data import open_tokens, token_store
 from treadle.train.data.documents import find_files, read_documents
 from treadle.train.data.tokenizing import ByteTokenizer, Tokens, make_tokenizer
 
@@ -107,8 +107,8 @@ def test_a_digest_is_not_kept_of_a_file_that_changed_in_all_but_size_and_mtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, keys = tmp_path / "a.txt", []
-    for settled_ns in (0, store.SETTLED_NS):  # kept at once, and not kept of a file that was just written
-        monkeypatch.setattr(store, "SETTLED_NS", settled_ns)
+    for settled_ns in (0, token_store.SETTLED_NS):  # kept at once, and not kept of a file that was just written
+        monkeypatch.setattr(token_store, "SETTLED_NS", settled_ns)
         for content in ("one", "two"):
             text.write_text(content)
             os.utime(text, ns=(10**18, 10**18))

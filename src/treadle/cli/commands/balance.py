@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from treadle.cli.commands.simulate import rank_ranges
-from treadle.cli.options import Json
+from treadle.cli.common_options import Json
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import layout_blocks
 from treadle.cli.tables import rows_table
@@ -22,12 +22,12 @@ from treadle.ir.blocks import LAYERS, check_blocks, write_layout
 from treadle.ir.placement import Placement
 from treadle.ir.show import show_held, show_time
 from treadle.ir.trace import Clock
+from treadle.lowering import LoweringOptions
 from treadle.passes.cut import cut_evenly
-from treadle.plan import LoweringOptions
-from treadle.plan.balance import balance_blocks
-from treadle.plan.stages import CutCosts, StageCost, model_blocks, weigh
+from treadle.planner.balance import balance_blocks
+from treadle.planner.stage_costs import CutCosts, StageCost, model_blocks, weigh
 from treadle.schedules import default_schedule
-from treadle.simulate import Metrics, measure
+from treadle.simulator import Metrics, measure
 from treadle.step import Step
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from treadle.calibrate import CalibrationReport, JudgedRun, cluster_text, read_runs
+from treadle.calibrate import CalibrationReport, EstimatedRun, cluster_text, read_runs
 from treadle.calibrate import calibrate as calibrate_cluster
-from treadle.calibrate.report import SUSPICIOUS, show_constant
-from treadle.cli.options import Json
+from treadle.calibrate.calibration_report import SUSPICIOUS, show_constant
+from treadle.cli.common_options import Json
 from treadle.cli.output import print_json
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import again, note, out, suggest, working
@@ -79,7 +79,7 @@ def _print_runs(report: CalibrationReport) -> None:
     out.print(table)
 
 
-def _estimate(each: JudgedRun, value: float | None) -> str:
+def _estimate(each: EstimatedRun, value: float | None) -> str:
     return "" if value is None else f"{value:.4g} s {each.error(value):+.1%}"
 
 
@@ -94,7 +94,7 @@ def _print_constants(report: CalibrationReport) -> None:
     out.print(f"not constrained by these runs: {', '.join(report.untold)}", style="dim")
 
 
-def _point_out(each: JudgedRun) -> None:
+def _point_out(each: EstimatedRun) -> None:
     """Say what is odd about a run."""
     where = f"line {each.run.line}, {each.run.name}"
     if each.suspicious:

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.api.verbs import compare_steps
+from treadle.cli.common_options import Json, spread_options
 from treadle.cli.compared import load_all
-from treadle.cli.options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, layout_blocks, make_traces
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
@@ -22,8 +22,8 @@ from treadle.costs import dump as dump_costs
 from treadle.ir.show import show_held, show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock, Trace
-from treadle.simulate import Comparison, Difference, OpGroup, fit
-from treadle.simulate.stage_fitting import fit_stages
+from treadle.simulator import Comparison, Difference, OpGroup, fit
+from treadle.simulator.stage_fitting import fit_stages
 from treadle.step import steps_of
 
 

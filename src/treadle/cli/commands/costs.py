@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from treadle.cli.app import COMMANDS, make_typer
-from treadle.cli.options import Json
+from treadle.cli.common_options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.cli.wording import as_typed

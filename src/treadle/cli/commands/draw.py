@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from treadle.cli.options import parse_ranks, spread_options
+from treadle.cli.common_options import parse_ranks, spread_options
 from treadle.cli.step_flags import StepFlags, note_missing
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp, label
 from treadle.cli.terminal import again, err, out, suggest, working, wrote
@@ -22,7 +22,7 @@ from treadle.view.palette import PALETTES, palette
 from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
 
 if TYPE_CHECKING:
-    from treadle.verify import Finding
+    from treadle.verifier import Finding
 
 
 class Grain(StrEnum):
@@ -177,7 +177,7 @@ def _tell(finding: Finding) -> None:
 
 
 def _terminal(drawn: list[Shown], grain: Grain | None, palette_name: str) -> None:
-    from treadle.view.terminal import terminal_rows
+    from treadle.view.character_rows import terminal_rows
 
     for each in drawn:
         if len(drawn) > 1:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from treadle.cli.options import Json, spread_options
+from treadle.cli.common_options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.target import Target
 from treadle.cli.terminal import out, suggest, working
 from treadle.host.extras import brought_by
 from treadle.ir.show import show_bytes
+from treadle.lowering.running import disagreements
 from treadle.passes.mesh import spread
-from treadle.plan.running import disagreements
 
 if TYPE_CHECKING:
     from treadle.cli.printed import DryrunJson
-    from treadle.runtime.dryrun import Rehearsal
+    from treadle.runtime.rank_dryrun import Rehearsal
 
 
 @spread_options
@@ -38,7 +38,7 @@ def dryrun(
     Exits with 1 if that differs from the program that was verified.
     """
     with brought_by("run", needed_by="a dry run"):
-        from treadle.runtime.dryrun import Toy, differences, rehearse
+        from treadle.runtime.rank_dryrun import Toy, differences, rehearse
     for option, value in (("--width", width), ("--layers", layers), ("--tokens", tokens)):
         if value < 1:
             raise ValueError(f"{option} is a whole number from 1, got {value}")

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from treadle.cli.options import Json
+from treadle.cli.common_options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, plain, suggest
 from treadle.cli.wording import as_typed
-from treadle.verify import CODES
-from treadle.verify import explain as explain_code
+from treadle.verifier import CODES
+from treadle.verifier import explain as explain_code
 
 if TYPE_CHECKING:
     from treadle.cli.printed import ExplainJson
-    from treadle.verify.codes import Explanation
+    from treadle.verifier.codes import Explanation
 
 
 def explain(

@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.api import files
-from treadle.cli.measured import import_run, tell
-from treadle.cli.options import Json
+from treadle.api import load_save
+from treadle.cli.common_options import Json
+from treadle.cli.measured_steps import import_run, tell
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, out, suggest, working, wrote
 from treadle.costs import Costs
@@ -20,8 +20,8 @@ from treadle.costs import dump as dump_costs
 from treadle.ir.blocks import parse_layout
 from treadle.ir.show import counted, show_time
 from treadle.profiles.imported import Imported
-from treadle.simulate import Metrics, fit, measure
-from treadle.simulate.stage_fitting import fit_stages
+from treadle.simulator import Metrics, fit, measure
+from treadle.simulator.stage_fitting import fit_stages
 
 if TYPE_CHECKING:
     from treadle.cli.printed import ImportJson
@@ -59,13 +59,13 @@ def import_(
     metrics = measure(trace)
     if output is not None:
         with working(f"writing {output}"):
-            files.save_steps(imported.steps, output, step)
+            load_save.save_steps(imported.steps, output, step)
         wrote(output)
     if fit_to is not None:
         fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
         wrote(fit_to)
     if schedule_to is not None:
-        schedule_to.write_text(files.dumps(imported.schedule), encoding="utf-8")
+        schedule_to.write_text(load_save.dumps(imported.schedule), encoding="utf-8")
         wrote(schedule_to)
     if as_json:
         print_json("import", _as_dict(imported, metrics, step))

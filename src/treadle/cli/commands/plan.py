@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.options import Json, parse_bytes, parse_count
+from treadle.cli.common_options import Json, parse_bytes, parse_count
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
@@ -19,18 +19,18 @@ from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.cli.writable import check_directory, check_file
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
+from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_bytes, show_time
-from treadle.plan.stragglers import QUANTILES, StragglerStudy
+from treadle.planner import SearchResult, SearchSpace, find_plan
+from treadle.planner.find_plan import usable_bytes
+from treadle.planner.job_estimate import Alternative, describe
+from treadle.planner.plan_files import untrainable, untrainable_model, write_files
+from treadle.planner.plan_page import page
+from treadle.planner.plan_report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
+from treadle.planner.planned_step import PlannedStep
+from treadle.planner.straggler_plan import DRAWS, study_plan
 from treadle.schedules import family, known
-from treadle.search import Found, SearchSpace, find_plan
-from treadle.search.chosen import Chosen
-from treadle.search.files import untrainable, untrainable_model, write_files
-from treadle.search.find_plan import usable_bytes
-from treadle.search.judged import Alternative, describe
-from treadle.search.page import page
-from treadle.search.report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
-from treadle.search.stragglers import DRAWS, study_plan
 
 SHOWN = 12
 _SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
@@ -131,7 +131,7 @@ def plan(
             progress=advance,
         )
     with working("simulating"):
-        others, chosen = found.alternatives, Chosen.of(found.best)
+        others, chosen = found.alternatives, PlannedStep.of(found.best)
     study = None
     if stragglers is not None:
         with working("drawing slow GPUs") as advance:
@@ -215,8 +215,8 @@ def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     return tuple(map(int, text.split(",")))
 
 
-def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> None:
-    job = chosen.judged.job
+def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, ...]) -> None:
+    job = chosen.estimate.job
     assert job.layout is not None
     head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
     out.print(f"[bold]{escape(head)}[/]", soft_wrap=True)
@@ -228,7 +228,7 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> Non
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
         "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
-        "memory": f"{chosen.judged.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
+        "memory": f"{chosen.estimate.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
         **({"pinned host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
         "layout": write_layout(job.layout),
@@ -246,9 +246,9 @@ def _print(found: Found, chosen: Chosen, others: tuple[Alternative, ...]) -> Non
     out.print(count_text(found), style="dim", soft_wrap=True)
 
 
-def _print_memory(chosen: Chosen) -> None:
+def _print_memory(chosen: PlannedStep) -> None:
     """Print the ranks' memory by part; ranks in a row that hold the same share a line."""
-    memory = chosen.judged.memory
+    memory = chosen.estimate.memory
     table = rows_table("rank", *(_SHORT.get(name, name) for name in memory[0]._fields), "total, GiB")
     start = 0
     for rank in range(1, len(memory) + 1):
@@ -272,7 +272,7 @@ def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str
     out.print(table)
 
 
-def _print_front(found: Found) -> None:
+def _print_front(found: SearchResult) -> None:
     table = rows_table("Pareto front: step time against memory", "step", "memory")
     for each in found.front[:SHOWN]:
         table.add_row(escape(describe(each.job)), f"{each.step_s:.3f} s", f"{each.memory_bytes / GIB:.1f} GiB")
@@ -290,11 +290,11 @@ def _print_study(study: StragglerStudy) -> None:
     out.print(escape(study_text(study)), soft_wrap=True)
 
 
-def _tell_next(chosen: Chosen, files: Path | None, written: tuple[Path, ...]) -> None:
+def _tell_next(chosen: PlannedStep, files: Path | None, written: tuple[Path, ...]) -> None:
     if files is None:
         suggest(again("--files plan"))
         return
-    reason = untrainable(chosen.judged.job)
+    reason = untrainable(chosen.estimate.job)
     if reason is not None:
         note(f"treadle.train cannot run this job: {reason}")
     else:
@@ -303,6 +303,6 @@ def _tell_next(chosen: Chosen, files: Path | None, written: tuple[Path, ...]) ->
     out.print(f"wrote {names}; draw, simulate and verify take", style="dim", soft_wrap=True)
     for command in commands(chosen, files):
         out.print(escape(f"  {command}"), soft_wrap=True)
-    told = mesh_text(chosen.judged.job)
+    told = mesh_text(chosen.estimate.job)
     if told is not None:
         out.print(told, style="dim", soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.options import Json
+from treadle.cli.common_options import Json
 from treadle.cli.output import print_json
 from treadle.cli.terminal import out, suggest
 from treadle.schedules import known

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.options import Json
+from treadle.cli.common_options import Json
 from treadle.cli.output import json_text, print_json
 from treadle.cli.terminal import again, err, out, suggest, wrote
 from treadle.host.extras import brought_by

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treadle.api import files
-from treadle.cli.options import Json, spread_options
+from treadle.api import load_save
+from treadle.cli.common_options import Json, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, make_program
 from treadle.cli.target import Target
 from treadle.cli.terminal import plain, suggest, wrote
 from treadle.cli.writable import check_file, form_of
-from treadle.export import FORMATS
+from treadle.files import FORMATS
 from treadle.ir import Schedule, text
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ def show(
         raise ValueError(f"--lower prints text, got --format {form.value}; -o program.npz writes the program")
     schedule = target.checked_schedule(loaded)
     if not lower:
-        _put(text.dump(schedule, header=False) if rows else files.dumps(schedule, form.value), output)
+        _put(text.dump(schedule, header=False) if rows else load_save.dumps(schedule, form.value), output)
         suggest(f"treadle verify {target if output is None else shlex.quote(str(output))}")
         return
-    from treadle.export import npz
-    from treadle.view.lanes import lanes_text
+    from treadle.files import npz
+    from treadle.view.lane_rows import lanes_text
 
     step = flags.step(schedule)
     make_program(step)
@@ -99,8 +99,8 @@ def _put(shown: str, output: Path | None) -> None:
 
 
 def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None) -> None:
-    from treadle.export import npz
-    from treadle.view.update import update_object, update_text
+    from treadle.files import npz
+    from treadle.view.update_rows import update_object, update_text
 
     if form is FormatName.TORCH_CSV:
         raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")

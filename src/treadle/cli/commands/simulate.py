@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.api import files
-from treadle.cli.options import Json, parse_ranks, spread_options
+from treadle.api import load_save
+from treadle.cli.common_options import Json, parse_ranks, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.slow import Slow
 from treadle.cli.step_flags import StepFlags, make_traces, note_missing
@@ -20,7 +20,7 @@ from treadle.cli.target import Target
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.ir.show import show_bytes, show_held, show_time
 from treadle.ir.trace import Clock
-from treadle.simulate import Metrics, PathSummary
+from treadle.simulator import Metrics, PathSummary
 from treadle.step import Step
 from treadle.weights.summary import UpdateMetrics
 
@@ -58,7 +58,7 @@ def simulate(
     _predict(step)
     if output is not None:
         with working(f"writing {output}"):
-            files.save_trace(step.trace, output, ranks=parse_ranks(ranks))
+            load_save.save_trace(step.trace, output, ranks=parse_ranks(ranks))
         wrote(output)
     with working("measuring"):
         metrics, path = step.metrics, step.path

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treadle.api import files
+from treadle.api import load_save
 from treadle.cli.commands.simulate import print_path, print_update, step_object
-from treadle.cli.options import Json, parse_bytes
+from treadle.cli.common_options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, suggest, working
 from treadle.step import Step
-from treadle.weights.lower import lower_update
-from treadle.weights.rates import Rates
-from treadle.weights.rates import simulate_update as predict_update
-from treadle.weights.stream import even_stream
+from treadle.weights.bucket_stream import even_stream
 from treadle.weights.summary import UpdateMetrics
+from treadle.weights.update_lowering import lower_update
+from treadle.weights.update_rates import Rates
+from treadle.weights.update_rates import simulate_update as predict_update
 
 if TYPE_CHECKING:
-    from treadle.weights.stream import Stream
+    from treadle.weights.bucket_stream import Stream
 
 
 def simulate_update(
@@ -55,7 +55,7 @@ def simulate_update(
         step = Step(predict_update(lower_update(stream), rates))
     if output is not None:
         with working(f"writing {output}"):
-            files.save_trace(step.trace, output)
+            load_save.save_trace(step.trace, output)
     if as_json:
         print_json("simulate-update", step_object(step))
         return

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from treadle.api import files
-from treadle.cli.options import Json, parse_bytes
+from treadle.api import load_save
+from treadle.cli.common_options import Json, parse_bytes
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, make_traces
 from treadle.cli.terminal import Advance, again, note, out, suggest, working, wrote
 from treadle.cli.writable import check_file, form_of
 from treadle.ir.show import peak_object, show_held, show_time
 from treadle.ir.trace import Clock
-from treadle.simulate import Metrics, measure
+from treadle.simulator import Metrics, measure
 from treadle.synthesize import MemoryLimits, SolverOptions, Standing, Synthesis, synthesize_schedule
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ def synthesize(
     (trace,) = make_traces([flags.step(found.schedule)])
     metrics = measure(trace)
     if output is not None:
-        output.write_text(files.dumps(found.schedule, form_of(output)), encoding="utf-8")
+        output.write_text(load_save.dumps(found.schedule, form_of(output)), encoding="utf-8")
         wrote(output)
     if as_json:
         body: SynthesizeJson = {
             **found.as_dict(),
             "bubble": metrics.bubble,
             "peak": peak_object(metrics.peaks, metrics.peak_unit),
-            "schedule": files.dumps(found.schedule),
+            "schedule": load_save.dumps(found.schedule),
         }
         print_json("synthesize", body)
         return

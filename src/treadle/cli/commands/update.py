@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from treadle.cli.options import Json, parse_bytes, spread_options
+from treadle.cli.common_options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.terminal import err, out
 from treadle.host.extras import brought_by
@@ -130,14 +130,14 @@ def _require_torch() -> None:
 
 
 def _memory(bucket: str) -> Any:
-    from treadle.weights.buffers import Memory
+    from treadle.weights.buffer_sizes import Memory
 
     size = parse_bytes(bucket)
     return Memory(free_bytes=4 * size, share=1.0, target_bytes=size, least_bytes=min(size, 1 << 20))
 
 
 def _start_ranks(target: Path) -> int:
-    """Runs this command once for each worker, as ranks of one process group on this host; the worst exit code."""
+    """Run this command once for each worker, as ranks of one process group on this host; return the worst exit code."""
     from torch._C._distributed_c10d import TCPStore
 
     workers = sorted(target.glob("worker-*.sock"))
@@ -164,7 +164,7 @@ def _start_ranks(target: Path) -> int:
 
 
 def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *, as_json: bool) -> int:
-    """Joins the process group, updates, and prints on rank 0; the exit code."""
+    """Join the process group, update, and print on rank 0; return the exit code."""
     import torch.distributed as dist
 
     from treadle.update import UpdateError
@@ -188,7 +188,7 @@ def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *,
 
 
 def _join_group() -> torch.device | None:
-    """Joins the process group; the GPU of this rank, if the host has any."""
+    """Join the process group; return the GPU of this rank, if the host has any."""
     import torch.distributed as dist
 
     from treadle.dist.nccl_settings import NEEDED
@@ -204,10 +204,10 @@ def _join_group() -> torch.device | None:
 
 
 def _take_device(local_rank: int) -> torch.device | None:
-    """Makes the GPU of a rank this thread's current one: what names no device would take up memory on the first GPU."""
+    """Make the GPU of a rank this thread's current one: what names no device would take up memory on the first GPU."""
     import torch
 
-    from treadle.update.memory.buffers import MEMORIES
+    from treadle.update.memory.ipc_buffers import MEMORIES
 
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in MEMORIES:
@@ -287,7 +287,7 @@ def _source(named: str, rank: int, world: int) -> WeightSource:
 
 
 def _silent(done: int, total: int) -> None:
-    """Shows no progress."""
+    """Show no progress."""
 
 
 class _Bar:
@@ -300,7 +300,7 @@ class _Bar:
 
     @property
     def progress(self) -> AbstractContextManager[Any]:
-        """Shows the bar while it is entered."""
+        """Show the bar while it is entered."""
         return self._bar
 
     def __call__(self, done: int, total: int) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from treadle.cli.common_options import Json, parse_bytes, spread_options
 from treadle.cli.findings import print_report
-from treadle.cli.options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags
 from treadle.cli.target import Target

@@ -12,16 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from treadle.api.files import holds_traces
-from treadle.cli.measured import choose_steps, load_steps, quoted
-from treadle.cli.options import Json
+from treadle.api.load_save import holds_traces
+from treadle.cli.common_options import Json
+from treadle.cli.measured_steps import choose_steps, load_steps, quoted
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
+from treadle.diagnosis import WhyReport, analyse
+from treadle.diagnosis.heat import Heat
+from treadle.diagnosis.why_page import page
 from treadle.ir.blocks import write_layout
 from treadle.ir.program import Layout
-from treadle.why import WhyReport, analyse
-from treadle.why.heat import Heat
-from treadle.why.page import page
 
 SHOWN_REPLICAS = 16
 ASSUMED_LAYERS = 4

@@ -6,7 +6,7 @@ deepep       a token once to each rank, by DeepEP's kernels, where that is insta
 
 from treadle.moe.exchanges.all_to_all import AllToAll
 from treadle.moe.exchanges.deepep import DeepEP
-from treadle.moe.exchanges.interface import MakeExchange, TokenExchange
+from treadle.moe.exchanges.expert_exchange import MakeExchange, TokenExchange
 
 EXCHANGES: dict[str, MakeExchange] = {"all_to_all": AllToAll, "deepep": DeepEP}
 

@@ -20,9 +20,9 @@ import numpy as np
 from treadle.ir.ops import ACTIONS, OpKind
 from treadle.ir.program import Ints, Shorts
 from treadle.profiles.entries import events
-from treadle.profiles.names import ops_of
 from treadle.profiles.reader import Advance, Opening
 from treadle.profiles.recording import UNKNOWN, Mark, MarkColumns, RankRecording, Recording, Remark
+from treadle.profiles.work_names import ops_of
 
 _NAMED = re.compile(rb'"(?:forward|backward)-(?:compute|send|recv)[a-z-]*"')
 _PROCESS = re.compile(r"DP rank \[?(\d+)")

@@ -19,6 +19,6 @@ promises.
 """
 
 from treadle.runtime.checker.checker import CheckReport, StreamChecker, check_streams
-from treadle.runtime.checker.findings import FindingKind, StreamFinding, order_findings
+from treadle.runtime.checker.stream_findings import FindingKind, StreamFinding, order_findings
 
 __all__ = ["CheckReport", "FindingKind", "StreamChecker", "StreamFinding", "check_streams", "order_findings"]

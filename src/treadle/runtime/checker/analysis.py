@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.log import HOST, Allocate, Entry, EventRecord, Free, HostWait, Keep, LaunchSite, Use, Wait
-from treadle.runtime.checker.recorder import OUTSIDE
+from treadle.runtime.checker.stream_findings import FindingKind, StreamFinding
+from treadle.runtime.checker.stream_recorder import OUTSIDE
 
 
 class _Done(NamedTuple):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from treadle.dist.streams import replace_streams
 from treadle.runtime.checker.analysis import analyse
 from treadle.runtime.checker.communicator import CheckedStreams
-from treadle.runtime.checker.findings import FindingKind, StreamFinding
 from treadle.runtime.checker.kernels import Functions, Kernels
 from treadle.runtime.checker.log import Collective, Entry, HostWait, LaunchSite
-from treadle.runtime.checker.recorder import OUTSIDE
+from treadle.runtime.checker.stream_findings import FindingKind, StreamFinding
+from treadle.runtime.checker.stream_recorder import OUTSIDE
 
 MOST_SHOWN = 12
 """Findings that a report prints; its `findings` has them all."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import LAUNCH, Collective
-from treadle.runtime.checker.recorder import NotedEvent, StreamRecorder
+from treadle.runtime.checker.stream_recorder import NotedEvent, StreamRecorder
 
 _Moving: TypeAlias = tuple[Any, Callable[[], Any] | None]
 """The work of the communicator underneath, and what brings its result to where it belongs."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.checker.aside import not_noted
 from treadle.runtime.checker.log import HOST
-from treadle.runtime.checker.recorder import StreamRecorder
+from treadle.runtime.checker.stream_recorder import StreamRecorder
 
 _READS_BACK = frozenset(
     [

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from treadle.ir import ops
 from treadle.ir.ops import COPIES, RECOMPUTE, OpKind, OpPhase
-from treadle.runtime.model.blocks import parts_of, refuse_uncalled
 from treadle.runtime.model.calling import LayerCalls
 from treadle.runtime.model.chunk import Chunk, check_losses
 from treadle.runtime.model.losses import AUX_LOSS, MAIN, FurtherLoss, OwnLoss, split_off
-from treadle.runtime.model.mtp import MTPBlock, mtp_name
+from treadle.runtime.model.mtp_block import MTPBlock, mtp_name
 from treadle.runtime.model.recompute import Kept, LayerBuffers, Pack
 from treadle.runtime.model.saved import SavedTensors
-from treadle.runtime.model.saved.store import InPlace
+from treadle.runtime.model.saved.saved_store import InPlace
 from treadle.runtime.model.seeding import RandomState, Seeds
 from treadle.runtime.model.segments import COMPUTE, EXCHANGE, Cut, Plan, Segment, Value, drop, leaves_of
 from treadle.runtime.model.side import Keywords, Side, refuse_missing
+from treadle.runtime.model.stage_blocks import parts_of, refuse_uncalled
 from treadle.runtime.model.weight_grad import AddGradient, WeightGrad, WeightGradQueue
 
 SEGMENT_OF = {kind: str(kind.part) for kind in OpKind if kind.blocks}

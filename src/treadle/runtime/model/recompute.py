@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
 from treadle.runtime.model.edge import edge_of
-from treadle.runtime.model.saved.store import Handle, InPlace
+from treadle.runtime.model.saved.saved_store import Handle, InPlace
 from treadle.runtime.model.seeding import RandomState
 from treadle.runtime.model.segments import Cut, Segment, Value, rebuilt, refuse_void, run_segment
 

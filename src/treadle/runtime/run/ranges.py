@@ -16,8 +16,8 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from treadle.ir.program import Program
-from treadle.profiles.names import CONTINUED, LANES, pp_name
-from treadle.runtime.run.ops import Instruction
+from treadle.profiles.work_names import CONTINUED, LANES, pp_name
+from treadle.runtime.run.instructions import Instruction
 
 
 def is_profiled() -> bool:

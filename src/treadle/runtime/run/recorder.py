@@ -18,7 +18,7 @@ from treadle.ir.execute import leaders
 from treadle.ir.ops import COMMUNICATION, LaneKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.runtime.run.ops import Instruction
+from treadle.runtime.run.instructions import Instruction
 
 
 class Recorder:

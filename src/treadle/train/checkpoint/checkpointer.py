@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from treadle.host.errors import TreadleError, named
 from treadle.runtime import Pipeline
-from treadle.train.checkpoint import files
-from treadle.train.checkpoint.files import DamagedError, Manifest
+from treadle.train.checkpoint import on_disk
+from treadle.train.checkpoint.checkpoint_needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.lock import DirectoryLock, token_in
-from treadle.train.checkpoint.needs import forms_in, unmet, unneeded
-from treadle.train.checkpoint.parts import State
+from treadle.train.checkpoint.on_disk import DamagedError, Manifest
 from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, wrapped
+from treadle.train.checkpoint.tensor_parts import State
 from treadle.train.checkpoint.writing import PublishingWriter
 
 
@@ -110,7 +110,7 @@ class Checkpointer:
         self._report_failure()
         if not 0 <= step < 10**12:
             raise ValueError(f"a checkpoint's step is from 0 on, got {named(step)}")
-        path = files.directory_of(self.directory, step)
+        path = on_disk.directory_of(self.directory, step)
         writer = PublishingWriter(path, _as_json(extra or {}), step=step, keep=self._keep, say=self._say)
         self._intact.discard(step)
         saving = async_save(
@@ -136,8 +136,8 @@ class Checkpointer:
         try:
             saving.result()
         except (Exception, CheckpointException) as error:  # torch's is no Exception
-            path = files.directory_of(self.directory, self._step)
-            shutil.rmtree(files.partial_of(path), ignore_errors=True)
+            path = on_disk.directory_of(self.directory, self._step)
+            shutil.rmtree(on_disk.partial_of(path), ignore_errors=True)
             raise SaveError(
                 f"the checkpoint of step {self._step} in {self.directory} is not complete, and will not be loaded: "
                 f"{_in_a_line(error)}; {self._complete()}"
@@ -154,7 +154,7 @@ class Checkpointer:
 
         """
         self.wait()
-        steps: list[int] = self._from_first(files.found_steps(self.directory) if self._is_first else [])
+        steps: list[int] = self._from_first(on_disk.found_steps(self.directory) if self._is_first else [])
         skipped: list[str] = []
         for step in reversed(steps):
             reason = self._damage(step)
@@ -182,7 +182,7 @@ class Checkpointer:
 
         """
         self.wait()
-        path, parts = files.directory_of(self.directory, step), _state_of(state)
+        path, parts = on_disk.directory_of(self.directory, step), _state_of(state)
         damage = None if step in self._intact else self._damage(step)
         if damage is not None:
             raise ValueError(f"the checkpoint {path} is not loaded: {damage}; {self._complete()}")
@@ -194,7 +194,7 @@ class Checkpointer:
         except CheckpointException as error:
             raise ValueError(f"the checkpoint {path} cannot be read: {_in_a_line(error)}") from error
         state.load_state_dict(parts)
-        return files.read_manifest(self.directory, step).extra
+        return on_disk.read_manifest(self.directory, step).extra
 
     def close(self) -> None:
         """Wait for the last save and give back directory and group; every rank calls it before the world is destroyed.
@@ -245,15 +245,15 @@ class Checkpointer:
             self._say(str(error))
 
     def _complete(self) -> str:
-        steps = ", ".join(map(str, files.complete_steps(self.directory))) or "none"
+        steps = ", ".join(map(str, on_disk.complete_steps(self.directory))) or "none"
         return f"complete are the steps {steps}"
 
     def _damage(self, step: int) -> str | None:
         """Return on all ranks what is damaged in a checkpoint. Each reads a share of its files."""
         rank, size, reason = dist.get_rank(self._group), dist.get_world_size(self._group), None
         try:
-            manifest: Manifest = files.read_manifest(self.directory, step)
-            files.check_files(self.directory, manifest, sorted(manifest.files)[rank::size])
+            manifest: Manifest = on_disk.read_manifest(self.directory, step)
+            on_disk.check_files(self.directory, manifest, sorted(manifest.files)[rank::size])
         except DamagedError as error:
             reason = str(error)
         reasons = [each for each in self._gathered(reason) if each is not None]
@@ -285,7 +285,7 @@ def _forms(path: Path) -> tuple[dict[str, str], str | None]:
     try:
         return forms_in(FileSystemReader(path).read_metadata()), None
     except Exception as error:  # whatever unpickling another version's classes does
-        return {}, f"its {files.METADATA} cannot be read here: {named(error)}"
+        return {}, f"its {on_disk.METADATA} cannot be read here: {named(error)}"
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from treadle.train.checkpoint.parts import State, TensorPart
+from treadle.train.checkpoint.tensor_parts import State, TensorPart
 
 _PARTS = "parts"
 

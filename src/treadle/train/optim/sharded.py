@@ -11,10 +11,10 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
-from treadle.train.checkpoint.parts import State, TensorPart
-from treadle.train.optim.config import OptimizerConfig
+from treadle.train.checkpoint.tensor_parts import State, TensorPart
 from treadle.train.optim.division import divide_elements, divide_whole
 from treadle.train.optim.holdings import Holdings, TensorFamily
+from treadle.train.optim.optimizer_config import OptimizerConfig
 from treadle.train.optim.pieces import OwnedPiece, ParameterBucket
 
 PREFIX = "optim."

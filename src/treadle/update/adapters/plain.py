@@ -16,10 +16,10 @@ import xxhash
 
 from treadle.update.memory.copying import copy, digest
 from treadle.update.memory.sharing import memory_fault
-from treadle.update.protocol.messages import WeightLayout
-from treadle.update.worker.arrivals import Arrival
+from treadle.update.protocol.update_messages import WeightLayout
+from treadle.update.worker.arrived_boxes import Arrival
 from treadle.update.worker.gate import Gate
-from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Piece, Tensor
 
 
 def digest_of(held: Mapping[str, torch.Tensor]) -> str:

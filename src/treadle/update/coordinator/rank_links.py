@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias
 
 from treadle.host.waker import Waker
 from treadle.update.protocol.control import Fault, Join, Joined, Stop, ToCoordinator
-from treadle.update.protocol.messages import PROTOCOL
+from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.wire.errors import WireError, WrongKeyError
 from treadle.wire.link import HELLO_S, PAUSE_S, Link
 from treadle.wire.listeners import Listener

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from treadle.dist.streams import streams_of
-from treadle.weights.pieces import ITEMSIZE
+from treadle.weights.tensor_boxes import ITEMSIZE
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
-from treadle.update.protocol.messages import Status, WeightLayout
 from treadle.update.protocol.record import (
     Member,
     Record,
@@ -24,6 +23,7 @@ from treadle.update.protocol.record import (
     replaced_members,
     taken_over,
 )
+from treadle.update.protocol.update_messages import Status, WeightLayout
 
 
 class AttemptRefusedError(TreadleError, ValueError):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from treadle.update.protocol.control import Catalogue, Listed
-from treadle.update.protocol.messages import WeightLayout
+from treadle.update.protocol.update_messages import WeightLayout
 from treadle.weights.collecting import uncollected
-from treadle.weights.pieces import Box, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Piece, Tensor
 from treadle.wire.errors import WireError
 from treadle.wire.frames import MOST_BYTES
 

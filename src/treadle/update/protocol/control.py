@@ -10,8 +10,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from treadle.update.protocol.messages import Message, Status, WeightLayout
-from treadle.weights.pieces import Box, Tensor
+from treadle.update.protocol.update_messages import Message, Status, WeightLayout
+from treadle.weights.tensor_boxes import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]
 Phase: TypeAlias = Literal["enter", "settle", "layout", "plan", "begin", "load", "finish", "open"]

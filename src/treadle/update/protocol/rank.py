@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import (
     Agreed,
     Fault,
@@ -33,7 +32,8 @@ from treadle.update.protocol.control import (
     Settled,
     Stop,
 )
-from treadle.update.protocol.messages import Abort, Begin, Commit, Finish, Settle, Status
+from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Settle, Status
+from treadle.update.update_options import UpdateOptions
 
 Ending: TypeAlias = Literal["unknown", "lost", "stopped", "committed"]
 """What the coordinator said of an attempt that ended early: nothing so far; nothing, and its connection ended; Stop; or

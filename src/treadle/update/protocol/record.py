@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from treadle.update.protocol.messages import Status
+from treadle.update.protocol.update_messages import Status
 
 MOST = 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]

@@ -9,27 +9,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from treadle.update.coordinator.lateness import HEAR_S
+from treadle.update.coordinator.late_ranks import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Send, Sides
-from treadle.update.protocol.messages import (
-    Begin,
-    Begun,
-    Commit,
-    Finish,
-    Prepared,
-    Settle,
-    Status,
-    WeightLayout,
-)
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
+from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
-from treadle.update.rank.loading import Loading
+from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerRefusedError, blame, dismiss

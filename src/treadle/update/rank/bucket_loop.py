@@ -23,8 +23,8 @@ import torch.distributed as dist
 from treadle.dist.device import device_of
 from treadle.dist.streams import streams_of
 from treadle.host.pressure import short_of_cores
-from treadle.update.memory.buffers import Buffer
-from treadle.update.protocol.messages import Export, Exported, Load, Loaded
+from treadle.update.memory.ipc_buffers import Buffer
+from treadle.update.protocol.update_messages import Export, Exported, Load, Loaded
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.wire.errors import WireError

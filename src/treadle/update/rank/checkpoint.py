@@ -11,7 +11,7 @@ import torch
 from treadle.host.extras import brought_by
 from treadle.update.rank.source import Source
 from treadle.weights.layouts import spread
-from treadle.weights.pieces import Piece, Tensor
+from treadle.weights.tensor_boxes import Piece, Tensor
 
 _DTYPES = {
     "F64": "float64",

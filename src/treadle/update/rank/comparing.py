@@ -22,13 +22,13 @@ from functools import cached_property
 
 import torch
 
-from treadle.update.memory.buffers import Buffer
 from treadle.update.memory.copying import boxed, digest
 from treadle.update.memory.copying import same as same_bits
-from treadle.update.options import CompareSources
+from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.rank.source import Source, WeightSource
-from treadle.weights.pieces import Box, Piece
-from treadle.weights.plan import Item, UpdatePlan
+from treadle.update.update_options import CompareSources
+from treadle.weights.tensor_boxes import Box, Piece
+from treadle.weights.update_plan import Item, UpdatePlan
 
 BLOCK_BYTES = 4 << 10
 EVERY = 16

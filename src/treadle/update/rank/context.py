@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import Kind
 from treadle.update.rank.broadcast import Broadcasts
-from treadle.update.rank.buffers import RankBuffers
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.plans import Plans
+from treadle.update.rank.rank_buffers import RankBuffers
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
+from treadle.update.update_options import UpdateOptions
 
 HOST_BYTES = 1 << 30
 """Buffer memory of a rank without a GPU, where the options name none."""

@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
-from treadle.update.options import UpdateOptions
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Join, Joined, Phase, Stop
-from treadle.update.protocol.messages import PROTOCOL
+from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
+from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import PAUSE_S, Link
 

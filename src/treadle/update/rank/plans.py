@@ -8,12 +8,12 @@ from dataclasses import replace
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import Known, read_layouts
 from treadle.update.protocol.control import Layouts
-from treadle.update.protocol.messages import WeightLayout
+from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.rank.shares import Shares
-from treadle.weights.buffers import Memory
+from treadle.weights.buffer_sizes import Memory
 from treadle.weights.missing import near, unwanted_tensors
-from treadle.weights.pieces import Holding, Tensor
-from treadle.weights.plan import plan_update
+from treadle.weights.tensor_boxes import Holding, Tensor
+from treadle.weights.update_plan import plan_update
 
 MOST_PLANS = 4
 

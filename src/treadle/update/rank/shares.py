@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from treadle.update.memory.copying import DIGEST_BYTES
-from treadle.update.protocol.messages import Share, TakePlan
-from treadle.weights.pieces import Box
-from treadle.weights.plan import Item, Take, UpdatePlan
+from treadle.update.protocol.update_messages import Share, TakePlan
+from treadle.weights.tensor_boxes import Box
+from treadle.weights.update_plan import Item, Take, UpdatePlan
 
 _ALIGN = 64
 

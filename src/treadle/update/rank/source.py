@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from treadle.update.protocol.messages import WeightLayout
+from treadle.update.protocol.update_messages import WeightLayout
 from treadle.weights import layouts
 from treadle.weights.layouts import from_mesh
-from treadle.weights.pieces import Box, Holding, Piece, Tensor
+from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 
 
 class WeightSource(Protocol):

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 from treadle.host.errors import TreadleError
 from treadle.host.sockets import connect, place_of
 from treadle.update.errors import UpdateError, failure
-from treadle.update.memory.buffers import Buffer
-from treadle.update.options import UpdateOptions
+from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.catalogue import check_layout
 from treadle.update.protocol.control import Fault, Go, Phase
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     MOST_PLANS,
     PROTOCOL,
     FromWorker,
@@ -34,6 +33,7 @@ from treadle.update.protocol.messages import (
     Welcome,
 )
 from treadle.update.rank.inbox import Inbox, read_into
+from treadle.update.update_options import UpdateOptions
 from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import PAUSE_S, Link

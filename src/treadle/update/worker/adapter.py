@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from treadle.update.protocol.messages import WeightLayout
-from treadle.update.worker.arrivals import Arrival
-from treadle.weights.pieces import Piece
+from treadle.update.protocol.update_messages import WeightLayout
+from treadle.update.worker.arrived_boxes import Arrival
+from treadle.weights.tensor_boxes import Piece
 
 
 class Adapter(Protocol):

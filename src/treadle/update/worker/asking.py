@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.host.sockets import connect
-from treadle.update.protocol.messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
+from treadle.update.protocol.update_messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
 from treadle.update.worker.endpoint import MOST_ASK_BYTES, worker_path
 from treadle.update.worker.gate import ClosedError
 from treadle.wire.errors import WireError

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from treadle.host.sockets import close_server, listen, place_of
-from treadle.update.protocol.messages import (
+from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
     Ask,

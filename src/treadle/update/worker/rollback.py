@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.update.protocol.messages import Begin, TakePlan
+from treadle.update.protocol.update_messages import Begin, TakePlan
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrivals import Arrival
+from treadle.update.worker.arrived_boxes import Arrival
 from treadle.update.worker.rollback_store import RollbackStore
-from treadle.weights.pieces import Box, Piece
+from treadle.weights.tensor_boxes import Box, Piece
 
 
 class RollbackCopy:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from treadle.update.memory.copying import boxed
-from treadle.weights.pieces import ITEMSIZE, Box
+from treadle.weights.tensor_boxes import ITEMSIZE, Box
 
 _ALIGN = 64
 

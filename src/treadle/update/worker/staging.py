@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from treadle.update.memory.buffers import Buffer
 from treadle.update.memory.copying import boxed, digest
 from treadle.update.memory.digests import read_digests, write_digests
-from treadle.update.protocol.messages import Share, TakePlan
+from treadle.update.memory.ipc_buffers import Buffer
+from treadle.update.protocol.update_messages import Share, TakePlan
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrivals import Arrival, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, Assembly
 from treadle.weights.geometry import disjoint
-from treadle.weights.pieces import Box, Piece
+from treadle.weights.tensor_boxes import Box, Piece
 
 
 def check_plan(plan: TakePlan) -> None:

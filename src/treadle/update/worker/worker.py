@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle.update.memory.buffers import Buffer, memory_of
 from treadle.update.memory.copying import finish_copies
-from treadle.update.protocol import worker as deciding
-from treadle.update.protocol.messages import (
+from treadle.update.memory.ipc_buffers import Buffer, memory_of
+from treadle.update.protocol import worker_decisions as deciding
+from treadle.update.protocol.update_messages import (
     MOST_PLANS,
     Abort,
     Begin,
@@ -44,9 +44,9 @@ from treadle.update.protocol.messages import (
     Status,
     TakePlan,
 )
-from treadle.update.protocol.worker import Act, MessageRefusedError, Moves, WorkerState
+from treadle.update.protocol.worker_decisions import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrivals import Arrival, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, Assembly
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
 from treadle.wire.codec import sendable

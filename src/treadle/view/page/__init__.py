@@ -18,9 +18,9 @@ from treadle.ir.memory import changes, per_unit
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Lane, Longs, Op, Program
 from treadle.ir.trace import Trace
-from treadle.simulate import Metrics, PathSummary, critical_path, measure, summarize_path
+from treadle.simulator import Metrics, PathSummary, critical_path, measure, summarize_path
 from treadle.view.described import described
-from treadle.view.page.columns import column, columns
+from treadle.view.page.packed_columns import column, columns
 from treadle.view.page.preview import preview
 from treadle.view.palette import NAMES, ROLE_OF, Palette, Role, palette
 from treadle.view.template import fill_template

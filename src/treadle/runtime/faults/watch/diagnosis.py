@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     UNKNOWN,
     Condition,
     LossKind,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.runtime.faults.watch.diagnosis import culprit, first
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     Condition,
     Flooded,
     LossKind,

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from treadle.host.tcp import connect_to, listen_at
-from treadle.runtime.faults.progress.page import COMPUTING, OUTSIDE, PageReader, Snapshot
+from treadle.runtime.faults.progress.progress_page import COMPUTING, OUTSIDE, PageReader, Snapshot
 from treadle.runtime.faults.watch.contacts import Contact
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     MOST_MESSAGE_BYTES,
     Condition,
     Greeting,

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from treadle.host.errors import PortableError
 from treadle.host.pressure import short_of_cores
-from treadle.runtime.faults.progress.page import OUTSIDE, Snapshot
-from treadle.runtime.faults.watch.messages import UNKNOWN, LossKind, Lost
+from treadle.runtime.faults.progress.progress_page import OUTSIDE, Snapshot
+from treadle.runtime.faults.watch.loss_messages import UNKNOWN, LossKind, Lost
 
 EXIT_LOST = 75
 """The exit code of a process that was ended because a rank was lost and its main thread did not react."""

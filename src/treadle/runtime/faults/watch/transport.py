@@ -16,9 +16,9 @@ from typing import Protocol
 
 from treadle.host.tcp import send_at_once
 from treadle.host.waker import Waker
-from treadle.runtime.faults.progress.page import Snapshot
+from treadle.runtime.faults.progress.progress_page import Snapshot
 from treadle.runtime.faults.watch.links import MOST_UNIDENTIFIED, Neighbour, NeighbourLink, PendingConnection
-from treadle.runtime.faults.watch.messages import Goodbye, Message, encode
+from treadle.runtime.faults.watch.loss_messages import Goodbye, Message, encode
 from treadle.wire.errors import WireError
 
 PARTING_S = 0.5

@@ -27,11 +27,11 @@ from multiprocessing.util import Finalize
 from treadle.dist.addresses import own_address
 from treadle.dist.errors import OWN_ERRORS
 from treadle.host.processes import ended
-from treadle.runtime.faults.progress.page import COMPUTING, PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.progress.progress_page import COMPUTING, PageReader, ProgressPage, namespace_id
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
 from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, rank_lost, timed_out
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     MOST_TEXT,
     TOKEN_BYTES,
     UNKNOWN,

@@ -16,11 +16,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from treadle.runtime.faults.progress.page import OUTSIDE, ProgressPage
+from treadle.runtime.faults.progress.progress_page import OUTSIDE, ProgressPage
 from treadle.runtime.faults.watch.incident import Incident
 from treadle.runtime.faults.watch.links import Neighbour
 from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
-from treadle.runtime.faults.watch.messages import (
+from treadle.runtime.faults.watch.loss_messages import (
     Condition,
     Flooded,
     Goodbye,

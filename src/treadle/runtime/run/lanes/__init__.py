@@ -9,7 +9,7 @@ The interface is `Lanes`: launch this call on a lane after those ops. Backends:
     stream    a device's stream for each lane, events between them
 """
 
-from treadle.runtime.run.lanes.interface import Lanes
+from treadle.runtime.run.lanes.lane import Lanes
 from treadle.runtime.run.lanes.paced import PacedLanes
 from treadle.runtime.run.lanes.serial import SerialLanes
 from treadle.runtime.run.lanes.stream import StreamLanes

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from time import perf_counter_ns
 
-from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.lanes.lane import Run
 from treadle.runtime.run.lanes.thread import NEVER, LaneStep, QueuedOp, ThreadLanes
 
 MADE_UP_NS = 1_000_000

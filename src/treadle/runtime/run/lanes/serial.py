@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.lanes.lane import Run
 
 
 class SerialLanes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treadle.dist.device import StreamDevice
 from treadle.dist.streams import DeviceEvent
-from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.lanes.lane import Run
 
 RUN_AHEAD = 64
 """Compute ops that may be launched and not run. A recorded block is reused only when its event has passed, so a host

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from treadle.dist.device import LateError
-from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.lanes.lane import Run
 
 OWN_LANE = 0
 NEVER = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treadle.runtime.run.lanes.interface import Run
+from treadle.runtime.run.lanes.lane import Run
 
 
 class VirtualLanes:

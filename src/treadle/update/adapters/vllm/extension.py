@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from treadle.update.adapters.vllm.adapter import Vllm
 from treadle.update.adapters.vllm.line import Line, replica_path
+from treadle.update.adapters.vllm.vllm_adapter import Vllm
 from treadle.update.rank.checkpoint import described
 from treadle.update.worker.endpoint import Endpoint
 

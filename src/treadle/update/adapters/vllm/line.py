@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect
-from treadle.update.adapters.vllm.messages import Attach, Reply
+from treadle.update.adapters.vllm.engine_messages import Attach, Reply
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treadle.host.sockets import close_server, listen
-from treadle.update.adapters.vllm.messages import Attach, FromVllm, Reply
+from treadle.update.adapters.vllm.engine_messages import Attach, FromVllm, Reply
 from treadle.wire.errors import WireError
 from treadle.wire.link import HELLO_S, Link, accepting
 

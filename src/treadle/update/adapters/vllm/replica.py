@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from treadle.update.adapters.vllm.engine_messages import Attach, Forget, FromVllm, Serve, Shut
 from treadle.update.adapters.vllm.engines import Engine, within
+from treadle.update.adapters.vllm.gate_phases import GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.leftovers import Leftovers
 from treadle.update.adapters.vllm.line import replica_path
 from treadle.update.adapters.vllm.listening import Listening
-from treadle.update.adapters.vllm.messages import Attach, Forget, FromVllm, Serve, Shut
-from treadle.update.adapters.vllm.phases import GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.scheduler import Scheduler
 from treadle.update.worker.gate import ClosedError, Gate
 

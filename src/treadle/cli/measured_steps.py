@@ -1,0 +1,83 @@
+"""Measured steps of a run, from whatever holds them: traces of Treadle, or a profile of another trainer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle.api import load_save
+from treadle.cli.terminal import note, working
+from treadle.ir.steps import Steps
+from treadle.profiles.imported import Imported
+from treadle.profiles.importing import files_of, import_profile
+
+_SHOWN_REMARKS = 6
+
+
+def load_steps(paths: Sequence[Path]) -> Steps:
+    """Read the measured steps of one run, and tell what could not be used.
+
+    Raises:
+        ValueError: the files hold no run, or several.
+        OSError: a file cannot be read.
+
+    """
+    if load_save.holds_traces(paths):
+        with working(f"reading {paths[0]}"):
+            return load_save.load_traced(paths)
+    imported = import_run(paths)
+    tell(imported, paths)
+    return imported.steps
+
+
+def quoted(paths: Sequence[Path]) -> str:
+    """Return paths as they are typed in a command."""
+    return " ".join(shlex.quote(str(path)) for path in paths)
+
+
+def import_run(
+    paths: Sequence[Path],
+    *,
+    dp: int | None = None,
+    microbatches: int | None = None,
+    blocks: tuple[str, ...] | None = None,
+) -> Imported:
+    """Read a profile, with a progress bar."""
+    total = sum(path.stat().st_size for path, _ in files_of(paths))
+    done = 0
+    with working("reading") as advance:
+
+        def more(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            advance(min(done, total), total)
+
+        return import_profile(paths, dp=dp, microbatches=microbatches, blocks=blocks, advance=more)
+
+
+def tell(imported: Imported, paths: Sequence[Path]) -> None:
+    """Print the remarks on a profile, on stderr."""
+    for remark in imported.remarks[:_SHOWN_REMARKS]:
+        note(str(remark))
+    if len(imported.remarks) > _SHOWN_REMARKS:
+        more = len(imported.remarks) - _SHOWN_REMARKS
+        note(f"and {more} more remarks; `treadle import {quoted(paths)} --json` has them all")
+
+
+def choose_steps(steps: Steps, text: str | None) -> Steps:
+    """Return the steps that a user names: `16,20-39,403-`."""
+    if text is None:
+        return steps
+    chosen: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(-(\d*))?", part.strip())
+        if ends is None:
+            raise ValueError(f"--steps are numbers and ranges, such as 16,20-39,403-, got {part!r}")
+        first = int(ends[1])
+        last = first if ends[2] is None else int(ends[3]) if ends[3] else max(steps.numbers)
+        chosen |= {number for number in steps.numbers if first <= number <= last}
+    if not chosen:
+        raise ValueError(f"--steps {text} names none of the measured ones, {steps.numbers[0]} to {steps.numbers[-1]}")
+    return steps.select(chosen)

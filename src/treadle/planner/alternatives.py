@@ -1,0 +1,132 @@
+"""The chosen job beside those that differ from it in one knob: what another value would cost, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
+from treadle.planner.front import Front
+from treadle.planner.job_estimate import Alternative, JobEstimate
+from treadle.planner.ranked_search import SearchResult
+from treadle.schedules import family
+
+KNOBS = (
+    "schedule",
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "micro_batch_size",
+    "recompute",
+    "offload",
+    "cuda_graph",
+    "precision",
+)
+_WITH = {"schedule": ("vpp",)}
+"""Knobs that may follow another: a schedule brings its own number of chunks."""
+
+
+def with_alternatives(found: SearchResult) -> SearchResult:
+    """Return the search's result with the best job that no change of one knob makes faster, and its alternatives.
+
+    A search ranks jobs by choices that near ones share; alternatives are simulated whole, each with its own choices. So
+    one of them may turn out to be faster: then it is the best, until none does.
+    """
+    whole: dict[Job, JobEstimate] = {}
+    while True:
+        others = alternatives(found, whole)
+        faster = [other for other in others if other.slower is not None and other.slower < 0]
+        if not faster:
+            return replace(found, alternatives=others)
+        best = min(faster, key=lambda other: other.slower or 0.0).estimate
+        front = Front()
+        by_pair = {}
+        for each in (*found.front, best):
+            assert each.ticks is not None
+            front.add(each.ticks, each.memory_bytes)
+            by_pair[each.ticks, each.memory_bytes] = each
+        found = replace(found, best=best, front=tuple(by_pair[pair] for pair in front.pairs))
+
+
+def alternatives(found: SearchResult, whole: dict[Job, JobEstimate] | None = None) -> tuple[Alternative, ...]:
+    """Return for each knob and each other value that was considered the best such job, simulated whole where it fits.
+
+    `whole` keeps what was simulated, for a next call.
+    """
+    known = whole if whole is not None else {}
+    nearest: dict[tuple[str, str], list[JobEstimate]] = {}
+    fitting = set(map(id, found.fitting))
+    for each in (*found.fitting, *found.too_large):
+        knob = _only_difference(found.best.job, each.job)
+        if knob is not None:
+            nearest.setdefault((knob, shown(each.job, knob)), []).append(each)
+    made = [
+        _alternative(found.best, knob, value, group, _Fits(fitting, found.memory_limit, known))
+        for (knob, value), group in nearest.items()
+    ]
+    return tuple(sorted(made, key=lambda other: (KNOBS.index(other.knob), not other.fits, other.slower or 0.0)))
+
+
+def shown(job: Job, knob: str) -> str:
+    """Return the value of a knob as people write it."""
+    value = getattr(job, knob)
+    if knob == "recompute":
+        return "+".join(value) or "none"
+    if knob == "schedule" and not family(job.schedule).vpps:
+        return f"{value}:vpp={job.vpp}"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _only_difference(best: Job, job: Job) -> str | None:
+    """Return the one knob in which two jobs differ, or None."""
+    differing = [knob for knob in KNOBS if getattr(job, knob) != getattr(best, knob)]
+    if len(differing) > 1 and differing[0] in _WITH and set(differing[1:]) <= set(_WITH[differing[0]]):
+        return differing[0]
+    return differing[0] if len(differing) == 1 else None
+
+
+class _Fits(NamedTuple):
+    """What fits as far as is known, the limit that decides, and jobs that were simulated whole."""
+
+    fitting: set[int]
+    limit: int
+    whole: dict[Job, JobEstimate]
+
+    def fastest(self, group: Iterable[JobEstimate]) -> JobEstimate | None:
+        """Return the fastest that fits, simulated whole, or None."""
+        feasible = [each.simulated() for each in group if id(each) in self.fitting]
+        for near in sorted(feasible, key=lambda each: each.step_s):
+            exact = self.whole[near.job] = self.whole.get(near.job) or near.simulated_whole()
+            if exact.memory_bytes <= self.limit:
+                return exact
+        return None
+
+
+def _alternative(best: JobEstimate, knob: str, value: str, group: list[JobEstimate], fits: _Fits) -> Alternative:
+    fastest = fits.fastest(group)
+    if fastest is None:
+        known = (fits.whole.get(each.job) or each.simulated() for each in group)
+        least = min(known, key=lambda each: each.memory_bytes)
+        return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / GIB:.1f} GiB")
+    slower = fastest.step_s / best.step_s - 1
+    return Alternative(knob, value, fastest, True, slower, _reason(best, fastest))
+
+
+def _reason(best: JobEstimate, other: JobEstimate) -> str:
+    """Return where the time goes: into computing, or into stalls, the wait for messages and other stages."""
+    assert best.ticks
+    assert other.ticks
+    scale = 1 / best.ticks
+    compute = (other.least - best.least) * scale
+    stalls = (other.ticks - other.least - best.ticks + best.least) * scale
+    memory = (other.memory_bytes - best.memory_bytes) / GIB
+    parts = [
+        f"{what} {share:+.1%}" for what, share in (("compute", compute), ("stalls", stalls)) if abs(share) >= 0.0005
+    ]
+    if abs(memory) >= 0.05:
+        parts.append(f"memory {memory:+.1f} GiB")
+    return ", ".join(parts) or "the same"

@@ -1,0 +1,112 @@
+"""A candidate with what a search knows of it: its memory, the least time of its step, and the simulated one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from treadle.costs import Costs
+from treadle.estimate import Job
+from treadle.estimate.job_memory import MemoryEstimate, estimate_memory
+from treadle.estimate.op_costs import estimate_costs
+from treadle.planner.least_time import least_ticks
+from treadle.planner.simulated_step import StepTime, simulate_step, simulate_whole
+from treadle.planner.space import Candidate
+from treadle.planner.stage_layout import layout
+from treadle.planner.structure import Structure, recomputed_ops
+from treadle.schedules import family
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    """A candidate with its memory, the least time its step can take, and the simulated one where it was needed.
+
+    With offload, peak memory is known only after simulation; before it, what may be offloaded is left out.
+    """
+
+    job: Job
+    costs: Costs
+    structure: Structure
+    memory: tuple[MemoryEstimate, ...]
+    least: int
+    ticks: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the rank that holds most."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated or at least."""
+        ticks = self.ticks if self.ticks is not None else self.least
+        return ticks / self.costs.clock.ticks / 1e6
+
+    def simulated(self) -> JobEstimate:
+        """Return it with the simulated time."""
+        if self.ticks is not None:
+            return self
+        return self.with_step(simulate_step(self.structure, self.job.num_microbatches, self.costs))
+
+    def simulated_whole(self) -> JobEstimate:
+        """Return it with the time of all its micro-batches."""
+        return self.with_step(simulate_whole(self.structure, self.job.num_microbatches, self.costs))
+
+    def with_step(self, step: StepTime) -> JobEstimate:
+        """Return it with a simulated step, and with what the step holds where activations are offloaded."""
+        memory = estimate_memory(self.job, held=step.held) if self.job.offload else self.memory
+        return replace(self, ticks=step.ticks, memory=memory)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best job that has another value of one knob, and otherwise is the chosen one."""
+
+    knob: str
+    value: str
+    estimate: JobEstimate
+    fits: bool
+    slower: float | None
+    """Share by which its step is longer; None where it does not fit."""
+
+    reason: str
+
+
+def estimate_candidate(candidate: Candidate) -> JobEstimate:
+    """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
+    job = candidate.job
+    blocks = _layout(replace(job, offload=False), balanced=candidate.balanced)
+    return estimate_job(replace(job, layout=blocks))
+
+
+@lru_cache(maxsize=256)
+def _layout(job: Job, *, balanced: bool) -> tuple[str, ...]:
+    """Return the stages of a job; offload does not matter to that."""
+    costs = _block_costs(replace(job, schedule=Job.schedule, vpp=1))
+    return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced)
+
+
+def estimate_job(job: Job) -> JobEstimate:
+    """Estimate the costs and memory of a job that has its layout, and bound its time."""
+    assert job.layout is not None
+    again = recomputed_ops(job)
+    costs = estimate_costs(job, inline_recompute=again != job.recompute)
+    placement = family(job.schedule).placement(job.pp, job.vpp)
+    least = least_ticks(costs, job.layout, placement, job.num_microbatches, again)
+    memory = estimate_memory(job, held=(0,) * job.pp)  # at least, where it offloads
+    return JobEstimate(job, costs, Structure.of(job, job.layout, costs), memory, least)
+
+
+@lru_cache(maxsize=4096)
+def _block_costs(job: Job) -> Costs:
+    """Return what blocks take; neither schedule nor layout matter to that."""
+    return estimate_costs(job)
+
+
+def describe(job: Job) -> str:
+    """Return a job's knobs in a line."""
+    sizes = {"TP": job.tp, "CP": job.cp, "PP": job.pp, "VPP": job.vpp, "EP": job.ep, "DP": job.dp}
+    named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
+    extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
+    extra += ["offload"] if job.offload else []
+    return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])

@@ -1,0 +1,156 @@
+"""A plan for programs to read, and the texts that the terminal and the page share."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
+from treadle.estimate.job_memory import MemoryEstimate
+from treadle.folding.stragglers import StragglerStudy
+from treadle.ir.blocks import write_layout
+from treadle.planner.job_estimate import Alternative, JobEstimate
+from treadle.planner.plan_files import options_text, untrainable
+from treadle.planner.planned_step import PlannedStep
+from treadle.planner.ranked_search import SearchResult
+from treadle.planner.structure import columns
+
+if TYPE_CHECKING:
+    from treadle.planner.printed_plan import JobJson, MemoryJson, PlanJson
+
+
+def plan_object(
+    found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, ...], study: StragglerStudy | None = None
+) -> PlanJson:
+    """Return a dict for JSON: the chosen job, the front, and what other values of its knobs would cost."""
+    job = chosen.estimate.job
+    return {
+        "model": job.model.name,
+        "cluster": job.cluster.name,
+        "gpus": job.cluster.num_gpus,
+        "tokens_per_batch": job.global_batch_size * job.seq_len,
+        "memory_limit_bytes": found.memory_limit,
+        "candidates": len(found.fitting) + len(found.too_large),
+        "too_large": len(found.too_large),
+        "simulated": found.num_simulated,
+        "chosen": {
+            **job_object(chosen.estimate),
+            "step_s": chosen.step_s,
+            "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
+            "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
+            "mfu": chosen.mfu,
+            "bubble": chosen.metrics.idle_share,
+            "exposed_communication": chosen.exposed_share,
+            "clean": chosen.report.clean,
+            "host_bytes": chosen.host_bytes,
+            "untrainable": untrainable(job),
+            "options": options_text(chosen.estimate),
+            "memory": [_memory_object(rank) for rank in chosen.estimate.memory],
+        },
+        "front": [job_object(each) for each in found.front],
+        "alternatives": [
+            {
+                "knob": other.knob,
+                "value": other.value,
+                "fits": other.fits,
+                "slower": other.slower,
+                "memory_bytes": other.estimate.memory_bytes,
+                "reason": other.reason,
+            }
+            for other in others
+        ],
+        "unable": [{"schedule": name, "reason": reason} for name, reason in found.unable],
+        "stragglers": study.as_dict() if study is not None else None,
+    }
+
+
+def _memory_object(rank: MemoryEstimate) -> MemoryJson:
+    return {
+        "parameters": rank.parameters,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "activations": rank.activations,
+        "logits": rank.logits,
+        "temporary": rank.temporary,
+        "buffers": rank.buffers,
+    }
+
+
+def job_object(estimate: JobEstimate) -> JobJson:
+    """Return a job's knobs, its step and its memory."""
+    job = estimate.job
+    assert job.layout is not None
+    return {
+        "schedule": job.schedule,
+        "tp": job.tp,
+        "cp": job.cp,
+        "pp": job.pp,
+        "vpp": job.vpp,
+        "ep": job.ep,
+        "dp": job.dp,
+        "micro_batch_size": job.micro_batch_size,
+        "microbatches": job.num_microbatches,
+        "global_batch_size": job.global_batch_size,
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "layout": write_layout(job.layout, dense=True),
+        "recompute": list(job.recompute),
+        "offload": job.offload,
+        "cuda_graph": job.cuda_graph,
+        "step_s": estimate.step_s,
+        "memory_bytes": estimate.memory_bytes,
+    }
+
+
+def batch_text(job: Job) -> str:
+    """Say what a step trains on."""
+    tokens = job.global_batch_size * job.seq_len
+    return f"{tokens:,} tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}, in {job.precision}"
+
+
+def host_text(chosen: PlannedStep) -> str:
+    """Return the host memory that offloading takes."""
+    return f"up to {chosen.host_bytes / GIB:.1f} GiB per GPU (host capacity not checked)"
+
+
+def count_text(found: SearchResult) -> str:
+    """Say how many jobs were considered, and what became of them."""
+    count = len(found.fitting) + len(found.too_large)
+    others = found.num_simulated < count and any(each.ticks is None for each in found.fitting)
+    return (
+        f"{count:,} candidates: {len(found.too_large):,} do not fit into {found.memory_limit / GIB:.1f} GiB, "
+        f"{found.num_simulated:,} simulated" + (", the rest pruned: a lower bound is already beaten" if others else "")
+    )
+
+
+def study_text(study: StragglerStudy) -> str:
+    """Say which schedule slow GPUs slow down least, and which is the fastest with slow GPUs."""
+    least, fastest = study.least_slowed.name, study.fastest.name
+    if least == fastest:
+        return f"{least} suffers least and is the fastest with slow GPUs"
+    return f"{least} suffers least, {fastest} is the fastest with slow GPUs"
+
+
+def commands(chosen: PlannedStep, directory: Path) -> list[str]:
+    """Return the command lines that take the files of a plan: it is drawn and, if the trainer can, rehearsed."""
+    schedule, costs, train = (
+        shlex.quote(str(directory / each)) for each in ("schedule.txt", "costs.toml", "train.toml")
+    )
+    options = f"{schedule} --costs {costs} {options_text(chosen.estimate)}"
+    run = [f"python -m treadle.train --config {train} --dry-run"] if untrainable(chosen.estimate.job) is None else []
+    return [f"treadle draw {options}", *run]
+
+
+def mesh_text(job: Job) -> str | None:
+    """Say what `--ep` and `--dp` of these commands count where that is not the job's EP and DP."""
+    ep, dp = columns(job)
+    told = (
+        [f"--ep {ep} counts the TP{job.tp} groups that EP{job.ep} spans"] if job.model.is_moe and ep != job.ep else []
+    )
+    if dp > 1 and dp != job.dp:
+        told.append(
+            f"--dp {dp} is expert data parallelism" if job.model.is_moe else f"--dp {dp} is DP{job.dp} x CP{job.cp}"
+        )
+    return "; ".join(told) or None

@@ -1,0 +1,76 @@
+"""The chosen job in full: its Program of all micro-batches, verified, simulated and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from treadle.estimate.flops import model_flops
+from treadle.estimate.job_memory import estimate_memory
+from treadle.ir import Schedule
+from treadle.ir.trace import Trace
+from treadle.planner.job_estimate import JobEstimate
+from treadle.simulator import Metrics, measure
+from treadle.step import Step
+from treadle.verifier import VerifyReport
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A job whose step is simulated whole. Its Program is the one that every other command makes from its files."""
+
+    estimate: JobEstimate
+    schedule: Schedule
+    trace: Trace
+    metrics: Metrics
+    report: VerifyReport
+
+    @classmethod
+    def of(cls, estimate: JobEstimate) -> PlannedStep:
+        """Lower, verify and simulate a job."""
+        schedule = estimate.structure.generate(estimate.job.num_microbatches)
+        step = Step(schedule, estimate.costs, estimate.structure.options)
+        return cls(estimate, schedule, step.trace, measure(step.trace), step.report)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.trace.makespan / self.trace.clock.ticks / 1e6
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens that a GPU trains on in a second."""
+        job = self.estimate.job
+        return job.global_batch_size * job.seq_len / self.step_s / job.cluster.num_gpus
+
+    def gpu_hours(self, num_tokens: int) -> float:
+        """Return the hours of GPUs that training on so many tokens takes."""
+        return num_tokens / self.tokens_per_s_per_gpu / 3600
+
+    def days(self, num_tokens: int) -> float:
+        """Return the days that training on so many tokens takes."""
+        return self.gpu_hours(num_tokens) / self.estimate.job.cluster.num_gpus / 24
+
+    @property
+    def flops_per_s_per_gpu(self) -> float:
+        """Floating-point operations of the model, without what is recomputed, that a GPU does in a second."""
+        job = self.estimate.job
+        return model_flops(job.model, job.seq_len) * job.global_batch_size / self.step_s / job.cluster.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of what the GPU can do at most in this precision."""
+        job = self.estimate.job
+        return self.flops_per_s_per_gpu / job.cluster.peak(job.precision)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a GPU's offloaded activations take on the host, at most: all that it saves at its peak."""
+        if not self.estimate.job.offload:
+            return 0
+        saved = estimate_memory(replace(self.estimate.job, offload=False))
+        return max(rank.activations + rank.logits for rank in saved)
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which a rank, on average, waits for communication that nothing hides."""
+        return self.metrics.exposed / max(1, self.metrics.makespan)

@@ -1,0 +1,107 @@
+"""A plan as `treadle plan --json` prints it."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from treadle.fields.kinds import Count, CountFrom1, Positive, Share
+from treadle.folding.printed_stragglers import StragglersJson
+
+
+class JobJson(TypedDict):
+    """A job as it is printed."""
+
+    schedule: Annotated[str, "The pipeline's schedule."]
+    tp: Annotated[CountFrom1, "Ranks of tensor parallelism."]
+    cp: Annotated[CountFrom1, "Ranks of context parallelism."]
+    pp: Annotated[CountFrom1, "Ranks of the pipeline."]
+    vpp: Annotated[CountFrom1, "Stages on each rank."]
+    ep: Annotated[CountFrom1, "Ranks of an expert group."]
+    dp: Annotated[CountFrom1, "Replicas of what is not an expert."]
+    micro_batch_size: Annotated[CountFrom1, "Sequences of a micro-batch."]
+    microbatches: Annotated[CountFrom1, "Micro-batches of a replica in a step."]
+    global_batch_size: Annotated[CountFrom1, "Sequences of a step."]
+    seq_len: Annotated[CountFrom1, "Tokens of a sequence."]
+    precision: Annotated[str, "Precision of GEMMs: bf16, fp8, mxfp8 or nvfp4."]
+    layout: Annotated[str, "The blocks of each stage as Megatron writes them; d is a dense layer."]
+    recompute: Annotated[list[str], "Parts of layers that are recomputed: attn, mlp."]
+    offload: Annotated[bool, "Saved activations are copied to the host and back."]
+    cuda_graph: Annotated[str, "none, partial or whole."]
+    step_s: Annotated[Positive, "Seconds of a step."]
+    memory_bytes: Annotated[Count, "Bytes of the rank that holds most."]
+
+
+class MemoryJson(TypedDict):
+    """The memory of a rank as it is printed."""
+
+    parameters: Annotated[Count, "Parameters."]
+    gradients: Annotated[Count, "Main gradients."]
+    optimizer: Annotated[Count, "States of the optimizer, as sharded."]
+    activations: Annotated[Count, "Saved for backwards, without logits."]
+    logits: Annotated[Count, "Logits of the head."]
+    temporary: Annotated[Count, "Needed by what is computed at the peak."]
+    buffers: Annotated[Count, "Messages, workspaces, copies of weights."]
+
+
+class ChosenJson(JobJson):
+    """The chosen job as it is printed."""
+
+    tokens_per_s_per_gpu: Annotated[Positive, "Tokens a second and GPU."]
+    tflops_per_gpu: Annotated[Positive, "TFLOPS of the model a GPU, without what is recomputed."]
+    mfu: Annotated[Share, "Model FLOPs utilisation."]
+    bubble: Annotated[Share, "The share of the step in which a rank, on average, does not compute."]
+    exposed_communication: Annotated[
+        Share,
+        "The share of the step in which a rank, on average, communicates and does not compute.",
+    ]
+    clean: Annotated[bool, "The verifier has no finding about the job's Program."]
+    host_bytes: Annotated[
+        Count,
+        "The most that a GPU's offloaded activations take in the host's memory; 0 without offload.",
+    ]
+    untrainable: Annotated[str | None, "Why treadle.train cannot run the job; null if it can."]
+    options: Annotated[
+        str,
+        "With these, `treadle simulate plan/schedule.txt --costs plan/costs.toml` makes the same step of what "
+        "--files plan writes; so do draw and verify.",
+    ]
+    memory: Annotated[list[MemoryJson], "Bytes of each rank of the pipeline at its peak, by part."]
+
+
+class AlternativeJson(TypedDict):
+    """A job that differs in one knob as it is printed."""
+
+    knob: Annotated[str, "The one knob that differs."]
+    value: Annotated[str, "Its other value."]
+    fits: Annotated[bool, "Does the job fit into memory."]
+    slower: Annotated[float | None, "The share by which its step is longer; null where it does not fit."]
+    memory_bytes: Annotated[Count, "Bytes of its rank that holds most."]
+    reason: Annotated[str, "Where the difference comes from."]
+
+
+class UnableJson(TypedDict):
+    """A schedule that can do no job as it is printed."""
+
+    schedule: Annotated[str, "Its name."]
+    reason: Annotated[str, "Why it can do none."]
+
+
+class PlanJson(TypedDict):
+    """A plan as it is printed."""
+
+    model: Annotated[str, "The model."]
+    cluster: Annotated[str, "The cluster."]
+    gpus: Annotated[CountFrom1, "Its GPUs."]
+    tokens_per_batch: Annotated[CountFrom1, "Tokens of a step, over all GPUs."]
+    memory_limit_bytes: Annotated[CountFrom1, "What a GPU may hold."]
+    candidates: Annotated[CountFrom1, "Jobs that were considered."]
+    too_large: Annotated[Count, "Those among them that do not fit into memory."]
+    simulated: Annotated[CountFrom1, "Those that were simulated; the others cannot be faster or smaller."]
+    chosen: Annotated[ChosenJson, "The job with the shortest step."]
+    front: Annotated[list[JobJson], "Jobs of which none is beaten in both time and memory, the fastest first."]
+    alternatives: Annotated[list[AlternativeJson], "The best job with another value of one knob, for each."]
+    unable: Annotated[list[UnableJson], "Schedules that can do no job of the search."]
+    stragglers: Annotated[
+        StragglersJson | None,
+        "Steps with slow GPUs, under the chosen schedule and the others that fit; null without --stragglers.",
+    ]

@@ -1,0 +1,204 @@
+"""The search: jobs that fit are bounded, simulated and ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from treadle.estimate import Job
+from treadle.estimate.cluster import GIB
+from treadle.planner.front import Front
+from treadle.planner.job_estimate import Alternative, JobEstimate, describe, estimate_candidate
+from treadle.planner.space import Candidate
+
+Progress = Callable[[int, int], None]
+"""Called with how many candidates are done, and of how many."""
+
+_NEAR = 1.05
+"""The memory of a simulation of few micro-batches is right to within so much where activations are offloaded."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found. `front` is in order of time, simulated whole; `fitting` are all that fit, those first."""
+
+    best: JobEstimate
+    front: tuple[JobEstimate, ...]
+    fitting: tuple[JobEstimate, ...]
+    too_large: tuple[JobEstimate, ...]
+    memory_limit: int
+    unable: tuple[tuple[str, str], ...] = ()
+    """Schedules that can do no job of the space, each with the reason."""
+
+    alternatives: tuple[Alternative, ...] = ()
+    """The best jobs that differ from the best one in one knob (`treadle.planner.alternatives.with_alternatives`)."""
+
+    @property
+    def num_simulated(self) -> int:
+        """How many of those that fit were simulated."""
+        return sum(each.ticks is not None for each in self.fitting)
+
+
+def search(
+    candidates: Iterable[Candidate], memory_limit: int, *, bounded: bool = True, progress: Progress | None = None
+) -> SearchResult:
+    """Find the job with the shortest step that fits, and the front of time and memory.
+
+    Of jobs with the same time, one that does not offload is preferred, as it has less to go wrong.
+
+    Args:
+        candidates: from `treadle.planner.space.candidates`.
+        memory_limit: bytes that a rank may hold.
+        bounded: pass over jobs that cannot be best or on the front. The result is the same, later.
+        progress: called with the candidates done, and all of them.
+
+    Raises:
+        ValueError: nothing fits; the message names what comes nearest.
+
+    """
+    points = list(candidates)
+    if not points:
+        raise ValueError("there is no candidate to search among; widen the space")
+    estimates: dict[Job, JobEstimate] = {}  # two points may come to the same layout
+    for number, point in enumerate(points):
+        each = estimate_candidate(point)
+        estimates.setdefault(each.job, each)
+        if progress is not None:
+            progress(number // 2, len(points))
+    pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
+    pool.simulate(progress)
+    pool.simulate_front()
+    if not pool.front:
+        raise _nothing_fits(pool.too_large, memory_limit)
+    best = _without_offload(pool.front[0], pool.fitting, memory_limit)
+    shown = {each.job for each in (*pool.front, best)}
+    rest = (each for each in pool.fitting if each.job not in shown)
+    named = (*pool.front, *([best] if best not in pool.front else []), *rest)
+    return SearchResult(best, tuple(pool.front), named, tuple(pool.too_large), memory_limit)
+
+
+class _Pool:
+    """Candidates on the way from bounded over simulated to simulated whole.
+
+    What does not fit is sorted out; where activations are offloaded, that shows in the simulation only.
+    """
+
+    def __init__(self, estimates: list[JobEstimate], memory_limit: int, *, bounded: bool) -> None:
+        self.limit, self.bounded, self.count = memory_limit, bounded, len(estimates)
+        self.untimed = [each for each in estimates if each.memory_bytes <= memory_limit]
+        self.too_large = [each for each in estimates if each.memory_bytes > memory_limit]
+        self.timed: list[JobEstimate] = []
+        self.whole: list[JobEstimate] = []
+        self._near: list[JobEstimate] = []
+        """Too large by the simulation of few micro-batches, but perhaps not by that of all."""
+
+    @property
+    def fitting(self) -> list[JobEstimate]:
+        """All that fit, as far as is known."""
+        return [*self.whole, *self.timed, *self.untimed]
+
+    @property
+    def front(self) -> list[JobEstimate]:
+        """Those that no faster one beats in memory, in order of time."""
+        found: list[JobEstimate] = []
+        for each in sorted((*self.whole, *self.timed), key=_time_and_memory):
+            if not found or each.memory_bytes < found[-1].memory_bytes:
+                found.append(each)
+            elif _time_and_memory(each) == _time_and_memory(found[-1]):
+                found[-1] = min(found[-1], each, key=_name)
+        return found
+
+    def simulate(self, progress: Progress | None = None) -> bool:
+        """Simulate structure after structure, the most promising first; pass over what the front beats.
+
+        Return whether there was anything to simulate.
+        """
+        front = Front()
+        for each in self.front:
+            front.add(*_time_and_memory(each))
+        groups: dict[object, list[JobEstimate]] = {}
+        for each in sorted(self.untimed, key=lambda each: each.least):
+            groups.setdefault(each.structure, []).append(each)
+        waiting, done, total = [], 0, len(self.untimed)
+        for group in groups.values():
+            for each in group:
+                if self.bounded and front.beats(each.least, each.memory_bytes):
+                    waiting.append(each)
+                elif (timed := self._add(each.simulated())) is not None:
+                    front.add(*_time_and_memory(timed))
+                done += 1
+                if progress is not None:
+                    progress(self.count // 2 + done * self.count // (2 * total), self.count)
+        self.untimed = waiting
+        return len(waiting) < total
+
+    def _add(self, each: JobEstimate) -> JobEstimate | None:
+        """Take a simulated job; return it if it fits."""
+        if each.memory_bytes <= self.limit:
+            self.timed.append(each)
+            return each
+        near = each.memory_bytes <= _NEAR * self.limit
+        (self._near if near else self.too_large).append(each)
+        return None
+
+    def simulate_front(self) -> None:
+        """Simulate whole what is on the front, until all of it is: some turn out to be slower, or do not fit."""
+        while True:
+            front = self.front
+            near = min(self._near, key=lambda each: each.step_s, default=None)
+            if near is not None and (not front or near.step_s < front[0].step_s):
+                todo = [near]
+            else:
+                todo = [each for each in front if not _among(each, self.whole)]
+            if not todo and not self.simulate():
+                self.too_large += self._near
+                return
+            for each in todo:
+                self.timed = [other for other in self.timed if other is not each]
+                self._near = [other for other in self._near if other is not each]
+                exact = each.simulated_whole()
+                (self.whole if exact.memory_bytes <= self.limit else self.too_large).append(exact)
+
+
+def _among(each: JobEstimate, others: list[JobEstimate]) -> bool:
+    return any(each is other for other in others)
+
+
+def _nothing_fits(too_large: list[JobEstimate], memory_limit: int) -> ValueError:
+    """Say what comes nearest; the memory of what is offloaded is known once it is simulated."""
+    known: list[JobEstimate] = []
+    for each in sorted(too_large, key=lambda each: each.memory_bytes):
+        if known and min(other.memory_bytes for other in known) <= each.memory_bytes:
+            break
+        known.append(each.simulated() if each.job.offload else each)
+    nearest = min(known, key=lambda each: each.memory_bytes)
+    return ValueError(
+        f"none of {len(too_large):,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
+        f"{nearest.memory_bytes / GIB:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
+        f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
+    )
+
+
+def _without_offload(best: JobEstimate, others: Iterable[JobEstimate], memory_limit: int) -> JobEstimate:
+    """Return the same job without offload, if it fits and is as fast; else the job."""
+    if not best.job.offload:
+        return best
+    plain = replace(best.job, offload=False)
+    for each in others:
+        if each.job == plain:
+            timed = each.simulated_whole()
+            assert timed.ticks is not None
+            assert best.ticks is not None
+            if timed.ticks <= best.ticks and timed.memory_bytes <= memory_limit:
+                return timed
+    return best
+
+
+def _time_and_memory(each: JobEstimate) -> tuple[int, int]:
+    assert each.ticks is not None
+    return each.ticks, each.memory_bytes
+
+
+def _name(each: JobEstimate) -> str:
+    """Return what orders jobs of the same time and memory."""
+    return f"{describe(each.job)} {each.job.layout}"

@@ -1,0 +1,54 @@
+"""The layout of a candidate's stages: even in layers, or such that the busiest rank has least to do."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from treadle.costs import Costs
+from treadle.passes.cut import cut_evenly
+from treadle.planner.balance import balance
+from treadle.schedules import family
+
+_STEPS = 100
+"""Times are balanced in so many steps of a layer's: jobs whose layers differ by less share a layout, and a Program."""
+
+
+def layout(costs: Costs, blocks: str, schedule: str, pp: int, vpp: int, *, balanced: bool) -> tuple[str, ...]:
+    """Return the blocks of each stage.
+
+    Args:
+        costs: what blocks take.
+        blocks: the letters of the whole model.
+        schedule: whose placement puts stages on ranks.
+        pp: ranks of the pipeline.
+        vpp: stages on each.
+        balanced: take, of three cuts, the one whose busiest rank has least to do: layers even, the slowest stage as
+            fast as possible, the same where a stage needs no layer. A rank may hold several stages, so none of them is
+            always best.
+
+    """
+    if not balanced:
+        return cut_evenly(blocks, family(schedule).placement(pp, vpp).num_stages)
+    times = {block: costs.of_block(block) for block in set(blocks)}
+    unit = max(times.get("t", 0), times.get("d", 0), 1) / _STEPS
+    rounded = tuple(sorted((block, round(time / unit)) for block, time in times.items()))
+    return _balanced(blocks, schedule, pp, vpp, rounded)
+
+
+@lru_cache(maxsize=16384)
+def _balanced(blocks: str, schedule: str, pp: int, vpp: int, times: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    placement, of_block = family(schedule).placement(pp, vpp), dict(times)
+
+    def busiest(cut: tuple[str, ...]) -> tuple[int, int]:
+        of_stage = [sum(of_block[block] for block in row) for row in cut]
+        return max(sum(of_stage[stage] for stage in held) for held in placement.stages), max(of_stage)
+
+    cuts = [_cut(blocks, placement.num_stages, times, layer_in_each=each) for each in (True, False)]
+    return min([*cuts, cut_evenly(blocks, placement.num_stages)], key=busiest)
+
+
+@lru_cache(maxsize=4096)
+def _cut(blocks: str, num_stages: int, times: tuple[tuple[str, int], ...], *, layer_in_each: bool) -> tuple[str, ...]:
+    of_block = dict(times)
+    cut = balance(blocks, [of_block[block] for block in blocks], num_stages, layer_in_each=layer_in_each)
+    return tuple(blocks[stage.start : stage.stop] for stage in cut)

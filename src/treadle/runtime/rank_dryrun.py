@@ -1,0 +1,279 @@
+"""A rank of a world that is not there: its part is built on torch's fake backend with meta tensors, and runs a step.
+
+Everything a rank does happens, modules, autograd, messages, reductions, but for the numbers and the other ranks. What
+it says about messages, communicators and memory is counted from what the step did, not from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
+
+from treadle.dist.boundary import Boundary, Spec
+from treadle.dist.channel import Channel, Posted
+from treadle.ir import Schedule
+from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.program import Op, Program
+from treadle.runtime.model.chunk import Chunk
+from treadle.runtime.model.stage import Stage
+from treadle.runtime.pipeline import Pipeline
+from treadle.runtime.pipeline_options import RunOptions
+from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
+from treadle.runtime.run.rank_program import RankProgram
+
+
+@dataclass(frozen=True)
+class Toy:
+    """The model of a dry run: stages of `layers` residual MLPs, of `width` and four times that, in bfloat16."""
+
+    width: int = 1024
+    layers: int = 1
+    tokens: int = 4096
+
+    def stage(self) -> nn.Module:
+        """One stage, without memory behind it."""
+        with torch.device("meta"):
+            return nn.Sequential(*[_Layer(self.width) for _ in range(self.layers)]).bfloat16()
+
+    def microbatch(self) -> Tensor:
+        """One micro-batch."""
+        return torch.empty(self.tokens, self.width, dtype=torch.bfloat16, device="meta")
+
+    @property
+    def boundary(self) -> Boundary:
+        """What crosses between its stages."""
+        return (Spec((self.tokens, self.width), torch.bfloat16, True),)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What went over one channel, at this rank's end."""
+
+    num_messages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rank did in one step. Channels are keyed by (from, to), numbers of ranks along pp.
+
+    `gradient_bytes` is what gradients take while they are summed, `peak_saved_bytes` what forwards left for backwards.
+    """
+
+    pp_rank: int
+    dp_rank: int
+    program: Program
+    channels: dict[tuple[int, int], Sent]
+    groups: dict[str, int]
+    num_communicators: int
+    parameter_bytes: int
+    gradient_bytes: int
+    peak_saved_bytes: int
+    peak_buffer_bytes: int
+
+
+class _Meter:
+    """Bytes that are there now, under keys, and the most there were."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._held: dict[Any, int] = {}
+
+    def hold(self, key: Any, size: int) -> None:
+        """Some more under this key."""
+        self._held[key] = self._held.get(key, 0) + size
+        self.peak = max(self.peak, sum(self._held.values()))
+
+    def free(self, key: Any) -> None:
+        """All that is under this key goes."""
+        self._held.pop(key, None)
+
+
+class RehearsalRecorder:
+    """Counts what a rank's ops send, receive and save. `handlers` and `channels` stand in for the runtime's own."""
+
+    def __init__(self, pp_rank: int) -> None:
+        self.pp_rank = pp_rank
+        self.saved, self.buffers = _Meter(), _Meter()
+        self.traffic: dict[tuple[int, int], list[int]] = {}
+
+    def channels(self, part: RankProgram) -> RankProgram:
+        """Return the same with channels that count."""
+        here = self.pp_rank
+        outgoing = {peer: self._channel(channel, (here, peer)) for peer, channel in part.outgoing.items()}
+        incoming = {peer: self._channel(channel, (peer, here)) for peer, channel in part.incoming.items()}
+        return replace(part, outgoing=outgoing, incoming=incoming)
+
+    def _channel(self, channel: Channel, key: tuple[int, int]) -> Channel:
+        return _CountingChannel(channel, self.traffic.setdefault(key, []), self.buffers)
+
+    def handlers(self) -> dict[OpKind, Handler]:
+        """Return handlers that count what autograd saves until a backward, and weight gradients hold until they run."""
+        counted = {
+            OpKind.F: self._forward,
+            OpKind.B: self._backward,
+            OpKind.I: self._input_grad,
+            OpKind.W: self._backward,
+        }
+        return {kind: counted[kind](handler) if kind in counted else handler for kind, handler in HANDLERS.items()}
+
+    def _forward(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run = handler(part, op).launch
+            own = {p.untyped_storage()._cdata for p in part.stages[op.chunk].module.parameters()}
+
+            def forward() -> None:
+                seen = set(own)
+
+                def pack(tensor: Tensor) -> Tensor:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in seen:
+                        seen.add(storage._cdata)
+                        self.saved.hold((op.chunk, op.mb), storage.nbytes())
+                    return tensor
+
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    run()
+
+            return OpCalls(forward)
+
+        return counting
+
+    def _backward(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run = handler(part, op).launch
+
+            def backward() -> None:
+                run()
+                self.saved.free((op.chunk, op.mb))
+
+            return OpCalls(backward)
+
+        return counting
+
+    def _input_grad(self, handler: Handler) -> Handler:
+        def counting(part: RankProgram, op: Op) -> OpCalls:
+            run, stage = self._backward(handler)(part, op).launch, part.stages[op.chunk]
+            assert isinstance(stage, Stage)
+
+            def input_grad() -> None:
+                run()
+                self.saved.hold((op.chunk, op.mb), sum(put_off.size_bytes for put_off in stage.halves_of(op.mb)))
+
+            return OpCalls(input_grad)
+
+        return counting
+
+
+class _CountingChannel(Channel):
+    """A channel that notes the bytes of its messages in `sizes`. A receive buffer counts until its reader has it."""
+
+    def __init__(self, channel: Channel, sizes: list[int], buffers: _Meter) -> None:
+        super().__init__(channel.communicator, channel.peer, channel.device, channel.wait, channel.control)
+        self._sizes, self._buffers = sizes, buffers
+
+    def send(self, tensors: Sequence[Tensor], told: str) -> None:
+        self._sizes.append(sum(t.nbytes for t in tensors))
+        super().send(tensors, told)
+
+    def post(self, boundary: Boundary) -> Posted:
+        posted = super().post(boundary)
+        self._sizes.append(sum(t.nbytes for t in posted[0]))
+        self._buffers.hold(id(posted[1]), self._sizes[-1])
+        return posted
+
+    def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
+        self._buffers.free(id(posted[1]))
+        return super().wait_for(posted)
+
+
+class _RehearsedPipeline(Pipeline):
+    """A Pipeline whose ops and channels tell a recorder."""
+
+    def __init__(
+        self, recorder: RehearsalRecorder, stages: Mapping[int, nn.Module], schedule: Schedule, **given: Any
+    ) -> None:
+        self._recorder = recorder
+        self.handlers = recorder.handlers()
+        super().__init__(stages, schedule, **given)
+
+    def rank_program(self, program: Program, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> RankProgram:
+        return self._recorder.channels(super().rank_program(program, stages, boundaries))
+
+
+def rehearse(schedule: Schedule, world: int, rank: int, toy: Toy) -> Rehearsal:
+    """Runs a step as rank `rank` of a world of `world`. Makes the default process group, and takes it away again."""
+    pp = schedule.pp
+    if world % pp or world < 1:
+        raise ValueError(f"pipelines of {pp} ranks fill a world of {pp}, {2 * pp}, ... ranks, got {world}")
+    if not 0 <= rank < world:
+        raise ValueError(f"a world of {world} has the ranks 0 to {world - 1}, got {rank}")
+    dist.init_process_group("fake", rank=rank, world_size=world, store=HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "dp"))
+        stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
+        known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
+        recorder = RehearsalRecorder(rank // (world // pp))
+        options = RunOptions(boundaries=known, seed=None)
+        pipe = _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=_loss, options=options)
+        return _run(pipe, toy, recorder)
+    finally:
+        dist.destroy_process_group()
+
+
+def _loss(output: Tensor, _: Any) -> Tensor:
+    return output.float().square().mean()
+
+
+def _run(pipe: Pipeline, toy: Toy, recorder: RehearsalRecorder) -> Rehearsal:
+    batch = [toy.microbatch() for _ in range(pipe.schedule.num_microbatches)]
+    pipe.step(batch, batch)
+    groups = {"pipe": pipe.groups.pp_group, "replicas": pipe.groups.dp_group, "copies": pipe.groups.copies_group}
+    params = [p for module in pipe.stages.values() for p in module.module.parameters()]
+    return Rehearsal(
+        pp_rank=pipe.position.pp_rank,
+        dp_rank=pipe.position.dp_rank,
+        program=pipe.program,
+        channels={key: Sent(len(sizes), sum(sizes)) for key, sizes in recorder.traffic.items()},
+        groups={name: len(group.ranks) for name, group in groups.items() if group is not None},
+        num_communicators=len(pipe.groups),
+        parameter_bytes=sum(p.nbytes for p in params),
+        gradient_bytes=sum(p.numel() * max(4, p.itemsize) for p in params if p.grad is not None),
+        peak_saved_bytes=recorder.saved.peak,
+        peak_buffer_bytes=recorder.buffers.peak,
+    )
+
+
+def differences(done: Rehearsal) -> list[str]:
+    """Where a rehearsal differs from the program that was verified: the messages on each channel of the rank."""
+    program, found = done.program, []
+    for number in range(program.num_lanes):
+        lane = program.lane(number)
+        if lane.rank != done.pp_rank or lane.kind not in (LaneKind.SEND, LaneKind.RECV):
+            continue
+        channel = (lane.rank, lane.peer) if lane.kind is LaneKind.SEND else (lane.peer, lane.rank)
+        planned = int(program.lane_ptr[number + 1] - program.lane_ptr[number])
+        sent = done.channels[channel].num_messages if channel in done.channels else 0
+        if sent != planned:
+            found.append(f"channel {channel[0]}>{channel[1]}: {planned} messages in the program, {sent} in the step")
+    return found

@@ -1,0 +1,81 @@
+"""The load phase on one update rank: a bucket loop with this attempt's buffers, source, group and comparison."""
+
+from __future__ import annotations
+
+from treadle.update.errors import failure
+from treadle.update.memory.ipc_buffers import Buffer
+from treadle.update.protocol.control import Layouts
+from treadle.update.rank.bucket_loop import BucketLoop, Fill, exporting
+from treadle.update.rank.bucket_packing import Packer
+from treadle.update.rank.comparing import SourceComparison, TieComparison, comparison
+from treadle.update.rank.context import RankContext
+from treadle.update.rank.shares import Shares
+from treadle.update.rank.source import WeightSource
+
+
+class Loading:
+    """Moves the buckets of one attempt. Making it joins the process group, which all ranks do together."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        shares: Shares,
+        layouts: Layouts,
+        source: WeightSource | None,
+        epoch: int,
+        ties: TieComparison | None,
+    ) -> None:
+        self.context, self.shares, self.layouts, self.source, self.epoch = context, shares, layouts, source, epoch
+        group = context.broadcasts.group_of(layouts.group, context.inbox).communicator
+        self._comparison = self._compare()
+        self._looks = [comparing.look for comparing in (self._comparison, ties) if comparing is not None]
+        assert context.broadcasts.waiter is not None
+        self.loop = BucketLoop(
+            shares,
+            context.rank,
+            epoch,
+            context.device,
+            ipc=context.buffers.ipc,
+            h2d=context.buffers.h2d[: shares.plan.num_h2d],
+            worker=context.worker,
+            group=group,
+            wait=context.broadcasts.waiter.wait,
+            deadline_s=context.options.deadline_s,
+            checked=context.options.checked,
+            compare=self._look if self._looks else None,
+        )
+
+    def _look(self, buffer: Buffer, number: int) -> None:
+        for look in self._looks:
+            look(buffer, number)
+
+    def run(self, *, loads: bool) -> None:
+        """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ."""
+        total, done = sum(bucket.size_bytes for bucket in self.shares.plan.buckets), 0
+
+        def progress(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            self.context.progress(done, total)
+
+        self.loop.run(self._fill(), loads, progress)
+        different = self._comparison.refusal(self.layouts.version) if self._comparison is not None else None
+        if different is not None:
+            raise failure(self.epoch, different[0], "load", different[1])
+
+    def _fill(self) -> Fill:
+        """Buckets come from workers that hold the version, in a recovery, or from this rank's source."""
+        context, checked = self.context, self.context.options.checked
+        if self.layouts.holds:
+            deadline_s = context.options.deadline_s
+            return exporting(context.worker, self.shares, self.epoch, context.buffers.ipc, deadline_s, checked)
+        assert self.source is not None
+        return Packer(self.shares, self.source, checked=checked).fill
+
+    def _compare(self) -> SourceComparison | None:
+        """A comparison with this rank's own weights. Workers that export all hold one committed version: none."""
+        context = self.context
+        context.compare_turn = context.compare_turn + 1 if context.compare_turn is not None else self.epoch
+        source = self.source if not self.layouts.holds else None
+        how = context.options.compare_sources
+        return comparison(self.shares.plan, source, context.rank, how, context.compare_turn)

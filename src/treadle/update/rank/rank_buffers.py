@@ -1,0 +1,46 @@
+"""The IPC and H2D buffers of an update rank. They are kept from one update to the next: fresh pages are slow."""
+
+from __future__ import annotations
+
+import torch
+
+from treadle.update.memory.ipc_buffers import Buffer, memory_of
+from treadle.update.rank.shares import Shares
+
+
+class RankBuffers:
+    """`ipc` buffers receive broadcasts, `h2d` buffers hold packed buckets of this rank; its worker maps both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.memory = device, memory_of(device.type)
+        self.ipc: list[Buffer] = []
+        self.h2d: list[Buffer] = []
+
+    @property
+    def all(self) -> list[Buffer]:
+        """IPC buffers, then H2D buffers: a Load or Export message names a buffer by its index here."""
+        return [*self.ipc, *self.h2d]
+
+    def fit(self, shares: Shares) -> None:
+        """Make buffers of the plan's number and size, unless those at hand suffice."""
+        self.ipc = self._fit(self.ipc, shares.plan.num_ipc, shares.buffer_bytes)
+        self.h2d = self._fit(self.h2d, shares.plan.num_h2d, shares.buffer_bytes)
+
+    def _fit(self, held: list[Buffer], num: int, size_bytes: int) -> list[Buffer]:
+        if len(held) >= num and all(buffer.size_bytes >= size_bytes for buffer in held[:num]):
+            return held
+        while held:
+            held.pop().close()
+        return [self.memory.make(size_bytes, self.device) for _ in range(num)]
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that buffers can have now: what the device has free, and what they have. None where not measured."""
+        free = self.memory.free_bytes(self.device)
+        return free + sum(buffer.size_bytes for buffer in self.all) if free is not None else None
+
+    def free(self) -> None:
+        """Close all buffers. The worker's mappings keep the memory until it unmaps them."""
+        for buffer in self.all:
+            buffer.close()
+        self.ipc, self.h2d = [], []

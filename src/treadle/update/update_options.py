@@ -1,0 +1,70 @@
+"""How updates are done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from treadle.update.protocol.update_messages import Close, Rollback
+from treadle.weights.buffer_sizes import Memory
+
+CompareSources: TypeAlias = Literal["sample", "all", "off"]
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How updates are done. Must be the same on all update ranks."""
+
+    memory: Memory | None = None
+    """Memory for buffers on each rank's device, in bytes, and the size of buckets.
+
+    None takes what a GPU has free once the process group is made, less what engines copy while they load, and 1 GiB on
+    a host. Too little costs speed, not success: `Updated.notes` names the buffers were left out.
+    """
+
+    rollback: Rollback = "host"
+    """Where a worker's rollback copy is until commit: `host` memory, `disk` (the endpoint's `spill`) or `none`.
+
+    The copy has the size of what is overwritten; of engines that cannot export, twice the checkpoint. With `none` a
+    failed attempt leaves workers closed until the next update.
+    """
+
+    close: Close = "drain"
+    """How an engine stops serving before it loads: `drain` lets requests end, `abort` breaks them off.
+
+    An engine that cannot break requests off (`vllm.LLM`) waits for them with `abort`, too.
+    """
+
+    drain_s: float = 30.0
+    """Seconds that requests get to end. If they do not, the update fails and the worker goes on serving."""
+
+    deadline_s: float = 30.0
+    """Seconds of each single wait: for a bucket, for a worker's answer. Not the length of the update.
+
+    A worker or rank that is late is named in the error. An engine that takes longer to open or to finish needs more.
+    """
+
+    checked: bool = True
+    """Whether each worker compares digests (xxh3) of what it loads with those that the source made."""
+
+    compare_sources: CompareSources = "sample"
+    """How much ranks that have the same piece compare of it: a `sample`, `all` or nothing (`off`).
+
+    A sample is one block of 4 KiB in sixteen, other blocks in each update: one differing element is found with a chance
+    of one in sixteen. `all` costs processor time on every rank.
+    """
+
+    def __post_init__(self) -> None:
+        if self.rollback not in ("host", "disk", "none"):
+            raise ValueError(f"rollback is host, disk or none, got {self.rollback!r}")
+        if self.close not in ("drain", "abort"):
+            raise ValueError(f"close is drain or abort, got {self.close!r}")
+        if self.compare_sources not in ("sample", "all", "off"):
+            raise ValueError(f"compare_sources is sample, all or off, got {self.compare_sources!r}")
+        if self.deadline_s <= 0 or self.drain_s < 0:
+            raise ValueError(f"deadline_s is above 0 and drain_s 0 or more, got {self.deadline_s}, {self.drain_s}")
+
+    @property
+    def phase_s(self) -> float:
+        """Seconds that ranks may be apart in a phase: one may wait for requests to end while another does not."""
+        return self.deadline_s + self.drain_s
