@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from tests.support.command import treadle as typed
 from treadle.costs import Costs, dump
 from treadle.ir.blocks import write_layout
 from treadle.ir.trace import MICROSECONDS
+from treadle.lowering import LoweringOptions
 from treadle.passes.cut import cut_evenly
 from treadle.planner.simulated_step import simulate_whole
 from treadle.planner.structure import Structure
 from treadle.schedules import SCHEDULES, family
 
 NUM_THINGS = 200
-BY_DAY = 60
+BY_DAY = 30
 QUICK = 4
 PARTS = ("attn_f", "mlp_f", "mlp_b", "attn_b", "mlp_w", "attn_w")
 EXCHANGES = ("counts", "host", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
@@ -154,19 +155,11 @@ def plannable(options: dict[str, Any]) -> bool:
 
 
 def structure_of(thing: Thing) -> Structure:
-    schedule, options = thing.schedule, thing.options
-    return Structure(
-        schedule.name,
-        schedule.pp,
-        schedule.vpp,
-        options["blocks"],
-        moe="moe" in options,
-        recompute=options.get("recompute", ()),
-        offload="offload" in options,
-        reduce=options.get("ep", 1) * options.get("dp", 1) > 1,
-        step_end=tuple(sorted(thing.costs.step)),
-        tied="tied" in options,
-    )
+    """The structure with the options that a plan has: padded, and no sizes of the mesh but whether there is one."""
+    schedule, given = thing.schedule, thing.options
+    reduces = given.get("ep", 1) * given.get("dp", 1) > 1
+    options = replace(LoweringOptions(**given), padded=True, ep=1, dp=2 if reduces else 1)
+    return Structure(schedule.name, schedule.pp, schedule.vpp, options, tuple(sorted(thing.costs.step)))
 
 
 def run(words: list[str], directory: Path) -> str:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from treadle.train.command_line import main
+from treadle.train.main import main
 from treadle.train.run_log import StepFacts
 from treadle.train.trainer import RunResult, Trainer
 

@@ -22,7 +22,7 @@ from train_runs import losses_of
 from treadle.dist.nccl_settings import NEEDED, wrong_settings
 from treadle.train import trainer
 from treadle.train.checkpoint import SaveError, complete_steps
-from treadle.train.command_line import FAILED, REFUSED, main
+from treadle.train.main import FAILED, REFUSED, main
 from treadle.train.run_config import TrainConfig
 from treadle.train.run_log import StepFacts
 from treadle.train.trainer import Trainer

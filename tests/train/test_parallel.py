@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.tiny import tiny
-from treadle.train.command_line import main
+from treadle.train.main import main
 from treadle.train.parallel import ParallelPlan, mesh_sizes
 from treadle.train.run_dryrun import describe
 

@@ -11,8 +11,8 @@ from tests.support.ranks import check, run_ranks
 from tests.train.tiny import SOURCES
 from train_runs import losses_of
 from treadle.cli.app import app
-from treadle.train.command_line import main
 from treadle.train.config_reading import read_config
+from treadle.train.main import main
 
 MODEL = """
 hidden_size = 32

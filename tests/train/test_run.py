@@ -16,7 +16,7 @@ from tests.train.tiny import flags_of, tiny
 from train_runs import held_out_of, losses_of, rows_of
 from treadle.models.model_config import ModelConfig
 from treadle.train.checkpoint import complete_steps
-from treadle.train.command_line import main
+from treadle.train.main import main
 
 pytestmark = pytest.mark.slow
 

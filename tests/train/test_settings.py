@@ -21,8 +21,8 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.agreement import agree_to_start
 from treadle.runtime.pipeline_options import OF_A_RANK, RunOptions, facts_of
-from treadle.train.command_line import main
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
+from treadle.train.main import main
 from treadle.train.run_config import TrainConfig
 
 

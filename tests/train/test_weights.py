@@ -16,9 +16,9 @@ from tests.train.tiny import SOURCES
 from train_runs import losses_of
 from treadle.models.model_config import ModelConfig
 from treadle.train.command import parse_command
-from treadle.train.command_line import main
 from treadle.train.data import IGNORED, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.main import main
 from treadle.train.run_config import CheckpointConfig, TrainConfig
 from treadle.train.trainer import Trainer
 

@@ -1,6 +1,6 @@
 """Running schedules on torch.distributed: `Pipeline`, what a stage may return, and the stream checker.
 
-    pipeline, build, agreement, handshake   what a user calls; how it is built, agreed on and reported
+    pipeline, rank_part, agreement, handshake   what a user calls; how a rank's part is made, and agreed on
     model/     a rank's stages as autograd sees them      checker/   streams and an allocator that record
     run/       the executors and lane backends            faults/    which rank failed first, at which op
 

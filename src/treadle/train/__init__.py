@@ -4,12 +4,12 @@
 
 `treadle.train.trainer.Trainer` runs a `treadle.train.run_config.TrainConfig`. By file, in the order of a run:
 
-    command, reading, config, checking    the command line and TOML to a TrainConfig
-    launch, parallel                      the processes that torchrun started; how model and batch fall on them
+    main, command, config_reading, run_config, checking   the command line and TOML to a TrainConfig
+    world, parallel                       the processes that torchrun started; how model and batch fall on them
     data                                  text to tokens to samples to a replica's batches
     trainer                               makes all of it, and runs the steps
     optim, checkpoint                     the sharded optimizer; saving and loading
-    metrics, probe, nonfinite, stopping   the line a step; what is not finite; SIGTERM
+    run_log, probe, nonfinite, stopping   the line a step; what is not finite; SIGTERM
 
 The batch of a step is defined by its number and the seed alone. Side values (positions, documents) are given to every
 rank and read by name. The main loss is a sum over tokens divided by their number; auxiliary losses are means over a

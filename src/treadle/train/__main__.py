@@ -8,6 +8,6 @@ from treadle.host.extras import brought_by
 
 if __name__ == "__main__":
     with brought_by("train", needed_by="treadle.train"):
-        from treadle.train.command_line import main
+        from treadle.train.main import main
 
         sys.exit(main())
