@@ -45,4 +45,3 @@ __all__ = [
     "exchange",
 ]
 
-RankLost = RankLostError  # its name until 0.1; removed in 0.3
