@@ -27,7 +27,7 @@ from treadle.simulator import critical_path, summarize_path
 from treadle.simulator.difference import difference
 from treadle.verifier import verify_program
 
-ROOMS = ("costs", "ir", "passes", "plan", "schedules", "simulate", "verify", "weights")
+ROOMS = ("costs", "folding", "ir", "lowering", "passes", "schedules", "simulator", "verifier", "weights")
 
 
 def kernels() -> set[str]:
