@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.support.json_output import read_json
 from treadle.cli.app import app
+from treadle.cli.wording import as_typed
 
 COSTS = """
 unit = "us"
@@ -97,7 +98,7 @@ def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
     ("args", "told"),
     [
         (("--costs", "mine.toml"), "add --pp N"),
-        (("--pp", "2", "--costs", "mine.toml"), "add --model-layers N, --layout, or a [model] section"),
+        (("--pp", "2", "--costs", "mine.toml"), "add --model-layers N, or a [model] section with layers"),
         (("--pp", "0", "--costs", "unit", "--model-layers", "4"), "--pp is a whole number from 1, got 0"),
         (("--pp", "2", "--costs", "unit", "--model-layers", "0"), "a model has at least 1 layer, got 0"),
         (("--pp", "8", "--costs", "unit", "--model-layers", "4"), "cannot be cut into 8 stages"),
@@ -124,4 +125,4 @@ def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
 def test_mistakes_are_told(args: tuple[str, ...], told: str) -> None:
     error = CliRunner().invoke(app, ("balance", *args)).exception
     assert isinstance(error, ValueError)
-    assert told in str(error)
+    assert told in as_typed(str(error))
