@@ -111,7 +111,7 @@ def test_picture_of_a_page_is_written_by_a_command_of_that_page() -> None:
 
 def test_python_api_has_every_public_name() -> None:
     text = (DOCS / "api.md").read_text("utf-8")
-    shown = set(re.findall(r"^::: treadle\.(?:api\.\w+\.|search\.find_)?(\w+)$", text, re.MULTILINE))
+    shown = set(re.findall(r"^::: treadle\.(?:api\.\w+\.|planner\.find_)?(\w+)$", text, re.MULTILINE))
     assert shown >= set(treadle.__all__)
 
 

@@ -206,7 +206,7 @@ def test_a_domain_may_be_used_in_part(tmp_path: Path) -> None:
 def test_a_precision_that_is_none_is_told_from_one_that_a_gpu_has_not() -> None:
     with pytest.raises(ValueError, match=r"one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; .* 8 a100 computes in bf16$"):
         load_cluster("a100").peak("fp4")
-    with pytest.raises(ValueError, match=r"^8 h100 computes in bf16, fp8, got nvfp4; take --precision bf16"):
+    with pytest.raises(ValueError, match=r"^8 h100 computes in bf16, fp8, got nvfp4; take `precision=bf16`"):
         load_cluster("h100").peak("nvfp4")
 
 

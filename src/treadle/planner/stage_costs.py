@@ -113,8 +113,7 @@ def model_blocks(costs: Costs, *, layers: int | None = None, dense: int | None =
     count = layers if layers is not None else said
     if count is None:
         raise ValueError(
-            f"costs {costs.name!r} lack the number of layers; add `model_layers=N`, or a [model] section with "
-            "layers"
+            f"costs {costs.name!r} lack the number of layers; add `model_layers=N`, or a [model] section with layers"
         )
     num_mtp = mtp if mtp is not None else costs.model.get("mtp", 0)
     if num_mtp < 0:

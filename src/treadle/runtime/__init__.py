@@ -18,7 +18,6 @@ from treadle.host.extras import brought_by
 
 with brought_by("run", needed_by="treadle.runtime"):
     from treadle.dist.boundary import Boundary, Spec
-    from treadle.runtime.batch_losses import StepReport
     from treadle.runtime.checker import CheckReport, StreamChecker, check_streams
     from treadle.runtime.faults.watch import RankLostError
     from treadle.runtime.model.losses import FurtherLoss, StageOutput
@@ -26,6 +25,7 @@ with brought_by("run", needed_by="treadle.runtime"):
     from treadle.runtime.model.segments import Segment, compute, exchange
     from treadle.runtime.pipeline import Pipeline
     from treadle.runtime.pipeline_options import RunOptions
+    from treadle.runtime.step_report import StepReport
 
 __all__ = [
     "Boundary",
@@ -44,4 +44,3 @@ __all__ = [
     "compute",
     "exchange",
 ]
-

@@ -30,16 +30,6 @@ from treadle.ir.trace import Trace
 from treadle.lowering.running import host_order, join_halves
 from treadle.passes.mesh import spread
 from treadle.runtime.agreement import raise_for_all
-from treadle.runtime.batch_losses import (
-    Counts,
-    StepReport,
-    agree,
-    agree_by_name,
-    microbatches,
-    refuse_graph,
-    sides_of,
-    targets_of,
-)
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
@@ -85,6 +75,16 @@ from treadle.runtime.run.run_cells import CellExecutor
 from treadle.runtime.run.run_layers import LayerExecutor
 from treadle.runtime.run.unequal_shapes import UnequalCells
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
+from treadle.runtime.step_report import (
+    Counts,
+    StepReport,
+    agree,
+    agree_by_name,
+    microbatches,
+    refuse_graph,
+    sides_of,
+    targets_of,
+)
 from treadle.runtime.ties import Tied, agree_on_ties, check_tied
 
 DEFAULTS = RunOptions()

@@ -36,3 +36,11 @@ class TokenExchange(Protocol):
     def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
         """Return [token, width]: for each token the sum of its experts' outputs, weighted by its gates."""
         ...
+
+
+class MakeExchange(Protocol):
+    """Makes the exchange of a layer of so many experts, those of all ranks."""
+
+    def __call__(self, num_experts: int) -> TokenExchange:
+        """Return the exchange."""
+        ...
