@@ -1,9 +1,8 @@
 """A step of every GPU of a mesh, folded: what is the same is simulated once, and the ends of all ranks are exact.
 
 Replicas meet only at the end of a step, in the reductions of gradients and what follows. So each different replica is
-simulated alone, with one GPU column of each kind (`replicas.py`), and the end of the step is computed over
-all of them (`step_tail.py`). Where an op in the middle of a step waits for a reduction, this does not hold,
-and `fold` refuses.
+simulated alone, with one GPU column of each kind (`replicas.py`), and the end of the step is computed over all of them
+(`step_tail.py`). Where an op in the middle of a step waits for a reduction, this does not hold, and `fold` refuses.
 """
 
 from __future__ import annotations

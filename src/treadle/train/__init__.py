@@ -4,7 +4,8 @@
 
 `treadle.train.trainer.Trainer` runs a `treadle.train.run_config.TrainConfig`. By file, in the order of a run:
 
-    main, command, config_reading, run_config, checking   the command line and TOML to a TrainConfig
+    main, command, config_reading,
+    run_config, checking                  the command line and TOML to a TrainConfig
     world, parallel                       the processes that torchrun started; how model and batch fall on them
     data                                  text to tokens to samples to a replica's batches
     trainer                               makes all of it, and runs the steps
