@@ -59,11 +59,14 @@ def layout_of(model: ModelShape, num_stages: int) -> tuple[str, ...] | None:
 
 
 def job_of(row: Mapping[str, str], model: str) -> Job:
-    """Return the job of a row. Overlap of the all-to-all is a schedule's: with one chunk there is none."""
+    """Return the job of a row. Overlap of the all-to-all is a schedule's: in a pipeline with one chunk there is none.
+
+    Gradients are BF16: the recipes turn grad_reduce_in_fp32 off.
+    """
     shape, number = model_of(model), {key: int(row[key]) for key in ("tp", "cp", "pp", "vpp", "mbs", "gbs", "seq")}
-    graph, several = row.get("cuda_graph", "none"), "interleaved"
-    if row.get("a2a_overlap") == "true":
-        several = "interleaved-overlap"
+    graph, schedule = row.get("cuda_graph", "none"), "interleaved" if number["vpp"] > 1 else "1f1b"
+    if row.get("a2a_overlap") == "true" and (number["vpp"] > 1 or number["pp"] == 1):
+        schedule = "interleaved-overlap"
     job = Job(
         shape,
         load_cluster(f"{row['gpu']}:{row['gpus']}"),
@@ -76,11 +79,12 @@ def job_of(row: Mapping[str, str], model: str) -> Job:
         global_batch_size=number["gbs"],
         seq_len=number["seq"],
         precision=row["precision"],
-        schedule=several if number["vpp"] > 1 else "1f1b",
+        schedule=schedule,
         layout=layout_of(shape, number["pp"] * number["vpp"]),
         recompute=_recompute(row, shape),
         recompute_layers=int(row.get("recompute_layers", "0")),
         cuda_graph="none" if graph == "router" else graph,
+        gradient_bytes=2,
     )
     return replace(job, layout=stage_rows(job))
 

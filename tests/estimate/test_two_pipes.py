@@ -11,7 +11,7 @@ from treadle.estimate import Job, estimate_costs, load_cluster, load_model
 from treadle.estimate.group_messages import group_of
 from treadle.estimate.job_memory import estimate_memory
 from treadle.estimate.job_stages import rank_rows
-from treadle.estimate.op_costs import GRAD_BYTES, PARAM_BYTES, data_parallel_seconds
+from treadle.estimate.op_costs import PARAM_BYTES, data_parallel_seconds
 from treadle.estimate.rates import constant
 
 MODEL = replace(load_model("deepseek-v3"), num_hidden_layers=16, num_nextn_predict_layers=0, first_k_dense_replace=0)
@@ -46,8 +46,8 @@ def test_one_pipeline_reduces_gradients_too() -> None:
     assert "reduce_grad" not in estimate_costs(one).message
     assert "gather_params" in estimate_costs(two).step
     assert "gather_params" not in estimate_costs(one).step
-    half = 1e9 * (GRAD_BYTES + PARAM_BYTES) / 2 / two.cluster.nvlink_bandwidth / constant(two.cluster, "dp")
-    assert data_parallel_seconds(two, 1e9, 0, GRAD_BYTES + PARAM_BYTES) == pytest.approx(half)
+    half = 1e9 * (two.gradient_bytes + PARAM_BYTES) / 2 / two.cluster.nvlink_bandwidth / constant(two.cluster, "dp")
+    assert data_parallel_seconds(two, 1e9, 0, two.gradient_bytes + PARAM_BYTES) == pytest.approx(half)
 
 
 def test_optimizer_state_of_all_stages_is_held_once() -> None:

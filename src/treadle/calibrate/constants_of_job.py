@@ -12,6 +12,7 @@ from treadle.estimate.rates import constant
 _PLAIN = (
     "memory",
     "attention",
+    "attention_narrow",
     "permute",
     "tp",
     "cp",
@@ -23,7 +24,8 @@ _PLAIN = (
     "latency_us",
     "optimizer",
     "step_us",
-    "launch_hidden",
+    "expert_us",
+    "overlap_host",
     "dp_hidden",
 )
 _BETWEEN_DOMAINS = ("cp", "pp", "dp", "dp_hidden")
@@ -49,7 +51,7 @@ def constants_of(job: Job) -> tuple[str, ...]:
 
 def partners_of(job: Job) -> dict[str, str]:
     """Return what shares are hidden of: a step depends on the product of what shows and its partner."""
-    return {"launch_hidden": f"launch_us_{job.cuda_graph}", "dp_hidden": "dp"}
+    return {"dp_hidden": "dp"}
 
 
 def untold_by(job: Job, cluster: Cluster) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def slower(key: str, value: float, factor: float) -> float:
     """
     if key.endswith("_hidden"):
         return max(0.0, 1 - (1 - value) * factor)
-    return value * factor if base_of(key).endswith("_us") else value / factor
+    return value * factor if base_of(key).endswith(("_us", "_host")) else value / factor
 
 
 def most_slower(key: str, value: float) -> float:

@@ -28,6 +28,10 @@ from treadle.planner.job_estimate import JobEstimate, estimate_job
 from treadle.planner.structure import recomputed_ops
 from treadle.simulator import critical_path, simulate
 
+_SLIGHTLY = 1.02
+"""Factor by which a constant is moved to see what a path spends on it. Device and host limit each other: a path is longer
+than its tangent anywhere else, so tangents bound it as paths bound the step."""
+
 
 class PathForm:
     """Seconds of a job's step by constants: `logs[i]` is by how much longer what `keys[i]` is about takes."""
@@ -72,7 +76,7 @@ class PathForm:
 
         whole, spent = length(costs), np.zeros(len(self.keys))
         for place in self._own:
-            factor = 0.5 if self.keys[place].endswith("_hidden") else 2.0  # times: a share of 1 cannot be doubled
+            factor = 0.5 if self.keys[place].endswith("_hidden") else _SLIGHTLY
             moved = logs.copy()
             moved[place] += np.log(factor)
             spent[place] = (length(self._costs(moved)) - whole) / (factor - 1)

@@ -15,9 +15,9 @@ from treadle.calibrate.constants_of_job import base_of
 from treadle.calibrate.log_fit import LogPrior
 
 WIDTHS = {
-    "attention": 0.3, "cast": 0.4, "cp": 0.6, "dp": 0.6, "dp_hidden": 0.8, "ep_nic": 0.4, "ep_nvlink": 0.4,
-    "gemm": 0.3, "grouped": 0.3, "latency_us": 0.7, "launch_hidden": 0.6, "launch_us": 0.6, "memory": 0.3,
-    "optimizer": 0.5, "pcie": 0.7, "permute": 0.4, "pp": 0.6, "step_us": 0.3, "tp": 0.6,
+    "attention": 0.3, "attention_narrow": 0.3, "cast": 0.4, "cp": 0.6, "dp": 0.6, "dp_hidden": 0.8, "ep_nic": 0.4, "ep_nvlink": 0.4,
+    "gemm": 0.3, "grouped": 0.3, "latency_us": 0.7, "launch_us": 0.6, "memory": 0.3,
+    "expert_us": 0.6, "optimizer": 0.5, "overlap_host": 0.2, "pcie": 0.7, "permute": 0.4, "pp": 0.6, "step_us": 0.3, "tp": 0.6,
 }  # fmt: skip
 """Standard deviation of the logarithm of each constant among GPUs and trainers of all kinds."""
 

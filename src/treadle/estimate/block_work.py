@@ -10,7 +10,7 @@ from treadle.estimate.block_parts import BlockMessage, BlockPiece, Linear, block
 from treadle.estimate.group_messages import messages_of
 from treadle.estimate.job import Job
 from treadle.estimate.model_cut import ModelCut
-from treadle.estimate.work import BF16, FP32, Gemm, GroupMessage, OpWork, PartWork
+from treadle.estimate.work import BF16, Gemm, GroupMessage, OpWork, PartWork
 
 BACKWARD_OF_ATTENTION = 2.5
 """GEMMs of attention's backward over its forward's: scores again, and four gradients, to two GEMMs."""
@@ -32,6 +32,11 @@ _EAGER = {
     "whole": dict.fromkeys(_LAUNCHES, 0.0),
 }
 """The share of a piece's kernels that is launched one by one, by level of CUDA graphs; 1 where it is not named."""
+
+
+_EXPERT_LAUNCHES = (1.0, 1.5, 0.5)
+"""What the host does for each local expert in forward, dgrad and wgrad, in forwards; in FP8 and NVFP4, which quantise the
+operands of each, and outside of whole graphs."""
 
 
 @lru_cache(maxsize=1024)
@@ -86,6 +91,9 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
     linears = tuple(linear for linear in piece.linears if linear.rows)
     share = _EAGER[job.cuda_graph].get(piece.kind, 1.0)
     launches = [share * each for each in _LAUNCHES[piece.kind]]
+    each_expert = piece.kind == "experts" and job.precision != "bf16" and job.cuda_graph != "whole"
+    local = job.model.num_experts // job.ep if each_expert else 0
+    experts = [local * each for each in _EXPERT_LAUNCHES]
     flops = _attention_flops(job, piece)
     forward = OpWork(
         attention_flops=flops,
@@ -94,6 +102,7 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
         permuted_bytes=piece.permuted_bytes,
         messages=_messages(job, ((each, each.forward) for each in piece.collectives)),
         launches=launches[0],
+        expert_launches=experts[0],
     )
     backward = OpWork(
         attention_flops=BACKWARD_OF_ATTENTION * flops,
@@ -102,11 +111,12 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
         permuted_bytes=piece.permuted_bytes,
         messages=_messages(job, ((each, each.backward) for each in piece.collectives)),
         launches=launches[1],
+        expert_launches=experts[1],
     )
     return PartWork(
         _gemms(piece, (_forward(each) for each in linears)) + forward,
         _gemms(piece, (_dgrad(each) for each in linears)) + backward,
-        _gemms(piece, (_wgrad(each) for each in linears)) + OpWork(launches=launches[2]),
+        _gemms(piece, (_wgrad(each, job.gradient_bytes) for each in linears)) + OpWork(launches=launches[2], expert_launches=experts[2]),
         _again(job, piece, flops),
     )
 
@@ -143,9 +153,9 @@ def _dgrad(linear: Linear) -> Gemm:
     return Gemm(_rows(linear), linear.inputs, linear.outputs, linear.copies, linear.precision)
 
 
-def _wgrad(linear: Linear) -> Gemm:
-    """GEMM of inputs and gradients, added to FP32 gradients: read and written."""
-    return Gemm(linear.inputs, linear.outputs, _rows(linear), linear.copies, linear.precision, 2 * FP32)
+def _wgrad(linear: Linear, gradient_bytes: int) -> Gemm:
+    """GEMM of inputs and gradients, added to main gradients: read and written."""
+    return Gemm(linear.inputs, linear.outputs, _rows(linear), linear.copies, linear.precision, 2 * gradient_bytes)
 
 
 def _rows(linear: Linear) -> float:

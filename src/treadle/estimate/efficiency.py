@@ -11,6 +11,7 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "gemm": (0.75, "share of the peak rate that GEMMs achieve, their bytes aside; gemm_fp8 in FP8, and so on"),
     "grouped": (0.6, "share of the peak rate of grouped GEMMs, those of experts; grouped_fp8 in FP8"),
     "attention": (0.55, "share of the BF16 peak rate of attention's core"),
+    "attention_narrow": (0.4, "the same of heads of at most 64"),
     "memory": (0.75, "share of the memory's bandwidth of GEMMs, norms and activations"),
     "cast": (0.6, "share of the memory's bandwidth of casts to FP8, MXFP8 or NVFP4; cast_nvfp4 in NVFP4"),
     "permute": (0.5, "share of the memory's bandwidth of sorting tokens by expert"),
@@ -21,14 +22,9 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "pp": (0.7, "share of the link's bandwidth of a message between stages"),
     "dp": (0.7, "share of the link's bandwidth of reduced gradients and gathered parameters"),
     "pcie": (0.85, "share of PCIe's bandwidth of copies to the host and back"),
-    "launch_us": (
-        20.0,
-        "microseconds that the GPU waits for a launch (`treadle.estimate.block_work`) outside graphs",
-    ),
-    "launch_hidden": (
-        0.9,
-        "share of launches that runs ahead of kernels in a model without experts",
-    ),
+    "launch_us": (20.0, "microseconds of the host for a launch (`treadle.estimate.block_work`) outside graphs"),
+    "expert_us": (20.0, "microseconds of the host for a local expert in FP8 and NVFP4, outside whole graphs"),
+    "overlap_host": (1.4, "how many times as long the host takes for a layer whose exchanges are overlapped"),
     "latency_us": (8.0, "microseconds of a message or collective besides its bytes"),
     "optimizer": (0.6, "share of the memory's bandwidth of the optimizer's step"),
     "step_us": (50000.0, "microseconds of a step besides all else: norms over ranks, data, logging"),
@@ -45,7 +41,7 @@ _KINDS = {
 """Constants that may differ by precision, or by how much of the step is a CUDA graph: gemm_fp8, launch_us_partial."""
 
 _PRODUCTS = ("gemm", "grouped", "attention")
-_MOST_SHARE, _MOST_HIDDEN_SHARE, _MOST_US = 2.0, 10.0, 1e8
+_MOST_SHARE, _MOST_HIDDEN_SHARE, _MOST_US, _MOST_HOST = 2.0, 10.0, 1e8, 10.0
 """The largest share that is taken for one: of the peak rate of GEMMs; of memory and links, whose bytes fused kernels
 spare and other work hides; and the longest time."""
 
@@ -82,6 +78,8 @@ def check_efficiency(given: Mapping[str, float]) -> None:
             raise ValueError(f"{name} is no constant of [efficiency]; {did_you_mean(name, NAMES)}")
         if name.endswith("_hidden"):
             kind, meant = SHARE, "1 hides all of it"
+        elif name == "overlap_host":
+            kind, meant = Number(1, _MOST_HOST), "1 is no longer than without overlap"
         elif "_us" in name:
             kind, meant = Number(0, _MOST_US), "in microseconds"
         else:

@@ -81,6 +81,10 @@ class Job:
     sharding: str = "optimizer"
     """What is cut over dp: none, optimizer (ZeRO-1, Megatron's distributed optimizer), gradients, parameters."""
 
+    gradient_bytes: int = 4
+    """Of a main gradient, which wgrads add to and replicas reduce: 4 in FP32, 2 in BF16 (Megatron's
+    grad_reduce_in_fp32 off)."""
+
     def __post_init__(self) -> None:
         if self.layout is not None:
             object.__setattr__(self, "layout", _layout_of_model(self.layout, self.model))
@@ -161,6 +165,8 @@ def _check_numbers(job: Job) -> None:
     for name in _SIZES:
         FROM_1.check(getattr(job, name), name)
     COUNT.check(job.recompute_layers, "recompute_layers")
+    if job.gradient_bytes not in (2, 4):
+        raise ValueError(f"gradient_bytes is 4 (FP32) or 2 (BF16), got {job.gradient_bytes!r}")
 
 
 def _check_names(job: Job) -> None:

@@ -1,6 +1,6 @@
 """Memory: the bytes that every rank of a pipeline allocates at its peak, by part.
 
-Weights in BF16, main gradients in FP32, FP32 weights and two moments for Adam, activations as `activations` and
+Weights in BF16, main gradients in FP32 or BF16, FP32 weights and two moments for Adam, activations as `activations` and
 `alive` say, and what frameworks keep beside them. It is what torch.cuda.max_memory_allocated reports. What the
 allocator reserves beyond it (`RESERVED_OVER_ALLOCATED`), and the CUDA context and NCCL (`OUTSIDE_BYTES`), come on top.
 """
@@ -48,9 +48,6 @@ _QUANTISED_WEIGHTS = {"nvfp4": 2 * (1 / 2 + 1 / 16)}
 class MemoryOptions:
     """What memory depends on beside a job. The defaults are Megatron's."""
 
-    gradient_bytes: int = 4
-    """Of a main gradient: 4 in FP32, 2 in BF16 (grad_reduce_in_bf16)."""
-
     cp_comm_type: str = "p2p"
     """How context parallelism exchanges: p2p (a ring) or a2a, which saves attention's output twice."""
 
@@ -61,8 +58,6 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         if self.cp_comm_type not in ("p2p", "a2a"):
             raise ValueError(f"cp_comm_type is p2p or a2a, got {self.cp_comm_type!r}")
-        if self.gradient_bytes not in (2, 4):
-            raise ValueError(f"gradient_bytes is 2 (BF16) or 4 (FP32), got {self.gradient_bytes!r}")
 
 
 class MemoryEstimate(NamedTuple):
@@ -118,12 +113,12 @@ def estimate_memory(
     owned, rows = rank_parameters(job), rank_rows(job)
     peaks = _activation_peaks(job, cut, rows, held)
     return tuple(
-        MemoryEstimate(*_states(job, chosen, each, "".join(row)), *peak, _buffers(job, cut, each, row))
+        MemoryEstimate(*_states(job, each, "".join(row)), *peak, _buffers(job, cut, each, row))
         for each, row, peak in zip(owned, rows, peaks, strict=True)
     )
 
 
-def _states(job: Job, options: MemoryOptions, held: RankParameters, blocks: str) -> tuple[int, int, int]:
+def _states(job: Job, held: RankParameters, blocks: str) -> tuple[int, int, int]:
     """Return the bytes of parameters, gradients and optimizer, cut over replicas as the job has it.
 
     What is cut is gathered a block at a time, the next one while one computes.
@@ -136,7 +131,7 @@ def _states(job: Job, options: MemoryOptions, held: RankParameters, blocks: str)
         cut = ModelCut.of(job)
         largest = max(block_parameters(cut, block).total for block in set(blocks))
     parameters = WEIGHT_BYTES * (shared + 2 * largest if job.sharding == "parameters" else whole)
-    gradients = options.gradient_bytes * (whole if job.sharding in ("none", "optimizer") else shared + largest)
+    gradients = job.gradient_bytes * (whole if job.sharding in ("none", "optimizer") else shared + largest)
     optimizer = OPTIMIZER_BYTES * (whole if job.sharding == "none" else shared)
     return int(parameters), int(gradients), int(optimizer)
 

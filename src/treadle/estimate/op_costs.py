@@ -16,19 +16,22 @@ from treadle.estimate.job import Job
 from treadle.estimate.job_stages import is_tied
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import chunk_weights
-from treadle.estimate.rates import at_peak, constant, factors, seconds
+from treadle.estimate.rates import at_peak, constant, factors, host_seconds, seconds
 from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
-from treadle.estimate.work import OpWork
+from treadle.ir.ops import COMPUTE_PARTS, LAYER_PARTS
 from treadle.ir.trace import MICROSECONDS
+from treadle.schedules import family
 
 RankWeights: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 """For each rank and chunk the weights of all but experts, and of experts."""
 
 NS = 1e9
-GRAD_BYTES = 4
+_LIMIT = 6
+"""Exponent of the mean of device and host: the larger it is, the sharper the longer one decides."""
+_EXCHANGES = tuple(f"{part}_" for part in LAYER_PARTS if part not in COMPUTE_PARTS)
 PARAM_BYTES = 2
-ADAM_BYTES = 30
-"""Read and written for a parameter by Adam: FP32 gradient, weight and moments, and the BF16 weight."""
+ADAM_BYTES = 26
+"""Read and written for a parameter by Adam besides its gradient: FP32 weight and moments, and the BF16 weight."""
 
 
 def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
@@ -47,7 +50,7 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
         ValueError: the GPU does not do the job's precision.
 
     """
-    ticks = _block_ticks(_same_blocks(job))
+    ticks = _block_ticks(_same_blocks(job), overlapped=family(job.schedule).overlapped)
     layer, dense = dict(ticks["t"]), dict(ticks.get("d", {}))
     if inline_recompute:
         layer, dense = _inlined(job, layer), _inlined(job, dense)
@@ -82,14 +85,26 @@ def _same_blocks(job: Job) -> Job:
 
 
 @lru_cache(maxsize=4096)
-def _block_ticks(job: Job) -> Mapping[str, Mapping[str, int]]:
-    """Return for each block the ticks of its actions."""
+def _block_ticks(job: Job, *, overlapped: bool) -> Mapping[str, Mapping[str, int]]:
+    """Return for each block the ticks of its actions.
+
+    Device and host work side by side, so a block takes about as long as the slower of them: what it computes is
+    stretched until it does. Exchanges that run beside computation do not keep the host waiting.
+    """
     by = factors(job)
-
-    def ticks(work: OpWork) -> int:
-        return round(NS * seconds(at_peak(work, job.cluster, job.precision), by))
-
-    return {block: {name: ticks(work) for name, work in actions(job, block).items()} for block in set(job.model.blocks)}
+    slower = constant(job.cluster, "overlap_host") if overlapped else 1.0
+    found = {}
+    for block in set(job.model.blocks):
+        works = actions(job, block)
+        device = {name: seconds(at_peak(work, job.cluster, job.precision), by) for name, work in works.items()}
+        runs = {name for name in works if not name.endswith("_r") or name[:-2] in job.recompute}
+        host = slower * sum(host_seconds(works[name], job) for name in runs)
+        busy = sum(device[name] for name in runs if not (overlapped and name.startswith(_EXCHANGES)))
+        stretch = (1 + (host / busy) ** _LIMIT) ** (1 / _LIMIT) if busy else 1.0
+        found[block] = {
+            name: round(NS * time * (1.0 if name.startswith(_EXCHANGES) else stretch)) for name, time in device.items()
+        }
+    return found
 
 
 def _inlined(job: Job, layer: dict[str, int]) -> dict[str, int]:
@@ -121,7 +136,7 @@ def _messages(job: Job, weights: RankWeights) -> dict[str, int]:
     for name, messages in (("send", send(job)), ("reduce_tied", (tied,))):
         if sent := sum(message.seconds(cluster) for message in messages):
             found[name] = round(NS * (sent / constant(cluster, "pp") + latency))
-    reduced = max(data_parallel_seconds(job, *each, GRAD_BYTES) for each in {*chain.from_iterable(weights)})
+    reduced = max(data_parallel_seconds(job, *each, job.gradient_bytes) for each in {*chain.from_iterable(weights)})
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
@@ -132,7 +147,7 @@ def _messages(job: Job, weights: RankWeights) -> dict[str, int]:
 def _tied_bytes(job: Job) -> int:
     """Return the gradient that embedding and head share, 0 where no two ranks have to sum it."""
     cut = ModelCut.of(job)
-    return GRAD_BYTES * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
+    return job.gradient_bytes * cut.vocabulary * job.model.hidden_size if is_tied(job) else 0
 
 
 def _step(job: Job, weights: RankWeights) -> dict[str, int]:
@@ -157,7 +172,7 @@ def _optimizer_seconds(job: Job, dense: float, experts: float) -> float:
     """Return the seconds of the optimizer's step on a rank's share of the parameters."""
     cut = job.sharding != "none"
     held = dense / (job.num_holders if cut else 1) + experts / (job.num_expert_holders if cut else 1)
-    return held * ADAM_BYTES / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
+    return held * (ADAM_BYTES + job.gradient_bytes) / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
 
 
 def _moved(job: Job, weights: RankWeights) -> dict[str, int]:
@@ -167,5 +182,5 @@ def _moved(job: Job, weights: RankWeights) -> dict[str, int]:
             (piece,) = block_parts(ModelCut.of(job), "t")[name]
             sizes[name] = sum(m.size_bytes for each in piece.collectives for m in messages_of(job, each))
     sizes["reduce_tied"] = _tied_bytes(job)
-    sizes["reduce_grad"] = max(GRAD_BYTES * sum(each) for each in chain.from_iterable(weights))
+    sizes["reduce_grad"] = max(job.gradient_bytes * sum(each) for each in chain.from_iterable(weights))
     return {name: round(size) for name, size in sizes.items() if size}

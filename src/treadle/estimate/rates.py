@@ -1,4 +1,5 @@
-"""Work to seconds: a part takes the sum of its terms at peak rates, each divided by an achieved share.
+"""Work to seconds: on the device the sum of its terms at peak rates, each divided by an achieved share; on the host
+what it launches. `treadle.estimate.op_costs` takes the longer of both, block by block.
 
 A GEMM takes its FLOPs at the peak rate and its bytes at the memory's: small or narrow GEMMs achieve less
 of the peak because they move more bytes a FLOP. A share above 1 means that a part of that time is hidden by other
@@ -15,12 +16,15 @@ from treadle.estimate.efficiency import EFFICIENCY
 from treadle.estimate.job import Job
 from treadle.estimate.work import BF16, OpWork
 
+NARROW_HEAD = 64
+"""Heads that are no wider have a share of attention's peak rate of their own."""
+
 _ELEMENT = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5625}
 """Bytes of an element, with its share of a scale."""
 
 
 class PeakTimes(NamedTuple):
-    """Seconds of some work at peak rates, term by term; `launch` and `latency` are counts."""
+    """Seconds of some work at peak rates, term by term; `latency` is a count."""
 
     gemm: float = 0.0
     gemm_bf16: float = 0.0
@@ -37,7 +41,6 @@ class PeakTimes(NamedTuple):
     cp: float = 0.0
     ep_nvlink: float = 0.0
     ep_nic: float = 0.0
-    launch: float = 0.0
     latency: float = 0.0
 
 
@@ -78,7 +81,6 @@ def at_peak(work: OpWork, cluster: Cluster, precision: str) -> PeakTimes:
         links["cp"],
         ep_nvlink,
         ep_nic,
-        work.launches,
         float(len(work.messages)),
     )
 
@@ -122,8 +124,6 @@ def factors(job: Job) -> PeakTimes:
     def over(name: str, by: str = "") -> float:
         return 1.0 / constant(cluster, name, by)
 
-    shown = 1.0 if job.model.is_moe else 1.0 - constant(cluster, "launch_hidden")
-
     memory = over("memory")
     return PeakTimes(
         over("gemm", precision),
@@ -131,7 +131,7 @@ def factors(job: Job) -> PeakTimes:
         memory,
         over("grouped", precision),
         memory,
-        over("attention"),
+        over("attention_narrow" if job.model.head_dim <= NARROW_HEAD and not job.model.is_mla else "attention"),
         memory,
         over("cast", precision),
         over("permute"),
@@ -139,7 +139,6 @@ def factors(job: Job) -> PeakTimes:
         over("cp"),
         over("ep_nvlink"),
         over("ep_nic"),
-        1e-6 * shown * constant(cluster, "launch_us", job.cuda_graph),
         1e-6 * constant(cluster, "latency_us"),
     )
 
@@ -147,3 +146,9 @@ def factors(job: Job) -> PeakTimes:
 def seconds(times: PeakTimes, by: PeakTimes) -> float:
     """Return the seconds of some work: its terms, each times its factor."""
     return float(sum(map(mul, times, by)))
+
+
+def host_seconds(work: OpWork, job: Job) -> float:
+    """Return the seconds that the host takes to launch some work."""
+    launch, expert = constant(job.cluster, "launch_us", job.cuda_graph), constant(job.cluster, "expert_us")
+    return 1e-6 * (work.launches * launch + work.expert_launches * expert)

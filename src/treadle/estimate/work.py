@@ -98,6 +98,9 @@ class OpWork:
     launches: float = 0.0
     """Kernels that the host launches one by one; those inside CUDA graphs are not counted."""
 
+    expert_launches: float = 0.0
+    """Local experts whose operands the host prepares one by one, in forwards."""
+
     def __add__(self, other: OpWork) -> OpWork:
         return OpWork(
             self.gemms + other.gemms,
@@ -108,6 +111,7 @@ class OpWork:
             self.permuted_bytes + other.permuted_bytes,
             self.messages + other.messages,
             self.launches + other.launches,
+            self.expert_launches + other.expert_launches,
         )
 
     @property

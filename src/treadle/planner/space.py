@@ -138,11 +138,10 @@ def _schedules(space: SearchSpace, pp: int, reasons: Counter[str]) -> Iterator[t
     """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
     names = space.schedules or ()
     if pp == 1:
-        alone = default_schedule()
-        if alone in names:
-            yield alone, 1
-        else:
-            reasons[f"a pipeline of one rank runs {alone}; add --schedule {alone}"] += 1
+        alone = [name for name in names if name == default_schedule() or _overlaps_alone(name)]
+        if not alone:
+            reasons[f"a pipeline of one rank runs {default_schedule()}; add --schedule {default_schedule()}"] += 1
+        yield from ((name, 1) for name in alone)
         return
     for name in names:
         vpps = family(name).vpps or tuple(count for count in space.vpp if count > 1)
@@ -150,6 +149,11 @@ def _schedules(space: SearchSpace, pp: int, reasons: Counter[str]) -> Iterator[t
             reasons[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
         for vpp in vpps:
             yield name, vpp
+
+
+def _overlaps_alone(name: str) -> bool:
+    """True if a schedule overlaps exchanges with the computation of another micro-batch on a single rank too."""
+    return family(name).overlapped and not family(name).vpps
 
 
 def check_schedule(job: Job) -> None:
