@@ -39,7 +39,9 @@ class LogFit(NamedTuple):
     left: Floats
 
 
-def most_likely(form: LogForm, measured: Floats, prior: LogPrior, steps: int = 20) -> LogFit:
+def most_likely(
+    form: LogForm, measured: Floats, prior: LogPrior, steps: int = 20, error: float = MODEL_ERROR
+) -> LogFit:
     """Return the logarithms of constants that are most likely, given logarithms of measured times."""
     weight = np.linalg.inv(prior.covariance)
     logs = prior.mean.copy()
@@ -47,7 +49,7 @@ def most_likely(form: LogForm, measured: Floats, prior: LogPrior, steps: int = 2
     for _ in range(steps):
         estimated, slopes = form(logs)
         off = measured - estimated
-        trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / MODEL_ERROR**2
+        trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / error**2
         curvature = slopes.T @ (slopes * trust[:, None]) + weight
         change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight @ (prior.mean - logs))
         logs = logs + np.clip(change, -1.0, 1.0)
