@@ -25,7 +25,7 @@ class CommandHelp(NamedTuple):
 
 COMMANDS = {
     "schedules": CommandHelp(
-        "Lists the schedules: what each is, the sizes it takes, its bubble and its memory.",
+        "Lists the schedules: what each is, the sizes it takes, its bubble, its memory, and the trainers that run it.",
         "Example: treadle schedules --json",
     ),
     "show": CommandHelp(

@@ -126,6 +126,7 @@ class FamilyJson(TypedDict):
     demands: Annotated[str, "The sizes it takes."]
     bubble: Annotated[str, "Idle time of a rank, as a formula."]
     memory: Annotated[str, "Activations held at most, as a formula."]
+    trainers: Annotated[list[str], "Public trainers that run it, with its name there; a plan searches those with one."]
     source: Annotated[str, "Where it was published, or whose it is."]
 
 

@@ -16,6 +16,7 @@ from treadle.planner.plan_files import options_text, untrainable
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.planner.structure import columns
+from treadle.schedules import family
 
 if TYPE_CHECKING:
     from treadle.planner.printed_plan import JobJson, MemoryJson, PlanJson
@@ -102,6 +103,13 @@ def job_object(estimate: JobEstimate) -> JobJson:
         "step_s": estimate.step_s,
         "memory_bytes": estimate.memory_bytes,
     }
+
+
+def schedule_text(name: str) -> str | None:
+    """Return a warning about a schedule that no public trainer runs, or None."""
+    if family(name).trainers:
+        return None
+    return f"{name}: neither Megatron-LM nor torch.distributed.pipelining runs it"
 
 
 def batch_text(job: Job) -> str:

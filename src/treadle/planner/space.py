@@ -122,15 +122,18 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
 
 
 def searched_schedules(model: ModelShape) -> tuple[str, ...]:
-    """Return the schedules that are considered where none is named; overlapped ones last, and for experts alone.
+    """Return the schedules that are considered where none is named: those that a public trainer runs.
+
+    Overlapped ones are last, and for models with experts alone.
 
     Example:
         >>> from treadle.estimate import load_model
         >>> searched_schedules(load_model("llama3-8b"))
-        ('1f1b', 'interleaved', 'zb-h1', 'zb-v', 'v-half', 'v-min')
+        ('1f1b', 'interleaved', 'zb-h1', 'zb-v')
 
     """
-    found = [each for each in known().values() if each.searched and (model.is_moe or not each.overlapped)]
+    runnable = (each for each in known().values() if each.searched and each.trainers)
+    found = [each for each in runnable if model.is_moe or not each.overlapped]
     return tuple(each.name for each in sorted(found, key=lambda each: each.overlapped))
 
 

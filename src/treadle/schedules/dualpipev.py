@@ -40,5 +40,6 @@ FAMILY = Family(
     demands="any P, V=2, M >= 2P",
     bubble="(P-1)(FB+B-3W) in times of one chunk, exact where F=I=W",
     memory="(2P+1)/2 micro-batches",
+    trainers=("torch (ScheduleDualPipeV)",),
     overlapped=True,
 )

@@ -34,7 +34,7 @@ class Family:
     by default. The texts use P, V, M, r for the sizes and F, I, W, B=I+W, FB for the times of a cell. `bubble`
     begins with a formula: what the rank that idles least idles. A test evaluates it.
 
-    `overlapped`, `regular` and `searched` are what `treadle plan` asks a schedule.
+    `trainers`, `overlapped`, `regular` and `searched` are what `treadle plan` asks a schedule.
     """
 
     name: str
@@ -47,6 +47,10 @@ class Family:
     demands: str
     bubble: str
     memory: str
+    trainers: tuple[str, ...] = ()
+    """Public trainers that run it (Megatron-LM, torch.distributed.pipelining), each with the name it has there. A plan
+    considers a schedule without one only where it is named."""
+
     overlapped: bool = False
     """Cells run the forward of one micro-batch beside the backward of another, which hides the expert all-to-all. A
     plan considers it for models with experts."""

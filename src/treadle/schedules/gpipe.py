@@ -36,5 +36,6 @@ FAMILY = Family(
     demands="any P, V=1, any M",
     bubble="(P-1)(F+B)",
     memory="M micro-batches",
+    trainers=("torch (ScheduleGPipe)",),
     searched=False,
 )

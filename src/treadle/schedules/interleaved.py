@@ -70,4 +70,5 @@ FAMILY = Family(
     demands="any P, any V, M in max(1, M//P) equal groups",
     bubble="(P-1)(F+B)/V",
     memory="(2(P-1-r)+(V-1)G+1)/V micro-batches, G of a group",
+    trainers=("Megatron-LM", "torch (ScheduleInterleaved1F1B)"),
 )

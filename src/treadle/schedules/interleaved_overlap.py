@@ -42,5 +42,6 @@ FAMILY = Family(
     demands="any P, any V, M in max(1, M//P) equal groups",
     bubble="((P-1)(F+B) - 2(P-1-r)(F+B-FB))/V",
     memory="one chunk more than interleaved",
+    trainers=("Megatron-LM (overlap_moe_expert_parallel_comm)",),
     overlapped=True,
 )

@@ -41,4 +41,5 @@ FAMILY = Family(
     demands="any P, V=1, any M",
     bubble="(P-1)(F+B)",
     memory="min(P, M) micro-batches",
+    trainers=("Megatron-LM", "torch (Schedule1F1B)"),
 )

@@ -43,4 +43,5 @@ FAMILY = Family(
     demands="any P, V=1, any M",
     bubble="(P-1)(F+B-2W)",
     memory="min(P, M) micro-batches",
+    trainers=("torch (ScheduleInterleavedZeroBubble with a stage a rank)",),
 )

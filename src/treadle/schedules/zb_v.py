@@ -95,4 +95,5 @@ FAMILY = Family(
     demands="any P, V=2, M >= 2P-1",
     bubble="(P-1)F/V where F=I=W; 0 from step to step without a flush",
     memory="P micro-batches",
+    trainers=("torch (ScheduleZBVZeroBubble)",),
 )

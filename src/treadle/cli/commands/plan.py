@@ -27,7 +27,16 @@ from treadle.planner.find_plan import usable_bytes
 from treadle.planner.job_estimate import Alternative, describe
 from treadle.planner.plan_files import untrainable, untrainable_model, write_files
 from treadle.planner.plan_page import page
-from treadle.planner.plan_report import batch_text, commands, count_text, host_text, mesh_text, plan_object, study_text
+from treadle.planner.plan_report import (
+    batch_text,
+    commands,
+    count_text,
+    host_text,
+    mesh_text,
+    plan_object,
+    schedule_text,
+    study_text,
+)
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.straggler_plan import DRAWS, study_plan
 from treadle.schedules import family, known
@@ -220,7 +229,9 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
     assert job.layout is not None
     head = f"{job.model.name} on {job.cluster.name}: {describe(job)}"
     out.print(f"[bold]{escape(head)}[/]", soft_wrap=True)
+    unrun = schedule_text(job.schedule)
     figures = {
+        **({"schedule": unrun} if unrun is not None else {}),
         "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",

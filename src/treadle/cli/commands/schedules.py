@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def schedules(as_json: Json = False) -> None:
-    """Lists the schedules: what each is, the sizes it takes, its bubble and its memory."""
+    """Lists the schedules: what each is, the sizes it takes, its bubble, its memory, and the trainers that run it."""
     if as_json:
         print_json("schedules", _as_dict(known().values()))
         return
@@ -33,6 +33,7 @@ def schedules(as_json: Json = False) -> None:
             "sizes": escape(family.demands),
             "bubble": escape(family.bubble),
             "memory": escape(family.memory),
+            "run by": escape(_trainers_text(family)),
             "source": f"[dim]{escape(family.source)}[/]",
         }
         for line, (label, content) in enumerate(lines.items()):
@@ -47,6 +48,11 @@ def schedules(as_json: Json = False) -> None:
     suggest("treadle show interleaved-overlap --pp 4 -m 8")
 
 
+def _trainers_text(family: Family) -> str:
+    """Return the public trainers that run a schedule, in a line."""
+    return ", ".join(family.trainers) or "no public trainer: plan takes it only where --schedule names it"
+
+
 def _as_dict(families: Iterable[Family]) -> SchedulesJson:
     return {
         "schedules": [
@@ -56,6 +62,7 @@ def _as_dict(families: Iterable[Family]) -> SchedulesJson:
                 "demands": family.demands,
                 "bubble": family.bubble,
                 "memory": family.memory,
+                "trainers": list(family.trainers),
                 "source": family.source,
             }
             for family in families
