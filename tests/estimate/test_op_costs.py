@@ -95,3 +95,19 @@ def test_costs_say_what_parts_save_and_what_copies_of_it_take() -> None:
     assert costs.message_bytes(OpKind.OFFLOAD) == saved
     assert costs.unsaved("EmL") == ()
     assert "offload" not in estimate_costs(moe()).message
+
+
+def test_sharded_parameters_are_gathered_by_layer_and_what_takes_longer_than_the_layer_shows() -> None:
+    def layer(cluster: str, sharding: str) -> dict[str, int]:
+        job = Job(load_model("llama3-70b"), load_cluster(cluster), global_batch_size=64, sharding=sharding)
+        return dict(estimate_costs(job).layer)
+
+    plain, fast, slow = (layer("h100:8", "optimizer"), layer("h100:8", "parameters"), layer("h100:64", "parameters"))
+    assert plain["mlp_f"] < fast["mlp_f"] < slow["mlp_f"]
+    assert plain["mlp_b"] < layer("h100:8", "gradients")["mlp_b"] < fast["mlp_b"] < slow["mlp_b"]
+    assert layer("h100:8", "gradients")["mlp_f"] == plain["mlp_f"]
+    job = Job(load_model("llama3-70b"), load_cluster("h100:8"), global_batch_size=64, sharding="parameters")
+    whole, cut = estimate_costs(replace(job, sharding="optimizer")), estimate_costs(job)
+    assert "gather_params" in whole.step
+    assert "gather_params" not in cut.step
+    assert cut.message["reduce_grad"] < whole.message["reduce_grad"] / 10

@@ -229,7 +229,7 @@ def test_nothing_that_fits_is_an_error_with_a_way_out() -> None:
 
 @pytest.mark.parametrize("balanced", [(True,), (False,), (False, True)])
 def test_a_pipeline_of_one_rank_is_a_candidate_whatever_the_layouts(balanced: tuple[bool, ...]) -> None:
-    space = SearchSpace(tp=(1,), pp=(1, 2), balanced=balanced)
+    space = SearchSpace(tp=(1,), cp=(1,), pp=(1, 2), micro_batch_size=(1, 2), balanced=balanced)
     points = some("llama3-8b", "h100:8", space, global_batch_size=64)
     alone = [point.job for point in points if point.job.pp == 1]
-    assert len(alone) == len(set(alone)) == 3 * 4 * 2  # micro-batch sizes, recomputation, offload
+    assert len(alone) == len(set(alone)) == 2 * 4 * 2 * 3  # micro-batch sizes, recomputation, offload, sharding

@@ -11,7 +11,8 @@ from typing import TypeAlias
 from treadle.costs import Costs
 from treadle.estimate.block_parts import block_parts
 from treadle.estimate.block_work import actions
-from treadle.estimate.group_messages import between_stages, gather, messages_of, send
+from treadle.estimate.data_parallel import PARAM_BYTES, data_parallel_seconds, layer_seconds, with_exposed
+from treadle.estimate.group_messages import between_stages, messages_of, send
 from treadle.estimate.job import Job
 from treadle.estimate.job_stages import is_tied
 from treadle.estimate.model_cut import ModelCut
@@ -29,7 +30,6 @@ NS = 1e9
 _LIMIT = 6
 """Exponent of the mean of device and host: the larger it is, the sharper the longer one decides."""
 _EXCHANGES = tuple(f"{part}_" for part in LAYER_PARTS if part not in COMPUTE_PARTS)
-PARAM_BYTES = 2
 ADAM_BYTES = 26
 """Read and written for a parameter by Adam besides its gradient: FP32 weight and moments, and the BF16 weight."""
 
@@ -54,6 +54,7 @@ def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
     layer, dense = dict(ticks["t"]), dict(ticks.get("d", {}))
     if inline_recompute:
         layer, dense = _inlined(job, layer), _inlined(job, dense)
+    layer, dense = with_exposed(job, "t", layer, NS), with_exposed(job, "d", dense, NS)
     weights = chunk_weights(job)
     return Costs(
         f"{job.model.name} on {job.cluster.name}",
@@ -108,12 +109,15 @@ def _block_ticks(job: Job, *, overlapped: bool) -> Mapping[str, Mapping[str, int
 
 
 def _inlined(job: Job, layer: dict[str, int]) -> dict[str, int]:
-    """Parts of a layer, what is recomputed added to dgrad."""
-    parts = ("attn", "mlp") if "full" in job.recompute else tuple(p for p in ("attn", "mlp") if p in job.recompute)
+    """Return the parts of a layer, what is recomputed added to dgrad; "full" repeats exchanges with experts too."""
+    parts = tuple(part for part in COMPUTE_PARTS if part in job.recompute or "full" in job.recompute)
     per_stage = max(1, job.model.num_hidden_layers // job.num_stages)
     share = min(1.0, job.recompute_layers / per_stage) if job.recompute_layers else 1.0
+    again = {part: layer.get(f"{part}_r", 0) for part in parts}
+    if "full" in job.recompute:
+        again |= {part: layer.get(f"{part}_f", 0) for part in LAYER_PARTS if part not in COMPUTE_PARTS}
     changed = {
-        f"{part}_b": layer[f"{part}_b"] + round(share * layer[f"{part}_r"]) for part in parts if f"{part}_b" in layer
+        f"{part}_b": layer[f"{part}_b"] + round(share * time) for part, time in again.items() if f"{part}_b" in layer
     }
     return {**layer, **changed}
 
@@ -136,7 +140,10 @@ def _messages(job: Job, weights: RankWeights) -> dict[str, int]:
     for name, messages in (("send", send(job)), ("reduce_tied", (tied,))):
         if sent := sum(message.seconds(cluster) for message in messages):
             found[name] = round(NS * (sent / constant(cluster, "pp") + latency))
-    reduced = max(data_parallel_seconds(job, *each, job.gradient_bytes) for each in {*chain.from_iterable(weights)})
+    if job.sharding in ("gradients", "parameters"):  # a layer at a time: the last one's is left at the end
+        reduced = layer_seconds(job, "t", job.gradient_bytes)
+    else:
+        reduced = max(data_parallel_seconds(job, *each, job.gradient_bytes) for each in {*chain.from_iterable(weights)})
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
@@ -153,19 +160,14 @@ def _tied_bytes(job: Job) -> int:
 def _step(job: Job, weights: RankWeights) -> dict[str, int]:
     """What ends a step, on the rank that has most to do then."""
     held = {(sum(dense for dense, _ in chunks), sum(experts for _, experts in chunks)) for chunks in weights}
-    gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held)
+    whole = job.sharding != "parameters"  # else each layer is gathered where it computes
+    gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held) if whole else 0.0
     optimizer = max(_optimizer_seconds(job, *each) for each in held)
     ends = {
         "optimizer": optimizer + 1e-6 * constant(job.cluster, "step_us"),
         "gather_params": gathered * (1 - constant(job.cluster, "dp_hidden")),
     }
     return {name: round(NS * value) for name, value in ends.items() if value}
-
-
-def data_parallel_seconds(job: Job, dense: float, experts: float, size_bytes: int) -> float:
-    """Return the seconds to reduce-scatter or all-gather so many parameters over their replicas."""
-    messages = gather(job, "dp", dense * size_bytes) + gather(job, "expert_dp", experts * size_bytes)
-    return sum(message.seconds(job.cluster) for message in messages) / constant(job.cluster, "dp")
 
 
 def _optimizer_seconds(job: Job, dense: float, experts: float) -> float:

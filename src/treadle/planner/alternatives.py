@@ -23,6 +23,8 @@ KNOBS = (
     "micro_batch_size",
     "recompute",
     "offload",
+    "sharding",
+    "gradient_bytes",
     "cuda_graph",
     "precision",
 )

@@ -109,4 +109,6 @@ def describe(job: Job) -> str:
     named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
     extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
     extra += ["offload"] if job.offload else []
+    extra += [f"{job.sharding} sharded"] if job.sharding != Job.sharding else []
+    extra += ["BF16 gradients"] if job.gradient_bytes != Job.gradient_bytes else []
     return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])

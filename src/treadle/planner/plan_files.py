@@ -66,6 +66,9 @@ def untrainable(job: Job) -> str | None:
         f"it cuts by pp, ep and dp only, and this job has tp {job.tp} and cp {job.cp}": job.tp * job.cp > 1,
         f"its replicas hold whole expert groups, and ep {job.ep} does not divide dp {job.dp}": job.dp % job.ep > 0,
         f"it computes in bf16, and this job in {job.precision}": job.precision != "bf16",
+        f"it recomputes attn and mlp, and this job {'+'.join(job.recompute)}": not {*job.recompute} <= {"attn", "mlp"},
+        f"it cuts the optimizer over replicas, and this job its {job.sharding}": job.sharding != Job.sharding,
+        "its gradients are FP32, and this job's BF16": job.gradient_bytes != Job.gradient_bytes,
     }
     return untrainable_model(job.model) or next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -99,6 +99,8 @@ def job_object(estimate: JobEstimate) -> JobJson:
         "layout": write_layout(job.layout, dense=True),
         "recompute": list(job.recompute),
         "offload": job.offload,
+        "sharding": job.sharding,
+        "gradient_bytes": job.gradient_bytes,
         "cuda_graph": job.cuda_graph,
         "step_s": estimate.step_s,
         "memory_bytes": estimate.memory_bytes,

@@ -12,8 +12,13 @@ from treadle.schedules import default_schedule, family, known
 
 MOST_MICROBATCHES = 8_192
 """Of a replica in a step: what is shown is simulated whole."""
-_LONG_SEQUENCE = 16_384
-"""Tokens from which on a sequence may be cut over ranks."""
+_CP_TOKENS, _CP_TOKENS_DENSE = 4_096, 2_048
+"""Tokens of a sequence that context parallelism leaves a rank at least; the second for dense models on one host."""
+_MOST_CP, _MOST_VPP = 16, 8
+
+
+TRAINED_RECOMPUTE = ((), ("attn",), ("mlp",), ("attn", "mlp"))
+"""What `treadle.train` recomputes: whole parts of a layer, which are ops of a Program."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,20 @@ class SearchSpace:
     tp: tuple[int, ...] | None = None
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
-    vpp: tuple[int, ...] = (1, 2, 4)
+    vpp: tuple[int, ...] | None = None
+    """None: 1, 2, 4, and up to 8 whatever divides the layers of a rank, or these with embedding and head as two."""
+
     ep: tuple[int, ...] | None = None
-    micro_batch_size: tuple[int, ...] = (1, 2, 4)
+    micro_batch_size: tuple[int, ...] = (1, 2, 4, 8, 16)
     schedules: tuple[str, ...] | None = None
-    recompute: tuple[tuple[str, ...], ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
+    recompute: tuple[tuple[str, ...], ...] | None = None
+    """None: `recompute_sets` of the model."""
+
     offload: tuple[bool, ...] = (False, True)
+    sharding: tuple[str, ...] | None = None
+    """None: optimizer; of dense models without a pipeline also gradients (ZeRO-2) and parameters (FSDP)."""
+
+    gradient_bytes: tuple[int, ...] = (4,)
     balanced: tuple[bool, ...] = (False, True)
     """Stages as even in layers as can be (False), or cut so that the slowest is the fastest possible (True)."""
 
@@ -69,7 +82,8 @@ def candidates(
         if cluster.num_gpus % (tp * cp * pp):
             reasons[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
             continue
-        for size, (name, vpp) in product(space.micro_batch_size, _schedules(space, pp, reasons)):
+        sharding = space.sharding or _shardings(model, pp)
+        for size, (name, vpp), cut in product(space.micro_batch_size, _schedules(space, model, pp, reasons), sharding):
             try:
                 first = Job(
                     model,
@@ -83,6 +97,7 @@ def candidates(
                     global_batch_size=global_batch_size,
                     seq_len=seq_len,
                     schedule=name,
+                    sharding=cut,
                 )
                 check_schedule(first)
             except ValueError as error:
@@ -93,12 +108,19 @@ def candidates(
 
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
     """Yield a job with every choice that leaves its sizes as they are."""
-    for recompute, offload, balanced, graph, precision in product(
-        space.recompute, space.offload, space.balanced, space.cuda_graph, space.precision
+    for recompute, offload, balanced, graph, precision, gradient_bytes in product(
+        space.recompute or (), space.offload, space.balanced, space.cuda_graph, space.precision, space.gradient_bytes
     ):
         if balanced and first.pp * first.vpp == 1 and False in space.balanced:  # one stage has one layout
             continue
-        job = replace(first, recompute=recompute, offload=offload, cuda_graph=graph, precision=precision)
+        job = replace(
+            first,
+            recompute=recompute,
+            offload=offload,
+            cuda_graph=graph,
+            precision=precision,
+            gradient_bytes=gradient_bytes,
+        )
         yield Candidate(job, balanced)
 
 
@@ -106,19 +128,41 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
     """Return the space with values for the knobs that have none."""
     domain = min(cluster.nvlink_domain, cluster.num_gpus, 8)
     tp = [size for size in _powers(domain) if model.num_attention_heads % size == 0 == model.num_key_value_heads % size]
-    cp = _powers(8) if seq_len > _LONG_SEQUENCE else (1,)
+    alone = not model.is_moe and cluster.num_gpus <= cluster.nvlink_domain
+    cp = _powers(max(1, min(_MOST_CP, seq_len // (_CP_TOKENS_DENSE if alone else _CP_TOKENS))))
     ep = [size for size in _powers(64) if model.num_experts % size == 0] if model.is_moe else [1]
     pp = [size for size in _powers(64) if size <= model.num_hidden_layers]
     filled = replace(
         space,
         tp=space.tp or tuple(tp),
-        cp=space.cp or tuple(cp),
+        cp=space.cp or cp,
         pp=space.pp or tuple(pp),
         ep=space.ep or tuple(ep),
         schedules=space.schedules or searched_schedules(model),
+        recompute=space.recompute or recompute_sets(model),
     )
-    once = {field.name: tuple(dict.fromkeys(getattr(filled, field.name))) for field in fields(filled)}
-    return replace(filled, **once)
+    values = {field.name: getattr(filled, field.name) for field in fields(filled)}
+    return replace(filled, **{name: tuple(dict.fromkeys(each)) for name, each in values.items() if each is not None})
+
+
+def recompute_sets(model: ModelShape) -> tuple[tuple[str, ...], ...]:
+    """Return the modules to recompute that make sense for a model, as Megatron names them.
+
+    Each set holds the one before it, and the module that comes next frees fewer bytes for the time it takes; core_attn
+    frees next to nothing where attention is fused, and is not among them.
+
+    Example:
+        >>> from treadle.estimate import load_model
+        >>> recompute_sets(load_model("llama3-8b"))
+        ((), ('layernorm',), ('layernorm', 'mlp'), ('full',))
+
+    """
+    small = ("layernorm", *(["mla_up_proj"] if model.is_mla else []))
+    if not model.is_moe:
+        return (), small, (*small, "mlp"), ("full",)
+    acts = (*small, "moe_act")
+    shared = [(*acts, "shared_experts")] if model.shared_width else []
+    return (), small, acts, *shared, (*small, "moe"), ("full",)
 
 
 def searched_schedules(model: ModelShape) -> tuple[str, ...]:
@@ -137,7 +181,18 @@ def searched_schedules(model: ModelShape) -> tuple[str, ...]:
     return tuple(each.name for each in sorted(found, key=lambda each: each.overlapped))
 
 
-def _schedules(space: SearchSpace, pp: int, reasons: Counter[str]) -> Iterator[tuple[str, int]]:
+def _shardings(model: ModelShape, pp: int) -> tuple[str, ...]:
+    return ("optimizer", "gradients", "parameters") if pp == 1 and not model.is_moe else ("optimizer",)
+
+
+def _vpps(model: ModelShape, pp: int) -> tuple[int, ...]:
+    """Return the numbers of chunks that make sense for a pipeline of `pp` ranks."""
+    layers = model.num_hidden_layers
+    divide = {size for size in range(2, _MOST_VPP + 1) if 0 in (layers % (size * pp), (layers + 2) % (size * pp))}
+    return tuple(sorted({1, 2, 4} | divide))
+
+
+def _schedules(space: SearchSpace, model: ModelShape, pp: int, reasons: Counter[str]) -> Iterator[tuple[str, int]]:
     """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
     names = space.schedules or ()
     if pp == 1:
@@ -147,7 +202,7 @@ def _schedules(space: SearchSpace, pp: int, reasons: Counter[str]) -> Iterator[t
         yield from ((name, 1) for name in alone)
         return
     for name in names:
-        vpps = family(name).vpps or tuple(count for count in space.vpp if count > 1)
+        vpps = family(name).vpps or tuple(count for count in space.vpp or _vpps(model, pp) if count > 1)
         if not vpps:
             reasons[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
         for vpp in vpps:

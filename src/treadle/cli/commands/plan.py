@@ -17,7 +17,7 @@ from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.cli.writable import check_directory, check_file
-from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
+from treadle.estimate import Cluster, Job, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
 from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
@@ -38,6 +38,7 @@ from treadle.planner.plan_report import (
     study_text,
 )
 from treadle.planner.planned_step import PlannedStep
+from treadle.planner.space import TRAINED_RECOMPUTE
 from treadle.planner.straggler_plan import DRAWS, study_plan
 from treadle.schedules import family, known
 
@@ -121,10 +122,12 @@ def plan(
         tp=(1,) if trainable else _sizes(tp, "--tp"),
         cp=(1,) if trainable else _sizes(cp, "--cp"),
         pp=_sizes(pp, "--pp"),
-        vpp=vpps or SearchSpace.vpp,
+        vpp=vpps,
         ep=_sizes(ep, "--ep"),
         micro_batch_size=_sizes(micro_batch_size, "--micro-batch-size") or SearchSpace.micro_batch_size,
         schedules=names,
+        recompute=TRAINED_RECOMPUTE if trainable else None,
+        sharding=(Job.sharding,) if trainable else None,
         cuda_graph=(cuda_graph,),
         precision=(precision,),
         balanced=(True,),
