@@ -9,42 +9,39 @@ of those with experts; the presets have the constants of the newest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from held_to.printed import Row
 from treadle.calibrate.constants_of_job import base_of, constants_of, with_constants
 from treadle.calibrate.fit import NEAR
 from treadle.calibrate.log_fit import Floats, LogPrior, most_likely
 from treadle.calibrate.path_form import PathForm, constants_at
-from treadle.calibrate.prior import WIDTHS
+from treadle.calibrate.prior import WIDTHS, bounds
 from treadle.estimate import Cluster, Job
 
 PARTS = {"base": 0.5, "key": 0.25, "chip": 0.15, "gpu": 0.1}
 """Shares of a constant's variance that all GPUs and precisions have in common, that a precision has, a chip, a GPU."""
 
+HOST_PARTS = {"base": 0.5, "key": 0.42, "chip": 0.04, "gpu": 0.04}
+HOST = ("launch_us", "expert_us", "overlap_us")
+"""Times of the host hardly differ by GPU."""
+
 RELEASE_WIDTH = 0.05
 MODEL_ERROR = 0.05
 ROUNDS = 6
+SETTLED = 2
 NEWEST = "26.06"
 """Releases from this one on have no factor."""
 
 
-@dataclass(frozen=True)
-class FitRun:
-    """A published run: `release` is "" where it has no factor."""
-
-    job: Job
-    seconds: float
-    release: str = ""
-
-    @property
-    def factor(self) -> str:
-        """The name of its release's factor, or ""."""
-        if not self.release or self.release >= NEWEST:
-            return ""
-        return f"{self.release[:5]} {'MoE' if self.job.model.is_moe else 'dense'}"
+def factor_of(run: Row) -> str:
+    """Return the name of the factor of a run's release, or ""."""
+    if not run.release or run.release >= NEWEST:
+        return ""
+    return f"{run.release[:5]} {run.kind}"
 
 
 def chip_of(gpu: str) -> str:
@@ -55,12 +52,12 @@ def chip_of(gpu: str) -> str:
 class ConstantPool:
     """Runs, and the logarithms that their steps depend on: constants of each GPU, and factors of releases."""
 
-    def __init__(self, runs: Sequence[FitRun]) -> None:
+    def __init__(self, runs: Sequence[Row]) -> None:
         self.runs = tuple(runs)
         jobs = dict.fromkeys(run.job for run in runs)
         self.gpus = tuple(dict.fromkeys(job.cluster.gpu for job in jobs))
         self.keys = tuple(sorted({key for job in jobs for key in constants_of(job)}))
-        self.factors = tuple(sorted({run.factor for run in runs if run.factor}))
+        self.factors = tuple(sorted({factor_of(run) for run in runs} - {""}))
         self._forms = {job: PathForm.of(plain(job), self.keys) for job in jobs}
 
     @property
@@ -73,6 +70,13 @@ class ConstantPool:
         first = self.gpus.index(gpu) * len(self.keys)
         return slice(first, first + len(self.keys))
 
+    def _place(self, factor: str) -> int:
+        return len(self.gpus) * len(self.keys) + self.factors.index(factor)
+
+    def aged(self, run: Row, logs: Floats) -> float:
+        """Return how many times as long as the newest release a run's release takes."""
+        return float(np.exp(logs[self._place(factor_of(run))])) if factor_of(run) else 1.0
+
     @cached_property
     def prior(self) -> LogPrior:
         """What is believed before."""
@@ -82,16 +86,24 @@ class ConstantPool:
             for two, (other, like) in enumerate(own):
                 if base_of(key) != base_of(like):
                     continue
-                shared = PARTS["base"]
+                parts = HOST_PARTS if base_of(key) in HOST else PARTS
+                shared = parts["base"]
                 if key == like:
-                    shared += PARTS["key"] + PARTS["chip"] * (chip_of(gpu) == chip_of(other)) + PARTS["gpu"] * (gpu == other)
+                    shared += (
+                        parts["key"] + parts["chip"] * (chip_of(gpu) == chip_of(other)) + parts["gpu"] * (gpu == other)
+                    )
                 covariance[one, two] = WIDTHS[base_of(key)] ** 2 * shared
         rest = range(len(own), self.size)
         covariance[rest, rest] = RELEASE_WIDTH**2
         covariance[np.diag_indices(self.size)] += 1e-6
-        return LogPrior(np.zeros(self.size), covariance)
+        free = np.full(len(self.factors), np.inf)
+        ends = bounds(self.keys, plain_cluster(self.runs[0].job.cluster))
+        least, most = (
+            np.concatenate([*[end] * len(self.gpus), sign * free]) for end, sign in zip(ends, (-1, 1), strict=True)
+        )
+        return LogPrior(np.zeros(self.size), covariance, least, most)
 
-    def fit(self, runs: Iterable[FitRun] | None = None) -> Floats:
+    def fit(self, runs: Iterable[Row] | None = None) -> Floats:
         """Return the most likely logarithms, given some of the runs."""
         chosen = tuple(runs) if runs is not None else self.runs
         measured = np.log([run.seconds for run in chosen])
@@ -105,18 +117,27 @@ class ConstantPool:
             logs = most_likely(lambda at: self._times(chosen, at), measured, self.prior, 40, MODEL_ERROR).logs
         return logs
 
+    def fit_all(self) -> Floats:
+        """Return the most likely logarithms, given all runs; paths are known there, for fits to some of the runs."""
+        logs = self.fit()
+        for _ in range(SETTLED):
+            for job, form in self._forms.items():
+                form.restart(logs[self.of_gpu(job.cluster.gpu)])
+            logs = self.fit()
+        return logs
+
     def _is_short(self, job: Job, logs: Floats) -> bool:
         form, own = self._forms[job], logs[self.of_gpu(job.cluster.gpu)]
         return form.simulated(own) > (1 + NEAR) * form.seconds(own)
 
-    def _times(self, runs: Sequence[FitRun], logs: Floats) -> tuple[Floats, Floats]:
+    def _times(self, runs: Sequence[Row], logs: Floats) -> tuple[Floats, Floats]:
         times, slopes = np.zeros(len(runs)), np.zeros((len(runs), self.size))
         for row, run in enumerate(runs):
             form, own = self._forms[run.job], self.of_gpu(run.job.cluster.gpu)
             times[row] = np.log(form.seconds(logs[own]))
             slopes[row, own] = form.slopes(logs[own])
-            if run.factor:
-                at = len(self.gpus) * len(self.keys) + self.factors.index(run.factor)
+            if factor_of(run):
+                at = self._place(factor_of(run))
                 times[row] += logs[at]
                 slopes[row, at] = 1.0
         return times, slopes
@@ -128,7 +149,9 @@ class ConstantPool:
     def printed(self, job: Job, logs: Floats) -> Job:
         """Return a job with fitted constants: what `treadle plan` would print of it is of the newest release."""
         cluster = plain_cluster(job.cluster)
-        return replace(job, cluster=with_constants(cluster, constants_at(cluster, self.keys, logs[self.of_gpu(cluster.gpu)])))
+        return replace(
+            job, cluster=with_constants(cluster, constants_at(cluster, self.keys, logs[self.of_gpu(cluster.gpu)]))
+        )
 
 
 def plain_cluster(cluster: Cluster) -> Cluster:

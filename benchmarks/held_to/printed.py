@@ -40,6 +40,20 @@ class Row:
     name: str
     job: Job
     seconds: float
+    release: str = ""
+    """Of Megatron-Bridge."""
+
+    @property
+    def kind(self) -> str:
+        """Dense or MoE."""
+        return "MoE" if self.job.model.is_moe else "dense"
+
+    @property
+    def configuration(self) -> object:
+        """What it shares with runs of the same model on the same GPUs, cut the same."""
+        job = self.job
+        cut = (job.tp, job.cp, job.pp, job.vpp, job.ep, job.micro_batch_size)
+        return job.model.name, job.cluster.name, job.precision, job.seq_len, cut
 
     @property
     def prediction(self) -> Prediction:
@@ -61,7 +75,7 @@ def _rows(runs: Iterable[PublishedRun]) -> tuple[Row, ...]:
 
 
 def _bridge(keep: Callable[[PublishedRun], bool]) -> tuple[Row, ...]:
-    return _rows(run for run in bridge_runs() if keep(run))
+    return tuple(Row(run.title, run.job, run.seconds, run.release) for run in bridge_runs() if keep(run))
 
 
 def _gpt(hidden: int, heads: int, layers: int, seq_len: int, vocabulary: int) -> ModelShape:
@@ -184,3 +198,23 @@ def same_machine(row: Row) -> object:
     """Return what two runs share of which the faster configuration is asked: model, GPUs, precision, sequences."""
     job = row.job
     return job.model.name, job.cluster.name, job.precision, job.seq_len
+
+
+def regrets(rows: Iterable[Row]) -> dict[str, float]:
+    """Return, for the runs of each machine, how much faster the measured best is than the one that a plan ranks first.
+
+    Runs of one job count as one: their mean.
+    """
+    machines: dict[object, dict[Job, list[Row]]] = {}
+    for row in rows:
+        batch = row.job.global_batch_size * row.job.seq_len if not row.release else 0
+        machines.setdefault((same_machine(row), batch), {}).setdefault(row.job, []).append(row)
+    found = {}
+    for jobs in machines.values():
+        if len(jobs) > 1:
+            measured = {
+                job: statistics.fmean(row.tokens_per_s(row.seconds) for row in own) for job, own in jobs.items()
+            }
+            first = max(jobs, key=lambda job: jobs[job][0].tokens_per_s(planned(job).step_s))
+            found[f"{jobs[first][0].name} of {len(jobs)}"] = max(measured.values()) / measured[first] - 1
+    return found

@@ -25,7 +25,7 @@ _PLAIN = (
     "optimizer",
     "step_us",
     "expert_us",
-    "overlap_host",
+    "overlap_us",
     "dp_hidden",
 )
 _BETWEEN_DOMAINS = ("cp", "pp", "dp", "dp_hidden")
@@ -85,12 +85,25 @@ def slower(key: str, value: float, factor: float) -> float:
     """
     if key.endswith("_hidden"):
         return max(0.0, 1 - (1 - value) * factor)
-    return value * factor if base_of(key).endswith(("_us", "_host")) else value / factor
+    return value * factor if _is_time(key) else value / factor
 
 
-def most_slower(key: str, value: float) -> float:
-    """Return how many times longer at most a constant can make things: where a share is hidden, until all shows."""
-    return 1 / (1 - value) if key.endswith("_hidden") and value < 1 else float("inf")
+def how_much_slower(key: str, value: float, other: float) -> float:
+    """Return the factor that makes another constant of this one: the inverse of `slower`.
+
+    Example:
+        >>> how_much_slower("gemm", 0.8, 0.4), how_much_slower("latency_us", 8.0, 16.0)
+        (2.0, 2.0)
+
+    """
+    if key.endswith("_hidden"):
+        return (1 - other) / (1 - value)
+    return other / value if _is_time(key) else value / other
+
+
+def _is_time(key: str) -> bool:
+    """True if a larger constant takes longer, and is no share of a rate."""
+    return base_of(key).endswith("_us")
 
 
 def with_constants(cluster: Cluster, constants: Mapping[str, float] | Iterable[tuple[str, float]]) -> Cluster:

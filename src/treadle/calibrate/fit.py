@@ -66,13 +66,13 @@ class _FormTable:
     """Forms of some jobs, and which constants each constrains."""
 
     def __init__(self, forms: Sequence[PathForm], cluster: Cluster) -> None:
-        self.forms, self.keys = forms, forms[0].keys
+        self.forms, self.keys, self.cluster = forms, forms[0].keys, cluster
         self.tells = np.array([[key not in untold_by(form.job, cluster) for key in self.keys] for form in forms])
 
     def fit(self, measured: Floats) -> FittedLogs:
         """Fit the constants that are on a known path; the others stay."""
         seen = np.flatnonzero((self.tells * [form.shares() for form in self.forms]).max(axis=0) > 0)
-        prior = prior_of_constants([self.keys[place] for place in seen])
+        prior = prior_of_constants([self.keys[place] for place in seen], self.cluster)
 
         def of_seen(free: Floats) -> tuple[Floats, Floats]:
             logs = np.zeros(len(self.keys))

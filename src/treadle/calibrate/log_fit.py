@@ -26,10 +26,12 @@ LogForm = Callable[[Floats], tuple[Floats, Floats]]
 
 
 class LogPrior(NamedTuple):
-    """Mean and covariance of the logarithms, before anything is measured."""
+    """Mean, covariance and bounds of the logarithms, before anything is measured."""
 
     mean: Floats
     covariance: Floats
+    least: Floats
+    most: Floats
 
 
 class LogFit(NamedTuple):
@@ -42,7 +44,10 @@ class LogFit(NamedTuple):
 def most_likely(
     form: LogForm, measured: Floats, prior: LogPrior, steps: int = 20, error: float = MODEL_ERROR
 ) -> LogFit:
-    """Return the logarithms of constants that are most likely, given logarithms of measured times."""
+    """Return the logarithms of constants that are most likely within their bounds, given logarithms of measured times.
+
+    A logarithm at a bound that the times would push further stays there; the others are solved for without it.
+    """
     weight = np.linalg.inv(prior.covariance)
     logs = prior.mean.copy()
     curvature = weight
@@ -51,8 +56,12 @@ def most_likely(
         off = measured - estimated
         trust = 1 / np.maximum(1.0, np.abs(off) / HUBER) / error**2
         curvature = slopes.T @ (slopes * trust[:, None]) + weight
-        change = np.linalg.solve(curvature, slopes.T @ (trust * off) + weight @ (prior.mean - logs))
-        logs = logs + np.clip(change, -1.0, 1.0)
-        if np.abs(change).max(initial=0.0) < 1e-5:
+        downhill = slopes.T @ (trust * off) + weight @ (prior.mean - logs)
+        free = ~((logs <= prior.least) & (downhill < 0) | (logs >= prior.most) & (downhill > 0))
+        change = np.zeros(len(logs))
+        change[free] = np.linalg.solve(curvature[np.ix_(free, free)], downhill[free])
+        moved = np.clip(logs + np.clip(change, -1.0, 1.0), prior.least, prior.most) - logs
+        logs = logs + moved
+        if np.abs(moved).max(initial=0.0) < 1e-5:
             break
     return LogFit(np.asarray(logs), np.sqrt(np.diag(np.linalg.inv(curvature))))

@@ -15,7 +15,6 @@ import numpy as np
 
 from treadle.calibrate.constants_of_job import (
     constants_of,
-    most_slower,
     partners_of,
     slower,
     value_of,
@@ -29,8 +28,8 @@ from treadle.planner.structure import recomputed_ops
 from treadle.simulator import critical_path, simulate
 
 _SLIGHTLY = 1.02
-"""Factor by which a constant is moved to see what a path spends on it. Device and host limit each other: a path is longer
-than its tangent anywhere else, so tangents bound it as paths bound the step."""
+"""Factor by which a constant is moved to see what a path spends on it. Device and host limit each other, so a path is
+longer than its tangent anywhere else: tangents bound it as paths bound the step."""
 
 
 class PathForm:
@@ -46,7 +45,6 @@ class PathForm:
         self._uses = np.eye(len(self.keys))
         for hidden, partner in self._partners:
             self._uses[hidden, partner] = 1
-        self._most = np.log([most_slower(key, value_of(self.job.cluster, key)) for key in self.keys])
         self._paths: list[Floats] = []
         self.add_path(np.zeros(len(self.keys)))
 
@@ -84,6 +82,11 @@ class PathForm:
             spent[partner] -= spent[hidden]
         self._paths.append(np.maximum(0.0, spent) * np.exp(-(self._uses @ logs)))
 
+    def restart(self, logs: Floats) -> None:
+        """Keep the critical path under these constants alone."""
+        self._paths.clear()
+        self.add_path(logs)
+
     def seconds(self, logs: Floats) -> float:
         """Return the seconds of the longest path that is known."""
         return float(self._longest(logs).sum())
@@ -91,7 +94,7 @@ class PathForm:
     def slopes(self, logs: Floats) -> Floats:
         """Return the slopes of the logarithm of `seconds`."""
         parts = self._longest(logs)
-        return np.asarray(parts @ self._uses / parts.sum() * (logs < self._most))
+        return np.asarray(parts @ self._uses / parts.sum())
 
     def shares(self) -> Floats:
         """Return the largest share of a path that each constant decides, where all are as the cluster has them."""
@@ -99,7 +102,7 @@ class PathForm:
 
     def _longest(self, logs: Floats) -> Floats:
         """Seconds of the longest path, by term."""
-        by = np.exp(self._uses @ np.minimum(logs, self._most))
+        by = np.exp(self._uses @ logs)
         return np.asarray(max((path * by for path in self._paths), key=np.sum))
 
     def _costs(self, logs: Floats) -> Costs:

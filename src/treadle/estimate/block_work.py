@@ -35,8 +35,8 @@ _EAGER = {
 
 
 _EXPERT_LAUNCHES = (1.0, 1.5, 0.5)
-"""What the host does for each local expert in forward, dgrad and wgrad, in forwards; in FP8 and NVFP4, which quantise the
-operands of each, and outside of whole graphs."""
+"""What the host does for each local expert in forward, dgrad and wgrad, in forwards; in FP8 and NVFP4, which quantise
+the operands of each, and outside of whole graphs."""
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +116,8 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
     return PartWork(
         _gemms(piece, (_forward(each) for each in linears)) + forward,
         _gemms(piece, (_dgrad(each) for each in linears)) + backward,
-        _gemms(piece, (_wgrad(each, job.gradient_bytes) for each in linears)) + OpWork(launches=launches[2], expert_launches=experts[2]),
+        _gemms(piece, (_wgrad(each, job.gradient_bytes) for each in linears))
+        + OpWork(launches=launches[2], expert_launches=experts[2]),
         _again(job, piece, flops),
     )
 

@@ -93,15 +93,16 @@ def _block_ticks(job: Job, *, overlapped: bool) -> Mapping[str, Mapping[str, int
     stretched until it does. Exchanges that run beside computation do not keep the host waiting.
     """
     by = factors(job)
-    slower = constant(job.cluster, "overlap_host") if overlapped else 1.0
     found = {}
     for block in set(job.model.blocks):
         works = actions(job, block)
         device = {name: seconds(at_peak(work, job.cluster, job.precision), by) for name, work in works.items()}
         runs = {name for name in works if not name.endswith("_r") or name[:-2] in job.recompute}
-        host = slower * sum(host_seconds(works[name], job) for name in runs)
-        busy = sum(device[name] for name in runs if not (overlapped and name.startswith(_EXCHANGES)))
-        stretch = (1 + (host / busy) ** _LIMIT) ** (1 / _LIMIT) if busy else 1.0
+        host = sum(host_seconds(works[name], job, overlapped=overlapped) for name in runs)
+        computed = sum(device[name] for name in runs if not name.startswith(_EXCHANGES))
+        waited = 0.0 if overlapped else sum(device[name] for name in runs) - computed
+        whole = ((computed + waited) ** _LIMIT + host**_LIMIT) ** (1 / _LIMIT)
+        stretch = (whole - waited) / computed if computed else 1.0
         found[block] = {
             name: round(NS * time * (1.0 if name.startswith(_EXCHANGES) else stretch)) for name, time in device.items()
         }

@@ -148,7 +148,8 @@ def seconds(times: PeakTimes, by: PeakTimes) -> float:
     return float(sum(map(mul, times, by)))
 
 
-def host_seconds(work: OpWork, job: Job) -> float:
-    """Return the seconds that the host takes to launch some work."""
+def host_seconds(work: OpWork, job: Job, *, overlapped: bool = False) -> float:
+    """Return the seconds that the host takes to launch some work; `overlapped`: under a schedule that is."""
     launch, expert = constant(job.cluster, "launch_us", job.cuda_graph), constant(job.cluster, "expert_us")
+    launch += constant(job.cluster, "overlap_us") if overlapped else 0.0
     return 1e-6 * (work.launches * launch + work.expert_launches * expert)

@@ -1,0 +1,90 @@
+"""Fit the constants of GPU presets to published runs: `python benchmarks/fit_presets.py`.
+
+Writes the [efficiency] sections of src/treadle/estimate/presets/clusters and, from runs that were left out of a fit,
+src/treadle/estimate/presets/run_errors.toml. `benchmarks/held_to/fitting.py` describes the fit; it takes minutes. The
+last line is JSON: the runs, and the factors of older releases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from held_to.fitting import ConstantPool, Floats
+from held_to.left_out import by_chip, by_configuration, fitted_rows, predictions
+
+PRESETS = Path(__file__).parents[1] / "src" / "treadle" / "estimate" / "presets"
+UNMEASURED = {"h800": "h100", "h20": "h100", "a100": "h100"}
+"""GPUs without runs in the fit, and the one whose constants they take."""
+
+_SOURCE = (
+    "# Fitted to {runs} published runs, Megatron-Bridge 25.09 to 26.08 and SimuMax on B200, as of the newest release."
+)
+
+
+def write_clusters(pool: ConstantPool, logs: Floats) -> None:
+    """Write the [efficiency] of each preset."""
+    for path in sorted((PRESETS / "clusters").glob("*.toml")):
+        gpu = UNMEASURED.get(path.stem, path.stem)
+        text = path.read_text(encoding="utf-8")
+        peaks = text[text.index("[peak_flops]") :]
+        kept = text.partition("[efficiency]")[0].rstrip().splitlines()
+        while kept[-1].startswith("#") or not kept[-1]:
+            kept.pop()
+        lines = [_SOURCE.format(runs=len(pool.runs))]
+        if gpu != path.stem:
+            lines.append(f"# They are those of {gpu}: no run of this GPU is among them.")
+        lines.append("[efficiency]")
+        for key, value in pool.constants(gpu, logs).items():
+            precision = key.rpartition("_")[2]
+            if precision not in ("fp8", "mxfp8", "nvfp4") or _has(peaks, precision):
+                lines.append(f"{key} = {float(f'{value:.4g}'):g}")
+        path.write_text("\n".join([*kept, "", *lines, ""]), encoding="utf-8")
+
+
+def _has(peaks: str, precision: str) -> bool:
+    return f"\n{precision} =" in peaks or (precision == "mxfp8" and "\nfp8 =" in peaks)
+
+
+def write_errors(pool: ConstantPool) -> None:
+    """Write the errors of runs that were left out of the fit, by GPU, precision and kind of model."""
+    found: dict[tuple[str, str, bool], dict[str, list[float]]] = {}
+    for name, group in {"configuration_left_out": by_configuration, "chip_left_out": by_chip}.items():
+        for row, prediction in predictions(pool, group):
+            key = (row.job.cluster.gpu, row.job.precision, row.job.model.is_moe)
+            found.setdefault(key, {}).setdefault(name, []).append(round(prediction.error, 3))
+        print(f"{name}: done", flush=True)
+    lines = [
+        "# Printed over measured step, less 1, of published runs that the constants were not fitted to: their",
+        "# configuration left out of the fit, or their chip. Written by `python benchmarks/fit_presets.py`.",
+    ]
+    for (gpu, precision, moe), errors in sorted(found.items()):
+        lines += ["", "[[runs]]", f'gpu = "{gpu}"', f'precision = "{precision}"', f"moe = {str(moe).lower()}"]
+        for name, own in errors.items():
+            lines += _wrapped(name, sorted(own))
+    (PRESETS / "run_errors.toml").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _wrapped(name: str, errors: list[float], each: int = 14) -> list[str]:
+    rows = [", ".join(f"{error:g}" for error in errors[at : at + each]) for at in range(0, len(errors), each)]
+    return [f"{name} = [", *(f"  {row}," for row in rows), "]"]
+
+
+def main() -> None:
+    """Fit, write, and print the factors of releases."""
+    pool = ConstantPool(fitted_rows())
+    logs = pool.fit_all()
+    write_clusters(pool, logs)
+    write_errors(pool)
+    first = len(pool.gpus) * len(pool.keys)
+    factors = {
+        name: round(float(2.718281828459045**log), 3) for name, log in zip(pool.factors, logs[first:], strict=True)
+    }
+    print(json.dumps({"runs": len(pool.runs), "releases": factors}))
+
+
+if __name__ == "__main__":
+    main()
