@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import treadle
 from treadle.estimate import Job, load_cluster, load_model
 from treadle.ir.ops import OpKind
 from treadle.planner import SearchSpace, search
 from treadle.planner.alternatives import with_alternatives
 from treadle.planner.job_estimate import estimate_candidate
-from treadle.planner.plan_files import options_text, untrainable, write_files
+from treadle.planner.plan_directory import read_plan
+from treadle.planner.plan_files import untrainable, write_files
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.space import Candidate, candidates
 from treadle.planner.straggler_plan import study_plan
@@ -83,12 +83,11 @@ def test_chosen_job_is_verified_and_its_figures_agree(found: PlannedStep) -> Non
 @pytest.mark.slow
 def test_files_are_the_plan(found: PlannedStep, tmp_path: Path) -> None:
     written = {path.name: path for path in write_files(found, tmp_path)}
-    assert set(written) == {"schedule.txt", "costs.toml", "train.toml"}
-    schedule = treadle.loads(written["schedule.txt"].read_text())
-    costs = treadle.load_costs(str(written["costs.toml"]))
-    assert schedule == found.schedule
-    trace = treadle.simulate(schedule, costs, found.estimate.structure.options)
-    assert trace.makespan == found.trace.makespan
+    assert set(written) == {"schedule.txt", "costs.toml", "plan.toml", "train.toml"}
+    step = read_plan(tmp_path)
+    assert step.target == found.schedule
+    assert step.options.blocks == found.estimate.job.layout
+    assert step.trace.makespan == found.trace.makespan
 
 
 @pytest.mark.slow
@@ -128,16 +127,14 @@ def test_ranks_that_share_embedding_and_head_sum_its_gradient(schedule: str, sum
     job = Job(model, load_cluster("h100:16"), pp=4, vpp=1 + (not sums), schedule=schedule, global_batch_size=64)
     chosen = PlannedStep.of(estimate_candidate(Candidate(job)).simulated_whole())
     kinds = set(chosen.trace.program.kind.tolist())
-    assert (OpKind.REDUCE_TIED in kinds) == ("--tied" in options_text(chosen.estimate)) == sums
+    assert (OpKind.REDUCE_TIED in kinds) == sums
     assert chosen.report.clean
     assert chosen.step_s == chosen.estimate.step_s
     write_files(chosen, tmp_path)
-    costs = treadle.load_costs(str(tmp_path / "costs.toml"))
-    trace = treadle.simulate(
-        treadle.loads((tmp_path / "schedule.txt").read_text()), costs, chosen.estimate.structure.options
-    )
-    assert trace.makespan == chosen.trace.makespan
-    size = costs.moved_bytes.get("reduce_tied", 0)
+    step = read_plan(tmp_path)
+    assert bool(step.options.tied) == sums
+    assert step.trace.makespan == chosen.trace.makespan
+    size = step.costs.moved_bytes.get("reduce_tied", 0)
     assert size == (4 * 128_256 * 4096 if sums else 0)
 
 

@@ -1,26 +1,24 @@
-"""What is compared: several targets with sizes of their own."""
+"""Several targets, as compare and draw take them: with sizes of their own, and with the model of a plan among them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
-from treadle.cli.target import Target
+from treadle.cli.step_flags import StepFlags
+from treadle.cli.target import Loaded, Target
 from treadle.cli.terminal import note
 from treadle.ir import Schedule
-from treadle.ir.program import Program
-from treadle.ir.trace import Trace
 from treadle.schedules import family, is_known
-
-Loaded: TypeAlias = Schedule | Program | Trace
+from treadle.step import Step, steps_of
 
 _SIZES = {"pp": "pp", "vpp": "vpp", "m": "microbatches"}
 
 
-def load_all(names: Sequence[str], sizes: Target) -> list[tuple[str, Loaded]]:
-    """Load what is named. `sizes` are for schedules by name, where they have none of their own (`interleaved:vpp=4`).
+def sized_targets(names: Sequence[str], sizes: Target) -> list[Target]:
+    """Return the targets that are named. `sizes` are for schedules by name without their own (`interleaved:vpp=4`).
 
     --vpp is for the schedules that can have so many chunks; where some of several cannot, they keep what they have, and
     a note says so.
@@ -32,7 +30,42 @@ def load_all(names: Sequence[str], sizes: Target) -> list[tuple[str, Loaded]]:
         told = ", ".join(f"{target.name} keeps {family(target.name).default_vpp}" for target in kept)
         note(f"--vpp {sizes.vpp} is not for all of them: {told}")
         targets = [replace(target, vpp=None) if target in kept else target for target in targets]
-    return [(name, target.load()) for name, target in zip(names, targets, strict=True)]
+    return beside_plan(targets)
+
+
+def beside_plan(targets: Sequence[Target]) -> list[Target]:
+    """Return the targets; schedules by name have the ranks and micro-batches of the first plan, if they have none."""
+    planned = next((target.plan.target for target in targets if target.plan is not None), None)
+    if not isinstance(planned, Schedule):
+        return list(targets)
+    return [_sized_like(planned, target) if target.is_name() else target for target in targets]
+
+
+def _sized_like(schedule: Schedule, target: Target) -> Target:
+    pp = target.pp if target.pp is not None else schedule.pp
+    microbatches = target.microbatches if target.microbatches is not None else schedule.num_microbatches
+    return replace(target, pp=pp, microbatches=microbatches)
+
+
+def make_steps(targets: Sequence[Target], loaded: Sequence[tuple[str, Loaded]], flags: StepFlags) -> list[Step]:
+    """Return a step for each target, named; beside plans, a schedule gets the costs and the model of the first plan.
+
+    Where it has as many stages as the plan, it gets the plan's layout too; else layers are cut evenly.
+    """
+    first = next((target.plan for target in targets if target.plan is not None), None)
+    if first is None:
+        return steps_of(loaded, flags.costs, flags.options)
+    return [
+        flags.step(thing, target.plan or _for_schedule(first, thing), name=name)
+        for target, (name, thing) in zip(targets, loaded, strict=True)
+    ]
+
+
+def _for_schedule(plan: Step, thing: Loaded) -> Step:
+    """Return the plan without its layout for a schedule that has another number of stages."""
+    if not isinstance(thing, Schedule) or thing.placement.num_stages == len(plan.options.blocks or ()):
+        return plan
+    return replace(plan, options=replace(plan.options, blocks=None))
 
 
 def _keeps(name: str, vpp: int | None) -> bool:

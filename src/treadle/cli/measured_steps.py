@@ -10,6 +10,7 @@ from pathlib import Path
 from treadle.api import load_save
 from treadle.cli.terminal import note, working
 from treadle.ir.steps import Steps
+from treadle.planner.plan_directory import is_plan, read_plan
 from treadle.profiles.imported import Imported
 from treadle.profiles.importing import files_of, import_profile
 
@@ -17,13 +18,16 @@ _SHOWN_REMARKS = 6
 
 
 def load_steps(paths: Sequence[Path]) -> Steps:
-    """Read the measured steps of one run, and tell what could not be used.
+    """Read the measured steps of one run, and note what could not be used; of a plan, its simulated step.
 
     Raises:
         ValueError: the files hold no run, or several.
         OSError: a file cannot be read.
 
     """
+    if len(paths) == 1 and is_plan(paths[0]):
+        with working("simulating"):
+            return Steps.of(read_plan(paths[0]).trace)
     if load_save.holds_traces(paths):
         with working(f"reading {paths[0]}"):
             return load_save.load_traced(paths)
@@ -45,6 +49,8 @@ def import_run(
     blocks: tuple[str, ...] | None = None,
 ) -> Imported:
     """Read a profile, with a progress bar."""
+    for path in filter(is_plan, paths):
+        raise ValueError(f"{path} is a plan, of which nothing was measured; treadle simulate predicts its step")
     total = sum(path.stat().st_size for path, _ in files_of(paths))
     done = 0
     with working("reading") as advance:

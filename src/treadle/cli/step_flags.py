@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +53,9 @@ def layout_blocks(text: str, dense: int | None, costs: Costs) -> tuple[str, ...]
 class StepFlags:
     """The options as given; those that are left out have the defaults of LoweringOptions."""
 
-    costs_name: Annotated[str, _option("costs", "How long ops take: unit, a preset, or a TOML file.")] = "unit"
+    costs_name: Annotated[
+        str | None, _option("costs", "How long ops take: unit (the default), a preset, or a TOML file.")
+    ] = None
     layers: Annotated[
         str | None,
         _option("layers", "Layers of a chunk: ops on lanes, not cells. One number, or one a stage: 4,4,3,3."),
@@ -82,8 +84,8 @@ class StepFlags:
     hold: Annotated[Hold, _option("hold", "Hold attention's wgrad back into the next slot; auto simulates both.")] = (
         Hold.AUTO
     )
-    ep: Annotated[int, _option("ep", "Expert parallelism.")] = 1
-    dp: Annotated[int, _option("dp", "Data parallelism.")] = 1
+    ep: Annotated[int | None, _option("ep", "Expert parallelism.")] = None
+    dp: Annotated[int | None, _option("dp", "Data parallelism.")] = None
     every_gpu: Annotated[bool, _option("every-gpu", "Every GPU of the mesh is a rank; else alike ones are one.")] = (
         False
     )
@@ -93,17 +95,21 @@ class StepFlags:
         """The costs named."""
         from treadle.costs import load_costs
 
-        return load_costs(self.costs_name)
+        return load_costs(self.costs_name or "unit")
 
     @cached_property
     def options(self) -> LoweringOptions:
         """The options as the library takes them."""
         from treadle.lowering.options import LoweringOptions
 
+        return LoweringOptions(**self._given(self.costs))
+
+    def _given(self, costs: Costs) -> dict[str, Any]:
+        """Return the fields of LoweringOptions that are given, for costs of the model."""
         given: dict[str, Any] = {
             "layers": parse_layers(self.layers),
             "model_layers": self.model_layers,
-            "blocks": None if self.layout is None else layout_blocks(self.layout, self.dense, self.costs),
+            "blocks": None if self.layout is None else layout_blocks(self.layout, self.dense, costs),
             "dense": self.dense if self.layout is None else None,
             "mtp": self.mtp,
             "tied": ((0, -1),) if self.tied else None,
@@ -111,15 +117,35 @@ class StepFlags:
             "split": () if self.no_split else None,
             "hold": {Hold.AUTO: None, Hold.ALWAYS: True, Hold.NEVER: False}[self.hold],
         }
-        flags = ("by_layer", "moe", "padded", "offload", "ep", "dp", "every_gpu")
-        given |= {name: getattr(self, name) for name in flags}
-        return LoweringOptions(**{name: value for name, value in given.items() if value is not None})
+        given |= {name: getattr(self, name) or None for name in ("by_layer", "moe", "padded", "offload", "every_gpu")}
+        given |= {"ep": self.ep, "dp": self.dp}
+        return {name: value for name, value in given.items() if value is not None}
 
-    def step(self, target: Target, **more: Any) -> Step:
-        """Return the step of a target under these options."""
+    def step(self, target: Target, plan: Step | None = None, **more: Any) -> Step:
+        """Return the step of a target under these options; those that are left out are as in the plan, if it has one.
+
+        Raises:
+            ValueError: an option sets the layers, which a plan has.
+
+        """
         from treadle.step import Step
 
-        return Step(target, self.costs, self.options, **more)
+        if plan is None:
+            return Step(target, self.costs, self.options, **more)
+        self._check_beside(plan)
+        costs = self.costs if self.costs_name is not None else plan.costs
+        return Step(target, costs, replace(plan.options, **self._given(costs)), **more)
+
+    def _check_beside(self, plan: Step) -> None:
+        """Refuse options about layers beside a plan, which has its layout; --layout replaces it."""
+        layers = {"--layers": self.layers, "--model-layers": self.model_layers, "--mtp": self.mtp}
+        layers |= {"--dense": self.dense if self.layout is None else None}
+        for option, value in layers.items():
+            if value is not None:
+                raise ValueError(
+                    f"{plan.name} is a plan with its own layers, got {option} {value}; leave it out, or give --layout "
+                    "for another cut"
+                )
 
     def __str__(self) -> str:
         words = [f"--layers {self.layers}"] if self.layers is not None else []
@@ -128,9 +154,9 @@ class StepFlags:
         words += [f"--{name} {getattr(self, name)}" for name in ("dense", "mtp", "recompute") if getattr(self, name)]
         flags = ("by_layer", "tied", "moe", "padded", "offload", "no_split", "every_gpu")
         words += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
-        words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) > 1]
+        words += [f"--{name} {getattr(self, name)}" for name in ("ep", "dp") if getattr(self, name) is not None]
         words += [f"--hold {self.hold.value}"] if self.hold is not Hold.AUTO else []
-        words += [f"--costs {shlex.quote(self.costs_name)}"] if self.costs_name != "unit" else []
+        words += [f"--costs {shlex.quote(self.costs_name)}"] if self.costs_name is not None else []
         return " ".join(words)
 
 

@@ -6,8 +6,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -19,6 +20,10 @@ from treadle.schedules import family, is_known
 if TYPE_CHECKING:
     from treadle.ir.program import Program
     from treadle.ir.trace import Trace
+    from treadle.step import Step
+
+Loaded: TypeAlias = "Schedule | Program | Trace"
+"""A target as it was generated or read."""
 
 _UNNAMED = "custom"
 """The name of a schedule whose file gives it none."""
@@ -26,7 +31,7 @@ _UNNAMED = "custom"
 _NAME = typer.Argument(
     metavar="NAME|FILE",
     help="A schedule's name; a file: schedule (text, torch-csv, json), program (npz), trace (json, npz); a directory: "
-    "profile of a run, or its traces; or - for a schedule on stdin.",
+    "what plan --files wrote, the profile of a run, or its traces; or - for a schedule on stdin.",
 )
 PLACEMENT = typer.Option(
     "--placement", help="For rows without a '# placement' line: loop, v, bidirectional or a table: 0,2/1,3."
@@ -46,15 +51,24 @@ class Target:
     microbatches: Microbatches = None
     placement: Annotated[str | None, PLACEMENT] = None
 
-    def load(self) -> Schedule | Program | Trace:
+    def load(self) -> Loaded:
         """Generate the schedule, or read the file."""
         return self._generate() if self.is_name() else self._read()
+
+    @cached_property
+    def plan(self) -> Step | None:
+        """The step of the plan, if a directory is named that `treadle plan --files` wrote."""
+        if self.is_name() or not Path(self.name).is_dir():
+            return None
+        from treadle.planner.plan_directory import is_plan, read_plan
+
+        return read_plan(self.name) if is_plan(Path(self.name)) else None
 
     def schedule(self) -> Schedule:
         """The schedule, or a ValueError where the file holds something else."""
         return self.checked_schedule(self.load())
 
-    def checked_schedule(self, loaded: Schedule | Program | Trace) -> Schedule:
+    def checked_schedule(self, loaded: Loaded) -> Schedule:
         """Return the loaded schedule, or raise a ValueError if it is something else."""
         if not isinstance(loaded, Schedule):
             raise ValueError(f"{self.name} is a {type(loaded).__name__.lower()}; this needs a schedule")
@@ -83,11 +97,13 @@ class Target:
         with working(f"generating {self.name}") as advance:
             return chosen.generate(size, advance)
 
-    def _read(self) -> Schedule | Program | Trace:
+    def _read(self) -> Loaded:
         source = "<stdin>" if self.name == "-" else self.name
         with working(f"reading {source}"):
             if self.name == "-":
-                loaded: Schedule | Program | Trace = load_save.loads(sys.stdin.read(), source, placement=self.placement)
+                loaded: Loaded = load_save.loads(sys.stdin.read(), source, placement=self.placement)
+            elif self.plan is not None:
+                loaded = self._planned(self.plan)
             elif Path(self.name).is_dir():
                 loaded = _typical_step(Path(self.name))
             else:
@@ -95,6 +111,12 @@ class Target:
         if isinstance(loaded, Schedule):
             self._check_size(loaded, source)
         return loaded
+
+    def _planned(self, plan: Step) -> Schedule:
+        if self.placement is not None:
+            raise ValueError(f"{self.name} has its placement, got --placement {self.placement}; leave the option out")
+        assert isinstance(plan.target, Schedule)
+        return plan.target
 
     def _check_size(self, schedule: Schedule, source: str) -> None:
         given = (("--pp", self.pp), ("--vpp", self.vpp), ("--microbatches", self.microbatches))
@@ -104,7 +126,7 @@ class Target:
                 raise ValueError(f"{source} has {option[2:]} {held}, got {option} {value}; leave the option out")
 
 
-def label(targets: Sequence[Target], loaded: Sequence[Schedule | Program | Trace]) -> list[str]:
+def label(targets: Sequence[Target], loaded: Sequence[Loaded]) -> list[str]:
     """Return the names of what was loaded: that of a schedule in its file; all as the user named them if two share one.
 
     A file without a name is named as the user did.

@@ -8,7 +8,8 @@ least_time.py      a time that no order of a job's ops can beat
 front.py           the jobs that no other beats in both time and memory
 ranked_search.py   all of it in a row
 alternatives.py    the chosen job beside those that differ in one knob
-planned_step.py    the chosen job in full: verified, measured, as files
+planned_step.py    the chosen job in full: verified, measured
+plan_directory.py  its files, as a target of other commands
 """
 
 from treadle.planner.find_plan import find_plan

@@ -1,4 +1,4 @@
-"""A plan as files that other commands take: the schedule, its costs, and a run of `treadle.train`."""
+"""A plan as files that other commands take: schedule, costs and options, and a run of `treadle.train`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from treadle.estimate import Job, ModelShape
 from treadle.fields.input_files import toml_value
 from treadle.files import FORMATS
 from treadle.ir.blocks import write_layout
-from treadle.planner.job_estimate import JobEstimate
+from treadle.planner.plan_directory import COSTS, OPTIONS, SCHEDULE, options_toml
 from treadle.planner.planned_step import PlannedStep
-from treadle.planner.structure import columns
 
 _TRAINED = (
     "vocab_size",
@@ -31,33 +30,20 @@ _TRAINED = (
 
 
 def write_files(chosen: PlannedStep, directory: Path) -> tuple[Path, ...]:
-    """Write schedule.txt and costs.toml, and train.toml where `treadle.train` can run the job."""
+    """Write schedule.txt, costs.toml and plan.toml, and train.toml where `treadle.train` can run the job."""
     directory.mkdir(parents=True, exist_ok=True)
     made = {
-        "schedule.txt": FORMATS["text"].dump(chosen.schedule),
-        "costs.toml": dump_costs(chosen.estimate.costs, comments=True),
+        SCHEDULE: FORMATS["text"].dump(chosen.schedule),
+        COSTS: dump_costs(chosen.estimate.costs, comments=True),
+        OPTIONS: options_toml(chosen.estimate),
     }
     if untrainable(chosen.estimate.job) is None:
-        made["train.toml"] = train_file(chosen.estimate.job, (directory / "costs.toml").resolve())
+        made["train.toml"] = train_file(chosen.estimate.job, (directory / COSTS).resolve())
     else:
         (directory / "train.toml").unlink(missing_ok=True)  # of another plan
     for name, text in made.items():
         (directory / name).write_text(text, encoding="utf-8")
     return tuple(directory / name for name in made)
-
-
-def options_text(estimate: JobEstimate) -> str:
-    """Return the options with which `simulate`, `verify` and `draw` lower the schedule as the plan does."""
-    blocks, options, (ep, dp) = estimate.structure.blocks, estimate.structure.options, columns(estimate.job)
-    dense = "".join(blocks).count("d")
-    parts = [f"--layout '{write_layout(blocks)}' --by-layer"]
-    parts += [f"--dense {dense}"] if dense else []
-    parts += [f"--moe --padded --ep {ep}"] if options.moe else []
-    parts += [f"--recompute {','.join(options.recompute)}"] if options.recompute else []
-    parts += ["--offload"] if options.offload else []
-    parts += ["--tied"] if options.tied else []
-    parts += [f"--dp {dp}"] if dp > 1 else []
-    return " ".join(parts)
 
 
 def untrainable(job: Job) -> str | None:

@@ -13,7 +13,7 @@ from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_time
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
-from treadle.planner.plan_report import commands, count_text, mesh_text, study_text
+from treadle.planner.plan_report import commands, count_text, study_text
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.view.template import fill_template
@@ -45,7 +45,6 @@ def page(
         "layout": escape(write_layout(job.layout)),
         "directory": escape(str(directory)),
         "commands": escape("\n".join(commands(chosen, directory))),
-        "mesh": escape(mesh_text(job) or ""),
     }
     return fill_template("treadle.planner", parts)
 

@@ -12,10 +12,9 @@ from treadle.estimate.job_memory import MemoryEstimate
 from treadle.folding.stragglers import StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.planner.job_estimate import Alternative, JobEstimate
-from treadle.planner.plan_files import options_text, untrainable
+from treadle.planner.plan_files import untrainable
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
-from treadle.planner.structure import columns
 from treadle.schedules import family
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ def plan_object(
             "clean": chosen.report.clean,
             "host_bytes": chosen.host_bytes,
             "untrainable": untrainable(job),
-            "options": options_text(chosen.estimate),
             "memory": [_memory_object(rank) for rank in chosen.estimate.memory],
         },
         "front": [job_object(each) for each in found.front],
@@ -145,22 +143,6 @@ def study_text(study: StragglerStudy) -> str:
 
 def commands(chosen: PlannedStep, directory: Path) -> list[str]:
     """Return the command lines that take the files of a plan: it is drawn and, if the trainer can, rehearsed."""
-    schedule, costs, train = (
-        shlex.quote(str(directory / each)) for each in ("schedule.txt", "costs.toml", "train.toml")
-    )
-    options = f"{schedule} --costs {costs} {options_text(chosen.estimate)}"
+    train = shlex.quote(str(directory / "train.toml"))
     run = [f"python -m treadle.train --config {train} --dry-run"] if untrainable(chosen.estimate.job) is None else []
-    return [f"treadle draw {options}", *run]
-
-
-def mesh_text(job: Job) -> str | None:
-    """Say what `--ep` and `--dp` of these commands count where that is not the job's EP and DP."""
-    ep, dp = columns(job)
-    told = (
-        [f"--ep {ep} counts the TP{job.tp} groups that EP{job.ep} spans"] if job.model.is_moe and ep != job.ep else []
-    )
-    if dp > 1 and dp != job.dp:
-        told.append(
-            f"--dp {dp} is expert data parallelism" if job.model.is_moe else f"--dp {dp} is DP{job.dp} x CP{job.cp}"
-        )
-    return "; ".join(told) or None
+    return [f"treadle draw {shlex.quote(str(directory))}", *run]

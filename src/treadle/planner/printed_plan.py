@@ -62,11 +62,6 @@ class ChosenJson(JobJson):
         "The most that a GPU's offloaded activations take in the host's memory; 0 without offload.",
     ]
     untrainable: Annotated[str | None, "Why treadle.train cannot run the job; null if it can."]
-    options: Annotated[
-        str,
-        "With these, `treadle simulate plan/schedule.txt --costs plan/costs.toml` makes the same step of what "
-        "--files plan writes; so do draw and verify.",
-    ]
     memory: Annotated[list[MemoryJson], "Bytes of each rank of the pipeline at its peak, by part."]
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from treadle.api.verbs import compare_steps
 from treadle.cli.common_options import Json, spread_options
-from treadle.cli.compared import load_all
+from treadle.cli.compared import make_steps, sized_targets
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, layout_blocks, make_traces
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
@@ -24,7 +24,7 @@ from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock, Trace
 from treadle.simulator import Comparison, Difference, OpGroup, fit
 from treadle.simulator.stage_fitting import fit_stages
-from treadle.step import steps_of
+from treadle.step import Step
 
 
 @spread_options
@@ -34,7 +34,7 @@ def compare(
         typer.Argument(
             metavar="A [B ...]",
             help="Schedules by name, with sizes of their own as in interleaved:vpp=4; or files: schedules, programs, "
-            "traces; a directory of traces, one a rank, is one.",
+            "traces; a directory that plan --files wrote, or of traces, one a rank.",
         ),
     ],
     flags: StepFlags,
@@ -56,8 +56,8 @@ def compare(
         )
     if len(names) < 2 and as_json:
         raise ValueError(f"--json prints a comparison, which takes at least two, got {names[0]}; leave --json out")
-    loaded = load_all(names, Target("", pp, vpp, microbatches))
-    steps = steps_of(loaded, flags.costs, flags.options)
+    targets = sized_targets(names, Target("", pp, vpp, microbatches))
+    steps = make_steps(targets, [(name, target.load()) for name, target in zip(names, targets, strict=True)], flags)
     traces = make_traces(steps)
     if fit_to is not None:
         fit_to.write_text(dump_costs(_fitted(traces[-1], flags)), encoding="utf-8")
@@ -73,8 +73,7 @@ def compare(
         print_json("compare", comparison.as_dict())
         return
     _print_table(comparison)
-    predicted = any(not isinstance(thing, Trace) for _, thing in loaded)
-    out.print(comparison.held + (_layer_time(flags.costs, comparison.clock) if predicted else ""), soft_wrap=True)
+    out.print(f"{comparison.held}{_layer_time(steps)}", soft_wrap=True)
     if comparison.ops is not None:
         _print_difference(comparison.ops, comparison.clock)
     elif comparison.why_not and len(traces) == 2:
@@ -90,10 +89,15 @@ def _fitted(trace: Trace, flags: StepFlags) -> Costs:
     return fit_stages(Steps.of(trace), layout_blocks(flags.layout, flags.dense, flags.costs))
 
 
-def _layer_time(costs: Costs, clock: Clock) -> str:
-    """What was taken for a layer's, or else a chunk's, forward."""
+def _layer_time(steps: list[Step]) -> str:
+    """What was taken for a layer's, or else a chunk's, forward; nothing where costs differ."""
+    (costs, *others) = {
+        id(step.costs): step.costs for step in steps if not isinstance(step.target, Trace)
+    }.values() or (None,)
+    if costs is None or others:
+        return ""
     what, ticks = ("layer", costs.of_layer("f")) if costs.says_layers else ("chunk", costs.cell("f"))
-    return f"; a {what}'s forward takes {show_time(clock, ticks)}"
+    return f"; a {what}'s forward takes {show_time(costs.clock, ticks)}"
 
 
 def _ratio(ratio: float | None) -> str:

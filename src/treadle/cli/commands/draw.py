@@ -12,11 +12,12 @@ import typer
 from rich.markup import escape
 
 from treadle.cli.common_options import parse_ranks, spread_options
+from treadle.cli.compared import beside_plan, make_steps
 from treadle.cli.step_flags import StepFlags, note_missing
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp, label
 from treadle.cli.terminal import again, err, out, suggest, working, wrote
 from treadle.drawing import PAGE, Shown, require_matplotlib
-from treadle.step import Step, steps_of
+from treadle.step import Step
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
 from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
@@ -104,7 +105,7 @@ def draw(
         typer.Argument(
             metavar="NAME|FILE...",
             help="Schedules by name, or files: schedules (text, torch-csv, json), programs (npz), traces (json, npz);"
-            " - is a schedule on stdin. Several are drawn on one time axis.",
+            " what plan --files wrote; - is a schedule on stdin. Several are drawn on one time axis.",
         ),
     ],
     flags: StepFlags,
@@ -130,11 +131,12 @@ def draw(
     """
     _check(output, figure, palette_name)
     sized = [Target(name, pp, vpp, microbatches, placement) for name in names]
-    targets = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
+    sized = sized if len(sized) == 1 else [each if each.is_name() else Target(each.name) for each in sized]
+    targets = beside_plan(sized)
     things = [target.load() for target in targets]
     loaded = list(zip(label(targets, things), things, strict=True))
     noted: set[str] = set()
-    drawn = [_shown(step, noted) for step in steps_of(loaded, flags.costs, flags.options)]
+    drawn = [_shown(step, noted) for step in make_steps(targets, loaded, flags)]
     if against is not None:
         drawn.append(_shown(Step(Target(str(against)).load(), name=str(against)), noted))
     if output is None:

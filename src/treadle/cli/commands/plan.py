@@ -32,7 +32,6 @@ from treadle.planner.plan_report import (
     commands,
     count_text,
     host_text,
-    mesh_text,
     plan_object,
     schedule_text,
     study_text,
@@ -85,7 +84,8 @@ def plan(
     draws: Annotated[int | None, typer.Option(help=f"How often slow GPUs are drawn; {DRAWS}.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
     files: Annotated[
-        Path | None, typer.Option(help="Write schedule.txt, costs.toml and train.toml to this directory.")
+        Path | None,
+        typer.Option(help="Write the plan to this directory, which simulate, draw, verify and compare take."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -314,9 +314,6 @@ def _tell_next(chosen: PlannedStep, files: Path | None, written: tuple[Path, ...
     else:
         note("treadle.train has no fused kernels and saves about twice as much; its --dry-run counts its own memory")
     names = ", ".join(shlex.quote(str(path)) for path in written)
-    out.print(f"wrote {names}; draw, simulate and verify take", style="dim", soft_wrap=True)
+    out.print(f"wrote {names}; commands that take a schedule take the directory", style="dim", soft_wrap=True)
     for command in commands(chosen, files):
         out.print(escape(f"  {command}"), soft_wrap=True)
-    told = mesh_text(chosen.estimate.job)
-    if told is not None:
-        out.print(told, style="dim", soft_wrap=True)

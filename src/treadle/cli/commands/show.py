@@ -74,7 +74,7 @@ def show(
     from treadle.files import npz
     from treadle.view.lane_rows import lanes_text
 
-    step = flags.step(schedule)
+    step = flags.step(schedule, target.plan)
     make_program(step)
     program = step.program
     if output is not None:

@@ -50,6 +50,7 @@ def simulate(
         raise ValueError("--unfolded is about every GPU of a mesh; add --every-gpu, or leave it out")
     step = flags.step(
         target.load(),
+        target.plan,
         slowness=slow.slowness,
         stragglers=slow.stragglers(),
         seed=slow.seed,

@@ -38,7 +38,7 @@ def verify(
 ) -> None:
     """Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not."""
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    step = flags.step(target.load())
+    step = flags.step(target.load(), target.plan)
     with working("verifying"):
         report, program = step.verify(
             receives=receives.value, ring=ring, max_activations=max_activations, memory_limit=limit
