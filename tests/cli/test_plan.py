@@ -65,7 +65,7 @@ def test_the_directory_of_a_plan_simulates_to_its_step(tmp_path: Path, monkeypat
     step = next(line.split()[1] for line in printed.splitlines() if line.startswith("step "))
     assert f"{simulated['makespan'] / 1e6:.3f}" == step
     assert treadle.verify(treadle.load("plan/schedule.txt")).clean
-    svg = (tmp_path / "plan.html").read_text().split("<svg", 1)[1].split("</svg>")[0]
+    svg = (tmp_path / "plan.html").read_text().split('<svg class="scatter"', 1)[1].split("</svg>")[0]
     dots = ElementTree.fromstring(f"<svg{svg}</svg>").findall(".//circle")
     assert len(dots) > 3
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
+from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
-from treadle.ir.show import show_time
+from treadle.ir.ops import OpKind
+from treadle.ir.show import counted, show_time
+from treadle.ir.trace import Trace
+from treadle.planner.front_chart import front_chart
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
-from treadle.planner.plan_report import commands, count_text, study_text
+from treadle.planner.plan_bars import alternative_bars, memory_bars, memory_table
+from treadle.planner.plan_report import batch_text, commands, count_text, study_text
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
+from treadle.planner.run_errors import RunErrors, run_errors
+from treadle.planner.uncertainty import doubts
+from treadle.schedules import family
+from treadle.view.page.preview import shown_lanes, small_picture
+from treadle.view.palette import ROLE_OF, Palette, Role, palette
 from treadle.view.template import fill_template
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 330, 54, 40
-_TICKS = 6
+_NUM_TOKENS = 10**12
+_FRONT_ROWS = 6
+"""Jobs of the Pareto front that show without a click."""
+_SLOTS = 8
+"""Micro-batches of the part of a step that is drawn, besides those that fill the pipeline."""
+_COLUMNS = 1440
 
 
 def page(
@@ -32,156 +46,200 @@ def page(
     """Return the HTML of a plan; its commands take the files of `directory`."""
     job = chosen.estimate.job
     assert job.layout is not None
+    errors = run_errors(job)
     parts = {
         "title": escape(f"{job.model.name} on {job.cluster.name}"),
-        "head": escape(describe(job)),
-        "count": escape(count_text(found)),
-        "figures": _figures(chosen, found.memory_limit),
-        "front": _scatter(found),
-        "memory": _memory(chosen, found.memory_limit),
-        "others": _alternatives(others),
+        "head": escape(f"{job.model.name} on {job.cluster.name}: {_words(job)}"),
+        "choice": escape(_choice(job)),
+        "knobs": escape(describe(job)),
+        "figures": _figures(chosen, errors, found.memory_limit),
+        "backing": escape(_backing(errors)),
+        "facts": _facts(chosen),
+        "why": _why(found, chosen, errors),
+        "others": _alternatives(others, errors, chosen.estimate.memory_bytes),
+        "memory": memory_bars(chosen, found.memory_limit) + _folded("Memory as a table, in GiB", memory_table(chosen)),
+        "step": _step(chosen),
+        "doubts": _doubts(chosen, errors, found.memory_limit),
+        "front": front_chart(found, {"chosen": found.best}),
         "jobs": _jobs(found.front),
         "stragglers": _study(study) if study is not None else "",
         "layout": escape(write_layout(job.layout)),
         "directory": escape(str(directory)),
-        "commands": escape("\n".join(commands(chosen, directory))),
+        "commands": "\n".join(map(_unbroken, commands(chosen, directory))),
+        "count": escape(count_text(found)),
     }
     return fill_template("treadle.planner", parts)
 
 
-def _figures(chosen: PlannedStep, limit: int) -> str:
-    job = chosen.estimate.job
+def _words(job: Job) -> str:
+    """Return how a job uses the GPUs, in words."""
+    cuts = [f"a pipeline of {job.pp} ranks" + (f" with {job.vpp} stages each" if job.vpp > 1 else "")]
+    cuts = cuts if job.pp > 1 else ["no pipeline"]
+    cuts += [f"tensors over {job.tp} GPUs"] if job.tp > 1 else []
+    cuts += [f"sequences over {job.cp} GPUs"] if job.cp > 1 else []
+    cuts += [f"experts over {job.ep} GPUs"] if job.ep > 1 else []
+    return ", ".join([*cuts, counted(job.dp, "replica")])
+
+
+_SHARDED = {
+    "none": "the optimizer whole on each replica",
+    "optimizer": "the optimizer sharded over replicas",
+    "gradients": "optimizer and gradients sharded over replicas (ZeRO-2)",
+    "parameters": "parameters, gradients and optimizer sharded over replicas (FSDP)",
+}
+
+
+def _choice(job: Job) -> str:
+    """Return the rest of a job in words: its schedule, its micro-batches, and what it does to save memory."""
+    batches = f"{job.num_microbatches:,} micro-batches of {counted(job.micro_batch_size, 'sequence')} a replica"
+    saved = [f"{' and '.join(job.recompute)} recomputed"] if job.recompute else []
+    saved += ["activations offloaded to the host"] if job.offload else []
+    kept = ", ".join(saved) or "nothing recomputed or offloaded"
+    named = f"{job.schedule} ({family(job.schedule).summary})"
+    sharded = [_SHARDED[job.sharding]] if job.dp > 1 else []
+    return f"Schedule {'; '.join([named, batches, *sharded, kept])}."
+
+
+def _figures(chosen: PlannedStep, errors: RunErrors, limit: int) -> str:
+    """Return the figures that a payer asks for, each with its range where published runs give one."""
+    job, low, high = chosen.estimate.job, errors.low, errors.high
+    days, hours = chosen.days(_NUM_TOKENS), chosen.gpu_hours(_NUM_TOKENS)
+    speed, mfu = chosen.tokens_per_s_per_gpu, chosen.mfu
+    step = chosen.step_s
     figures = (
-        (f"{chosen.step_s:.3f} s", "a step"),
-        (f"{job.global_batch_size * job.seq_len:,}", f"tokens: {job.global_batch_size:,} sequences of {job.seq_len:,}"),
-        (f"{chosen.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"),
-        (f"{chosen.days(10**12):,.1f} days", f"for 10^12 tokens, {chosen.gpu_hours(10**12):,.0f} GPU-hours"),
-        (f"{chosen.mfu:.1%}", f"MFU in {job.precision}"),
-        (f"{chosen.metrics.idle_share:.1%}", "idle, mean over ranks"),
-        (f"{chosen.exposed_share:.1%}", "exposed communication"),
-        (f"{chosen.estimate.memory_bytes / GIB:.1f} GiB", f"memory of {limit / GIB:.1f}"),
-        (str(job.num_microbatches), "micro-batches a replica"),
-        ("clean" if chosen.report.clean else "findings", "verified"),
+        ("step", f"{step:.3f} s", f"{step * low:.3g} to {step * high:.3g} s"),
+        ("time for 10^12 tokens", f"{days:,.1f} days", f"{days * low:,.1f} to {days * high:,.1f} days"),
+        ("cost of 10^12 tokens", f"{hours:,.0f} GPU-hours", f"{hours * low:,.0f} to {hours * high:,.0f}"),
+        ("throughput", f"{speed:,.0f} tokens/s/GPU", f"{speed / high:,.0f} to {speed / low:,.0f}"),
+        (f"MFU in {job.precision}", f"{mfu:.1%}", f"{mfu / high:.1%} to {mfu / low:.1%}"),
+        ("memory", f"{chosen.estimate.memory_bytes / GIB:.1f} GiB", f"of {limit / GIB:.1f} GiB a GPU"),
     )
-    return "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
-
-
-def _scatter(found: SearchResult) -> str:
-    """Return the simulated jobs as dots over step time and memory, the front as a line."""
-    timed = [each for each in found.fitting if each.ticks is not None]
-    slowest = min(max(each.step_s for each in timed), 4 * found.best.step_s)
-    across = _Axis(found.best.step_s, slowest, _LEFT, _WIDTH - 12)
-    least = min(each.memory_bytes for each in timed) / GIB
-    up = _Axis(least, found.memory_limit / GIB, _HEIGHT - _BOTTOM, 14)
-
-    def place(each: JobEstimate) -> tuple[float, float]:
-        return across.at(each.step_s), up.at(each.memory_bytes / GIB)
-
-    dots = [place(each) for each in timed if each.step_s <= slowest]
-    shown = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in sorted(set(dots)))
-    front = [each for each in found.front if each.step_s <= slowest]
-    places = [place(each) for each in front]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in _staircase(places))
-    marks = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{_hover(each)}</title></circle>'
-        for each, (x, y) in zip(front, places, strict=True)
+    return "".join(
+        f"<div><dt>{what}</dt><dd><b>{escape(value)}</b><span>{escape(span)}</span></dd></div>"
+        for what, value, span in figures
     )
+
+
+def _backing(errors: RunErrors) -> str:
+    return f"Ranges hold 80 % of runs like it ({errors.like}: {errors.runs:,} published runs); steps alone."
+
+
+def _facts(chosen: PlannedStep) -> str:
+    facts = {
+        "batch": batch_text(chosen.estimate.job),
+        "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
+        "exposed communication": f"{chosen.exposed_share:.1%} of the step",
+        "verified": "clean" if chosen.report.clean else "with findings",
+    }
+    return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+
+
+def _why(found: SearchResult, chosen: PlannedStep, errors: RunErrors) -> str:
+    return f"<p>{escape(f'It is the fastest job that fits: {count_text(found)}.')}</p>"
+
+
+def _alternatives(others: Sequence[Alternative], errors: RunErrors, best_bytes: int) -> str:
+    """Return the best other value of each knob as bars, and all values folded."""
+    if not others:
+        return "<p>The search was narrowed to one value of every setting.</p>"
+    nearest = list({other.knob: other for other in reversed(others)}.values())[::-1]
+    made = alternative_bars(nearest, errors.typical, best_bytes)
+    note = f"Within {errors.typical:.1%}, the shaded band, published runs do not separate two jobs."
+    rest = ""
+    if len(nearest) < len(others):
+        rest = _folded(f"All {len(others)} changes", alternative_bars(others, errors.typical, best_bytes))
+    return f'{made}<p class="note">{note}</p>{rest}'
+
+
+def _step(chosen: PlannedStep) -> str:
+    """Return the step as a small picture, a row for each rank of the pipeline: all of it, or what repeats once."""
+    trace, job, colours = chosen.trace, chosen.estimate.job, palette("kimi")
+    share = min(1.0, (job.pp + _SLOTS) / (job.num_microbatches + job.pp))
+    lanes = shown_lanes(trace)
+    height = min(22, max(5, 320 // len(lanes)))
+    last = f"<span>rank {len(lanes) - 1}</span>" if len(lanes) > 1 else ""
+    picture = small_picture([(trace, lane) for lane in lanes], colours, round(trace.makespan * share), _COLUMNS)
+    part = "The whole step." if share == 1 else f"The first {share:.0%} of the step, before it repeats itself."
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="step time and memory of all simulated jobs">'
-        f"{_axes(across, up)}<g class='dots'>{shown}</g><polyline points='{line}'/><g class='front'>{marks}</g></svg>"
+        f'<div class="step" style="height:{height * len(lanes)}px" role="img" aria-label="What each rank computes over '
+        f'time"><span class="ends"><span>rank 0</span>{last}</span>{picture}</div>'
+        f'<div class="step-axis"><span>0 s</span><span>{chosen.step_s * share:.3f} s</span></div>'
+        f'<ul class="key">{_step_key(trace, lanes, colours)}</ul>'
+        f'<p class="note">{part} {chosen.metrics.idle_share:.1%} of the step is idle, mean over ranks.</p>'
     )
 
 
-def _staircase(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the corners between places from left to right: a job's memory, until a slower one takes less."""
-    corners = [(right[0], left[1]) for left, right in pairwise(places)]
-    return [*places[:1], *(point for pair in zip(corners, places[1:], strict=True) for point in pair)]
+def _step_key(trace: Trace, lanes: Sequence[int], colours: Palette) -> str:
+    """Return the colours of what ranks compute, of a first chunk and of later ones where there are any."""
+    program = trace.program
+    ops = np.concatenate([np.arange(program.lane_ptr[lane], program.lane_ptr[lane + 1]) for lane in lanes])
+    ops = ops[trace.end[ops] > trace.start[ops]]
+    used = {ROLE_OF[OpKind(kind)] for kind in np.unique(program.kind[ops]).tolist()}
+    chunks = bool((program.chunk[ops] > 0).any())
+    key = []
+    for role in (role for role in Role if role in used):
+        later = colours[role].later if chunks else ""
+        swatches = "".join(f'<i style="background:{fill}"></i>' for fill in (colours[role].fill, later) if fill)
+        key.append(f"<li>{swatches}{role}{' (darker: later chunks)' if later else ''}</li>")
+    return "".join([*key, '<li><i class="idle"></i>idle</li>'])
 
 
-class _Axis:
-    """A linear axis from `low` at `start` to `high` at `stop`, widened to round numbers."""
-
-    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
-        span = max(high - low, 1e-9 * max(1.0, high), 1e-12)
-        raw = span / (_TICKS - 1)
-        power = 10.0 ** math.floor(math.log10(raw))
-        self.step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
-        self.low = math.floor(low / self.step) * self.step
-        self.high = math.ceil(high / self.step) * self.step
-        self.start, self.stop = start, stop
-
-    def at(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
-
-    @property
-    def ticks(self) -> list[float]:
-        return [self.low + number * self.step for number in range(round((self.high - self.low) / self.step) + 1)]
+def _doubts(chosen: PlannedStep, errors: RunErrors, limit: int) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(doubt.source)}</th><td>{"yes" if doubt.covered else "no"}</td>'
+        f"<td>{escape(doubt.text)}</td></tr>"
+        for doubt in doubts(chosen, errors, limit)
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("source", "in the range", "what is known"))
+    table = f'<table class="rows doubts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return _interval(chosen.step_s, errors) + table
 
 
-def _axes(across: _Axis, up: _Axis) -> str:
-    foot = _HEIGHT - _BOTTOM
-    made = [
-        f'<text x="{across.at(value):.1f}" y="{foot + 16}" text-anchor="middle">{value:g}</text>'
-        for value in across.ticks
-    ]
-    for value in up.ticks:
-        y = up.at(value)
-        made.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 12}" y2="{y:.1f}"/>')
-        made.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    made.append(f'<text x="{(_LEFT + _WIDTH) / 2:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">step, s</text>')
-    made.append(f'<text x="12" y="{foot / 2:.0f}" transform="rotate(-90 12 {foot / 2:.0f})">GiB</text>')
-    return "".join(made)
+def _interval(step_s: float, errors: RunErrors) -> str:
+    """Return the range of the step as a bar, from its low end to its high one, with the predicted step marked."""
+    low, high = step_s * errors.low, step_s * errors.high
+    at = (step_s - low) / (high - low) * 100 if high > low else 50.0
+    return (
+        f'<div class="interval" style="--at:{min(max(at, 0.0), 100.0):.2f}%"><span>{low:.3g} s</span>'
+        f'<span class="range"><b>predicted {step_s:.3f} s</b></span><span>{high:.3g} s</span></div>'
+    )
 
 
-def _hover(each: JobEstimate) -> str:
-    return escape(f"{describe(each.job)}: {each.step_s:.3f} s, {each.memory_bytes / GIB:.1f} GiB")
+def _jobs(front: Sequence[JobEstimate]) -> str:
+    shown, rest = front[:_FRONT_ROWS], front[_FRONT_ROWS:]
+    return _job_table(shown) + (_folded(f"{len(rest)} more of the front", _job_table(rest)) if rest else "")
 
 
-def _memory(chosen: PlannedStep, limit: int) -> str:
-    """Return the ranks' memory as bars of parts."""
-    memory = chosen.estimate.memory
-    names = memory[0]._fields
-    most = max(limit, chosen.estimate.memory_bytes)
-    key = "".join(f'<span><i class="{name}"></i>{name}</span>' for name in names)
-    rows = []
-    for rank, held in enumerate(memory):
-        bar = "".join(
-            f'<i class="{name}" style="width:{size / most * 100:.2f}%" title="{name}: {size / GIB:.2f} GiB"></i>'
-            for name, size in zip(names, held, strict=True)
-        )
-        rows.append(f'<tr><th>{rank}</th><td class="stack">{bar}</td><td>{held.total / GIB:.1f}</td></tr>')
-    return f'<div class="key">{key}</div><table class="ranks">{"".join(rows)}</table>'
-
-
-def _alternatives(others: Iterable[Alternative]) -> str:
-    rows = [
-        f"<tr><td>{escape(other.knob)}</td><td>{escape(other.value)}</td>"
-        f"<td>{f'+{other.slower:.1%}' if other.slower is not None else ''}</td>"
-        f"<td>{f'{other.estimate.memory_bytes / GIB:.1f} GiB' if other.fits else ''}</td>"
-        f"<td class='words'>{escape(other.reason)}</td></tr>"
-        for other in others
-    ]
-    head = "<tr><th>knob</th><th>value</th><th>step</th><th>memory</th><th></th></tr>"
-    return f'<table class="rows">{head}{"".join(rows)}</table>'
-
-
-def _jobs(front: Iterable[JobEstimate]) -> str:
-    rows = [
-        f"<tr><td class='words'>{escape(describe(each.job))}</td><td>{each.step_s:.3f} s</td>"
+def _job_table(jobs: Iterable[JobEstimate]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(describe(each.job))}</th><td>{each.step_s:.3f} s</td>'
         f"<td>{each.memory_bytes / GIB:.1f} GiB</td></tr>"
-        for each in front
-    ]
-    return f'<table class="rows"><tr><th>job</th><th>step</th><th>memory</th></tr>{"".join(rows)}</table>'
+        for each in jobs
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("job", "step", "memory"))
+    return f'<table class="rows jobs"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _study(study: StragglerStudy) -> str:
-    rows = [
-        f"<tr><td>{escape(row.name)}</td>"
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row.name)}</th>'
         + "".join(f"<td>{escape(show_time(row.clock, ticks))}</td>" for ticks in (row.base, row.median))
         + "".join(f"<td>+{row.slowdown(share):.1%}</td>" for share in QUANTILES.values())
         + "</tr>"
         for row in study.rows
-    ]
-    head = "".join(f"<th>{name}</th>" for name in ("schedule", "step without", "median with", *QUANTILES))
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("schedule", "step without", "median with", *QUANTILES))
     title = escape(f"{study.stragglers}, {study.num_draws} draws: {study_text(study)}")
-    return f'<section class="wide"><h2>{title}</h2><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></section>'
+    return (
+        f"<section><h2>Slow GPUs</h2><p>{title}</p>"
+        f'<table class="rows numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>'
+    )
+
+
+def _unbroken(line: str) -> str:
+    """Return a line whose words stay whole where they fit: a browser breaks them after hyphens."""
+    return " ".join(f"<span>{escape(word)}</span>" for word in line.split(" "))
+
+
+def _folded(title: str, html: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{html}</details>"

@@ -1,0 +1,57 @@
+"""What is uncertain about a plan, by source: what published runs bound, and what no run backs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from treadle.estimate.cluster import GIB
+from treadle.planner.plan_report import schedule_text
+from treadle.planner.planned_step import PlannedStep
+from treadle.planner.run_errors import FEWEST, RunErrors
+
+
+class Doubt(NamedTuple):
+    """A source of uncertainty. Those that the interval of the step covers come from published runs."""
+
+    source: str
+    text: str
+    covered: bool = False
+
+
+def doubts(chosen: PlannedStep, errors: RunErrors, memory_limit: int) -> tuple[Doubt, ...]:
+    """Return what is uncertain about a chosen job, what is covered by the interval of its step first."""
+    job, free = chosen.estimate.job, memory_limit - chosen.estimate.memory_bytes
+    unrun = schedule_text(job.schedule)
+    found = [
+        Doubt("step time", _runs_text(errors), covered=True),
+        Doubt(
+            "memory",
+            f"counted as Megatron-core with Transformer Engine allocates it; the fullest rank leaves {free / GIB:.1f} "
+            f"GiB of the limit, and the limit leaves {(job.cluster.memory_bytes - memory_limit) / GIB:.1f} GiB of the "
+            "GPU to CUDA, NCCL and torch's allocator",
+        ),
+    ]
+    if not errors.like.endswith(f" on {job.cluster.gpu} in {job.precision}"):
+        text = f"fewer than {FEWEST} published runs are of {job.cluster.gpu or job.cluster.name} in {job.precision}"
+        found.append(Doubt("constants", f"{text}: achieved rates are those of the nearest GPU or precision"))
+    if unrun is not None:
+        found.append(Doubt("schedule", unrun))
+    if job.recompute:
+        parts = " and ".join(job.recompute)
+        found.append(Doubt("recompute", f"{parts}: the forward's time once more, which few published runs back"))
+    if job.offload:
+        found.append(Doubt("offload", "no published run offloads activations: its time is bandwidth over PCIe alone"))
+    if job.model.is_moe:
+        found.append(Doubt("experts", "every expert gets the same share of tokens; unbalanced routing takes longer"))
+    return (
+        *found,
+        Doubt("network", "other jobs on the same switches, and slow or failing GPUs, are not in the step"),
+        Doubt("cost", "GPU-hours are of steps alone: restarts, checkpoints, evaluation and data loading add to them"),
+    )
+
+
+def _runs_text(errors: RunErrors) -> str:
+    return (
+        f"{errors.like}: of {errors.runs:,} published runs 80 % took {errors.low - 1:+.0%} to {errors.high - 1:+.0%} "
+        f"against the predicted step when it was left out of the fit, and half are within {errors.typical:.1%}"
+    )
