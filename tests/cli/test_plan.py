@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 import treadle
 from tests.support.json_output import read_json
 from treadle.cli.app import COMMANDS, app
-from treadle.estimate import load_cluster
+from treadle.cli.plan_knobs import Knobs, parse_sizes
+from treadle.estimate import load_cluster, load_model
 from treadle.planner.find_plan import usable_bytes
+from treadle.planner.space import TRAINED_RECOMPUTE, recompute_sets
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
 """A search of a second."""
@@ -38,7 +40,7 @@ def test_plan_says_what_was_chosen_and_why_not_another() -> None:
     assert lines[0].startswith("llama3-8b on 16 h100: ")
     first = [line.split()[0] for line in lines if line.strip()]
     assert "batch                  524,288 tokens: 128 sequences of 4,096, in bf16" in [line.rstrip() for line in lines]
-    assert any(re.fullmatch(r"10\^12 tokens +[\d,.]+ days, [\d,]+ GPU-hours *", line) for line in lines)
+    assert any(re.fullmatch(r"1T tokens +[\d,.]+ days, [\d,]+ GPU-hours *", line) for line in lines)
     for word in (
         "step",
         "throughput",
@@ -68,6 +70,37 @@ def test_the_directory_of_a_plan_simulates_to_its_step(tmp_path: Path, monkeypat
     svg = (tmp_path / "plan.html").read_text().split('<svg class="scatter"', 1)[1].split("</svg>")[0]
     dots = ElementTree.fromstring(f"<svg{svg}</svg>").findall(".//circle")
     assert len(dots) > 3
+
+
+def test_knobs_are_kept() -> None:
+    """Every option that names a value is in the job that is chosen."""
+    layout = "Et*17|t*15L"
+    args = (*SMALL, "--schedule", "1f1b", "--layout", layout, "--recompute", "mlp", "--offload", "no",
+            "--sharding", "none", "--gradients", "bf16", "--tokens", "15T", "--json")  # fmt: skip
+    chosen = read_json("plan", run(*args))["chosen"]
+    assert (chosen["layout"], chosen["recompute"], chosen["sharding"]) == (layout, ["mlp"], "none")
+    assert chosen["gradient_bytes"] == 2
+    assert not chosen["offload"]
+    assert chosen["run_tokens"] == 15 * 10**12
+    assert chosen["run_gpu_hours"] == pytest.approx(15e12 / chosen["tokens_per_s_per_gpu"] / 3600)
+    assert chosen["run_days"] == pytest.approx(chosen["run_gpu_hours"] / 16 / 24)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("1,2,4", (1, 2, 4)), ("1-8", (1, 2, 4, 8)), ("3-20", (4, 8, 16)), ("3,6", (3, 6)), ("1-4,6,4", (1, 2, 4, 6))],
+)
+def test_a_range_has_its_powers_of_two(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_sizes(text, "--tp") == sizes
+
+
+def test_recompute_is_left_out_or_asked_for() -> None:
+    model = load_model("qwen3-30b-a3b")
+    every = recompute_sets(model)
+    assert Knobs(recompute="no").space(model).recompute == ((),)
+    assert Knobs(recompute="yes").space(model).recompute == every[1:]
+    assert Knobs(recompute="core_attn,moe_act").space(model).recompute == (("core_attn", "moe_act"),)
+    assert Knobs(recompute="yes", trainable=True).space(model).recompute == TRAINED_RECOMPUTE[1:]
 
 
 @pytest.mark.slow
@@ -156,6 +189,20 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
             "cannot put 4 stages on each rank, got --vpp 2,4; interleaved, interleaved-overlap can",
         ),
         ((*EIGHT, "--schedule", "zb-v", "--vpp", "1"), "zb-v cannot put 1 stages"),
+        ((*EIGHT, "--tp", "5-7"), "--tp 5-7 has no power of two; name the sizes, such as --tp 5,7"),
+        ((*EIGHT, "--tp", "1-"), "whole numbers from 1 such as 1,2,4, or a range such as 1-8, got '1-'"),
+        ((*EIGHT, "--offload", "some"), "--offload is no or yes, got 'some'"),
+        ((*EIGHT, "--recompute", "moe-act"), "--recompute is no, yes or modules of a layer, got 'moe-act'; did you"),
+        ((*EIGHT, "--gradients", "fp16"), "--gradients is fp32 or bf16, got 'fp16'"),
+        ((*EIGHT, "--sharding", "fsdp"), "--sharding is none or optimizer or gradients or parameters, got 'fsdp'"),
+        ((*EIGHT, "--layout", "Eq|tL"), "'q' is not a block"),
+        ((*EIGHT, "--layout", "Et|tL"), "a layout of llama3-8b has 32 layers and 0 MTP blocks, got 2 and 0"),
+        ((*EIGHT, "--pp", "4", "--schedule", "1f1b", "--layout", "Et*16|t*16L"), "has 4 stages, the layout 2"),
+        ((*EIGHT, "--tokens", "0"), "--tokens is what the whole run trains on, at least 1, such as 15T, got 0"),
+        ((*EIGHT, "--tokens", "a lot"), "'a lot' is not a count"),
+        ((*EIGHT, "--trainable", "--tp", "2"), "treadle.train has no TP, got --tp 2; leave one of the two out"),
+        ((*EIGHT, "--trainable", "--gradients", "bf16"), "treadle.train has gradients in fp32, got --gradients bf16"),
+        ((*EIGHT, "--trainable", "--recompute", "moe_act"), "treadle.train recomputes attn and mlp, got --recompute"),
         ((*EIGHT, "--draws", "5"), "--draws is about stragglers; give their share"),
         ((*EIGHT, "--straggler-factor", "2"), "--straggler-factor is about stragglers"),
         (("--model", "llama3-8b", "--cluster", "h100:8", "-o", "plan.png"), "a page's name ends in .html"),

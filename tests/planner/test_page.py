@@ -109,13 +109,12 @@ class Read(HTMLParser):
 def test_figures_are_those_of_the_json(made: Made) -> None:
     shown, plan = dict(Read(made.html).pairs), made.json
     job, errors = plan["chosen"], run_errors(made.chosen.estimate.job)
-    hours = 10**12 / job["tokens_per_s_per_gpu"] / 3600
-    days = hours / plan["gpus"] / 24
+    hours, days = job["run_gpu_hours"], job["run_days"]
     low, high = errors.low, errors.high
     step, speed, mfu = job["step_s"], job["tokens_per_s_per_gpu"], job["mfu"]
     assert shown["step"] == f"{step:.3f} s{step * low:.3g} to {step * high:.3g} s"
-    assert shown["time for 10^12 tokens"] == f"{days:,.1f} days{days * low:,.1f} to {days * high:,.1f} days"
-    assert shown["cost of 10^12 tokens"] == f"{hours:,.0f} GPU-hours{hours * low:,.0f} to {hours * high:,.0f}"
+    assert shown["time for 1T tokens"] == f"{days:,.1f} days{days * low:,.1f} to {days * high:,.1f} days"
+    assert shown["cost of 1T tokens"] == f"{hours:,.0f} GPU-hours{hours * low:,.0f} to {hours * high:,.0f}"
     assert shown["throughput"] == f"{speed:,.0f} tokens/s/GPU{speed / high:,.0f} to {speed / low:,.0f}"
     assert shown["MFU in bf16"] == f"{mfu:.1%}{mfu / high:.1%} to {mfu / low:.1%}"
     assert shown["memory"] == f"{job['memory_bytes'] / GIB:.1f} GiBof {plan['memory_limit_bytes'] / GIB:.1f} GiB a GPU"

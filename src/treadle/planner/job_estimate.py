@@ -75,6 +75,8 @@ class Alternative:
 def estimate_candidate(candidate: Candidate) -> JobEstimate:
     """Estimate a candidate's costs and memory, lay out its stages, and bound its time."""
     job = candidate.job
+    if job.layout is not None:
+        return estimate_job(job)
     blocks = _layout(replace(job, offload=False), balanced=candidate.balanced)
     return estimate_job(replace(job, layout=blocks))
 

@@ -18,7 +18,7 @@ from treadle.ir.trace import Trace
 from treadle.planner.front_chart import front_chart
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.plan_bars import alternative_bars, memory_bars, memory_table
-from treadle.planner.plan_report import batch_text, commands, count_text, study_text
+from treadle.planner.plan_report import batch_text, commands, count_text, show_count, study_text
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.planner.run_errors import RunErrors, run_errors
@@ -28,7 +28,6 @@ from treadle.view.page.preview import shown_lanes, small_picture
 from treadle.view.palette import ROLE_OF, Palette, Role, palette
 from treadle.view.template import fill_template
 
-_NUM_TOKENS = 10**12
 _FRONT_ROWS = 6
 """Jobs of the Pareto front that show without a click."""
 _SLOTS = 8
@@ -103,13 +102,13 @@ def _choice(job: Job) -> str:
 def _figures(chosen: PlannedStep, errors: RunErrors, limit: int) -> str:
     """Return the figures that a payer asks for, each with its range where published runs give one."""
     job, low, high = chosen.estimate.job, errors.low, errors.high
-    days, hours = chosen.days(_NUM_TOKENS), chosen.gpu_hours(_NUM_TOKENS)
+    days, hours, tokens = chosen.days, chosen.gpu_hours, show_count(chosen.num_tokens)
     speed, mfu = chosen.tokens_per_s_per_gpu, chosen.mfu
     step = chosen.step_s
     figures = (
         ("step", f"{step:.3f} s", f"{step * low:.3g} to {step * high:.3g} s"),
-        ("time for 10^12 tokens", f"{days:,.1f} days", f"{days * low:,.1f} to {days * high:,.1f} days"),
-        ("cost of 10^12 tokens", f"{hours:,.0f} GPU-hours", f"{hours * low:,.0f} to {hours * high:,.0f}"),
+        (f"time for {tokens} tokens", f"{days:,.1f} days", f"{days * low:,.1f} to {days * high:,.1f} days"),
+        (f"cost of {tokens} tokens", f"{hours:,.0f} GPU-hours", f"{hours * low:,.0f} to {hours * high:,.0f}"),
         ("throughput", f"{speed:,.0f} tokens/s/GPU", f"{speed / high:,.0f} to {speed / low:,.0f}"),
         (f"MFU in {job.precision}", f"{mfu:.1%}", f"{mfu / high:.1%} to {mfu / low:.1%}"),
         ("memory", f"{chosen.estimate.memory_bytes / GIB:.1f} GiB", f"of {limit / GIB:.1f} GiB a GPU"),

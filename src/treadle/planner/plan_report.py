@@ -40,6 +40,9 @@ def plan_object(
             "step_s": chosen.step_s,
             "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
             "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
+            "run_tokens": chosen.num_tokens,
+            "run_days": chosen.days,
+            "run_gpu_hours": chosen.gpu_hours,
             "mfu": chosen.mfu,
             "bubble": chosen.metrics.idle_share,
             "exposed_communication": chosen.exposed_share,
@@ -110,6 +113,14 @@ def schedule_text(name: str) -> str | None:
     if family(name).trainers:
         return None
     return f"{name}: neither Megatron-LM nor torch.distributed.pipelining runs it"
+
+
+def show_count(count: int) -> str:
+    """Return a count with the largest prefix that leaves at most two decimals: 15T, 1.28M, 4,194,304."""
+    for prefix, unit in (("T", 10**12), ("G", 10**9), ("M", 10**6)):
+        if count >= unit and count * 100 % unit == 0:
+            return f"{count / unit:g}{prefix}"
+    return f"{count:,}"
 
 
 def batch_text(job: Job) -> str:

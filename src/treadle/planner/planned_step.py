@@ -23,13 +23,15 @@ class PlannedStep:
     trace: Trace
     metrics: Metrics
     report: VerifyReport
+    num_tokens: int
+    """Of the whole run."""
 
     @classmethod
-    def of(cls, estimate: JobEstimate) -> PlannedStep:
-        """Lower, verify and simulate a job."""
+    def of(cls, estimate: JobEstimate, num_tokens: int = 10**12) -> PlannedStep:
+        """Lower, verify and simulate a job of a run on so many tokens."""
         schedule = estimate.structure.generate(estimate.job.num_microbatches)
         step = Step(schedule, estimate.costs, estimate.structure.options)
-        return cls(estimate, schedule, step.trace, measure(step.trace), step.report)
+        return cls(estimate, schedule, step.trace, measure(step.trace), step.report, num_tokens)
 
     @property
     def step_s(self) -> float:
@@ -42,13 +44,15 @@ class PlannedStep:
         job = self.estimate.job
         return job.global_batch_size * job.seq_len / self.step_s / job.cluster.num_gpus
 
-    def gpu_hours(self, num_tokens: int) -> float:
-        """Return the hours of GPUs that training on so many tokens takes."""
-        return num_tokens / self.tokens_per_s_per_gpu / 3600
+    @property
+    def gpu_hours(self) -> float:
+        """The hours of GPUs that the whole run takes."""
+        return self.num_tokens / self.tokens_per_s_per_gpu / 3600
 
-    def days(self, num_tokens: int) -> float:
-        """Return the days that training on so many tokens takes."""
-        return self.gpu_hours(num_tokens) / self.estimate.job.cluster.num_gpus / 24
+    @property
+    def days(self) -> float:
+        """The days that the whole run takes."""
+        return self.gpu_hours / self.estimate.job.cluster.num_gpus / 24
 
     @property
     def flops_per_s_per_gpu(self) -> float:

@@ -50,6 +50,9 @@ class ChosenJson(JobJson):
 
     tokens_per_s_per_gpu: Annotated[Positive, "Tokens a second and GPU."]
     tflops_per_gpu: Annotated[Positive, "TFLOPS of the model a GPU, without what is recomputed."]
+    run_tokens: Annotated[CountFrom1, "Tokens of the whole run: --tokens, or 10^12."]
+    run_days: Annotated[Positive, "Days that the run takes."]
+    run_gpu_hours: Annotated[Positive, "GPU-hours that the run takes."]
     mfu: Annotated[Share, "Model FLOPs utilisation."]
     bubble: Annotated[Share, "The share of the step in which a rank, on average, does not compute."]
     exposed_communication: Annotated[

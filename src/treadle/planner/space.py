@@ -48,6 +48,9 @@ class SearchSpace:
     """None: optimizer; of dense models without a pipeline also gradients (ZeRO-2) and parameters (FSDP)."""
 
     gradient_bytes: tuple[int, ...] = (4,)
+    layout: tuple[tuple[str, ...], ...] | None = None
+    """Blocks of each stage, for the jobs with as many stages. None: as `balanced` has them."""
+
     balanced: tuple[bool, ...] = (False, True)
     """Stages as even in layers as can be (False), or cut so that the slowest is the fastest possible (True)."""
 
@@ -83,7 +86,9 @@ def candidates(
             reasons[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
             continue
         sharding = space.sharding or _shardings(model, pp)
-        for size, (name, vpp), cut in product(space.micro_batch_size, _schedules(space, model, pp, reasons), sharding):
+        for size, (name, vpp), cut, blocks in product(
+            space.micro_batch_size, _schedules(space, model, pp, reasons), sharding, space.layout or (None,)
+        ):
             try:
                 first = Job(
                     model,
@@ -98,6 +103,7 @@ def candidates(
                     seq_len=seq_len,
                     schedule=name,
                     sharding=cut,
+                    layout=blocks,
                 )
                 check_schedule(first)
             except ValueError as error:
@@ -220,6 +226,10 @@ def check_schedule(job: Job) -> None:
     stages = chosen.placement(job.pp, job.vpp).num_stages
     if stages > job.model.num_hidden_layers:
         raise ValueError(f"{job.schedule} has {stages} stages, and the model {job.model.num_hidden_layers} layers")
+    if job.layout is not None and len(job.layout) != stages:
+        raise ValueError(
+            f"{job.schedule} on {job.pp} ranks with {job.vpp} on each has {stages} stages, the layout {len(job.layout)}"
+        )
     if job.num_microbatches > MOST_MICROBATCHES:
         raise ValueError(
             f"{job.num_microbatches:,} micro-batches a replica are more than {MOST_MICROBATCHES:,}; take a smaller "

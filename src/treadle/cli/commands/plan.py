@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +10,22 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from treadle.cli.common_options import Json, parse_bytes, parse_count
+from treadle.cli.common_options import Json, parse_bytes, parse_count, spread_options
 from treadle.cli.output import print_json
+from treadle.cli.plan_knobs import Knobs
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
 from treadle.cli.writable import check_directory, check_file
-from treadle.estimate import Cluster, Job, ModelShape, load_cluster, load_model
+from treadle.estimate import Cluster, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
 from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.ir.show import show_bytes, show_time
-from treadle.planner import SearchResult, SearchSpace, find_plan
+from treadle.planner import SearchResult, find_plan
 from treadle.planner.find_plan import usable_bytes
 from treadle.planner.job_estimate import Alternative, describe
-from treadle.planner.plan_files import untrainable, untrainable_model, write_files
+from treadle.planner.plan_files import untrainable, write_files
 from treadle.planner.plan_page import page
 from treadle.planner.plan_report import (
     batch_text,
@@ -34,20 +34,18 @@ from treadle.planner.plan_report import (
     host_text,
     plan_object,
     schedule_text,
+    show_count,
     study_text,
 )
 from treadle.planner.planned_step import PlannedStep
-from treadle.planner.space import TRAINED_RECOMPUTE
 from treadle.planner.straggler_plan import DRAWS, study_plan
-from treadle.schedules import family, known
 
 SHOWN = 12
 _SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
 """Names of the parts of memory that fit into 80 columns."""
 
-Sizes = Annotated[str | None, typer.Option(help="Only these: 1,2,4.")]
 
-
+@spread_options
 def plan(
     model_name: Annotated[
         str, typer.Option("--model", help="A preset (kimi-k2), a .toml file, or Hugging Face's config.json.")
@@ -55,27 +53,17 @@ def plan(
     cluster_name: Annotated[
         str, typer.Option("--cluster", help="A preset with how many GPUs (h800:2048), or a .toml file.")
     ],
+    knobs: Knobs,
     tokens_per_batch: Annotated[
         str | None, typer.Option(help="Tokens of a step, over all GPUs: 4194304 or 4Mi. By default 32,768 a GPU.")
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    num_tokens: Annotated[
+        str, typer.Option("--tokens", help="Tokens of the whole run, for its days and GPU-hours: 15T.")
+    ] = "1T",
     memory_limit: Annotated[
         str | None, typer.Option(help="What a GPU may hold: 70GiB. By default what CUDA, NCCL and torch leave of it.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="Of GEMMs: bf16, fp8, mxfp8, nvfp4.")] = "bf16",
-    schedule: Annotated[list[str] | None, typer.Option(help="Only this schedule; several times.")] = None,
-    tp: Sizes = None,
-    cp: Sizes = None,
-    pp: Sizes = None,
-    vpp: Annotated[
-        str | None, typer.Option(help="Stages on each rank, under schedules that leave a choice; only these: 2,4.")
-    ] = None,
-    ep: Sizes = None,
-    micro_batch_size: Sizes = None,
-    cuda_graph: Annotated[str, typer.Option(help="none, partial or whole.")] = "partial",
-    trainable: Annotated[
-        bool, typer.Option("--trainable", help="Only what treadle.train can run: no TP and no CP.")
-    ] = False,
     straggler_share: Annotated[
         str | None,
         typer.Option("--stragglers", help="Draw slow GPUs, so many: 0.1%. Which schedule do they slow down least?"),
@@ -99,16 +87,11 @@ def plan(
     model, cluster = load_model(model_name), load_cluster(cluster_name)
     if ":" not in cluster_name and not cluster_name.endswith(".toml"):
         note(f"{cluster_name} is one host of {cluster.num_gpus} GPUs; --cluster {cluster_name}:512 has 512 of them")
-    if trainable:
-        _check_trainable(model, precision, tp, cp)
-    _check_precision(precision, cluster)
+    _check_precision(knobs.precision, cluster)
     limit = _limit(memory_limit) if memory_limit is not None else usable_bytes(cluster)
     if usable_bytes(cluster) < limit <= cluster.memory_bytes:
         note(f"CUDA, NCCL and torch's allocator usually leave {usable_bytes(cluster) / GIB:.1f} GiB of this GPU")
-    names = tuple(family(name).name for name in schedule) if schedule else None
-    vpps = _sizes(vpp, "--vpp")
-    if vpps is not None and names is not None:
-        _check_vpp(vpps, names)
+    space, tokens = knobs.space(model), _tokens(num_tokens)
     slow = Slow(0.0, straggler_share, straggler_factor, 0)
     slow.check()
     stragglers = slow.stragglers()
@@ -118,20 +101,6 @@ def plan(
         check_directory(files)
     if output is not None:
         check_file(output)
-    space = SearchSpace(
-        tp=(1,) if trainable else _sizes(tp, "--tp"),
-        cp=(1,) if trainable else _sizes(cp, "--cp"),
-        pp=_sizes(pp, "--pp"),
-        vpp=vpps,
-        ep=_sizes(ep, "--ep"),
-        micro_batch_size=_sizes(micro_batch_size, "--micro-batch-size") or SearchSpace.micro_batch_size,
-        schedules=names,
-        recompute=TRAINED_RECOMPUTE if trainable else None,
-        sharding=(Job.sharding,) if trainable else None,
-        cuda_graph=(cuda_graph,),
-        precision=(precision,),
-        balanced=(True,),
-    )
     with working("searching") as advance:
         found = find_plan(
             model,
@@ -143,7 +112,7 @@ def plan(
             progress=advance,
         )
     with working("simulating"):
-        others, chosen = found.alternatives, PlannedStep.of(found.best)
+        others, chosen = found.alternatives, PlannedStep.of(found.best, tokens)
     study = None
     if stragglers is not None:
         with working("drawing slow GPUs") as advance:
@@ -161,20 +130,6 @@ def plan(
     if study is not None:
         _print_study(study)
     _tell_next(chosen, files, written)
-
-
-def _check_trainable(model: ModelShape, precision: str, tp: str | None, cp: str | None) -> None:
-    """Refuse what `treadle.train` cannot run, before anything is searched."""
-    reason = untrainable_model(model)
-    if reason is not None:
-        raise ValueError(f"treadle.train cannot train {model.name}: {reason}; leave --trainable out")
-    if precision != "bf16":
-        raise ValueError(f"treadle.train computes in bf16, got --precision {precision}; leave one of the two out")
-    for option, text in (("--tp", tp), ("--cp", cp)):
-        if text not in (None, "1"):
-            raise ValueError(
-                f"treadle.train has no {option[2:].upper()}, got {option} {text}; leave one of the two out"
-            )
 
 
 def _check_precision(precision: str, cluster: Cluster) -> None:
@@ -196,20 +151,11 @@ def _limit(text: str) -> int:
     return limit
 
 
-def _check_vpp(vpps: tuple[int, ...], names: tuple[str, ...]) -> None:
-    """Refuse numbers of stages that none of the schedules takes; 1 may stand beside one that is taken."""
-    lost = [vpp for vpp in vpps if not any(_takes(name, vpp) for name in names)]
-    if [vpp for vpp in lost if vpp > 1] or lost == [*vpps]:
-        takers = [name for name in known() if all(_takes(name, vpp) for vpp in lost)]
-        wayout = f"; {', '.join(takers)} can" if takers else ""
-        raise ValueError(
-            f"{' and '.join(names)} cannot put {' or '.join(map(str, lost))} stages on each rank, got --vpp "
-            f"{','.join(map(str, vpps))}{wayout}; name such a schedule, or leave --vpp out"
-        )
-
-
-def _takes(name: str, vpp: int) -> bool:
-    return vpp in family(name).vpps if family(name).vpps else vpp > 1
+def _tokens(text: str) -> int:
+    tokens = parse_count(text)
+    if tokens < 1:
+        raise ValueError(f"--tokens is what the whole run trains on, at least 1, such as 15T, got {text}")
+    return tokens
 
 
 def _check_draws(draws: int, share: str | None) -> None:
@@ -217,14 +163,6 @@ def _check_draws(draws: int, share: str | None) -> None:
         raise ValueError("--draws is about stragglers; give their share: --stragglers 0.1%")
     if draws < 1:
         raise ValueError(f"--draws is a whole number from 1, got {draws}")
-
-
-def _sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text) is None:
-        raise ValueError(f"{option} takes whole numbers from 1 such as 1,2,4, got {text!r}")
-    return tuple(map(int, text.split(",")))
 
 
 def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, ...]) -> None:
@@ -238,7 +176,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
         "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
-        "10^12 tokens": f"{chosen.days(10**12):,.1f} days, {chosen.gpu_hours(10**12):,.0f} GPU-hours",
+        f"{show_count(chosen.num_tokens)} tokens": f"{chosen.days:,.1f} days, {chosen.gpu_hours:,.0f} GPU-hours",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
         "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
