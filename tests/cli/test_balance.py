@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 from tests.support.json_output import read_json
 from treadle.cli.app import app
 from treadle.cli.wording import as_typed
+from treadle.estimate import Job, load_cluster, load_model
+from treadle.ir.blocks import parse_layout
+from treadle.planner.job_estimate import estimate_job
 
 COSTS = """
 unit = "us"
@@ -86,6 +89,25 @@ def test_published_layout_of_deepseek_v3_is_the_balanced_one() -> None:
     assert with_layers["slowest_stage_time"] > 1.5 * balanced["slowest_stage_time"]
 
 
+def test_a_model_on_a_cluster_is_cut_as_a_plan_does() -> None:
+    """The blocks are the model's, and their times those of a plan with the same sizes."""
+    job = ("--model", "deepseek-v3", "--cluster", "h100:512", "--tp", "2", "--ep", "64", "--micro-batch-size", "1")
+    size = ("--pp", "8", "--vpp", "2", "--schedule", "interleaved", "-m", "16")
+    found = read_json("balance", run(*job, *size, "--json"))
+    model = load_model("deepseek-v3")
+    assert found["model"] == model.blocks
+    default, balanced = found["cuts"]
+    assert balanced["slowest_stage_time"] < default["slowest_stage_time"]
+    planned = Job(
+        model, load_cluster("h100:512"), tp=2, pp=8, vpp=2, ep=64, schedule="interleaved", global_batch_size=32 * 16,
+        cuda_graph="partial", layout=parse_layout(balanced["layout"]),
+    )  # fmt: skip
+    step_s = estimate_job(planned).simulated_whole().step_s
+    assert balanced["step"]["makespan"] / 1e6 == pytest.approx(
+        step_s, rel=0.01
+    )  # the optimizer's share by rank differs
+
+
 def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
     size = ("--pp", "32", "--costs", "deepseek-v3-model")
     printed = run(*size)
@@ -98,6 +120,11 @@ def test_a_faster_cut_with_stages_that_have_no_layer_is_printed() -> None:
     ("args", "told"),
     [
         (("--costs", "mine.toml"), "add --pp N"),
+        (("--pp", "2"), "not known without --model; give --model llama3-8b --cluster h100:64, or --costs mine.toml"),
+        (("--pp", "2", "--model", "llama3-8b"), "not known without --cluster"),
+        (("--pp", "2", "--costs", "unit", "--tp", "2"), "--costs unit has what blocks take, got --tp 2; leave one out"),
+        (("--pp", "3", "--model", "llama3-8b", "--cluster", "h100:8"), "is 3 and does not divide 8 GPUs"),
+        (("--pp", "2", "--model", "llama3-8b", "--cluster", "h100:8", "--ep", "2"), "has no experts, got ep=2"),
         (("--pp", "2", "--costs", "mine.toml"), "add --model-layers N, or a [model] section with layers"),
         (("--pp", "0", "--costs", "unit", "--model-layers", "4"), "--pp is a whole number from 1, got 0"),
         (("--pp", "2", "--costs", "unit", "--model-layers", "0"), "a model has at least 1 layer, got 0"),

@@ -81,6 +81,7 @@ treadle why 'my run.json.gz' -o why.html
 treadle why 'my v.json'
 treadle why 'my layers.npz'
 treadle balance --pp 4 --model-layers 16 --costs 'my costs.toml'
+treadle balance --pp 2 --vpp 2 --model config.json --cluster h100:64 --ep 8
 treadle balance --pp 4 --placement v --model-layers 16 --costs 'my costs.toml' --dense 1
 treadle plan --model config.json --cluster h100:64 --tp 1 --pp 2 --ep 8 --micro-batch-size 1 --schedule 1f1b
 treadle plan --model config.json --cluster h100:64 --tp 1 --pp 2 --ep 8 --schedule 1f1b --trainable --files 'my plan'

@@ -62,7 +62,8 @@ COMMANDS = {
     ),
     "balance": CommandHelp(
         "Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.",
-        "Examples: treadle balance --pp 16 --vpp 2 --costs deepseek-v3-model   |   "
+        "Examples: treadle balance --model qwen3-30b-a3b --cluster h100:64 --pp 4 --vpp 2 --ep 8   |   "
+        "treadle balance --pp 16 --vpp 2 --costs deepseek-v3-model   |   "
         "treadle balance --pp 4 --model-layers 30 --costs mine.toml --schedule 1f1b -m 16   |   "
         "treadle balance --pp 4 --costs mine.toml --layout 'Et*4|(t*5|)*2t*3L'",
     ),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from treadle.cli.commands.simulate import rank_ranges
-from treadle.cli.common_options import Json
+from treadle.cli.common_options import Json, spread_options
+from treadle.cli.job_flags import JobFlags
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import layout_blocks
 from treadle.cli.tables import rows_table
@@ -49,8 +50,15 @@ class _Cut:
         return write_layout(self.costs.blocks)
 
 
+@spread_options
 def balance(
-    costs_name: Annotated[str, typer.Option("--costs", help="How long blocks take: a preset, or a TOML file.")],
+    flags: JobFlags,
+    costs_name: Annotated[
+        str | None,
+        typer.Option(
+            "--costs", help="How long blocks take: a preset, or a TOML file; instead of --model and --cluster."
+        ),
+    ] = None,
     pp: Pp = None,
     vpp: Vpp = None,
     model_layers: Annotated[
@@ -75,11 +83,16 @@ def balance(
 ) -> None:
     """Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.
 
-    A stage takes what its blocks take together, forward and backward, of one micro-batch.
+    A stage takes what its blocks take together, forward and backward, of one micro-batch: as the costs have it, or as
+    `treadle plan` estimates it for a model on a cluster.
     """
-    costs = load_costs(costs_name)
+    flags.check(costs_name)
     schedule = _schedule(schedule_name, pp, vpp, microbatches, placement_name)
     placement = schedule.placement if schedule is not None else _placement(placement_name, pp, vpp)
+    if costs_name is not None:
+        costs, options = load_costs(costs_name), LoweringOptions()
+    else:
+        costs, options = flags.lowering(placement, schedule)
     given = [(text, layout_blocks(text, dense, costs)) for text in layouts or ()]
     model = _model(costs, given, model_layers, dense, mtp)
     rows: list[tuple[str, tuple[str, ...]]] = []
@@ -87,7 +100,7 @@ def balance(
         rows.append(("default", cut_evenly(model, placement.num_stages)))
     rows.append(("balanced", balance_blocks(costs, model, placement.num_stages, layer_in_each=not block_in_each)))
     with working("simulating"):
-        cuts = [_weigh(name, blocks, costs, placement, schedule) for name, blocks in (*rows, *given)]
+        cuts = [_weigh(name, blocks, costs, placement, schedule, options) for name, blocks in (*rows, *given)]
     if as_json:
         print_json("balance", _as_dict(cuts, model, costs.clock, placement, schedule))
         return
@@ -100,8 +113,12 @@ def balance(
     if not block_in_each:
         freer = weigh(costs, balance_blocks(costs, model, placement.num_stages, layer_in_each=False), placement)
         _print_freer(cuts, freer, costs.clock)
-    usual = default_schedule(placement.num_stages // placement.pp)
-    target = Target(schedule_name or usual, pp, vpp, microbatches or 4 * placement.pp)
+    name = schedule_name or default_schedule(placement.num_stages // placement.pp)
+    if costs_name is None:
+        sizes = f"--pp {placement.pp} --vpp {placement.vpp} --schedule {name}"
+        suggest(f"treadle plan {flags} {sizes} --layout '{layout}'")
+        return
+    target = Target(name, pp, vpp, microbatches or 4 * placement.pp)
     denses = f" --dense {model.count('d')}" if "d" in model else ""
     suggest(f"treadle simulate {target} --layout '{layout}'{denses} --costs {shlex.quote(costs_name)}")
 
@@ -155,11 +172,18 @@ def _counted(blocks: str) -> str:
     return f"{layers} layers ({dense} dense) and {mtp} MTP block{'' if mtp == 1 else 's'}"
 
 
-def _weigh(name: str, blocks: tuple[str, ...], costs: Costs, placement: Placement, schedule: Schedule | None) -> _Cut:
+def _weigh(
+    name: str,
+    blocks: tuple[str, ...],
+    costs: Costs,
+    placement: Placement,
+    schedule: Schedule | None,
+    options: LoweringOptions,
+) -> _Cut:
     weighed = weigh(costs, blocks, placement)
     if schedule is None:
         return _Cut(name, weighed, None)
-    return _Cut(name, weighed, measure(Step(schedule, costs, LoweringOptions(blocks=blocks)).trace))
+    return _Cut(name, weighed, measure(Step(schedule, costs, replace(options, blocks=blocks)).trace))
 
 
 def _as_dict(
