@@ -116,7 +116,7 @@ def test_figures_are_those_of_the_json(made: Made) -> None:
     assert shown["time for 1T tokens"] == f"{days:,.1f} days{days * low:,.1f} to {days * high:,.1f} days"
     assert shown["cost of 1T tokens"] == f"{hours:,.0f} GPU-hours{hours * low:,.0f} to {hours * high:,.0f}"
     assert shown["throughput"] == f"{speed:,.0f} tokens/s/GPU{speed / high:,.0f} to {speed / low:,.0f}"
-    assert shown["MFU in bf16"] == f"{mfu:.1%}{mfu / high:.1%} to {mfu / low:.1%}"
+    assert shown["MFU in bf16"] == f"{mfu:.1%} {mfu / high:.1%} to {mfu / low:.1%}"
     assert shown["memory"] == f"{job['memory_bytes'] / GIB:.1f} GiBof {plan['memory_limit_bytes'] / GIB:.1f} GiB a GPU"
     assert shown["batch"] == "524,288 tokens: 128 sequences of 4,096, in bf16"
     assert shown["idle"].startswith(f"{job['bubble']:.1%} ")

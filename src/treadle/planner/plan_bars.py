@@ -102,7 +102,7 @@ def memory_table(chosen: PlannedStep) -> str:
 def alternative_bars(others: Sequence[Alternative], typical: float, best_bytes: int) -> str:
     """Return what each change costs as rows of a table with a bar each; `typical` is the error that is shaded."""
     shares = [other.slower for other in others if other.slower is not None]
-    scale = _Scale(min([0.0, *shares]), min(_LONGEST, max([typical, 0.01, *shares])))
+    scale = _Scale(min([0.0, *shares]), min(_LONGEST, max([2 * typical, *shares])))
     band = scale.span(-typical, typical)
     rows = "".join(_alternative_row(other, scale, band, typical, best_bytes) for other in others)
     heads = ("change", "step against the choice", "", "memory", "where it goes")

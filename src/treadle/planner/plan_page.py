@@ -106,17 +106,21 @@ def _figures(chosen: PlannedStep, errors: RunErrors, limit: int) -> str:
     speed, mfu = chosen.tokens_per_s_per_gpu, chosen.mfu
     step = chosen.step_s
     figures = (
-        ("step", f"{step:.3f} s", f"{step * low:.3g} to {step * high:.3g} s"),
-        (f"time for {tokens} tokens", f"{days:,.1f} days", f"{days * low:,.1f} to {days * high:,.1f} days"),
-        (f"cost of {tokens} tokens", f"{hours:,.0f} GPU-hours", f"{hours * low:,.0f} to {hours * high:,.0f}"),
-        ("throughput", f"{speed:,.0f} tokens/s/GPU", f"{speed / high:,.0f} to {speed / low:,.0f}"),
-        (f"MFU in {job.precision}", f"{mfu:.1%}", f"{mfu / high:.1%} to {mfu / low:.1%}"),
-        ("memory", f"{chosen.estimate.memory_bytes / GIB:.1f} GiB", f"of {limit / GIB:.1f} GiB a GPU"),
+        ("step", f"{step:.3f}", "s", f"{_seconds(step * low)} to {_seconds(step * high)} s"),
+        (f"time for {tokens} tokens", f"{days:,.1f}", "days", f"{days * low:,.1f} to {days * high:,.1f} days"),
+        (f"cost of {tokens} tokens", f"{hours:,.0f}", "GPU-hours", f"{hours * low:,.0f} to {hours * high:,.0f}"),
+        ("throughput", f"{speed:,.0f}", "tokens/s/GPU", f"{speed / high:,.0f} to {speed / low:,.0f}"),
+        (f"MFU in {job.precision}", f"{mfu:.1%}", "", f"{mfu / high:.1%} to {mfu / low:.1%}"),
+        ("memory", f"{chosen.estimate.memory_bytes / GIB:.1f}", "GiB", f"of {limit / GIB:.1f} GiB a GPU"),
     )
     return "".join(
-        f"<div><dt>{what}</dt><dd><b>{escape(value)}</b><span>{escape(span)}</span></dd></div>"
-        for what, value, span in figures
+        f"<div><dt>{what}</dt><dd><b>{value} <small>{unit}</small></b><span>{span}</span></dd></div>"
+        for what, value, unit, span in figures
     )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:,.0f}"
 
 
 def _backing(errors: RunErrors) -> str:
@@ -199,8 +203,8 @@ def _interval(step_s: float, errors: RunErrors) -> str:
     low, high = step_s * errors.low, step_s * errors.high
     at = (step_s - low) / (high - low) * 100 if high > low else 50.0
     return (
-        f'<div class="interval" style="--at:{min(max(at, 0.0), 100.0):.2f}%"><span>{low:.3g} s</span>'
-        f'<span class="range"><b>predicted {step_s:.3f} s</b></span><span>{high:.3g} s</span></div>'
+        f'<div class="interval" style="--at:{min(max(at, 0.0), 100.0):.2f}%"><span>{_seconds(low)} s</span>'
+        f'<span class="range"><b>predicted {step_s:.3f} s</b></span><span>{_seconds(high)} s</span></div>'
     )
 
 
