@@ -11,12 +11,13 @@ import pytest
 from tests.calibrate.jobs import dense_jobs, h100, make_job, measure, measure_all, on
 from treadle.calibrate import calibrate
 from treadle.calibrate.calibration import planned
-from treadle.calibrate.constants_of_job import constants_of, slower, value_of
+from treadle.calibrate.constants_of_job import base_of, constants_of, slower, value_of
 from treadle.calibrate.path_form import PathForm
+from treadle.calibrate.prior import BOUNDS, bounds
 from treadle.estimate import Job
 
 MOE: dict[str, Any] = {"model": "qwen3-30b-a3b", "ep": 8}
-TRUE = {"gemm_bf16": 0.55, "memory": 0.6, "tp": 0.9, "attention": 0.4}
+TRUE = {"gemm_bf16": 0.55, "memory": 0.55, "tp": 0.9, "attention": 0.4}
 
 
 def noise(number: int, share: float = 0.02) -> list[float]:
@@ -40,7 +41,7 @@ def test_constants_put_in_are_found_again() -> None:
 
 @pytest.mark.slow
 def test_other_jobs_are_predicted_from_a_few() -> None:
-    before, truth = h100(), h100(constants={**TRUE, "grouped_bf16": 0.3, "launch_us_partial": 20.0})
+    before, truth = h100(), h100(constants={**TRUE, "grouped_bf16": 0.3, "launch_us_partial": 80.0})
     jobs = [make_job(before, **MOE, pp=pp, seq_len=seq) for pp in (1, 2) for seq in (2048, 8192)]
     found = calibrate(before, measure_all(jobs, truth, noise(len(jobs))))
     other = make_job(before, model="qwen3-30b-a3b", ep=4, pp=4, seq_len=4096)
@@ -132,7 +133,7 @@ class TestPathForm:
     def test_a_path_is_as_long_as_the_simulated_step(self) -> None:
         job, form = self.form()
         still = np.zeros(len(form.keys))
-        assert form.seconds(still) == pytest.approx(planned(job).step_s, rel=1e-5)
+        assert form.seconds(still) == pytest.approx(planned(job).step_s, rel=1e-4)
         assert form.simulated(still) == pytest.approx(planned(job).step_s, rel=1e-9)
 
     @pytest.mark.slow
@@ -142,9 +143,9 @@ class TestPathForm:
         for _ in range(8):
             logs = drawn.normal(0, 0.15, len(form.keys))
             said, simulated = form.seconds(logs), form.simulated(logs)
-            assert said <= simulated * (1 + 1e-5)
+            assert said <= simulated * (1 + 1e-4)
             form.add_path(logs)
-            assert form.seconds(logs) == pytest.approx(simulated, rel=1e-5)
+            assert form.seconds(logs) == pytest.approx(simulated, rel=1e-4)
 
     def test_slopes_are_those_of_the_simulator(self) -> None:
         dense = make_job(h100(), tp=2, pp=2)
@@ -167,5 +168,16 @@ def test_a_constant_that_is_twice_as_slow_takes_twice_as_long(key: str) -> None:
 
 def test_what_is_hidden_is_never_less_than_nothing() -> None:
     assert slower("dp_hidden", 0.5, 5.0) == 0
-    cluster = replace(h100(), efficiency={"launch_hidden": 1.0})
-    assert value_of(cluster, "launch_hidden") == 1
+    cluster = replace(h100(), efficiency={"dp_hidden": 1.0})
+    assert value_of(cluster, "dp_hidden") == 1
+    assert bounds(["dp_hidden"], cluster) == (0, 0)
+
+
+def test_constants_stay_within_what_is_possible() -> None:
+    before = h100(constants={"gemm_bf16": 0.9})
+    jobs = dense_jobs(before)[:4]
+    found = calibrate(before, measure_all(jobs, before, [0.5] * len(jobs)))
+    assert value_of(found.cluster, "gemm_bf16") == pytest.approx(BOUNDS["gemm"][1])
+    for name, value in found.cluster.efficiency.items():
+        least, most = BOUNDS[base_of(name)]
+        assert least * 0.999 <= value <= most * 1.001, name

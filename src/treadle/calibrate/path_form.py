@@ -27,8 +27,8 @@ from treadle.planner.job_estimate import JobEstimate, estimate_job
 from treadle.planner.structure import recomputed_ops
 from treadle.simulator import critical_path, simulate
 
-_SLIGHTLY = 1.02
-"""Factor by which a constant is moved to see what a path spends on it. Device and host limit each other, so a path is
+_SLIGHTLY = 1.01
+"""Factor by which a constant is moved both ways to see what a path spends on it. Device and host limit each other, so a path is
 longer than its tangent anywhere else: tangents bound it as paths bound the step."""
 
 
@@ -42,6 +42,7 @@ class PathForm:
         self._program = estimate.structure.lower(estimate.job.num_microbatches, estimate.costs)
         self._own = [self.keys.index(key) for key in constants_of(self.job)]
         self._partners = [(self.keys.index(one), self.keys.index(two)) for one, two in partners_of(self.job).items()]
+        self._places = np.arange(len(self.keys))
         self._uses = np.eye(len(self.keys))
         for hidden, partner in self._partners:
             self._uses[hidden, partner] = 1
@@ -72,12 +73,11 @@ class PathForm:
         def length(of: Costs) -> float:
             return float(durations(self._program, of)[path].sum()) / unit
 
-        whole, spent = length(costs), np.zeros(len(self.keys))
+        spent = np.zeros(len(self.keys))
         for place in self._own:
-            factor = 0.5 if self.keys[place].endswith("_hidden") else _SLIGHTLY
-            moved = logs.copy()
-            moved[place] += np.log(factor)
-            spent[place] = (length(self._costs(moved)) - whole) / (factor - 1)
+            ends = (0.5, 1.0) if self.keys[place].endswith("_hidden") else (1 / _SLIGHTLY, _SLIGHTLY)
+            less, more = (length(self._costs(logs + np.log(end) * (self._places == place))) for end in ends)
+            spent[place] = (more - less) / (ends[1] - ends[0])
         for hidden, partner in self._partners:
             spent[partner] -= spent[hidden]
         self._paths.append(np.maximum(0.0, spent) * np.exp(-(self._uses @ logs)))

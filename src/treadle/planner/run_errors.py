@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from treadle.estimate import Job
 
-FEWEST = 6
+FEWEST = 10
 """Runs that a class of runs has at least."""
 
 _INSIDE = 0.8
@@ -54,7 +54,8 @@ def run_errors(job: Job) -> RunErrors:
 
     Example:
         >>> from treadle.estimate import Job, load_cluster, load_model
-        >>> run_errors(Job(load_model("llama3-70b"), load_cluster("h100:64"), precision="fp8")).like
+        >>> job = Job(load_model("llama3-70b"), load_cluster("h100:64"), global_batch_size=64, precision="fp8")
+        >>> run_errors(job).like
         'dense on h100 in fp8'
 
     """
