@@ -93,7 +93,7 @@ def test_schedules_beside_it_have_its_model_and_size(made: tuple[PlannedStep, Pa
 def test_import_refuses_what_nobody_measured(made: tuple[PlannedStep, Path]) -> None:
     done = run("import", NAME, cwd=made[1])
     assert done.returncode == 2
-    assert "my plan is a plan, of which nothing was measured; treadle simulate predicts its step" in done.stderr
+    assert "my plan is a plan, of which nothing was measured; 'treadle simulate' predicts its step" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def import_run(
 ) -> Imported:
     """Read a profile, with a progress bar."""
     for path in filter(is_plan, paths):
-        raise ValueError(f"{path} is a plan, of which nothing was measured; treadle simulate predicts its step")
+        raise ValueError(f"{path} is a plan, of which nothing was measured; 'treadle simulate' predicts its step")
     total = sum(path.stat().st_size for path, _ in files_of(paths))
     done = 0
     with working("reading") as advance:
