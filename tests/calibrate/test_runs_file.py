@@ -27,7 +27,7 @@ def test_absent_columns_and_empty_cells_have_the_defaults_of_plan(tmp_path: Path
     assert (named.line, named.seconds) == (4, 1.5)
     assert named.name == "llama3-8b 64 GPUs 1f1b TP1 PP2 DP32 MBS1"
     assert (job.tp, job.vpp, job.seq_len, job.schedule, job.precision) == (1, 1, 4096, "1f1b", "bf16")
-    assert (job.cuda_graph, job.recompute, job.offload, job.cluster) == ("partial", (), False, CLUSTER)
+    assert (job.cuda_graph, job.recompute, job.offload, job.cluster) == ("partial", (), (), CLUSTER)
     assert job.layout == ("E" + "t" * 16, "t" * 16 + "L")
 
 
@@ -35,7 +35,7 @@ def test_every_column_is_read(tmp_path: Path) -> None:
     given = {"model": "qwen3-30b-a3b", "step_s": "2.5e0", "name": "mine, and ours", "gpu": "H100", "num_gpus": "16",
              "tp": "2", "cp": "1", "pp": "2", "vpp": "2", "ep": "4", "etp": "1", "micro_batch_size": "2",
              "tokens_per_batch": "524288", "seq_len": "8192", "schedule": "interleaved-overlap", "precision": "fp8",
-             "layout": "Et*12|t*12|t*12|t*12L", "recompute": "attn mlp", "offload": "TRUE",
+             "layout": "Et*12|t*12|t*12|t*12L", "recompute": "attn mlp", "offload": "moe_act core_attn",
              "cuda_graph": "none"}  # fmt: skip
     assert {*given, "global_batch_size", "recompute_layers"} == set(COLUMNS)
     text = ", ".join(given) + "\n" + ", ".join(f'"{value}"' for value in given.values()) + "\n"
@@ -45,7 +45,7 @@ def test_every_column_is_read(tmp_path: Path) -> None:
     assert (job.cluster.num_gpus, job.tp, job.pp, job.vpp, job.ep) == (16, 2, 2, 2, 4)
     assert (job.global_batch_size, job.micro_batch_size, job.seq_len) == (64, 2, 8192)
     assert (job.schedule, job.precision) == ("interleaved-overlap", "fp8")
-    assert (job.recompute, job.offload, job.cuda_graph) == (("attn", "mlp"), True, "none")
+    assert (job.recompute, job.offload, job.cuda_graph) == (("attn", "mlp"), ("moe_act", "core_attn"), "none")
     assert job.layout == ("E" + "t" * 12, "t" * 12, "t" * 12, "t" * 12 + "L")
 
 
@@ -95,7 +95,7 @@ HEAD = "model,pp,global_batch_size,step_s\n"
         ("model,num_gpus,global_batch_size,step_s\nllama3-8b,128,128,1\n",
          "num_gpus is at most the 64 GPUs of the cluster (--cluster h100:128 has more), got '128'"),
         ("model,gpu,global_batch_size,step_s\nllama3-8b,b200,64,1\n", "gpu is the cluster's GPU, h100;"),
-        ("model,offload,global_batch_size,step_s\nllama3-8b,no,64,1\n", "offload is true or false, got 'no'"),
+        ("model,offload,global_batch_size,step_s\nllama3-8b,no,64,1\n", ":2: offload is one of attn_norm, qkv_linear"),
         ("model,schedule,global_batch_size,step_s\nllama3-8b,2f2b,64,1\n", ":2: '2f2b' is not a schedule"),
         ("model,precision,global_batch_size,step_s\nllama3-8b,nvfp4,64,1\n", ":2: 64 h100 computes in bf16, fp8"),
         ("model,recompute,global_batch_size,step_s\nllama3-8b,atn,64,1\n", ":2: recompute is one of full, attn"),

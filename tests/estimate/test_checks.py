@@ -28,7 +28,7 @@ def _job(**given: Any) -> Job:
         ({"precision": "fp16"}, "precision is one of bf16, .*, got 'fp16'"),
         ({"cuda_graph": "all"}, "cuda_graph is one of none, partial, whole, got 'all'"),
         ({"sharding": "optimiser"}, "sharding is one of .* did you mean 'optimizer'?"),
-        ({"recompute": "full"}, r"recompute is a tuple of parts, got the text 'full'; write \('full',\)"),
+        ({"recompute": "full"}, r"recompute is a tuple of modules, got 'full'; write \('full',\)"),
         ({"recompute": ("core",)}, "recompute is one of .*, got 'core'"),
         ({"recompute": ("full", "moe_act")}, "give either full or parts"),
         ({"recompute_layers": 2}, "recompute_layers is for recompute full"),

@@ -10,6 +10,7 @@ import pytest
 from held_to import simumax_memory
 from treadle.estimate import Job, MemoryEstimate, MemoryOptions, ModelShape, estimate_memory, load_cluster, load_model
 from treadle.estimate.activations import OPERAND_BYTES, ActivationCut, block_activations
+from treadle.estimate.job import OFFLOADED
 from treadle.estimate.job_stages import rank_rows
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import block_parameters, chunk_weights, count_parameters, rank_parameters
@@ -223,7 +224,7 @@ def test_full_recomputation_keeps_the_input_of_each_layer() -> None:
 
 
 def test_offload_leaves_two_cells() -> None:
-    held = estimate_memory(_job(pp=4, offload=True))
+    held = estimate_memory(_job(pp=4, offload=OFFLOADED))
     kept = estimate_memory(_job(pp=4))
     cell = 2 * _saved(_job(pp=4), "t")
     assert held[0].activations == 2 * cell < kept[0].activations
@@ -235,8 +236,8 @@ def test_offload_leaves_two_cells() -> None:
 def test_offload_takes_what_a_simulation_says_is_held(schedule: str, recompute: tuple[str, ...]) -> None:
     """Beside it, what is computed needs its room."""
     vpp = 2 if schedule == "dualpipev" else 1
-    job = _job(MOE, pp=4, vpp=vpp, ep=2, schedule=schedule, recompute=recompute, offload=True, precision="fp8")
-    kept = estimate_memory(replace(job, offload=False))
+    job = _job(MOE, pp=4, vpp=vpp, ep=2, schedule=schedule, recompute=recompute, offload=OFFLOADED, precision="fp8")
+    kept = estimate_memory(replace(job, offload=()))
     assert estimate_memory(job, held=(1 << 50,) * 4) == kept, "copies that never end"
     none, some, more = (estimate_memory(job, held=(size,) * 4) for size in (0, 1 << 20, 1 << 24))
     for least, one, other, most in zip(none, some, more, kept, strict=True):
@@ -250,19 +251,19 @@ def test_weight_halves_wait_with_output_gradients_that_nothing_offloads() -> Non
     model = replace(load_model("deepseek-v3"), num_hidden_layers=8, first_k_dense_replace=0, num_nextn_predict_layers=0)
     cluster = load_cluster("h800:64")
     jobs = [
-        Job(model, cluster, pp=4, ep=16, schedule=schedule, global_batch_size=128, offload=True)
+        Job(model, cluster, pp=4, ep=16, schedule=schedule, global_batch_size=128, offload=OFFLOADED)
         for schedule in ("1f1b", "zb-h1")
     ]
     whole, split = (estimate_memory(job, held=(0,) * 4) for job in jobs)
-    assert whole[3].activations == 0
     cut = ActivationCut.of(jobs[1], "p2p", fused_loss=True)
+    assert whole[3].activations + whole[3].logits == block_activations(cut, "L").saved, "a head is not offloaded"
     layer = block_activations(cut, "t")
     waiting = split[1].activations / (2 * layer.split)  # layers
     assert waiting == pytest.approx(round(waiting))
     assert waiting >= 1
     assert layer.split > layer.saved
     assert whole[1].activations == 0
-    assert split[1].total < estimate_memory(replace(jobs[1], offload=False))[1].total
+    assert split[1].total < estimate_memory(replace(jobs[1], offload=()))[1].total
 
 
 def test_lower_precision_saves_smaller_inputs_of_products() -> None:

@@ -10,6 +10,7 @@ import treadle
 from treadle.costs import parse
 from treadle.costs.costs import dump
 from treadle.estimate import Job, estimate_costs, estimate_memory, load_cluster, load_model
+from treadle.estimate.job import OFFLOADED
 from treadle.estimate.job_stages import stage_rows
 from treadle.estimate.rates import constant
 from treadle.ir.ops import OpKind
@@ -86,7 +87,7 @@ def test_optimizer_steps_the_parameters_that_memory_holds(schedule: str, vpp: in
 
 
 def test_costs_say_what_parts_save_and_what_copies_of_it_take() -> None:
-    job = moe(offload=True)
+    job = moe(offload=OFFLOADED)
     costs = estimate_costs(job)
     saved = costs.saved_bytes["attn"] + costs.saved_bytes["mlp"]
     latency = 1e-6 * constant(job.cluster, "latency_us")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from treadle.estimate import Job, load_cluster, load_model
+from treadle.estimate.job import OFFLOADED
 from treadle.estimate.job_memory import estimate_memory
 from treadle.estimate.job_stages import stage_rows
 from treadle.estimate.op_costs import estimate_costs
@@ -19,7 +20,7 @@ MODEL = replace(load_model("llama3-8b"), num_hidden_layers=16)
 RECOMPUTED = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 
 
-def _job(schedule: str, pp: int, vpp: int, recompute: tuple[str, ...], *, offload: bool = False) -> Job:
+def _job(schedule: str, pp: int, vpp: int, recompute: tuple[str, ...], *, offload: tuple[str, ...] = ()) -> Job:
     return Job(
         MODEL,
         load_cluster(f"h100:{pp}"),
@@ -36,7 +37,7 @@ def _peaks(job: Job) -> list[float]:
     """Bytes that the Program's ranks keep at most."""
     costs = estimate_costs(job)
     options = LoweringOptions(
-        blocks=stage_rows(job), by_layer=True, padded=True, recompute=job.recompute, offload=job.offload, moe=True
+        blocks=stage_rows(job), by_layer=True, padded=True, recompute=job.recompute, offload=bool(job.offload), moe=True
     )
     schedule = generate(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
     return list(measure(simulate(lower(schedule, costs, options), costs)).peaks)
@@ -66,7 +67,7 @@ def test_whole_backwards_free_what_was_computed_again(recompute: tuple[str, ...]
 
 @pytest.mark.parametrize(("schedule", "vpp"), [("zb-h1", 1), ("zb-v", 2)])
 def test_what_weight_halves_wait_with_is_not_offloaded(schedule: str, vpp: int) -> None:
-    job = _job(schedule, 4, vpp, ("attn", "mlp"), offload=True)
+    job = _job(schedule, 4, vpp, ("attn", "mlp"), offload=OFFLOADED)
     saved = [rank.activations + rank.logits for rank in estimate_memory(job)]
     peaks = _peaks(job)
     assert max(saved) == pytest.approx(max(peaks), rel=0.04)

@@ -6,6 +6,7 @@ import pytest
 
 from treadle.estimate import Job, load_cluster, load_model
 from treadle.estimate.activations import ActivationCut, block_activations
+from treadle.estimate.job import OFFLOADED
 from treadle.estimate.op_costs import estimate_costs
 
 
@@ -31,7 +32,7 @@ def test_offload_takes_longer_where_gpus_share_a_link() -> None:
 
     shared = replace(alone, gpus_per_pcie=2)
     once, twice = (
-        estimate_costs(Job(model, cluster, tp=8, pp=4, global_batch_size=64, offload=True)).message["offload"]
+        estimate_costs(Job(model, cluster, tp=8, pp=4, global_batch_size=64, offload=OFFLOADED)).message["offload"]
         for cluster in (alone, shared)
     )
     assert once < twice == pytest.approx(2 * once, rel=0.05)

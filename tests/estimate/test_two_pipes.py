@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from treadle.estimate import Job, estimate_costs, load_cluster, load_model
+from treadle.estimate.data_parallel import PARAM_BYTES, data_parallel_seconds
 from treadle.estimate.group_messages import group_of
 from treadle.estimate.job_memory import estimate_memory
 from treadle.estimate.job_stages import rank_rows
-from treadle.estimate.data_parallel import PARAM_BYTES, data_parallel_seconds
 from treadle.estimate.rates import constant
 
 MODEL = replace(load_model("deepseek-v3"), num_hidden_layers=16, num_nextn_predict_layers=0, first_k_dense_replace=0)

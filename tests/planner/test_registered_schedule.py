@@ -65,7 +65,7 @@ def test_the_schedules_of_public_trainers() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_a_registered_schedule_has_the_step_and_memory_of_ours_with_the_same_rows() -> None:
-    space = SearchSpace(tp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), offload=(False,), balanced=(True,))
+    space = SearchSpace(tp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), offload=((),), balanced=(True,))
     found = find_plan("llama3-8b", "h100:8", space=space, tokens_per_batch=1 << 20)
     ours, theirs = (
         next(each.simulated_whole() for each in found.fitting if each.job.schedule == name)

@@ -13,7 +13,7 @@ from treadle.planner import SearchResult, SearchSpace, find_plan
 from treadle.planner.plan_report import count_text, study_text
 from treadle.simulator import Stragglers
 
-SPACE = SearchSpace(tp=(2,), pp=(2,), schedules=("1f1b",), micro_batch_size=(1,), recompute=((),), offload=(False,))
+SPACE = SearchSpace(tp=(2,), pp=(2,), schedules=("1f1b",), micro_batch_size=(1,), recompute=((),), offload=((),))
 
 
 @pytest.fixture(scope="module")

@@ -76,19 +76,26 @@ class Memory:
 
     def _of_layer(self, stage: int, mb: int, layer: int) -> Fraction:
         parts = self._rules.of_stage[stage].layers[layer]
-        return sum((self._saved(part, stage, mb) for part in parts), Fraction(0))
+        whole = sum((self._saved(part, stage, mb) for part in parts), Fraction(0))
+        if OpKind.OFFLOAD not in self._layout.saved:
+            return whole
+        out = self._unscaled((OpKind.OFFLOAD, layer), stage) * self._scale(stage, mb)
+        return min(whole, Fraction(round(out)))
 
     def _saved(self, part: Part, stage: int, mb: int) -> Fraction:
         chains = self._rules.of_stage[stage]
         if part not in (*chains.forward, *chains.again):
             return Fraction(0)
+        # round() of a Fraction takes halves to even
+        return Fraction(round(self._unscaled(part, stage) * self._scale(stage, mb)))
+
+    def _scale(self, stage: int, mb: int) -> Fraction:
         scale = Fraction(1)
         if self._layout.stage_scale:
             scale *= exact(self._layout.stage_scale[stage])
         if self._layout.mb_scale:
             scale *= exact(self._layout.mb_scale[mb])
-        # round() of a Fraction takes halves to even
-        return Fraction(round(self._unscaled(part, stage) * scale))
+        return scale
 
     def _unscaled(self, part: Part, stage: int) -> int:
         kind, layer = part

@@ -58,7 +58,7 @@ SAVED = {
     OpKind.MTP_F: 14,
     OpKind.HEAD_F: 16,
 }
-DENSE_SAVED = {OpKind.F: 2, OpKind.MLP_F: 12, OpKind.ATTN_R: 2, OpKind.HEAD_F: 99}
+DENSE_SAVED = {OpKind.F: 2, OpKind.MLP_F: 12, OpKind.OFFLOAD: 7, OpKind.ATTN_R: 2, OpKind.HEAD_F: 99}
 
 
 class Scales(TypedDict):
@@ -121,7 +121,7 @@ def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
         recompute=some(OpKind.ATTN_R, OpKind.MLP_R) if flag() else (),
         early_recompute=flag(),
         offload=flag(),
-        saved=SAVED,
+        saved={**SAVED, **({OpKind.OFFLOAD: 5} if any(scales.values()) else {})},
         dense_saved=DENSE_SAVED if flag() else {},
         moved=SIZES,
         kept=random.choice((0.0, 1.0) if any(scales.values()) else (0.0, 0.5, 1.0)),

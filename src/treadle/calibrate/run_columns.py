@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from treadle.fields.kinds import Flag, Number
+from treadle.fields.kinds import Number
 
 REQUIRED = ("model", "step_s")
 SIZES = ("num_gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
@@ -29,7 +29,7 @@ COLUMNS: dict[str, str] = {
     "layout": "blocks of each stage (Et*4|...|t*3L); layers as even as can be",
     "recompute": "parts recomputed, with spaces between: attn mlp, or full",
     "recompute_layers": "with full: layers of each stage; all",
-    "offload": "true where saved activations go to the host; false",
+    "offload": "modules whose saved inputs go to the host, with spaces between: moe_act core_attn; none",
     "cuda_graph": "none, partial or whole; partial",
 }
 """Names and meanings. Behind the semicolon is what an empty cell, or no column, stands for, as in `treadle plan`."""
@@ -62,9 +62,3 @@ class Cell(NamedTuple):
     def seconds(self) -> float:
         """Return a time."""
         return float(self.number(Number(0, above=True)))
-
-    def truth(self) -> bool:
-        """Return true or false."""
-        if self.text.lower() not in ("true", "false"):
-            raise self.refuse(Flag().words)
-        return self.text.lower() == "true"

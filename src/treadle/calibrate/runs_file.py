@@ -127,12 +127,9 @@ def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: 
     schedule = family(cells["schedule"].text if "schedule" in cells else default_schedule(given.get("vpp", 1)))
     given = {"vpp": schedule.default_vpp, "cuda_graph": "partial", **given}
     given |= {name: cells[name].text for name in ("precision", "cuda_graph") if name in cells}
-    if "recompute" in cells:
-        given["recompute"] = tuple(cells["recompute"].text.split())
+    given |= {name: tuple(cells[name].text.split()) for name in ("recompute", "offload") if name in cells}
     if "recompute_layers" in cells:
         given["recompute_layers"] = cells["recompute_layers"].whole(0)
-    if "offload" in cells:
-        given["offload"] = cells["offload"].truth()
     if "layout" in cells:
         given["layout"] = parse_layout(cells["layout"].text)
     job = Job(model, cluster, schedule=schedule.name, **given)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from treadle.estimate import Job, ModelShape
-from treadle.estimate.job import RECOMPUTED, SHARDINGS
+from treadle.estimate.job import OFFLOADED, RECOMPUTED, SHARDINGS
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.planner.plan_files import untrainable_model
@@ -47,7 +47,8 @@ class Knobs:
         _option("no, yes (something), or modules as Megatron names them: core_attn,moe_act; full is the whole layer."),
     ] = None
     offload: Annotated[
-        str | None, _option("no or yes: activations to the host and back. By default only if nothing fits without it.")
+        str | None,
+        _option("no, yes (all), or modules: core_attn,moe_act. By default as little as fits, if nothing fits without."),
     ] = None
     gradients: Annotated[str, _option("Main gradients: fp32, or bf16 (Megatron's grad_reduce_in_fp32 off).")] = "fp32"
     sharding: Annotated[
@@ -95,23 +96,19 @@ class Knobs:
             return ((),)
         if self.recompute == "yes":
             return tuple(filter(None, TRAINED_RECOMPUTE if self.trainable else recompute_sets(model)))
-        modules = tuple(self.recompute.split(","))
-        for module in modules:
-            if module not in RECOMPUTED:
-                raise ValueError(
-                    f"--recompute is no, yes or modules of a layer, got {module!r}; "
-                    f"{did_you_mean(module, ('no', 'yes', *RECOMPUTED))}"
-                )
+        modules = _modules("--recompute", self.recompute, RECOMPUTED)
         if self.trainable and not set(modules) <= {"attn", "mlp"}:
             raise ValueError(
                 f"treadle.train recomputes attn and mlp, got --recompute {self.recompute}; leave one of the two out"
             )
         return (modules,)
 
-    def _offload(self) -> tuple[bool, ...]:
+    def _offload(self) -> tuple[tuple[str, ...], ...] | None:
         if self.offload is None:
-            return SearchSpace.offload
-        return (_one_of("--offload", self.offload, ("no", "yes")) == "yes",)
+            return None
+        if self.offload in ("no", "yes"):
+            return (OFFLOADED if self.offload == "yes" else (),)
+        return (_modules("--offload", self.offload, OFFLOADED),)
 
     def _sharding(self) -> tuple[str, ...] | None:
         if self.sharding is None:
@@ -157,6 +154,17 @@ def _powers_within(first: int, last: int, option: str) -> list[int]:
             f"{max(first, last)}"
         )
     return powers
+
+
+def _modules(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    modules = tuple(text.split(","))
+    for module in modules:
+        if module not in known:
+            raise ValueError(
+                f"{option} is no, yes or modules of a layer, got {module!r}; "
+                f"{did_you_mean(module, ('no', 'yes', *known))}"
+            )
+    return modules
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -252,7 +252,8 @@ class Costs:
     def message_bytes(self, kind: OpKind) -> int:
         """Bytes that an op of this kind moves."""
         if kind.role is OpRole.COPY:
-            return sum(self.saved_parts.get(part, 0) for part in COMPUTE_PARTS)
+            whole = sum(self.saved_parts.get(part, 0) for part in COMPUTE_PARTS)
+            return self.saved_bytes.get("offload", whole)
         return self.moved_bytes.get(kind.size_key, 0)
 
 

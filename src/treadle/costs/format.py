@@ -100,6 +100,8 @@ def _saved_sizes() -> Iterator[Key]:
     for part in dense:
         stays = f"of dense_{part}, what stays where it is recomputed; {part}_input if left out"
         yield Key(f"dense_{part}_input", KeyKind.BYTES, stays)
+    yield Key("offload", KeyKind.BYTES, "of a layer, what an offload copies; all that its forward saves if left out")
+    yield Key("dense_offload", KeyKind.BYTES, "the same of a dense layer; offload if left out")
     for part in BLOCK_PARTS.values():
         yield Key(str(part), KeyKind.BYTES, whole[part])
 

@@ -31,6 +31,7 @@ class ActivationCut:
     model: ModelCut
     precision: str
     recompute: tuple[str, ...]
+    offload: tuple[str, ...]
     gathered_output: bool
     """Attention saves its output once more, as its all-to-all left it (context parallelism of kind a2a)."""
 
@@ -41,7 +42,7 @@ class ActivationCut:
     def of(cls, job: Job, cp_comm_type: str, *, fused_loss: bool) -> ActivationCut:
         """Return that of a job."""
         gathered_output = job.cp > 1 and cp_comm_type == "a2a"
-        return cls(ModelCut.of(job), job.precision, job.recompute, gathered_output, fused_loss)
+        return cls(ModelCut.of(job), job.precision, job.recompute, job.offload, gathered_output, fused_loss)
 
     @property
     def hidden(self) -> int:
@@ -94,6 +95,9 @@ class BlockActivations(NamedTuple):
     again: int = 0
     """Of `backward`, what is recomputed."""
 
+    offloaded: int = 0
+    """Of `saved`, what is copied to the host and back."""
+
 
 @lru_cache(maxsize=65536)
 def block_activations(cut: ActivationCut, block: str) -> BlockActivations:
@@ -122,7 +126,9 @@ def checkpointed(cut: ActivationCut, block: str) -> BlockActivations:
     whole = block_activations(cut, block)
     if block != "m":
         again = whole.saved - cut.hidden
-        return BlockActivations(cut.hidden, whole.split, whole.forward, max(whole.forward, whole.backward) + again)
+        backward = max(whole.forward, whole.backward) + again
+        offloaded = cut.hidden if "attn_norm" in cut.offload else 0
+        return BlockActivations(cut.hidden, whole.split, whole.forward, backward, offloaded=offloaded)
     head = _head(cut)
     kept = 2 * cut.hidden + head.saved
     layer = checkpointed(cut, "t")
@@ -143,15 +149,17 @@ def _layer(cut: ActivationCut, block: str) -> BlockActivations:
     """
     pieces = _pieces(cut, block)
     saved = [tensor for piece in pieces for tensor in piece.saved]
-    discarded = cut.size(tensor for tensor in saved if not set(tensor.discarded_by).isdisjoint(cut.recompute))
+    kept = [tensor for tensor in saved if set(tensor.discarded_by).isdisjoint(cut.recompute)]
+    discarded = cut.size(saved) - cut.size(kept)
     gradients = sum(piece.output_gradients for piece in pieces) * OPERAND_BYTES[cut.precision]
     forward, backward = _moe_peaks(cut) if cut.model.shape.is_moe and block == "t" else _mlp_peaks(cut)
     return BlockActivations(
-        int(cut.size(saved) - discarded),
+        int(cut.size(kept)),
         int(cut.size(tensor for tensor in saved if tensor.for_wgrad) + gradients),
         int(forward),
         int(backward + discarded),
         int(discarded),
+        int(cut.size(tensor for tensor in kept if tensor.offloaded_by in cut.offload)),
     )
 
 

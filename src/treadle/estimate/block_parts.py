@@ -71,6 +71,9 @@ class SavedTensor(NamedTuple):
     a2a_only: bool = False
     """Saved where context parallelism exchanges by all-to-all."""
 
+    offloaded_by: str = ""
+    """The module of `Job.offload` that copies it to the host; "" in blocks that are no layers."""
+
 
 class BlockMessage(NamedTuple):
     """A message of a group, and how often a forward and a backward send it."""
@@ -172,13 +175,17 @@ def _norm_parameters(cut: ModelCut) -> int:
     return cut.shape.hidden_size * (2 if cut.shape.max_position_embeddings else 1)
 
 
-def _norm(cut: ModelCut, *parts: str) -> tuple[SavedTensor, ...]:
-    """Return input, output and FP32 factor of a norm in front of a GEMM. Its input is the layer's own."""
+def _norm(cut: ModelCut, modules: tuple[str, str], *parts: str) -> tuple[SavedTensor, ...]:
+    """Return input, output and FP32 factor of a norm in front of a GEMM. Its input is the layer's own.
+
+    `modules` are the norm and what takes its output.
+    """
     elements, inside = cut.own_tokens * cut.shape.hidden_size, ("layernorm", *parts)
+    norm, after = modules
     return (
-        SavedTensor(elements, "bf16"),
-        SavedTensor(elements, "gemm", inside, for_wgrad=True),
-        SavedTensor(cut.own_tokens, "fp32", inside),
+        SavedTensor(elements, "bf16", offloaded_by=norm),
+        SavedTensor(elements, "gemm", inside, for_wgrad=True, offloaded_by=after),
+        SavedTensor(cut.own_tokens, "fp32", inside, offloaded_by=norm),
     )
 
 
@@ -262,20 +269,22 @@ def _attention_tensors(cut: ModelCut) -> tuple[SavedTensor, ...]:
     """Return what attention saves: its norm, latents of MLA, queries, keys, values, output and softmax factors."""
     shape, tokens, own = cut.shape, cut.tokens, cut.own_tokens
     inputs = tokens * (cut.query_width + cut.key_width + cut.value_width)
-    output = SavedTensor(tokens * cut.output_width, "bf16", ("attn",), for_wgrad=True)
+    output = SavedTensor(tokens * cut.output_width, "bf16", ("attn",), for_wgrad=True, offloaded_by="attn_proj")
     latents: tuple[SavedTensor, ...] = ()
     if shape.is_mla:
         elements = own * (shape.q_lora_rank + shape.kv_lora_rank)
         latents = (
-            SavedTensor(elements + own * shape.qk_rope_head_dim, "bf16", ("attn",)),
-            SavedTensor(elements, "gemm", ("attn", "mla_up_proj"), for_wgrad=True),
+            SavedTensor(elements + own * shape.qk_rope_head_dim, "bf16", ("attn",), offloaded_by="qkv_linear"),
+            SavedTensor(elements, "gemm", ("attn", "mla_up_proj"), for_wgrad=True, offloaded_by="qkv_linear"),
         )
     return (
-        *_norm(cut, "attn"),
+        *_norm(cut, ("attn_norm", "qkv_linear"), "attn"),
         *latents,
-        SavedTensor(inputs, "bf16", ("attn", "mla_up_proj") if shape.is_mla else ("attn",)),
+        SavedTensor(inputs, "bf16", ("attn", "mla_up_proj") if shape.is_mla else ("attn",), offloaded_by="core_attn"),
         output,
-        SavedTensor(tokens * (shape.num_attention_heads // cut.tp), "fp32", ("attn", "core_attn")),
+        SavedTensor(
+            tokens * (shape.num_attention_heads // cut.tp), "fp32", ("attn", "core_attn"), offloaded_by="core_attn"
+        ),
         output._replace(for_wgrad=False, a2a_only=True),
     )
 
@@ -293,11 +302,17 @@ def _mlp_linears(cut: ModelCut, name: str, rows: int, width: int, copies: int = 
     )
 
 
-def _activated(cut: ModelCut, rows: int, width: int, *parts: str) -> tuple[SavedTensor, ...]:
-    """Return input and output of an MLP's activation. `parts`: the whole MLP's, then the activation's alone."""
+def _activated(
+    cut: ModelCut, rows: int, width: int, modules: tuple[str, str], parts: tuple[str, ...]
+) -> tuple[SavedTensor, ...]:
+    """Return input and output of an MLP's activation.
+
+    `modules` are the activation and what takes its output; `parts` the whole MLP's, then the activation's alone.
+    """
+    activation, after = modules
     return (
-        SavedTensor(rows * _first(cut) * width, "bf16", parts[:-1]),
-        SavedTensor(rows * width, "gemm", parts, for_wgrad=True),
+        SavedTensor(rows * _first(cut) * width, "bf16", parts[:-1], offloaded_by=activation),
+        SavedTensor(rows * width, "gemm", parts, for_wgrad=True, offloaded_by=after),
     )
 
 
@@ -310,7 +325,10 @@ def _mlp(cut: ModelCut) -> BlockPiece:
         "mlp",
         _mlp_linears(cut, "mlp", cut.tokens, width),
         0,
-        (*_norm(cut, "mlp"), *_activated(cut, cut.tokens, width, "mlp", "mlp_act")),
+        (
+            *_norm(cut, ("mlp_norm", "mlp_fc1"), "mlp"),
+            *_activated(cut, cut.tokens, width, ("mlp_act", "mlp_fc2"), ("mlp", "mlp_act")),
+        ),
         cut.tokens * _first(cut) * width + outer,
         vector_bytes=vector,
         backward_vector_bytes=2 * vector,
@@ -328,7 +346,7 @@ def _shared_experts(cut: ModelCut) -> BlockPiece:
         "mlp",
         linears,
         0,
-        _activated(cut, cut.tokens, width, "moe", "shared_experts", "mlp", "mlp_act"),
+        _activated(cut, cut.tokens, width, ("shared_experts",) * 2, ("moe", "shared_experts", "mlp", "mlp_act")),
         cut.tokens * _first(cut) * width,
         vector_bytes=act,
         backward_vector_bytes=2 * act,
@@ -354,11 +372,11 @@ def _experts(cut: ModelCut) -> BlockPiece:
         linears,
         0,
         (
-            *_norm(cut),
-            SavedTensor(cut.own_tokens * shape.num_experts, "router", ("moe",)),
-            SavedTensor(rows * shape.hidden_size, "gemm", ("moe",), for_wgrad=True),
-            SavedTensor(rows, "fp32", ("moe",)),
-            *_activated(cut, rows, width, "moe", "mlp", "moe_act"),
+            *_norm(cut, ("mlp_norm", "router")),
+            SavedTensor(cut.own_tokens * shape.num_experts, "router", ("moe",), offloaded_by="router"),
+            SavedTensor(rows * shape.hidden_size, "gemm", ("moe",), for_wgrad=True, offloaded_by="expert_fc1"),
+            SavedTensor(rows, "fp32", ("moe",), offloaded_by="expert_fc1"),
+            *_activated(cut, rows, width, ("moe_act", "expert_fc2"), ("moe", "mlp", "moe_act")),
         ),
         rows * (_first(cut) * shape.moe_intermediate_size // cut.etp + shape.hidden_size) + outer,
         vector_bytes=vector,

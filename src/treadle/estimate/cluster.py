@@ -10,6 +10,7 @@ nvlink_bandwidth = 200e9        # bytes a second, each way, of a GPU
 nic_bandwidth = 50e9            # the same to other domains: 400 Gb/s
 pcie_bandwidth = 50e9           # to the host, each way
 gpus_per_pcie = 1               # GPUs that share it
+host_memory_gib = 256           # a GPU's share of its host's memory, for offload; without it none
 [peak_flops]                    # dense, a second
 bf16 = 989e12
 [efficiency]                    # achieved shares and times; `treadle.estimate.efficiency` has their meaning
@@ -67,6 +68,9 @@ class Cluster:
     gpus_per_pcie: int = 1
     """GPUs that share one such link."""
 
+    host_memory_gib: float = 0.0
+    """A GPU's share of its host's memory, which bounds offload. 0: nothing can be offloaded."""
+
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Floating-point operations a second, dense, by precision: bf16, fp8, nvfp4."""
 
@@ -81,6 +85,7 @@ class Cluster:
             FROM_1.check(getattr(self, name), f"{name} of a cluster")
         rates = {f"peak_flops.{name}": value for name, value in self.peak_flops.items()}
         rates |= {name: getattr(self, name) for name in _POSITIVE}
+        rates |= {"host_memory_gib": self.host_memory_gib} if self.host_memory_gib != 0 else {}
         for name, rate in rates.items():
             check_rate(name, rate)
         if not self.peak_flops.keys() <= set(PRECISIONS):
@@ -92,6 +97,11 @@ class Cluster:
     def memory_bytes(self) -> int:
         """Bytes of a GPU's memory."""
         return int(self.memory_gib * GIB)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Bytes of a GPU's share of its host's memory."""
+        return int(self.host_memory_gib * GIB)
 
     def peak(self, precision: str) -> float:
         """Return the operations a second in a precision; mxfp8 has the rate of fp8 if it has none of its own.

@@ -26,8 +26,24 @@ RECOMPUTED = (
     "moe",
     "shared_experts",
 )
+OFFLOADED = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+    "router",
+    "expert_fc1",
+    "moe_act",
+    "expert_fc2",
+    "shared_experts",
+)
+"""Modules whose saved inputs can be offloaded. Those of norms, attention, expert_fc1 and moe_act are Megatron's."""
 _NAMES = {"precision": OneOf(PRECISIONS), "cuda_graph": OneOf(CUDA_GRAPHS), "sharding": OneOf(SHARDINGS)}
-_RECOMPUTED = OneOf(RECOMPUTED)
+_MODULES = {"recompute": OneOf(RECOMPUTED), "offload": OneOf(OFFLOADED)}
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
 
 
@@ -69,8 +85,9 @@ class Job:
     recompute_layers: int = 0
     """With "full": layers of each stage that are recomputed. 0: all."""
 
-    offload: bool = False
-    """Saved activations are copied to the host and back."""
+    offload: tuple[str, ...] = ()
+    """Modules whose saved inputs are copied to the host and back: those of `OFFLOADED`. A model without experts has no
+    router and no experts, and so on: names that it lacks copy nothing."""
 
     sequence_parallel: bool = True
     """With tp > 1, what tp does not cut is cut along the sequence."""
@@ -172,10 +189,13 @@ def _check_numbers(job: Job) -> None:
 def _check_names(job: Job) -> None:
     for name, allowed in _NAMES.items():
         allowed.check(getattr(job, name), name)
-    if isinstance(job.recompute, str):
-        raise ValueError(f"recompute is a tuple of parts, got the text {job.recompute!r}; write ({job.recompute!r},)")
-    for part in job.recompute:
-        _RECOMPUTED.check(part, "recompute")
+    for name, modules in _MODULES.items():
+        given = getattr(job, name)
+        if not isinstance(given, tuple):
+            wayout = f"write ({given!r},)" if isinstance(given, str) else f"write {name}=() for none of them"
+            raise ValueError(f"{name} is a tuple of modules, got {given!r}; {wayout}")
+        for module in given:
+            modules.check(module, name)
     if "full" in job.recompute and len(job.recompute) > 1:
         raise ValueError(f"recompute full is the whole layer, got {job.recompute}; give either full or parts")
     if job.recompute_layers and "full" not in job.recompute:

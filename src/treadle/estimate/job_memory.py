@@ -158,6 +158,7 @@ class _RowBytes(NamedTuple):
     """
 
     saved: int
+    offloaded: int
     split: int
     whole: int
     more: int
@@ -181,6 +182,7 @@ def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
         saved += each.saved
     return _RowBytes(
         saved,
+        sum(each.offloaded for each in blocks),
         sum(each.split for each in blocks),
         sum(each.saved + each.again for each in blocks),
         sum(max(0, each.split - each.saved - each.again) for each in blocks),
@@ -217,14 +219,16 @@ def _activation_peaks(
     by_name: dict[str, Floats] = dict(zip(_RowBytes._fields, np.moveaxis(sizes, 2, 0), strict=True))
     found = moments(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
     saved = _alive(found.full, by_name["saved"][found.rank])
+    out = _alive(found.full, by_name["offloaded"][found.rank])
+    kept = saved - out
     if job.offload and held is None:  # the cell that is made or leaves, and the one that comes back or is used
-        saved = np.minimum(saved, 2 * by_name["saved"].max(1)[found.rank])
+        saved = kept + np.minimum(out, 2 * by_name["offloaded"].max(1)[found.rank])
     if found.splits:  # what wgrad waits with stays here
         saved += _alive(found.split, by_name["split"][found.rank])
     temporary = _computing(found, by_name["forward"], by_name["backward"])
     if job.offload and held is not None:
         waiting = _alive(found.split, by_name["whole"][found.rank])  # a Program holds it up to wgrad
-        there = np.maximum(np.array(held, np.float64)[found.rank], waiting)
+        there = np.maximum.reduce((np.array(held, np.float64)[found.rank], waiting, kept))
         there += _alive(found.split, by_name["more"][found.rank])
         beside = _computing(found, by_name["beside_forward"], by_name["beside_backward"])
         offloaded = there + beside < saved + temporary

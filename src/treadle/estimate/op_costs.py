@@ -13,12 +13,13 @@ from treadle.estimate.block_parts import block_parts
 from treadle.estimate.block_work import actions
 from treadle.estimate.data_parallel import PARAM_BYTES, data_parallel_seconds, layer_seconds, with_exposed
 from treadle.estimate.group_messages import between_stages, messages_of, send
+from treadle.estimate.host_copies import offload_seconds
 from treadle.estimate.job import Job
 from treadle.estimate.job_stages import is_tied
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.parameter_counts import chunk_weights
 from treadle.estimate.rates import at_peak, constant, factors, host_seconds, seconds
-from treadle.estimate.saved_bytes import offload_seconds, saved_bytes
+from treadle.estimate.saved_bytes import saved_bytes
 from treadle.ir.ops import COMPUTE_PARTS, LAYER_PARTS
 from treadle.ir.trace import MICROSECONDS
 from treadle.schedules import family
@@ -78,7 +79,7 @@ def _same_blocks(job: Job) -> Job:
         vpp=1,
         schedule=Job.schedule,
         layout=None,
-        offload=False,
+        offload=(),
         recompute_layers=0,
         sharding=Job.sharding,
         global_batch_size=job.micro_batch_size * job.dp,

@@ -29,6 +29,7 @@ _NIC = RateUnit("bytes a second", 1e8, 3e11, (("Gb/s", 0.125e9), ("bits a second
 
 UNITS = {
     "memory_gib": _MEMORY,
+    "host_memory_gib": _MEMORY,
     "memory_bandwidth": _GPU_MEMORY,
     "nvlink_bandwidth": _LINK,
     "nic_bandwidth": _NIC,

@@ -1,12 +1,12 @@
-"""What a job's forwards save, in the words of costs: by part of a layer and by block; and the time to offload it."""
+"""What a job's forwards save, in the words of costs: by part of a layer and by block, and what of it is offloaded."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from treadle.estimate.activations import ActivationCut, block_activations, saved_by_part
+from treadle.estimate.host_copies import offloaded_bytes
 from treadle.estimate.job import Job
-from treadle.estimate.rates import constant
 
 
 def saved_bytes(job: Job) -> dict[str, int]:
@@ -20,17 +20,12 @@ def saved_bytes(job: Job) -> dict[str, int]:
     found = {"embed": 0, "head": block_activations(cut, "L").saved}
     if job.model.num_nextn_predict_layers:
         found["mtp"] = block_activations(cut, "m").saved
-    found |= _of_layer(cut, "t", prefix="")
-    if job.model.is_moe and job.model.num_dense_layers:
-        found |= _of_layer(cut, "d", prefix="dense_")
+    prefixes = {"t": ""} | ({"d": "dense_"} if job.model.is_moe and job.model.num_dense_layers else {})
+    for block, prefix in prefixes.items():
+        found |= _of_layer(cut, block, prefix=prefix)
+        if job.offload:
+            found[f"{prefix}offload"] = offloaded_bytes(job, block)
     return found
-
-
-def offload_seconds(job: Job) -> float:
-    """Return the time to copy what a layer saves over PCIe, one way, while all GPUs that share the link do so."""
-    cut = ActivationCut.of(job, "p2p", fused_loss=True)
-    share = job.cluster.pcie_bandwidth / job.cluster.gpus_per_pcie * constant(job.cluster, "pcie")
-    return block_activations(cut, "t").saved / share
 
 
 def _of_layer(cut: ActivationCut, block: str, *, prefix: str) -> dict[str, int]:

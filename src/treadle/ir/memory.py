@@ -2,7 +2,8 @@
 
 Each part of a layer saves something at its forward's start. The bytes are freed at the end of the wgrad (a
 fraction at the end of the dgrad already), or of the backward where the two are not split. An offload frees a layer's
-bytes at its end, an onload takes them at its start. At equal times freeing comes first.
+bytes at its end, an onload takes them at its start: all that the layer's forward saved, or as much of it as
+`Layout.saved` has for the offload. At equal times freeing comes first.
 
 At the grain of cells a forward saves what the blocks of its stage save, where they are known, so stages may differ.
 What is saved may differ by stage and by micro-batch as well.
@@ -74,7 +75,7 @@ class _Saved(NamedTuple):
 def _tables(layout: Layout) -> tuple[list[_Saved], Ints]:
     """Return the different stages, and the number of each stage's."""
     of_stage = []
-    in_layer = (*layout.forward, *layout.recomputed)
+    in_layer = (*layout.forward, *layout.recomputed, OpKind.OFFLOAD)
     for stage, row in enumerate(layout.blocks):
         saved = {kind: size for kind, size in layout.saved.items() if kind in (*in_layer, *BLOCK_FORWARD.values())}
         dense = {**saved, **{kind: size for kind, size in layout.dense_saved.items() if kind in in_layer}}
@@ -144,6 +145,8 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
     taken, given = np.zeros(len(OpKind), np.int64), np.zeros(len(OpKind), np.int64)
     of_layer = 0
     for saver, bytes_saved in stage.dense if dense else stage.saved:
+        if saver is OpKind.OFFLOAD:
+            continue
         size = round(bytes_saved * scale)
         backward, weight = _readers(saver)
         taken[saver] = size
@@ -156,7 +159,11 @@ def _by_kind(layout: Layout, stage: _Saved, *, dense: bool, scale: float) -> tup
         if saver is OpKind.F:
             given[OpKind.B] = size
         of_layer += size if saver in layout.forward else 0
-    taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = of_layer
+    out = of_layer
+    if OpKind.OFFLOAD in layout.saved:
+        moved = dict(stage.dense if dense else stage.saved)[OpKind.OFFLOAD]
+        out = min(of_layer, round(moved * scale))
+    taken[OpKind.ONLOAD] = given[OpKind.OFFLOAD] = out
     return taken, given
 
 

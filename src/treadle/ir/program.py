@@ -103,7 +103,8 @@ class Layout:
     where that is not split); `dense_saved` what it leaves in a dense layer instead; `kept` is the fraction that stays
     between the two. `stage_scale` and `mb_scale` multiply it, by stage and by micro-batch (pipe after pipe); empty, all
     are alike. At the grain of cells with known blocks `saved[F]` is what one layer leaves, and EMBED_F, MTP_F and
-    HEAD_F are what those blocks leave besides. `saved_unit` says what `saved` counts: bytes, activations (one a chunk
+    HEAD_F are what those blocks leave besides. `saved[OFFLOAD]` is what an offload copies of a layer; without it, all
+    that its forward parts saved. `saved_unit` says what `saved` counts: bytes, activations (one a chunk
     and micro-batch) or layers (one a layer and micro-batch; at the grain of layers its parts count a half each, so 2
     make a layer). Ranks are numbered `(pp * dp + d) * ep + e`.
 

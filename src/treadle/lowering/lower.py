@@ -150,6 +150,9 @@ def _saved(
     sizes = costs.saved_parts
     saved = _parts_saved(sizes, options.recompute, "")
     dense = _parts_saved(sizes, options.recompute, "dense_")
+    if options.offload and "offload" in sizes:
+        saved[OpKind.OFFLOAD] = sizes["offload"]
+        dense[OpKind.OFFLOAD] = sizes.get("dense_offload", sizes["offload"])
     saved |= {kind: sizes[str(kind.part)] for block, kind in BLOCK_FORWARD.items() if block in letters}
     return saved, dense, "bytes"
 

@@ -6,6 +6,9 @@ structure.py       Programs by what they depend on, lowered once
 simulated_step.py  a job's step, simulated; the makespan of many micro-batches from that of few
 least_time.py      a time that no order of a job's ops can beat
 front.py           the jobs that no other beats in both time and memory
+moving_parts.py    what makes a job less simple, in order
+advised_job.py     the simplest job within the error of the fastest
+offload_choice.py  as little offload as makes a job fit
 ranked_search.py   all of it in a row
 alternatives.py    the chosen job beside those that differ in one knob
 planned_step.py    the chosen job in full: verified, measured

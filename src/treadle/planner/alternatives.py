@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
-from treadle.planner.front import Front
+from treadle.planner.advised_job import Advisor, within_error_s
 from treadle.planner.job_estimate import Alternative, JobEstimate
-from treadle.planner.ranked_search import SearchResult
+from treadle.planner.moving_parts import moving_parts
+from treadle.planner.ranked_search import SearchResult, with_job
 from treadle.schedules import family
 
 KNOBS = (
@@ -33,25 +34,24 @@ _WITH = {"schedule": ("vpp",)}
 
 
 def with_alternatives(found: SearchResult) -> SearchResult:
-    """Return the search's result with the best job that no change of one knob makes faster, and its alternatives.
+    """Return the search's result with the alternatives of the best job, none of which would be advised instead.
 
     A search ranks jobs by choices that near ones share; alternatives are simulated whole, each with its own choices. So
-    one of them may turn out to be faster: then it is the best, until none does.
+    one of them may turn out to be the fastest, or as simple as the best and faster: then it is that, until none is.
     """
     whole: dict[Job, JobEstimate] = {}
     while True:
         others = alternatives(found, whole)
-        faster = [other for other in others if other.slower is not None and other.slower < 0]
-        if not faster:
-            return replace(found, alternatives=others)
-        best = min(faster, key=lambda other: other.slower or 0.0).estimate
-        front = Front()
-        by_pair = {}
-        for each in (*found.front, best):
-            assert each.ticks is not None
-            front.add(each.ticks, each.memory_bytes)
-            by_pair[each.ticks, each.memory_bytes] = each
-        found = replace(found, best=best, front=tuple(by_pair[pair] for pair in front.pairs))
+        fitting = [other.estimate for other in others if other.fits]
+        fastest = min((found.fastest, *fitting), key=lambda each: each.step_s)
+        if fastest is not found.fastest:
+            best = Advisor(found.fitting, found.memory_limit).advise(fastest)
+        else:
+            rivals = (found.best, *(each for each in fitting if each.step_s <= within_error_s(fastest)))
+            best = min(rivals, key=lambda each: (moving_parts(each.job), each.step_s))
+        if best is found.best:
+            return replace(found, fastest=fastest, front=with_job(found.front, fastest), alternatives=others)
+        found = replace(found, best=best, fastest=fastest, front=with_job(with_job(found.front, fastest), best))
 
 
 def alternatives(found: SearchResult, whole: dict[Job, JobEstimate] | None = None) -> tuple[Alternative, ...]:
@@ -76,11 +76,11 @@ def alternatives(found: SearchResult, whole: dict[Job, JobEstimate] | None = Non
 def shown(job: Job, knob: str) -> str:
     """Return the value of a knob as people write it."""
     value = getattr(job, knob)
-    if knob == "recompute":
+    if knob in ("recompute", "offload"):
         return "+".join(value) or "none"
     if knob == "schedule" and not family(job.schedule).vpps:
         return f"{value}:vpp={job.vpp}"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return str(value)
 
 
 def _only_difference(best: Job, job: Job) -> str | None:

@@ -33,7 +33,7 @@ def find_plan(
     space: SearchSpace = _BALANCED,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Find the fastest way to train a model on a cluster that fits into memory.
+    """Find a way to train a model on a cluster: simple, fitting into memory, and as fast as the estimate can tell.
 
     Args:
         model: its shape, or what `load_model` takes: a preset, a config.json, a TOML file.
@@ -45,8 +45,8 @@ def find_plan(
         progress: called with the candidates done, and all of them.
 
     Returns:
-        The best job, which no change of one knob makes faster, with those changes; the front of time and memory; and
-        all that was considered.
+        The advised job, with the best ones that differ in one knob; the fastest; the front of time and memory; and all
+        that was considered.
 
     Raises:
         ValueError: there is no such preset, sizes do not divide, or nothing fits; the message says the way out.
@@ -88,7 +88,7 @@ def find_plan(
             f"no valid parallelism for a global batch of {batch:,} sequences of {seq_len:,} tokens: {reasons}"
         )
     names = fill(space, shape, gpus, seq_len).schedules or ()
-    found = with_alternatives(search(points, limit, progress=progress))
+    found = with_alternatives(search(points, limit, offload=space.offload is None, progress=progress))
     return replace(found, unable=tuple(_unable(names, points, refused)))
 
 

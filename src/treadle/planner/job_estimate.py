@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from treadle.costs import Costs
 from treadle.estimate import Job
+from treadle.estimate.job import OFFLOADED
 from treadle.estimate.job_memory import MemoryEstimate, estimate_memory
 from treadle.estimate.op_costs import estimate_costs
 from treadle.planner.least_time import least_ticks
@@ -39,7 +40,14 @@ class JobEstimate:
     @property
     def step_s(self) -> float:
         """Seconds of a step, simulated or at least."""
-        ticks = self.ticks if self.ticks is not None else self.least
+        return self._seconds(self.ticks if self.ticks is not None else self.least)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that a step takes at least."""
+        return self._seconds(self.least)
+
+    def _seconds(self, ticks: int) -> float:
         return ticks / self.costs.clock.ticks / 1e6
 
     def simulated(self) -> JobEstimate:
@@ -77,7 +85,7 @@ def estimate_candidate(candidate: Candidate) -> JobEstimate:
     job = candidate.job
     if job.layout is not None:
         return estimate_job(job)
-    blocks = _layout(replace(job, offload=False), balanced=candidate.balanced)
+    blocks = _layout(replace(job, offload=()), balanced=candidate.balanced)
     return estimate_job(replace(job, layout=blocks))
 
 
@@ -110,7 +118,7 @@ def describe(job: Job) -> str:
     sizes = {"TP": job.tp, "CP": job.cp, "PP": job.pp, "VPP": job.vpp, "EP": job.ep, "DP": job.dp}
     named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
     extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
-    extra += ["offload"] if job.offload else []
+    extra += [f"offload {'all' if job.offload == OFFLOADED else '+'.join(job.offload)}"] if job.offload else []
     extra += [f"{job.sharding} sharded"] if job.sharding != Job.sharding else []
     extra += ["BF16 gradients"] if job.gradient_bytes != Job.gradient_bytes else []
     return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])

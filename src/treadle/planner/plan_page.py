@@ -138,7 +138,8 @@ def _facts(chosen: PlannedStep) -> str:
 
 
 def _why(found: SearchResult, chosen: PlannedStep, errors: RunErrors) -> str:
-    return f"<p>{escape(f'It is the fastest job that fits: {count_text(found)}.')}</p>"
+    why = f"It is {found.reason}" if found.reason else "It is the fastest job that fits"
+    return f"<p>{escape(f'{why}. {count_text(found)}.')}</p>"
 
 
 def _alternatives(others: Sequence[Alternative], errors: RunErrors, best_bytes: int) -> str:

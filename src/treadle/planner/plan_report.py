@@ -11,7 +11,7 @@ from treadle.estimate.cluster import GIB
 from treadle.estimate.job_memory import MemoryEstimate
 from treadle.folding.stragglers import StragglerStudy
 from treadle.ir.blocks import write_layout
-from treadle.planner.job_estimate import Alternative, JobEstimate
+from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.plan_files import untrainable
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
@@ -51,6 +51,9 @@ def plan_object(
             "untrainable": untrainable(job),
             "memory": [_memory_object(rank) for rank in chosen.estimate.memory],
         },
+        "reason": found.reason,
+        "fastest": job_object(found.fastest),
+        "without_offload": job_object(found.without_offload) if found.without_offload is not None else None,
         "front": [job_object(each) for each in found.front],
         "alternatives": [
             {
@@ -99,13 +102,26 @@ def job_object(estimate: JobEstimate) -> JobJson:
         "precision": job.precision,
         "layout": write_layout(job.layout, dense=True),
         "recompute": list(job.recompute),
-        "offload": job.offload,
+        "offload": list(job.offload),
         "sharding": job.sharding,
         "gradient_bytes": job.gradient_bytes,
         "cuda_graph": job.cuda_graph,
         "step_s": estimate.step_s,
         "memory_bytes": estimate.memory_bytes,
     }
+
+
+def beside_texts(found: SearchResult) -> dict[str, str]:
+    """Return what stands beside the advised job: the fastest, why it is not advised, and the best without offload."""
+    beside = {}
+    if found.reason:
+        beside = {"why": found.reason, "fastest": f"{found.fastest.step_s:.3f} s: {describe(found.fastest.job)}"}
+    if found.best.job.offload or found.fastest.job.offload:
+        plain = found.without_offload
+        beside["without offload"] = (
+            f"{plain.step_s:.3f} s: {describe(plain.job)}" if plain is not None else "nothing fits"
+        )
+    return beside
 
 
 def schedule_text(name: str) -> str | None:
@@ -131,7 +147,8 @@ def batch_text(job: Job) -> str:
 
 def host_text(chosen: PlannedStep) -> str:
     """Return the host memory that offloading takes."""
-    return f"up to {chosen.host_bytes / GIB:.1f} GiB per GPU (host capacity not checked)"
+    share = chosen.estimate.job.cluster.host_memory_bytes
+    return f"up to {chosen.host_bytes / GIB:.1f} GiB per GPU, of its share of {share / GIB:.1f}"
 
 
 def count_text(found: SearchResult) -> str:

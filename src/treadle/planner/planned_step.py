@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from treadle.estimate.flops import model_flops
-from treadle.estimate.job_memory import estimate_memory
+from treadle.estimate.host_copies import host_bytes
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.planner.job_estimate import JobEstimate
@@ -68,11 +68,8 @@ class PlannedStep:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that a GPU's offloaded activations take on the host, at most: all that it saves at its peak."""
-        if not self.estimate.job.offload:
-            return 0
-        saved = estimate_memory(replace(self.estimate.job, offload=False))
-        return max(rank.activations + rank.logits for rank in saved)
+        """Bytes that a GPU's offloaded activations take on the host, at most."""
+        return host_bytes(self.estimate.job)
 
     @property
     def exposed_share(self) -> float:

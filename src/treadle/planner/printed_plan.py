@@ -25,7 +25,7 @@ class JobJson(TypedDict):
     precision: Annotated[str, "Precision of GEMMs: bf16, fp8, mxfp8 or nvfp4."]
     layout: Annotated[str, "The blocks of each stage as Megatron writes them; d is a dense layer."]
     recompute: Annotated[list[str], "Modules that are recomputed, as Megatron names them, or attn and mlp; full: all."]
-    offload: Annotated[bool, "Saved activations are copied to the host and back."]
+    offload: Annotated[list[str], "Modules whose saved inputs are copied to the host and back."]
     sharding: Annotated[str, "What replicas divide: optimizer, gradients (ZeRO-2) or parameters (FSDP)."]
     gradient_bytes: Annotated[CountFrom1, "Bytes of a main gradient: 4 in FP32, 2 in BF16."]
     cuda_graph: Annotated[str, "none, partial or whole."]
@@ -74,7 +74,9 @@ class AlternativeJson(TypedDict):
     knob: Annotated[str, "The one knob that differs."]
     value: Annotated[str, "Its other value."]
     fits: Annotated[bool, "Does the job fit into memory."]
-    slower: Annotated[float | None, "The share by which its step is longer; null where it does not fit."]
+    slower: Annotated[
+        float | None, "The share by which its step is longer, below 0 if shorter; null if it does not fit."
+    ]
     memory_bytes: Annotated[Count, "Bytes of its rank that holds most."]
     reason: Annotated[str, "Where the difference comes from."]
 
@@ -97,7 +99,13 @@ class PlanJson(TypedDict):
     candidates: Annotated[CountFrom1, "Jobs that were considered."]
     too_large: Annotated[Count, "Those among them that do not fit into memory."]
     simulated: Annotated[CountFrom1, "Those that were simulated; the others cannot be faster or smaller."]
-    chosen: Annotated[ChosenJson, "The job with the shortest step."]
+    chosen: Annotated[ChosenJson, "The advised job: of those within the error of the fastest, the simplest."]
+    reason: Annotated[str, "Why the advised job is not the fastest; empty if it is."]
+    fastest: Annotated[JobJson, "The fastest job that fits."]
+    without_offload: Annotated[
+        JobJson | None,
+        "Where one of the two offloads: what would be advised without; null if nothing fits, or none of them does.",
+    ]
     front: Annotated[list[JobJson], "Jobs of which none is beaten in both time and memory, the fastest first."]
     alternatives: Annotated[list[AlternativeJson], "The best job with another value of one knob, for each."]
     unable: Annotated[list[UnableJson], "Schedules that can do no job of the search."]

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
+from treadle.estimate.host_copies import host_shortage
+from treadle.planner.advised_job import Advisor, reason_text, within_error_s
 from treadle.planner.front import Front
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe, estimate_candidate
+from treadle.planner.offload_choice import offloaded_to_fit, with_least_offload
 from treadle.planner.space import Candidate
 
 Progress = Callable[[int, int], None]
@@ -23,6 +26,11 @@ class SearchResult:
     """What a search found. `front` is in order of time, simulated whole; `fitting` are all that fit, those first."""
 
     best: JobEstimate
+    """The advised job: within the error of the fastest, the one with the fewest moving parts."""
+
+    fastest: JobEstimate
+    """The fastest that was considered and fits."""
+
     front: tuple[JobEstimate, ...]
     fitting: tuple[JobEstimate, ...]
     too_large: tuple[JobEstimate, ...]
@@ -33,6 +41,14 @@ class SearchResult:
     alternatives: tuple[Alternative, ...] = ()
     """The best jobs that differ from the best one in one knob (`treadle.planner.alternatives.with_alternatives`)."""
 
+    without_offload: JobEstimate | None = None
+    """Where the best job or the fastest offloads: the job that would be advised without, or None if none fits."""
+
+    @property
+    def reason(self) -> str:
+        """Why the best job is not the fastest; "" if it is."""
+        return reason_text(self.best, self.fastest)
+
     @property
     def num_simulated(self) -> int:
         """How many of those that fit were simulated."""
@@ -40,20 +56,24 @@ class SearchResult:
 
 
 def search(
-    candidates: Iterable[Candidate], memory_limit: int, *, bounded: bool = True, progress: Progress | None = None
+    candidates: Iterable[Candidate],
+    memory_limit: int,
+    *,
+    offload: bool = False,
+    bounded: bool = True,
+    progress: Progress | None = None,
 ) -> SearchResult:
-    """Find the job with the shortest step that fits, and the front of time and memory.
-
-    Of jobs with the same time, one that does not offload is preferred, as it has less to go wrong.
+    """Find the job to advise, the fastest that fits, and the front of time and memory.
 
     Args:
         candidates: from `treadle.planner.space.candidates`.
         memory_limit: bytes that a rank may hold.
+        offload: where none of them fits, offload as little as makes one fit.
         bounded: pass over jobs that cannot be best or on the front. The result is the same, later.
         progress: called with the candidates done, and all of them.
 
     Raises:
-        ValueError: nothing fits; the message names what comes nearest.
+        ValueError: nothing fits, or the host cannot take what is offloaded; the message names what comes nearest.
 
     """
     points = list(candidates)
@@ -66,15 +86,47 @@ def search(
         if progress is not None:
             progress(number // 2, len(points))
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
+    found = _rank(pool, progress)
+    if found is None and offload:
+        larger = pool.too_large
+        pool = _Pool([*larger, *offloaded_to_fit(larger, memory_limit)], memory_limit, bounded=bounded)
+        found = _rank(pool)
+        if found is not None:
+            least = with_least_offload(found.best, memory_limit)
+            found = replace(found, best=least if least.step_s <= within_error_s(found.fastest) else found.best)
+    if found is None:
+        raise _nothing_fits(pool.too_large, memory_limit)
+    if not (found.best.job.offload or found.fastest.job.offload):
+        return found
+    plain = _rank(_Pool([each for each in estimates.values() if not each.job.offload], memory_limit, bounded=bounded))
+    return replace(found, without_offload=plain.best if plain is not None else None)
+
+
+def _rank(pool: _Pool, progress: Progress | None = None) -> SearchResult | None:
+    """Return the jobs of a pool in their order, or None if none fits."""
     pool.simulate(progress)
     pool.simulate_front()
     if not pool.front:
-        raise _nothing_fits(pool.too_large, memory_limit)
-    best = _without_offload(pool.front[0], pool.fitting, memory_limit)
-    shown = {each.job for each in (*pool.front, best)}
-    rest = (each for each in pool.fitting if each.job not in shown)
-    named = (*pool.front, *([best] if best not in pool.front else []), *rest)
-    return SearchResult(best, tuple(pool.front), named, tuple(pool.too_large), memory_limit)
+        return None
+    front, advisor = tuple(pool.front), Advisor(pool.fitting, pool.limit)
+    best = advisor.advise(front[0])
+    while best.step_s < front[0].step_s:  # simulated whole, a job may turn out to be the fastest
+        front = with_job(front, best)
+        best = advisor.advise(best)
+    first = {each.job: each for each in (*front, best)}
+    rest = (advisor.simulated.get(each.job, each) for each in pool.fitting if each.job not in first)
+    fitting = (*first.values(), *rest)
+    return SearchResult(best, front[0], front, fitting, tuple(pool.too_large), pool.limit)
+
+
+def with_job(front: Iterable[JobEstimate], job: JobEstimate) -> tuple[JobEstimate, ...]:
+    """Return a front with one more job, which was simulated, and without those that it beats."""
+    pairs = Front()
+    by_pair: dict[tuple[int, int], JobEstimate] = {}
+    for each in (*front, job):
+        pairs.add(*_time_and_memory(each))
+        by_pair.setdefault(_time_and_memory(each), each)
+    return tuple(by_pair[pair] for pair in pairs.pairs)
 
 
 class _Pool:
@@ -85,8 +137,9 @@ class _Pool:
 
     def __init__(self, estimates: list[JobEstimate], memory_limit: int, *, bounded: bool) -> None:
         self.limit, self.bounded, self.count = memory_limit, bounded, len(estimates)
-        self.untimed = [each for each in estimates if each.memory_bytes <= memory_limit]
-        self.too_large = [each for each in estimates if each.memory_bytes > memory_limit]
+        able = [each.memory_bytes <= memory_limit and host_shortage(each.job) is None for each in estimates]
+        self.untimed = [each for each, fits in zip(estimates, able, strict=True) if fits]
+        self.too_large = [each for each, fits in zip(estimates, able, strict=True) if not fits]
         self.timed: list[JobEstimate] = []
         self.whole: list[JobEstimate] = []
         self._near: list[JobEstimate] = []
@@ -172,26 +225,14 @@ def _nothing_fits(too_large: list[JobEstimate], memory_limit: int) -> ValueError
             break
         known.append(each.simulated() if each.job.offload else each)
     nearest = min(known, key=lambda each: each.memory_bytes)
+    refused = host_shortage(nearest.job) if nearest.memory_bytes <= memory_limit else None
+    if refused is not None:
+        return ValueError(f"none of {len(too_large):,} candidates fits: {describe(nearest.job)}: {refused}")
     return ValueError(
         f"none of {len(too_large):,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
         f"{nearest.memory_bytes / GIB:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
         f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
     )
-
-
-def _without_offload(best: JobEstimate, others: Iterable[JobEstimate], memory_limit: int) -> JobEstimate:
-    """Return the same job without offload, if it fits and is as fast; else the job."""
-    if not best.job.offload:
-        return best
-    plain = replace(best.job, offload=False)
-    for each in others:
-        if each.job == plain:
-            timed = each.simulated_whole()
-            assert timed.ticks is not None
-            assert best.ticks is not None
-            if timed.ticks <= best.ticks and timed.memory_bytes <= memory_limit:
-                return timed
-    return best
 
 
 def _time_and_memory(each: JobEstimate) -> tuple[int, int]:

@@ -43,7 +43,9 @@ class SearchSpace:
     recompute: tuple[tuple[str, ...], ...] | None = None
     """None: `recompute_sets` of the model."""
 
-    offload: tuple[bool, ...] = (False, True)
+    offload: tuple[tuple[str, ...], ...] | None = None
+    """Sets of modules. None: nothing is offloaded unless nothing fits otherwise, and then as little as does."""
+
     sharding: tuple[str, ...] | None = None
     """None: optimizer; of dense models without a pipeline also gradients (ZeRO-2) and parameters (FSDP)."""
 
@@ -114,8 +116,9 @@ def candidates(
 
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
     """Yield a job with every choice that leaves its sizes as they are."""
+    offloads = space.offload or ((),)
     for recompute, offload, balanced, graph, precision, gradient_bytes in product(
-        space.recompute or (), space.offload, space.balanced, space.cuda_graph, space.precision, space.gradient_bytes
+        space.recompute or (), offloads, space.balanced, space.cuda_graph, space.precision, space.gradient_bytes
     ):
         if balanced and first.pp * first.vpp == 1 and False in space.balanced:  # one stage has one layout
             continue

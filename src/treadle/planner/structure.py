@@ -54,7 +54,7 @@ class Structure:
             moe=job.model.is_moe,
             padded=True,
             recompute=recomputed_ops(job),
-            offload=job.offload,
+            offload=bool(job.offload),
             tied=((0, -1),) if is_tied(job) else (),
             dp=2 if ep * dp > 1 else 1,
         )

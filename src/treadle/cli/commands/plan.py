@@ -29,6 +29,7 @@ from treadle.planner.plan_files import untrainable, write_files
 from treadle.planner.plan_page import page
 from treadle.planner.plan_report import (
     batch_text,
+    beside_texts,
     commands,
     count_text,
     host_text,
@@ -175,6 +176,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
         **({"schedule": unrun} if unrun is not None else {}),
         "batch": batch_text(job),
         "step": f"{chosen.step_s:.3f} s",
+        **beside_texts(found),
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
         f"{show_count(chosen.num_tokens)} tokens": f"{chosen.days:,.1f} days, {chosen.gpu_hours:,.0f} GPU-hours",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
@@ -217,7 +219,7 @@ def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("")
     for other in others:
-        slower = f"+{other.slower:.1%}" if other.slower is not None else ""
+        slower = f"{other.slower:+.1%}" if other.slower is not None else ""
         table.add_row(f"{other.knob.replace('_', '-')} {escape(other.value)}", slower, escape(other.reason))
     for name, reason in unable:
         table.add_row(f"schedule {escape(name)}", "", escape(reason))
