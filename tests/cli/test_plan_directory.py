@@ -90,6 +90,14 @@ def test_schedules_beside_it_have_its_model_and_size(made: tuple[PlannedStep, Pa
     assert size in told, told
 
 
+def test_its_schedule_alone_is_noted(made: tuple[PlannedStep, Path]) -> None:
+    done = run("verify", f"{NAME}/schedule.txt", cwd=made[1])
+    assert done.returncode == 0
+    assert (
+        "my plan/schedule.txt is of a plan; name my plan instead to have its costs, layout and mesh too" in done.stderr
+    )
+
+
 def test_import_refuses_what_nobody_measured(made: tuple[PlannedStep, Path]) -> None:
     done = run("import", NAME, cwd=made[1])
     assert done.returncode == 2

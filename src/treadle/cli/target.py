@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from treadle.api import load_save
-from treadle.cli.terminal import working
+from treadle.cli.terminal import note, working
 from treadle.ir import Schedule
 from treadle.schedules import family, is_known
 
@@ -108,6 +108,7 @@ class Target:
                 loaded = _typical_step(Path(self.name))
             else:
                 loaded = load_save.load(self.name, placement=self.placement)
+                _note_plan(Path(self.name))
         if isinstance(loaded, Schedule):
             self._check_size(loaded, source)
         return loaded
@@ -135,6 +136,12 @@ def label(targets: Sequence[Target], loaded: Sequence[Loaded]) -> list[str]:
     own = [each.name if isinstance(each, Schedule) and each.name != _UNNAMED else "" for each in loaded]
     names = [name or given for name, given in zip(own, typed, strict=True)]
     return names if len(set(names)) == len(names) else typed
+
+
+def _note_plan(path: Path) -> None:
+    """Note that a schedule is of a plan, whose costs and layout the file alone does not bring."""
+    if path.name == "schedule.txt" and path.with_name("plan.toml").is_file():
+        note(f"{path} is of a plan; name {path.parent} instead to have its costs, layout and mesh too")
 
 
 def _typical_step(directory: Path) -> Trace:
