@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_bars_of_memory_are_as_long_as_the_parts(made: Made, long: Made) -> None
             }
 
 
+def test_the_fastest_stands_beside_the_choice(made: Made) -> None:
+    """Within its error the estimate does not rank: ZB-H1 gives way to 1F1B, which more trainers run."""
+    rows = [table[1:] for table in Read(made.html).tables if table[0][:2] == ["", "job"]]
+    plan = made.json
+    beside = {"chosen": plan["chosen"], "fastest": plan["fastest"]} if plan["reason"] else {}
+    assert [[row[0], *row[2:]] for table in rows for row in table] == [
+        [name, f"{each['step_s']:.3f} s", f"{each['memory_bytes'] / GIB:.1f} GiB"] for name, each in beside.items()
+    ]
+    assert (plan["reason"] or "the fastest job that fits") in Read(made.html).text
+
+
 def test_thin_bars_leave_out_names_that_would_overlap(long: Made) -> None:
     names = re.findall(r'<div class="rank( fullest)?"><span>([0-9]*)</span>', long.html)
     assert len(names) == 64
@@ -177,9 +189,10 @@ def test_front_is_a_staircase(made: Made) -> None:
     assert len(points) > 3
     for (x, y), (next_x, next_y) in pairwise(points):
         assert (next_x >= x and next_y == y) or (next_x == x and next_y >= y)
-    (ring,) = svg.findall("g[@class='marked']/circle")
+    rings = svg.findall("g[@class='marked']/circle")
     at = {(dot.attrib["cx"], dot.attrib["cy"]) for dot in svg.findall("g[@class='dots']/circle")}
-    assert (ring.attrib["cx"], ring.attrib["cy"]) in at
+    assert {(ring.attrib["cx"], ring.attrib["cy"]) for ring in rings} <= at
+    assert [name.text for name in svg.findall("g[@class='marked']/text")] == ["fastest", "chosen"]
 
 
 def test_page_has_the_commands(made: Made) -> None:
@@ -217,14 +230,25 @@ def _colours(css: str) -> dict[str, str]:
 @pytest.mark.parametrize("width", [360, 800, 1400])
 def test_labels_keep_clear_of_each_other(made: Made, long: Made, width: int, tmp_path: Path) -> None:
     with browser(tmp_path / "profile") as window:
-        for name, each in (("made", made), ("long", long)):
+        named = _renamed(made, "a-model-whose-name-" + "goes-on-and-on-" * 6)
+        for name, html in (("made", made.html), ("long", long.html), ("named", named)):
             file = tmp_path / f"{name}.html"
-            file.write_text(each.html, encoding="utf-8")
+            file.write_text(html, encoding="utf-8")
             _resize(window, width)
             window.driver.get(file.as_uri())
             assert window.js("document.documentElement.scrollWidth") <= width
             assert window.js(_OVERLAPS) == []
             assert window.requests() == []
+
+
+def _renamed(made: Made, name: str) -> str:
+    """Return the page for a model and a cluster of another name, with all of a layer's modules recomputed."""
+    job = made.found.best.job
+    modules = ("layernorm", "mla_up_proj", "moe_act", "shared_experts")
+    model, cluster = replace(job.model, name=name), replace(job.cluster, name=name)
+    best = replace(made.found.best, job=replace(job, model=model, cluster=cluster, recompute=modules))
+    others = [replace(each, value="+".join(modules)) for each in made.found.alternatives]
+    return page(replace(made.found, best=best, front=(best,)), replace(made.chosen, estimate=best), others)
 
 
 def _resize(window: Browser, width: int) -> None:

@@ -14,6 +14,8 @@ from treadle.planner.ranked_search import SearchResult
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 330, 60, 14, 20, 54
 _FOOT = _HEIGHT - _BOTTOM
 _TICKS = 6
+_LINE = 22.0
+"""Units from line to line of names, which a phone shows larger."""
 _SLOWEST = 3.0
 """Steps of the best: slower jobs are left out of the chart, as they would squeeze the others into a corner."""
 
@@ -47,18 +49,23 @@ def front_chart(found: SearchResult, marked: Mapping[str, JobEstimate]) -> str:
         f'y2="{limit:.1f}"/><text x="{_WIDTH - _RIGHT}" y="{limit - 6:.1f}" text-anchor="end">limit '
         f"{found.memory_limit / GIB:.1f} GiB</text></g>"
         f'<g class="dots">{shown}</g><polyline points="{line}"/><g class="front">{marks}</g>'
-        f'<g class="marked">{"".join(_ring(name, at) for at, name in sorted(rings.items()))}</g></svg>'
+        f'<g class="marked">{_rings(rings)}</g></svg>'
     )
 
 
-def _ring(name: str, at: tuple[float, float]) -> str:
-    x, y = at
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8"/><text x="{x + 12:.1f}" y="{y + 4:.1f}">{escape(name)}</text>'
-        if x < _WIDTH / 2
-        else f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8"/>'
-        f'<text x="{x - 12:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>'
-    )
+def _rings(rings: Mapping[tuple[float, float], str]) -> str:
+    """Return rings with their names beside them, each name a line below the one above it where they would meet."""
+    made, free = [], -_LINE
+    for (x, y), name in sorted(rings.items(), key=lambda ring: (ring[0][1], ring[0][0])):
+        row = max(y, free)
+        free = row + _LINE
+        away, anchor = (1, "start") if x < _WIDTH / 2 else (-1, "end")
+        made.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8"/>'
+            f'<path d="M{x + 8 * away:.1f} {y:.1f}L{x + 20 * away:.1f} {row:.1f}"/>'
+            f'<text x="{x + 24 * away:.1f}" y="{row + 4:.1f}" text-anchor="{anchor}">{escape(name)}</text>'
+        )
+    return "".join(made)
 
 
 def _staircase(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -96,7 +96,8 @@ def memory_table(chosen: PlannedStep) -> str:
         for group in rank_groups(chosen.estimate.memory)
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *names, "total"))
-    return f'<table class="rows numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    table = f'<table class="rows numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def alternative_bars(others: Sequence[Alternative], typical: float, best_bytes: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from treadle.ir.trace import Trace
 from treadle.planner.front_chart import front_chart
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.plan_bars import alternative_bars, memory_bars, memory_table
-from treadle.planner.plan_report import batch_text, commands, count_text, show_count, study_text
+from treadle.planner.plan_report import batch_text, commands, count_text, host_text, show_count, study_text
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.planner.run_errors import RunErrors, run_errors
-from treadle.planner.uncertainty import doubts
+from treadle.planner.uncertainty import doubts, recomputed_text
 from treadle.schedules import family
 from treadle.view.page.preview import shown_lanes, small_picture
 from treadle.view.palette import ROLE_OF, Palette, Role, palette
@@ -45,7 +45,7 @@ def page(
     """Return the HTML of a plan; its commands take the files of `directory`."""
     job = chosen.estimate.job
     assert job.layout is not None
-    errors = run_errors(job)
+    errors, marked = run_errors(job), _marked(found)
     parts = {
         "title": escape(f"{job.model.name} on {job.cluster.name}"),
         "head": escape(f"{job.model.name} on {job.cluster.name}: {_words(job)}"),
@@ -54,12 +54,12 @@ def page(
         "figures": _figures(chosen, errors, found.memory_limit),
         "backing": escape(_backing(errors)),
         "facts": _facts(chosen),
-        "why": _why(found, chosen, errors),
+        "why": _why(found, marked),
         "others": _alternatives(others, errors, chosen.estimate.memory_bytes),
         "memory": memory_bars(chosen, found.memory_limit) + _folded("Memory as a table, in GiB", memory_table(chosen)),
         "step": _step(chosen),
         "doubts": _doubts(chosen, errors, found.memory_limit),
-        "front": front_chart(found, {"chosen": found.best}),
+        "front": front_chart(found, marked),
         "jobs": _jobs(found.front),
         "stragglers": _study(study) if study is not None else "",
         "layout": escape(write_layout(job.layout)),
@@ -91,12 +91,14 @@ _SHARDED = {
 def _choice(job: Job) -> str:
     """Return the rest of a job in words: its schedule, its micro-batches, and what it does to save memory."""
     batches = f"{job.num_microbatches:,} micro-batches of {counted(job.micro_batch_size, 'sequence')} a replica"
-    saved = [f"{' and '.join(job.recompute)} recomputed"] if job.recompute else []
-    saved += ["activations offloaded to the host"] if job.offload else []
+    saved = [f"{recomputed_text(job)} recomputed"] if job.recompute else []
+    saved += [f"{' and '.join(job.offload)} offloaded to the host"] if job.offload else []
     kept = ", ".join(saved) or "nothing recomputed or offloaded"
-    named = f"{job.schedule} ({family(job.schedule).summary})"
+    order = family(job.schedule)
+    named = [f"schedule {order.name}: {order.summary}"] if job.pp > 1 or order.overlapped else []
     sharded = [_SHARDED[job.sharding]] if job.dp > 1 else []
-    return f"Schedule {'; '.join([named, batches, *sharded, kept])}."
+    words = "; ".join([*named, batches, *sharded, kept])
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _figures(chosen: PlannedStep, errors: RunErrors, limit: int) -> str:
@@ -132,14 +134,38 @@ def _facts(chosen: PlannedStep) -> str:
         "batch": batch_text(chosen.estimate.job),
         "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
+        **({"pinned host memory": host_text(chosen)} if chosen.estimate.job.offload else {}),
         "verified": "clean" if chosen.report.clean else "with findings",
     }
     return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
 
 
-def _why(found: SearchResult, chosen: PlannedStep, errors: RunErrors) -> str:
-    why = f"It is {found.reason}" if found.reason else "It is the fastest job that fits"
-    return f"<p>{escape(f'{why}. {count_text(found)}.')}</p>"
+def _why(found: SearchResult, marked: Mapping[str, JobEstimate]) -> str:
+    """Return the reason for the choice, and the jobs that stand beside it."""
+    reason = found.reason or f"the fastest job that fits ({count_text(found)})"
+    lost = " Nothing fits without offload." if found.best.job.offload and found.without_offload is None else ""
+    sentence = f"<p>It is {escape(reason)}.{lost}</p>"
+    if len(marked) == 1:
+        return sentence
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td>{escape(describe(each.job))}</td><td>{each.step_s:.3f} s</td>'
+        f"<td>{each.memory_bytes / GIB:.1f} GiB</td></tr>"
+        for name, each in marked.items()
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("", "job", "step", "memory"))
+    table = f'<table class="rows beside"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return sentence + table
+
+
+def _marked(found: SearchResult) -> dict[str, JobEstimate]:
+    """Return the chosen job and those that stand beside it, by what each is."""
+    marked = {"chosen": found.best}
+    if found.fastest.job != found.best.job:
+        marked["fastest"] = found.fastest
+    plain = found.without_offload
+    if plain is not None and plain.job not in (found.best.job, found.fastest.job):
+        marked["without offload"] = plain
+    return marked
 
 
 def _alternatives(others: Sequence[Alternative], errors: RunErrors, best_bytes: int) -> str:
@@ -236,7 +262,8 @@ def _study(study: StragglerStudy) -> str:
     title = escape(f"{study.stragglers}, {study.num_draws} draws: {study_text(study)}")
     return (
         f"<section><h2>Slow GPUs</h2><p>{title}</p>"
-        f'<table class="rows numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>'
+        f'<div class="scroll"><table class="rows numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        "</div></section>"
     )
 
 

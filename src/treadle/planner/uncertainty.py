@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.planner.plan_report import schedule_text
 from treadle.planner.planned_step import PlannedStep
@@ -36,11 +37,15 @@ def doubts(chosen: PlannedStep, errors: RunErrors, memory_limit: int) -> tuple[D
         found.append(Doubt("constants", f"{text}: achieved rates are those of the nearest GPU or precision"))
     if unrun is not None:
         found.append(Doubt("schedule", unrun))
+    if job.sharding == "parameters":
+        found.append(Doubt("sharding", "published runs that shard parameters (FSDP) are not among those of the range"))
     if job.recompute:
-        parts = " and ".join(job.recompute)
-        found.append(Doubt("recompute", f"{parts}: the forward's time once more, which few published runs back"))
+        text = f"{recomputed_text(job)}: their forwards' time once more, which few published runs back"
+        found.append(Doubt("recompute", text))
     if job.offload:
-        found.append(Doubt("offload", "no published run offloads activations: its time is bandwidth over PCIe alone"))
+        found.append(
+            Doubt("offload", "no published run here offloads: its time is bandwidth between GPU and host alone")
+        )
     if job.model.is_moe:
         found.append(Doubt("experts", "every expert gets the same share of tokens; unbalanced routing takes longer"))
     return (
@@ -48,6 +53,11 @@ def doubts(chosen: PlannedStep, errors: RunErrors, memory_limit: int) -> tuple[D
         Doubt("network", "other jobs on the same switches, and slow or failing GPUs, are not in the step"),
         Doubt("cost", "GPU-hours are of steps alone: restarts, checkpoints, evaluation and data loading add to them"),
     )
+
+
+def recomputed_text(job: Job) -> str:
+    """Return the parts of layers that a job recomputes, in words."""
+    return "whole layers" if "full" in job.recompute else " and ".join(job.recompute)
 
 
 def _runs_text(errors: RunErrors) -> str:
