@@ -86,6 +86,15 @@ def test_knobs_are_kept() -> None:
     assert chosen["run_days"] == pytest.approx(chosen["run_gpu_hours"] / 16 / 24)
 
 
+def test_offload_takes_no_more_than_the_hosts_memory() -> None:
+    """What fits with a large host does not with a small one; the line names the share."""
+    args = (*SMALL, "--schedule", "1f1b", "--recompute", "no", "--memory-limit", "30GiB", "--offload", "yes")
+    large = run(*args, "--host-memory", "512GiB")
+    assert re.search(r"^pinned host memory +up to [\d.]+ GiB per GPU, of its share of 512\.0 *$", large, re.MULTILINE)
+    with pytest.raises(ValueError, match=r"offload needs .* of host memory a GPU, more than its share of 1\.0 GiB"):
+        run(*args, "--host-memory", "1GiB")
+
+
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [("1,2,4", (1, 2, 4)), ("1-8", (1, 2, 4, 8)), ("3-20", (4, 8, 16)), ("3,6", (3, 6)), ("1-4,6,4", (1, 2, 4, 6))],
@@ -175,6 +184,10 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
         ),
         ((*EIGHT, "--precision", "fp4"), "one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; 8 h100 has rates for bf16, fp8"),
         ((*EIGHT, "--memory-limit", "70"), "at least 1GiB, got 70: 70 bytes; write 70GiB"),
+        (
+            (*EIGHT, "--host-memory", "256"),
+            "share of its host's memory, at least 1GiB, got 256: 256 bytes; write 256GiB",
+        ),
         ((*EIGHT, "--memory-limit", "70MB"), "at least 1GiB, got 70MB: 70 MB"),
         ((*EIGHT, "--memory-limit", "70G"), "'70G' is not a number of bytes; write 70GiB"),
         ((*EIGHT, "--memory-limit", "70gib"), "write 70GiB"),

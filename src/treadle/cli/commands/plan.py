@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +66,10 @@ def plan(
     memory_limit: Annotated[
         str | None, typer.Option(help="What a GPU may hold: 70GiB. By default what CUDA, NCCL and torch leave of it.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="A GPU's share of its host's memory, for offload: 256GiB. By default the cluster's."),
+    ] = None,
     straggler_share: Annotated[
         str | None,
         typer.Option("--stragglers", help="Draw slow GPUs, so many: 0.1%. Which schedule do they slow down least?"),
@@ -89,7 +94,12 @@ def plan(
     if ":" not in cluster_name and not cluster_name.endswith(".toml"):
         note(f"{cluster_name} is one host of {cluster.num_gpus} GPUs; --cluster {cluster_name}:512 has 512 of them")
     _check_precision(knobs.precision, cluster)
-    limit = _limit(memory_limit) if memory_limit is not None else usable_bytes(cluster)
+    limit = usable_bytes(cluster)
+    if memory_limit is not None:
+        limit = _gpu_bytes("--memory-limit", "what a GPU may hold", memory_limit)
+    if host_memory is not None:
+        share = _gpu_bytes("--host-memory", "a GPU's share of its host's memory", host_memory)
+        cluster = replace(cluster, host_memory_gib=share / GIB)
     if usable_bytes(cluster) < limit <= cluster.memory_bytes:
         note(f"CUDA, NCCL and torch's allocator usually leave {usable_bytes(cluster) / GIB:.1f} GiB of this GPU")
     space, tokens = knobs.space(model), _tokens(num_tokens)
@@ -142,14 +152,12 @@ def _check_precision(precision: str, cluster: Cluster) -> None:
         )
 
 
-def _limit(text: str) -> int:
-    limit = parse_bytes(text)
-    if limit < GIB:
+def _gpu_bytes(option: str, what: str, text: str) -> int:
+    size = parse_bytes(text)
+    if size < GIB:
         meant = f"; write {text}GiB" if text.isdecimal() else ""
-        raise ValueError(
-            f"--memory-limit is what a GPU may hold, at least 1GiB, got {text}: {show_bytes(limit)}{meant}"
-        )
-    return limit
+        raise ValueError(f"{option} is {what}, at least 1GiB, got {text}: {show_bytes(size)}{meant}")
+    return size
 
 
 def _tokens(text: str) -> int:
