@@ -91,6 +91,7 @@ def test_offload_takes_no_more_than_the_hosts_memory() -> None:
     args = (*SMALL, "--schedule", "1f1b", "--recompute", "no", "--memory-limit", "30GiB", "--offload", "yes")
     large = run(*args, "--host-memory", "512GiB")
     assert re.search(r"^pinned host memory +up to [\d.]+ GiB per GPU, of its share of 512\.0 *$", large, re.MULTILINE)
+    assert "without offload" not in large  # which was not searched
     with pytest.raises(ValueError, match=r"offload needs .* of host memory a GPU, more than its share of 1\.0 GiB"):
         run(*args, "--host-memory", "1GiB")
 

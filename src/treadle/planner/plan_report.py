@@ -116,7 +116,8 @@ def beside_texts(found: SearchResult) -> dict[str, str]:
     beside = {}
     if found.reason:
         beside = {"why": found.reason, "fastest": f"{found.fastest.step_s:.3f} s: {describe(found.fastest.job)}"}
-    if found.best.job.offload or found.fastest.job.offload:
+    searched = any(not each.job.offload for each in (*found.fitting, *found.too_large))
+    if searched and (found.best.job.offload or found.fastest.job.offload):
         plain = found.without_offload
         beside["without offload"] = (
             f"{plain.step_s:.3f} s: {describe(plain.job)}" if plain is not None else "nothing fits"
