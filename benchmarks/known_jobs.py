@@ -1,8 +1,8 @@
 """Well-known training jobs beside a plan: `python benchmarks/known_jobs.py [--search]`.
 
 For each job: does the published configuration fit, is its measured step inside the interval that a plan prints, and,
-with `--search`, what a plan chooses for the same model, GPUs, batch and precision, and whether it prints that its choice
-and the published configuration are within the error of each other. Megatron-Bridge's are rows of
+with `--search`, what a plan chooses for the same model, GPUs, batch and precision, and whether its choice and the
+published configuration are within the error of each other. Megatron-Bridge's are rows of
 `benchmarks/held_to/data/bridge.csv`; the others have their source beside them. The last line is JSON.
 """
 

@@ -155,6 +155,7 @@ class _RowBytes(NamedTuple):
 
     `whole` is all that was saved and recomputed, `more` what `split` is larger than that. `forward` and `backward`
     are beside what the whole stage saves; `beside_forward` and `beside_backward` beside what is saved by then.
+    `largest` is what the block saves that saves most.
     """
 
     saved: int
@@ -167,6 +168,7 @@ class _RowBytes(NamedTuple):
     beside_forward: int
     beside_backward: int
     logits: int
+    largest: int
 
 
 def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
@@ -191,6 +193,7 @@ def _of_row(job: Job, cut: ActivationCut, row: str) -> _RowBytes:
         max((each.forward for each in blocks), default=0),
         max((each.backward - each.again for each in blocks), default=0),
         logits * (row.count("L") + row.count("m")),
+        max((each.saved for each in blocks), default=0),
     )
 
 
@@ -219,8 +222,9 @@ def _activation_peaks(
     by_name: dict[str, Floats] = dict(zip(_RowBytes._fields, np.moveaxis(sizes, 2, 0), strict=True))
     found = moments(job.schedule, pp=job.pp, vpp=job.vpp, microbatches=job.num_microbatches)
     saved = _alive(found.full, by_name["saved"][found.rank])
+    saved -= _exchanged(found, by_name)
     out = _alive(found.full, by_name["offloaded"][found.rank])
-    kept = saved - out
+    kept = np.maximum(0.0, saved - out)
     if job.offload and held is None:  # the cell that is made or leaves, and the one that comes back or is used
         saved = kept + np.minimum(out, 2 * by_name["offloaded"].max(1)[found.rank])
     if found.splits:  # what wgrad waits with stays here
@@ -245,6 +249,18 @@ def _activation_peaks(
 def _alive(counts: Floats, sizes: Floats) -> Floats:
     """Return the bytes of each moment, in which so many micro-batches of each chunk are alive."""
     return np.asarray(np.einsum("ic,ic->i", counts, sizes))
+
+
+def _exchanged(found: Moments, sizes: dict[str, Floats]) -> Floats:
+    """Return what a forward has not saved yet while the backward that it overlaps with has not freed it.
+
+    Both go layer by layer: when the forward is through some of its layers, the backward has freed as many.
+    """
+    both = (found.forward >= 0) & (found.backward >= 0)
+    made = sizes["saved"][found.rank, found.forward]
+    freed = (sizes["saved"] - (sizes["split"] if found.splits else 0))[found.rank, found.backward]
+    spare = np.minimum(made, freed) - sizes["largest"][found.rank, found.forward]
+    return np.asarray(np.where(both, np.maximum(0.0, spare), 0.0))
 
 
 def _computing(found: Moments, forward: Floats, backward: Floats) -> Floats:
