@@ -8,17 +8,25 @@ last line is JSON: the runs, and the factors of older releases.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from held_to.fitting import ConstantPool, Floats
+from held_to.fitting import ConstantPool, Floats, plain_cluster
 from held_to.left_out import by_chip, by_configuration, fitted_rows, predictions
+from held_to.printed import data_sets
+from treadle.calibrate.constants_of_job import constants_of, with_constants
+from treadle.calibrate.fit import fit_paths
+from treadle.calibrate.path_form import PathForm, constants_at
+from treadle.estimate import load_cluster
 
 PRESETS = Path(__file__).parents[1] / "src" / "treadle" / "estimate" / "presets"
 UNMEASURED = {"h800": "h100", "h20": "h100", "a100": "h100"}
-"""GPUs without runs in the fit, and the one whose constants they take."""
+"""GPUs without runs in the fit, and the one whose constants they take; a100's are fitted to runs of its own then."""
 
 _SOURCE = (
     "# Fitted to {runs} published runs, Megatron-Bridge 25.09 to 26.08 and SimuMax on B200, as of the newest release."
@@ -34,15 +42,29 @@ def write_clusters(pool: ConstantPool, logs: Floats) -> None:
         kept = text.partition("[efficiency]")[0].rstrip().splitlines()
         while kept[-1].startswith("#") or not kept[-1]:
             kept.pop()
-        lines = [_SOURCE.format(runs=len(pool.runs))]
-        if gpu != path.stem:
+        lines, constants = [_SOURCE.format(runs=len(pool.runs))], pool.constants(gpu, logs)
+        if path.stem == "a100":
+            lines.append("# They are those of h100, fitted to 24 runs of the zero-bubble paper, arXiv 2401.10241.")
+            constants = fitted_to_zero_bubble(constants)
+        elif gpu != path.stem:
             lines.append(f"# They are those of {gpu}: no run of this GPU is among them.")
         lines.append("[efficiency]")
-        for key, value in pool.constants(gpu, logs).items():
+        for key, value in constants.items():
             precision = key.rpartition("_")[2]
             if precision not in ("fp8", "mxfp8", "nvfp4") or _has(peaks, precision):
                 lines.append(f"{key} = {float(f'{value:.4g}'):g}")
         path.write_text("\n".join([*kept, "", *lines, ""]), encoding="utf-8")
+
+
+def fitted_to_zero_bubble(constants: Mapping[str, float]) -> Mapping[str, float]:
+    """Return constants as `treadle calibrate` moves them for the zero-bubble paper's runs of 1F1B and interleaved."""
+    rows = [*data_sets()["zb_1f1b"], *data_sets()["zb_interleaved"]]
+    cluster = with_constants(plain_cluster(load_cluster("a100:64")), constants)
+    jobs = [replace(row.job, cluster=replace(cluster, num_gpus=row.job.cluster.num_gpus)) for row in rows]
+    keys = sorted({key for job in jobs for key in constants_of(job)})
+    forms = {job: PathForm.of(job, keys) for job in jobs}
+    logs = fit_paths([forms[job] for job in jobs], [row.seconds for row in rows], cluster).logs
+    return {**constants, **constants_at(cluster, keys, logs)}
 
 
 def _has(peaks: str, precision: str) -> bool:
@@ -80,9 +102,7 @@ def main() -> None:
     write_clusters(pool, logs)
     write_errors(pool)
     first = len(pool.gpus) * len(pool.keys)
-    factors = {
-        name: round(float(2.718281828459045**log), 3) for name, log in zip(pool.factors, logs[first:], strict=True)
-    }
+    factors = {name: round(math.exp(log), 3) for name, log in zip(pool.factors, logs[first:], strict=True)}
     print(json.dumps({"runs": len(pool.runs), "releases": factors}))
 
 

@@ -26,8 +26,9 @@ from treadle.estimate.flops import model_flops
 from treadle.estimate.job_stages import stage_rows
 from treadle.planner import SearchSpace, find_plan
 from treadle.planner.find_plan import usable_bytes
-from treadle.planner.job_estimate import describe
+from treadle.planner.job_estimate import describe, estimate_candidate
 from treadle.planner.run_errors import run_errors
+from treadle.planner.space import Candidate
 
 
 class KnownJob(NamedTuple):
@@ -62,14 +63,14 @@ def _llama(source: str, gpus: int) -> KnownJob:
         load_cluster(f"h100:{gpus}"),
         tp=8,
         pp=16,
-        vpp=7,
+        vpp=7,  # the report does not name it
         global_batch_size=2048,
         seq_len=8192,
         schedule="interleaved",
-        sharding="gradients",
     )
     flops = model_flops(job.model, job.seq_len) / job.seq_len
-    return KnownJob(source, _cut(job), 0.38 * 989e12 / flops, 0.43 * 989e12 / flops)
+    cut = replace(job, layout=stage_rows(job))
+    return KnownJob(source, cut, 0.38 * 989e12 / flops, 0.43 * 989e12 / flops)
 
 
 def _deepseek() -> KnownJob:
@@ -85,13 +86,11 @@ def _deepseek() -> KnownJob:
         precision="fp8",
         schedule="dualpipe",
         recompute=("mla_up_proj", "layernorm"),
+        dispatch="fp8",
     )
     tokens = 14.8e12 / 2.664e6 / 3600
-    return KnownJob("DeepSeek-V3 report, section 1", _cut(replace(job, vpp=job.vpp)), tokens, tokens)
-
-
-def _cut(job: Job) -> Job:
-    return replace(job, layout=stage_rows(job))
+    balanced = estimate_candidate(Candidate(job, balanced=True)).job  # the report leaves open which layers are where
+    return KnownJob("DeepSeek-V3 report, section 1", balanced, tokens, tokens)
 
 
 def _bridge(model: str, gpu: str, gpus: int, release: str) -> KnownJob:

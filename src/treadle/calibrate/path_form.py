@@ -28,8 +28,8 @@ from treadle.planner.structure import recomputed_ops
 from treadle.simulator import critical_path, simulate
 
 _SLIGHTLY = 1.01
-"""Factor by which a constant is moved both ways to see what a path spends on it. Device and host limit each other, so a path is
-longer than its tangent anywhere else: tangents bound it as paths bound the step."""
+"""Factor by which a constant is moved both ways to see what a path spends on it. Device and host limit each other, so
+a path is longer than its tangent anywhere else: tangents bound it as paths bound the step."""
 
 
 class PathForm:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from treadle.estimate import Job, ModelShape
-from treadle.estimate.job import OFFLOADED, RECOMPUTED, SHARDINGS
+from treadle.estimate.job import DISPATCHES, OFFLOADED, RECOMPUTED, SHARDINGS
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.planner.plan_files import untrainable_model
@@ -55,6 +55,7 @@ class Knobs:
         str | None, _option("What is cut over DP; only these: none, optimizer, gradients (ZeRO-2), parameters (FSDP).")
     ] = None
     precision: Annotated[str, _option("Of GEMMs: bf16, fp8, mxfp8, nvfp4.")] = "bf16"
+    dispatch: Annotated[str, _option("Of tokens sent to experts: bf16, or fp8 as DeepSeek-V3 sends them.")] = "bf16"
     cuda_graph: Annotated[str, _option("none, partial or whole.")] = "partial"
     trainable: Annotated[bool, _option("Only what treadle.train can run: no TP and no CP.", "--trainable")] = False
 
@@ -86,6 +87,7 @@ class Knobs:
             sharding=self._sharding(),
             cuda_graph=(self.cuda_graph,),
             precision=(self.precision,),
+            dispatch=(_one_of("--dispatch", self.dispatch, DISPATCHES),),
             balanced=(True,),
         )
 

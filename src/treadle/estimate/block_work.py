@@ -12,6 +12,9 @@ from treadle.estimate.job import Job
 from treadle.estimate.model_cut import ModelCut
 from treadle.estimate.work import BF16, Gemm, GroupMessage, OpWork, PartWork
 
+_FP8_SENT = (1 + 4 / 128) / 2
+"""Bytes of a token in FP8, with an FP32 scale for each 128 of it, over those in BF16."""
+
 BACKWARD_OF_ATTENTION = 2.5
 """GEMMs of attention's backward over its forward's: scores again, and four gradients, to two GEMMs."""
 
@@ -100,7 +103,7 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
         vector_bytes=piece.vector_bytes,
         cast_bytes=_cast_inputs(job, linears),
         permuted_bytes=piece.permuted_bytes,
-        messages=_messages(job, ((each, each.forward) for each in piece.collectives)),
+        messages=_messages(job, ((_sent(job, piece, each, "dispatch"), each.forward) for each in piece.collectives)),
         launches=launches[0],
         expert_launches=experts[0],
     )
@@ -109,7 +112,7 @@ def _work(job: Job, piece: BlockPiece) -> PartWork:
         vector_bytes=piece.backward_vector_bytes,
         cast_bytes=_cast_gradients(job, linears),
         permuted_bytes=piece.permuted_bytes,
-        messages=_messages(job, ((each, each.backward) for each in piece.collectives)),
+        messages=_messages(job, ((_sent(job, piece, each, "combine"), each.backward) for each in piece.collectives)),
         launches=launches[1],
         expert_launches=experts[1],
     )
@@ -177,6 +180,13 @@ def _cast_gradients(job: Job, linears: Iterable[Linear]) -> float:
 def _cast_bytes(job: Job) -> float:
     """Of an element: read as BF16, written along rows and along columns."""
     return {"bf16": 0.0, "nvfp4": BF16 + 2 * 0.5}.get(job.precision, BF16 + 2 * 1.0)
+
+
+def _sent(job: Job, piece: BlockPiece, collective: BlockMessage, kind: str) -> BlockMessage:
+    """Return an exchange as it is sent: in FP8, with scales, where it goes to experts and the job dispatches so."""
+    if job.dispatch == "bf16" or piece.kind != kind:
+        return collective
+    return collective._replace(size_bytes=round(collective.size_bytes * _FP8_SENT))
 
 
 def _messages(job: Job, collectives: Iterable[tuple[BlockMessage, int]]) -> tuple[GroupMessage, ...]:

@@ -58,15 +58,16 @@ def exchange(job: Job, size_bytes: float) -> tuple[GroupMessage, ...]:
     """Return the all-to-all of a rank's tokens, so many bytes, to the ranks of their experts.
 
     A token goes to a rank once, however many of its experts are there, and crosses to another domain once (as DeepEP
-    and HybridEP send it).
+    and HybridEP send it). A router that picks groups of experts first limits how many domains it crosses to.
     """
     ranks, inside = group_of(job, "ep")
     if ranks == 1:
         return ()
     domains = ranks / inside
     chosen = job.model.num_experts_per_tok
-    nvlink = size_bytes * _distinct(ranks, chosen) * (inside - 1) / inside
-    nic = size_bytes * _distinct(domains, chosen) * (1 - 1 / domains)
+    reached = job.model.topk_group / job.model.n_group if job.model.n_group else 1.0
+    nvlink = size_bytes * _distinct(max(1.0, ranks * reached), chosen) * (inside - 1) / inside
+    nic = size_bytes * _distinct(max(1.0, domains * reached), chosen) * (1 - 1 / domains)
     return (GroupMessage("all_to_all", "ep", ranks, nvlink, nic),)
 
 

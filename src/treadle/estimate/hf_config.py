@@ -46,6 +46,8 @@ _COPIED = (
     "v_head_dim",
     "num_experts",
     "num_experts_per_tok",
+    "n_group",
+    "topk_group",
     "moe_intermediate_size",
     "n_shared_experts",
     "first_k_dense_replace",

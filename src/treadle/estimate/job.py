@@ -13,6 +13,7 @@ from treadle.ir.blocks import check_blocks, with_dense
 from treadle.schedules import default_schedule, family
 
 CUDA_GRAPHS = ("none", "partial", "whole")
+DISPATCHES = ("bf16", "fp8")
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTED = (
     "full",
@@ -42,7 +43,12 @@ OFFLOADED = (
     "shared_experts",
 )
 """Modules whose saved inputs can be offloaded. Those of norms, attention, expert_fc1 and moe_act are Megatron's."""
-_NAMES = {"precision": OneOf(PRECISIONS), "cuda_graph": OneOf(CUDA_GRAPHS), "sharding": OneOf(SHARDINGS)}
+_NAMES = {
+    "precision": OneOf(PRECISIONS),
+    "cuda_graph": OneOf(CUDA_GRAPHS),
+    "sharding": OneOf(SHARDINGS),
+    "dispatch": OneOf(DISPATCHES),
+}
 _MODULES = {"recompute": OneOf(RECOMPUTED), "offload": OneOf(OFFLOADED)}
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
 
@@ -97,6 +103,9 @@ class Job:
 
     sharding: str = "optimizer"
     """What is cut over dp: none, optimizer (ZeRO-1, Megatron's distributed optimizer), gradients, parameters."""
+
+    dispatch: str = "bf16"
+    """Precision of tokens on their way to experts, and of the gradients of what experts return: bf16 or fp8."""
 
     gradient_bytes: int = 4
     """Of a main gradient, which wgrads add to and replicas reduce: 4 in FP32, 2 in BF16 (Megatron's

@@ -65,6 +65,10 @@ class ModelShape:
     """Routed experts of an MoE layer. 0: the model is dense."""
 
     num_experts_per_tok: int = 0
+    n_group: int = 0
+    """Groups of experts, of which a token's are in `topk_group` at most: hosts that it is sent to. 0: no such limit."""
+
+    topk_group: int = 0
     moe_intermediate_size: int = 0
     n_shared_experts: int = 0
     """Shared experts, each as wide as a routed one."""
@@ -121,6 +125,8 @@ class ModelShape:
             raise ValueError(
                 f"num_experts_per_tok is 1 to num_experts ({self.num_experts}), got {self.num_experts_per_tok}"
             )
+        if self.n_group and not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(f"topk_group is 1 to n_group ({self.n_group}), got {self.topk_group}")
         if self.num_experts and not self.moe_intermediate_size:
             raise ValueError("a model with experts needs their width; give moe_intermediate_size")
         idle = next((name for name in EXPERT_FIELDS if getattr(self, name)), None)

@@ -58,6 +58,7 @@ class SearchSpace:
 
     cuda_graph: tuple[str, ...] = ("partial",)
     precision: tuple[str, ...] = ("bf16",)
+    dispatch: tuple[str, ...] = ("bf16",)
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,14 @@ def candidates(
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
     """Yield a job with every choice that leaves its sizes as they are."""
     offloads = space.offload or ((),)
-    for recompute, offload, balanced, graph, precision, gradient_bytes in product(
-        space.recompute or (), offloads, space.balanced, space.cuda_graph, space.precision, space.gradient_bytes
+    for recompute, offload, balanced, graph, precision, gradient_bytes, dispatch in product(
+        space.recompute or (),
+        offloads,
+        space.balanced,
+        space.cuda_graph,
+        space.precision,
+        space.gradient_bytes,
+        space.dispatch,
     ):
         if balanced and first.pp * first.vpp == 1 and False in space.balanced:  # one stage has one layout
             continue
@@ -129,6 +136,7 @@ def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
             cuda_graph=graph,
             precision=precision,
             gradient_bytes=gradient_bytes,
+            dispatch=dispatch,
         )
         yield Candidate(job, balanced)
 
