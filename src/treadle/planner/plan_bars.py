@@ -103,7 +103,8 @@ def memory_table(chosen: PlannedStep) -> str:
 def alternative_bars(others: Sequence[Alternative], typical: float, best_bytes: int) -> str:
     """Return what each change costs as rows of a table with a bar each; `typical` is the error that is shaded."""
     shares = [other.slower for other in others if other.slower is not None]
-    scale = _Scale(min([0.0, *shares]), min(_LONGEST, max([2 * typical, *shares])))
+    low = min([0.0, *shares])
+    scale = _Scale(min(low, -typical) if low < 0 else 0.0, min(_LONGEST, max([2 * typical, *shares])))
     band = scale.span(-typical, typical)
     rows = "".join(_alternative_row(other, scale, band, typical, best_bytes) for other in others)
     heads = ("change", "step against the choice", "", "memory", "where it goes")
@@ -130,9 +131,10 @@ def _alternative_row(other: Alternative, scale: _Scale, band: str, typical: floa
     if other.slower is None:
         held = other.estimate.memory_bytes / GIB
         return f'<tr><th scope="row">{name}</th><td></td><td></td><td>{held:.1f} GiB</td><td>does not fit</td></tr>'
-    cut = " cut" if other.slower > scale.high else ""
+    look = " cut" if other.slower > scale.high else " less" if other.slower < 0 else ""
     span = scale.span(*sorted((0.0, other.slower)))
-    bar = f'<i class="band" style="{band}"></i><i class="bar{cut}" style="{span}"></i>'
+    bar = f'<i class="band" style="{band}"></i><i class="bar{look}" style="{span}"></i>'
+    bar += f'<i class="zero" style="{scale.span(0.0, 0.0)}"></i>'
     memory = (other.estimate.memory_bytes - best_bytes) / GIB
     parts = [part for part in other.reason.split(", ") if not part.startswith("memory ")]
     words = "; ".join([*(["within the error"] if abs(other.slower) <= typical else []), *parts])

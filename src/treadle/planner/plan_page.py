@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
+from treadle.estimate.job import OFFLOADED
 from treadle.folding.stragglers import QUANTILES, StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.ir.ops import OpKind
@@ -18,7 +19,15 @@ from treadle.ir.trace import Trace
 from treadle.planner.front_chart import front_chart
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.plan_bars import alternative_bars, memory_bars, memory_table
-from treadle.planner.plan_report import batch_text, commands, count_text, host_text, show_count, study_text
+from treadle.planner.plan_report import (
+    batch_text,
+    beside_texts,
+    commands,
+    count_text,
+    host_text,
+    show_count,
+    study_text,
+)
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.planner.run_errors import RunErrors, run_errors
@@ -92,7 +101,8 @@ def _choice(job: Job) -> str:
     """Return the rest of a job in words: its schedule, its micro-batches, and what it does to save memory."""
     batches = f"{job.num_microbatches:,} micro-batches of {counted(job.micro_batch_size, 'sequence')} a replica"
     saved = [f"{recomputed_text(job)} recomputed"] if job.recompute else []
-    saved += [f"{' and '.join(job.offload)} offloaded to the host"] if job.offload else []
+    moved = "all saved activations" if job.offload == OFFLOADED else f"what {' and '.join(job.offload)} saves"
+    saved += [f"{moved} offloaded to the host"] if job.offload else []
     kept = ", ".join(saved) or "nothing recomputed or offloaded"
     order = family(job.schedule)
     named = [f"schedule {order.name}: {order.summary}"] if job.pp > 1 or order.overlapped else []
@@ -143,7 +153,8 @@ def _facts(chosen: PlannedStep) -> str:
 def _why(found: SearchResult, marked: Mapping[str, JobEstimate]) -> str:
     """Return the reason for the choice, and the jobs that stand beside it."""
     reason = found.reason or f"the fastest job that fits ({count_text(found)})"
-    lost = " Nothing fits without offload." if found.best.job.offload and found.without_offload is None else ""
+    refused = "without offload" in beside_texts(found) and found.without_offload is None
+    lost = " Nothing fits without offload." if refused else ""
     sentence = f"<p>It is {escape(reason)}.{lost}</p>"
     if len(marked) == 1:
         return sentence
@@ -174,7 +185,7 @@ def _alternatives(others: Sequence[Alternative], errors: RunErrors, best_bytes: 
         return "<p>The search was narrowed to one value of every setting.</p>"
     nearest = list({other.knob: other for other in reversed(others)}.values())[::-1]
     made = alternative_bars(nearest, errors.typical, best_bytes)
-    note = f"Within {errors.typical:.1%}, the shaded band, published runs do not separate two jobs."
+    note = f"Within {errors.typical:.1%}, the shaded band, published runs do not separate two jobs. Hollow bars: faster."
     rest = ""
     if len(nearest) < len(others):
         rest = _folded(f"All {len(others)} changes", alternative_bars(others, errors.typical, best_bytes))
