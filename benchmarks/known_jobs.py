@@ -26,9 +26,8 @@ from treadle.estimate.flops import model_flops
 from treadle.estimate.job_stages import stage_rows
 from treadle.planner import SearchSpace, find_plan
 from treadle.planner.find_plan import usable_bytes
-from treadle.planner.job_estimate import describe, estimate_candidate
+from treadle.planner.job_estimate import describe
 from treadle.planner.run_errors import run_errors
-from treadle.planner.space import Candidate
 
 
 class KnownJob(NamedTuple):
@@ -89,8 +88,7 @@ def _deepseek() -> KnownJob:
         dispatch="fp8",
     )
     tokens = 14.8e12 / 2.664e6 / 3600
-    balanced = estimate_candidate(Candidate(job, balanced=True)).job  # the report leaves open which layers are where
-    return KnownJob("DeepSeek-V3 report, section 1", balanced, tokens, tokens)
+    return KnownJob("DeepSeek-V3 report, section 1", replace(job, layout=stage_rows(job)), tokens, tokens)
 
 
 def _bridge(model: str, gpu: str, gpus: int, release: str) -> KnownJob:

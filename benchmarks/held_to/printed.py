@@ -1,7 +1,6 @@
 """Published runs beside what `treadle plan` prints for them: the simulated step and the memory, with shipped presets.
 
-Nothing is fitted here. The presets' constants were, on Megatron-Bridge's runs from 26.02 on; runs of other sources and
-older releases were not.
+Nothing is fitted here: `benchmarks/fit_presets.py` fitted the presets, to Megatron-Bridge and SimuMax.
 
 - Megatron-Bridge: recipes as published.
 - MLPerf Llama 3.1 405B: embedding and head count as a layer each.
@@ -19,7 +18,7 @@ from functools import cache
 from itertools import combinations
 
 from held_to import simumax_memory
-from held_to.rows import Prediction, absolute_errors, read_rows
+from held_to.rows import Prediction, read_rows
 from held_to.runs import PublishedRun, bridge_runs, mlperf_runs
 from treadle.calibrate.calibration import planned
 from treadle.estimate import Job, ModelShape, load_cluster, load_model
@@ -155,19 +154,6 @@ def data_sets() -> Mapping[str, tuple[Row, ...]]:
         "zb_1f1b": tuple(_zero_bubble("1f1b")),
         "zb_interleaved": tuple(_zero_bubble("interleaved")),
         "vtrain": tuple(_vtrain()),
-    }
-
-
-def figures(rows: Iterable[Row]) -> dict[str, float]:
-    """Return how far printed steps are off, in percent: median, 90th percentile, maximum, and the median with sign."""
-    predictions = [row.prediction for row in rows]
-    errors = absolute_errors(predictions)
-    return {
-        "rows": len(errors),
-        "median": 100 * statistics.median(errors),
-        "p90": 100 * errors[min(len(errors) - 1, int(0.9 * len(errors)))],
-        "max": 100 * errors[-1],
-        "bias": 100 * statistics.median(each.error for each in predictions),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from treadle.calibrate import cluster_text
 from treadle.estimate import Cluster, load_cluster
 
-OWN = Cluster('own "machine"', 32, 40, 1e12, 4, 1e11, 1e10, 3e10, 2, {"bf16": 2e14}, {"gemm": 0.5})
+OWN = Cluster('own "machine"', 32, 40, 1e12, 4, 1e11, 1e10, 3e10, 2, 64, {"bf16": 2e14}, {"gemm": 0.5})
 
 
 @pytest.mark.parametrize(

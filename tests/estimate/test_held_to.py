@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from held_to import printed
+from held_to.fitting import ConstantPool
 from held_to.rows import Prediction, misses_of, read_rows, spread
 from tests.support.command import treadle
 from tests.support.paths import ROOT
+from treadle.calibrate.calibration import planned
 
 
 @pytest.mark.parametrize(("name", "number"), [("zero_bubble", 12), ("vtrain", 109), ("simumax", 43)])
@@ -55,27 +59,48 @@ def test_figures_are_of_the_step_that_the_command_prints() -> None:
         "tokens-per-batch": job.global_batch_size * job.seq_len,
         "cuda-graph": job.cuda_graph,
         "schedule": job.schedule,
+        "gradients": "bf16",
+        "sharding": job.sharding,
+        "recompute": "no",
     }
     done = treadle("plan", *(word for name, value in options.items() for word in (f"--{name}", str(value))), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["chosen"]["step_s"] == pytest.approx(row.prediction.predicted)
 
 
-def test_figures_of_errors() -> None:
-    rows = printed.data_sets()["zb_1f1b"][:3]
-    errors = [row.prediction.error for row in rows]
-    found = printed.figures(rows)
-    assert found["max"] == pytest.approx(100 * max(map(abs, errors)))
-    assert found["bias"] == pytest.approx(100 * statistics.median(errors))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bridge_dense", "mlperf", "zb_1f1b", "zb_interleaved"])
-def test_the_page_has_the_figures_of_what_plans_print(name: str) -> None:
-    found = printed.figures(printed.data_sets()[name])
-    shown = " | ".join(f"{found[key]:.1f}" for key in ("median", "p90", "max"))
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [
+        ("mlperf", "MLPerf 405B, blind"),
+        ("zb_1f1b", "zero-bubble paper, 1F1B"),
+        ("zb_interleaved", "zero-bubble paper, interleaved"),
+    ],
+)
+def test_the_page_has_the_figures_of_what_plans_print(name: str, protocol: str) -> None:
+    predictions = [row.prediction for row in printed.data_sets()[name]]
+    found = spread(predictions) | {"bias": statistics.median(each.error for each in predictions)}
+    shown = " | ".join(f"{100 * found[key]:.1f}" for key in ("median", "p90", "max", "bias"))
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    assert f"| {found['rows']:.0f} | {shown} | {found['bias']:+.1f} |" in page
+    assert f"| {protocol} | dense | {len(predictions)} | {shown} |" in page
+
+
+def test_regret_is_of_the_job_that_is_ranked_first() -> None:
+    rows = printed.data_sets()["zb_1f1b"][:3]
+    worst = [replace(row, seconds=row.seconds / factor) for row, factor in zip(rows, (1.0, 1.5, 3.0), strict=True)]
+    assert all(regret >= 0 for regret in printed.regrets(worst).values())
+    assert printed.regrets(rows[:1]) == {}
+
+
+def test_constants_are_fitted_within_their_bounds_and_explain_a_slower_release() -> None:
+    jobs = [row.job for row in printed.data_sets()["bridge_dense_25"][:3]]
+    rows = [printed.Row("as printed", job, 1.3 * planned(job).step_s, "25.09") for job in jobs]
+    pool = ConstantPool(rows)
+    logs = pool.fit()
+    assert np.all(logs >= pool.prior.least)
+    assert np.all(logs <= pool.prior.most)
+    assert pool.aged(rows[0], logs) > 1
+    assert pool.factors == ("25.09 dense",)
 
 
 def test_pairs_are_ranked_by_tokens() -> None:

@@ -290,7 +290,7 @@ def test_a_rank_with_experts_peaks_as_tokens_come_back() -> None:
 def test_options_and_blocks_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="cp_comm_type is p2p or a2a, got 'ring'"):
         MemoryOptions(cp_comm_type="ring")
-    with pytest.raises(ValueError, match="gradient_bytes is 4 .FP32. or 2 .BF16., got 8"):
+    with pytest.raises(ValueError, match=r"gradient_bytes is 4 \(FP32\) or 2 \(BF16\), got 8"):
         _job(gradient_bytes=8)
     with pytest.raises(ValueError, match="blocks are E, t, d, m and L, got 'x'"):
         _saved(_job(), "x")
