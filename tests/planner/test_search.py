@@ -109,10 +109,11 @@ def test_trainer_takes_the_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_offload_is_that_of_the_simulated_step() -> None:
-    """Copies may lag behind the forwards: then more stays than two cells."""
+@pytest.mark.parametrize("modules", [OFFLOADED, ("moe_act",), ("core_attn", "expert_fc1", "mlp_norm")])
+def test_memory_of_offload_is_that_of_the_simulated_step(modules: tuple[str, ...]) -> None:
+    """Copies may lag after the forwards: then more stays than two cells. What is not offloaded stays as well."""
     space = SearchSpace(
-        tp=(1,), pp=(4,), ep=(8,), micro_batch_size=(1,), recompute=((),), offload=(OFFLOADED,), schedules=("1f1b",)
+        tp=(1,), pp=(4,), ep=(8,), micro_batch_size=(1,), recompute=((),), offload=(modules,), schedules=("1f1b",)
     )
     best = search(some("qwen3-30b-a3b", "h100:32", space, global_batch_size=256), LIMIT).best
     chosen = PlannedStep.of(best)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
+from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, within_error_s
 from treadle.planner.job_estimate import Alternative, JobEstimate
 from treadle.planner.moving_parts import moving_parts
@@ -113,7 +114,8 @@ def _alternative(best: JobEstimate, knob: str, value: str, group: list[JobEstima
     if fastest is None:
         known = (fits.whole.get(each.job) or each.simulated() for each in group)
         least = min(known, key=lambda each: each.memory_bytes)
-        return Alternative(knob, value, least, False, None, f"does not fit: {least.memory_bytes / GIB:.1f} GiB")
+        reason = host_shortage(least.job) or f"does not fit: {least.memory_bytes / GIB:.1f} GiB"
+        return Alternative(knob, value, least, False, None, reason)
     slower = fastest.step_s / best.step_s - 1
     return Alternative(knob, value, fastest, True, slower, _reason(best, fastest))
 
