@@ -13,7 +13,7 @@ ranked_search.py   all of it in a row
 alternatives.py    the chosen job beside those that differ in one knob
 planned_step.py    the chosen job in full: verified, measured
 plan_directory.py  its files, as a target of other commands
-plan_page.py       its page, with charts by front_chart.py and plan_bars.py
+plan_page.py       its page, with charts by front_chart.py, plan_bars.py and step_picture.py
 uncertainty.py     what is uncertain about it, by source
 """
 
