@@ -15,10 +15,11 @@ from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.plan_files import untrainable
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
+from treadle.planner.run_errors import run_errors
 from treadle.schedules import family
 
 if TYPE_CHECKING:
-    from treadle.planner.printed_plan import JobJson, MemoryJson, PlanJson
+    from treadle.planner.printed_plan import JobJson, MemoryJson, PlanJson, UncertaintyJson
 
 
 def plan_object(
@@ -38,6 +39,7 @@ def plan_object(
         "chosen": {
             **job_object(chosen.estimate),
             "step_s": chosen.step_s,
+            "uncertainty": _uncertainty(chosen),
             "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
             "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
             "run_tokens": chosen.num_tokens,
@@ -68,6 +70,17 @@ def plan_object(
         ],
         "unable": [{"schedule": name, "reason": reason} for name, reason in found.unable],
         "stragglers": study.as_dict() if study is not None else None,
+    }
+
+
+def _uncertainty(chosen: PlannedStep) -> UncertaintyJson:
+    errors = run_errors(chosen.estimate.job)
+    return {
+        "low_s": chosen.step_s * errors.low,
+        "high_s": chosen.step_s * errors.high,
+        "typical": errors.typical,
+        "runs": errors.runs,
+        "like": errors.like,
     }
 
 
@@ -138,6 +151,13 @@ def show_count(count: int) -> str:
         if count >= unit and count * 100 % unit == 0:
             return f"{count / unit:g}{prefix}"
     return f"{count:,}"
+
+
+def step_text(chosen: PlannedStep) -> str:
+    """Return the step with the range that holds 80 % of published runs like it."""
+    errors = run_errors(chosen.estimate.job)
+    low, high = (f"{chosen.step_s * factor:.3g}" for factor in (errors.low, errors.high))
+    return f"{chosen.step_s:.3f} s, {low} to {high} ({errors.like}: {errors.runs} published runs)"
 
 
 def batch_text(job: Job) -> str:

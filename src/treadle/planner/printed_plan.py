@@ -45,8 +45,20 @@ class MemoryJson(TypedDict):
     buffers: Annotated[Count, "Messages, workspaces, copies of weights."]
 
 
+class UncertaintyJson(TypedDict):
+    """How far the step of published runs like a job was off, as it is printed."""
+
+    low_s: Annotated[Positive, "The step is from here ..."]
+    high_s: Annotated[Positive, "... to here for 80 % of the runs."]
+    typical: Annotated[float, "Median of the absolute errors, as a share: nearer jobs cannot be ranked."]
+    runs: Annotated[CountFrom1, "Published runs."]
+    like: Annotated[str, "What they have in common with the job."]
+
+
 class ChosenJson(JobJson):
     """The chosen job as it is printed."""
+
+    uncertainty: Annotated[UncertaintyJson, "The range of the step."]
 
     tokens_per_s_per_gpu: Annotated[Positive, "Tokens a second and GPU."]
     tflops_per_gpu: Annotated[Positive, "TFLOPS of the model a GPU, without what is recomputed."]

@@ -36,10 +36,6 @@ class RunErrors(NamedTuple):
     like: str
     """The class of the runs: MoE on h100 in fp8."""
 
-    def text(self, seconds: float) -> str:
-        """Return the interval of a step with its source."""
-        return f"{seconds * self.low:.3g} to {seconds * self.high:.3g} s; {self.like}: {self.runs} published runs"
-
 
 class _ClassErrors(NamedTuple):
     gpu: str

@@ -37,6 +37,7 @@ from treadle.planner.plan_report import (
     plan_object,
     schedule_text,
     show_count,
+    step_text,
     study_text,
 )
 from treadle.planner.planned_step import PlannedStep
@@ -183,7 +184,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
     figures = {
         **({"schedule": unrun} if unrun is not None else {}),
         "batch": batch_text(job),
-        "step": f"{chosen.step_s:.3f} s",
+        "step": step_text(chosen),
         **beside_texts(found),
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
         f"{show_count(chosen.num_tokens)} tokens": f"{chosen.days:,.1f} days, {chosen.gpu_hours:,.0f} GPU-hours",
