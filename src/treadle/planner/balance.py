@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import isfinite, lcm
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from treadle.costs import Costs
 from treadle.ir.blocks import LAYERS
 
 Number: TypeAlias = int | float | Fraction
 """A time or a factor; taken exactly as it is, floats too."""
+Whole: TypeAlias = npt.NDArray[Any]
+"""Whole numbers, of 64 bits or Python's."""
 
 
 def balance(
@@ -88,62 +93,54 @@ def balance_blocks(costs: Costs, blocks: str, num_stages: int, *, layer_in_each:
 
 
 class _Row:
-    """The blocks in whole numbers. A stage needs one of the blocks of which `needed` is True."""
+    """The blocks in whole numbers. A stage needs one of the blocks of which `needed` is True.
+
+    `times[start, stop]` is what a stage of these blocks takes at a factor of 1, `none` where it cannot have them.
+    Numbers that 64 bits may not hold are Python's.
+    """
 
     def __init__(self, times: list[int], factors: list[int], needed: list[bool]) -> None:
-        self.before = list(accumulate(times, initial=0))
-        self.needed_before = list(accumulate(map(int, needed), initial=0))
-        self.factors = factors
-        self.num_blocks = len(times)
+        self.factors, self.num_blocks = factors, len(times)
+        self.width = len(times) - len(factors) + 1
+        """How many places a stage can start at, and end at: each before it and after it has a block."""
+        self.none = 4 * (max(1, sum(times)) * max(1, *factors)) ** 2
+        """More than any cut takes, and than its squares."""
+        self.kind: type = np.int64 if self.none < 2**61 else np.object_
+        before = np.array([*accumulate(times, initial=0)], self.kind)
+        counts = np.array([*accumulate(map(int, needed), initial=0)])
+        self._times = before[None, :] - before[:, None]
+        self._may = counts[:, None] < counts[None, :]
 
-    def stops(self, stage: int) -> range:
-        """Where a stage can end: each stage up to it and behind it has a block, and the last one ends the row."""
-        behind = len(self.factors) - 1 - stage
-        return range(stage + 1 if behind else self.num_blocks, self.num_blocks - behind + 1)
+    def of_stage(self, stage: int) -> Whole:
+        """Return what a stage takes from each place where it can start to each where it can end."""
+        starts, stops = slice(stage, stage + self.width), slice(stage + 1, stage + 1 + self.width)
+        return np.where(self._may[starts, stops], self._times[starts, stops] * self.factors[stage], self.none)
 
-    def starts(self, stage: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where a stage that ends at `stop` can start, and the time it takes then, the shortest first."""
-        for start in range(stop - 1, -1, -1):
-            if self.needed_before[start] < self.needed_before[stop]:
-                yield start, (self.before[stop] - self.before[start]) * self.factors[stage]
-
-
-class _Best(NamedTuple):
-    squares: int
-    start: int
+    def first(self) -> Whole:
+        """Return what is done before the first stage, for each place where it can start: nothing at the first one."""
+        return np.array([0] + [self.none] * (self.width - 1), self.kind)
 
 
 def _least_maximum(row: _Row) -> int:
     """Return the time of the slowest stage in the best cut: stage by stage, for each place where it can end."""
-    done = {0: 0}
+    done = row.first()
     for stage in range(len(row.factors)):
-        least: dict[int, int] = {}
-        for stop in row.stops(stage):
-            for start, time in row.starts(stage, stop):
-                if stop in least and time >= least[stop]:
-                    break
-                if start in done:
-                    least[stop] = min(least.get(stop, max(done[start], time)), max(done[start], time))
-        done = least
-    return done[row.num_blocks]
+        done = np.maximum(done[:, None], row.of_stage(stage)).min(0)
+    return int(done[-1])
 
 
 def _least_squares(row: _Row, slowest: int) -> list[int]:
     """Return where stages start and end in the cut with the least sum of squares that has no stage over `slowest`."""
-    steps = [{0: _Best(0, 0)}]
+    done, starts = row.first(), []
     for stage in range(len(row.factors)):
-        best: dict[int, _Best] = {}
-        for stop in row.stops(stage):
-            for start, time in row.starts(stage, stop):
-                if time > slowest:
-                    break
-                if start in steps[-1]:
-                    found = _Best(steps[-1][start].squares + time * time, start)
-                    best[stop] = min(best.get(stop, found), found)
-        steps.append(best)
+        times = row.of_stage(stage)
+        squares = np.where(times <= slowest, np.minimum(times, slowest) ** 2, row.none)
+        sums = np.minimum(done[:, None] + squares, row.none)
+        starts.append(stage + sums.argmin(0))
+        done = sums.min(0)
     cuts = [row.num_blocks]
-    for step in reversed(steps[1:]):
-        cuts.append(step[cuts[-1]].start)
+    for stage in range(len(starts) - 1, -1, -1):
+        cuts.append(int(starts[stage][cuts[-1] - stage - 1]))
     return cuts[::-1]
 
 
