@@ -95,8 +95,7 @@ def test_no_step_beats_its_bound(budget: Budget) -> None:
     rng = random.Random(3)
     for number in budget.draws(least=4 * len(NAMES)):
         structure, costs = drawn(rng, number, alike=rng.random() < 0.5)
-        placement = family(structure.schedule).placement(structure.pp, structure.vpp)
-        microbatches = structure.pp * 2
-        least = least_ticks(costs, structure.blocks, placement, microbatches, structure.options.recompute)
+        name, pp, vpp, microbatches = structure.schedule, structure.pp, structure.vpp, structure.pp * 2
+        least = least_ticks(costs, structure.blocks, name, pp, vpp, microbatches, structure.options.recompute)
         assert 0 < least <= simulate_step(structure, microbatches, costs).ticks, structure
     budget.covered(f"{len(NAMES)} schedules in turn")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -116,6 +117,23 @@ def estimate_memory(
         MemoryEstimate(*_states(job, each, "".join(row)), *peak, _buffers(job, cut, each, row))
         for each, row, peak in zip(owned, rows, peaks, strict=True)
     )
+
+
+def least_state_bytes(job: Job) -> int:
+    """Return the bytes of parameters, gradients and optimizer that the fullest rank holds at least: their mean."""
+    dense, experts = _model_parameters(ModelCut.of(job))
+    share = job.placement.num_pipes / job.pp
+    held = RankParameters(int(share * dense), int(share * experts), frozenset())
+    return sum(_states(job, held, "")) if job.sharding in ("none", "optimizer") else 0
+
+
+@lru_cache(maxsize=1024)
+def _model_parameters(cut: ModelCut) -> tuple[int, int]:
+    """Return the parameters of a whole model on the ranks of a stage: of all but experts, and of experts."""
+    blocks = [block_parameters(cut, block) for block in cut.shape.blocks]
+    experts = sum(each.experts for each in blocks)
+    shared = block_parameters(cut, "E").total if cut.shape.tie_word_embeddings else 0
+    return sum(each.total for each in blocks) - experts - shared, experts
 
 
 def _states(job: Job, held: RankParameters, blocks: str) -> tuple[int, int, int]:

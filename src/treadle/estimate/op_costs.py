@@ -76,13 +76,14 @@ def _same_blocks(job: Job) -> Job:
     """Return the job that stands for all with the same blocks on the same GPUs, whatever their schedule and batch."""
     return replace(
         job,
+        pp=1,
         vpp=1,
         schedule=Job.schedule,
         layout=None,
         offload=(),
         recompute_layers=0,
         sharding=Job.sharding,
-        global_batch_size=job.micro_batch_size * job.dp,
+        global_batch_size=job.micro_batch_size * job.dp * job.pp,
     )
 
 

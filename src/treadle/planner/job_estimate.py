@@ -10,12 +10,11 @@ from treadle.estimate import Job
 from treadle.estimate.job import OFFLOADED
 from treadle.estimate.job_memory import MemoryEstimate, estimate_memory
 from treadle.estimate.op_costs import estimate_costs
-from treadle.planner.least_time import least_ticks
+from treadle.planner.least_time import least_ticks, model_ticks
 from treadle.planner.simulated_step import StepTime, simulate_step, simulate_whole
 from treadle.planner.space import Candidate
 from treadle.planner.stage_layout import layout
 from treadle.planner.structure import Structure, recomputed_ops
-from treadle.schedules import family
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def estimate_candidate(candidate: Candidate) -> JobEstimate:
 @lru_cache(maxsize=256)
 def _layout(job: Job, *, balanced: bool) -> tuple[str, ...]:
     """Return the stages of a job; offload does not matter to that."""
-    costs = _block_costs(replace(job, schedule=Job.schedule, vpp=1))
+    costs = _block_costs(_one_rank(job))
     return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced)
 
 
@@ -101,10 +100,25 @@ def estimate_job(job: Job) -> JobEstimate:
     assert job.layout is not None
     again = recomputed_ops(job)
     costs = estimate_costs(job, inline_recompute=again != job.recompute)
-    placement = family(job.schedule).placement(job.pp, job.vpp)
-    least = least_ticks(costs, job.layout, placement, job.num_microbatches, again)
+    least = least_ticks(costs, job.layout, job.schedule, job.pp, job.vpp, job.num_microbatches, again)
     memory = estimate_memory(job, held=(0,) * job.pp)  # at least, where it offloads
     return JobEstimate(job, costs, Structure.of(job, job.layout, costs), memory, least)
+
+
+def least_of_sizes(job: Job) -> int:
+    """Return ticks that no step of these sizes beats, whatever is recomputed and how stages are cut.
+
+    The fullest rank has at least the mean of all ranks to do.
+    """
+    plain = replace(job, layout=None, recompute=(), offload=Job.offload, sharding=Job.sharding)
+    ticks = model_ticks(_block_costs(_one_rank(plain)), job.model.blocks, job.schedule, job.num_stages)
+    return ticks * job.num_microbatches // job.pp
+
+
+def _one_rank(job: Job) -> Job:
+    """Return the job on a pipeline of one rank, whose blocks take as long."""
+    batch = job.micro_batch_size * job.dp * job.pp
+    return replace(job, pp=1, vpp=1, schedule=Job.schedule, global_batch_size=batch)
 
 
 @lru_cache(maxsize=4096)

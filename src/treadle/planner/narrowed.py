@@ -1,0 +1,115 @@
+"""Candidates narrowed to those that may be advised, the most promising first; most are never estimated.
+
+Jobs of a family have the same sizes, and differ in what they recompute: of these the first that fits, as each further
+set of modules takes longer. Families come in the order of a bound that needs no layout, their jobs in that of
+`least_ticks`, and what takes too much longer than the fastest is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import chain, count
+
+from treadle.estimate.job_memory import least_state_bytes
+from treadle.planner.job_estimate import JobEstimate, estimate_candidate, least_of_sizes
+from treadle.planner.space import Candidate
+
+WORTH = 1.1
+"""Jobs that take longer than the fastest by more than this are neither advised nor on the front."""
+
+ROOMY = 0.7
+"""Families whose parameters, gradients and optimizer take less than this share of memory come first: most fit."""
+
+Family = tuple[Candidate, ...]
+"""Jobs of the same sizes, in the order of what they recompute."""
+
+
+@dataclass
+class Narrowed:
+    """What is left of candidates: estimates that fit, those that do not, and how many were passed over by a bound."""
+
+    fitting: list[JobEstimate] = field(default_factory=list)
+    too_large: list[JobEstimate] = field(default_factory=list)
+    num_done: int = 0
+    fastest: int | None = None
+
+    def passes(self, bound: int) -> bool:
+        """True if a job that takes at least so many ticks may still matter."""
+        return self.fastest is None or bound <= WORTH * self.fastest
+
+
+def narrow(
+    points: Iterable[Candidate], memory_limit: int, *, on_timed: Callable[[JobEstimate, int], None]
+) -> Narrowed:
+    """Estimate and simulate candidates in the order of their bounds, until none is left that may matter.
+
+    Args:
+        points: from `treadle.planner.space.candidates`.
+        memory_limit: bytes that a rank may hold.
+        on_timed: called with each job that was simulated and fits, and how many candidates are done.
+
+    """
+    found, order = Narrowed(), count()
+    waiting: list[tuple[bool, int, int, Family | JobEstimate]] = []
+    for family in families(points):
+        states = least_state_bytes(family[0].job)
+        if states > memory_limit:
+            found.num_done += len(family)
+        else:
+            tight = states > ROOMY * memory_limit
+            heappush(waiting, (tight, least_of_sizes(family[0].job), next(order), family))
+    left: list[JobEstimate] = []
+    while waiting:
+        _, bound, _, item = heappop(waiting)
+        if isinstance(item, JobEstimate):
+            if not found.passes(bound):
+                left.append(item)
+                continue
+            timed = item.simulated()
+            assert timed.ticks is not None
+            found.fitting.append(timed)
+            if timed.memory_bytes <= memory_limit:
+                found.fastest = min(timed.ticks, found.fastest or timed.ticks)
+                on_timed(timed, found.num_done)
+            continue
+        found.num_done += len(item)
+        if not found.passes(bound):
+            continue
+        for each in _resolved(item, memory_limit):
+            if each.memory_bytes <= memory_limit:
+                heappush(waiting, (False, each.least, next(order), each))
+            else:
+                found.too_large.append(each)
+    found.fitting += left
+    return found
+
+
+def families(points: Iterable[Candidate]) -> list[Family]:
+    """Return candidates by their sizes: all knobs but what is recomputed."""
+    found: dict[object, list[Candidate]] = {}
+    for point in points:
+        job = point.job
+        sizes = (job.tp, job.cp, job.pp, job.vpp, job.ep, job.etp, job.micro_batch_size, job.schedule)
+        others = (job.sharding, job.gradient_bytes, job.offload, job.cuda_graph, job.precision, point.balanced)
+        found.setdefault((sizes, others), []).append(point)
+    return [tuple(family) for family in found.values()]
+
+
+def _resolved(family: Family, memory_limit: int) -> Iterable[JobEstimate]:
+    """Yield the first of a family that fits, or its two last: they save least. Yield all where they offload.
+
+    With offload, peak memory is known only after simulation.
+    """
+    if family[0].job.offload:
+        yield from map(estimate_candidate, family)
+        return
+    last = [estimate_candidate(point) for point in family[-2:]]
+    if all(each.memory_bytes > memory_limit for each in last):
+        yield from last
+        return
+    for each in chain(map(estimate_candidate, family[:-2]), last):
+        if each.memory_bytes <= memory_limit:
+            yield each
+            return
