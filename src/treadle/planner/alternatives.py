@@ -10,9 +10,10 @@ from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, within_error_s
-from treadle.planner.job_estimate import Alternative, JobEstimate
+from treadle.planner.job_estimate import Alternative, JobEstimate, estimate_candidate
 from treadle.planner.moving_parts import moving_parts
 from treadle.planner.ranked_search import SearchResult, with_job
+from treadle.planner.space import Candidate
 from treadle.schedules import family
 
 KNOBS = (
@@ -34,14 +35,16 @@ _WITH = {"schedule": ("vpp",)}
 """Knobs that may follow another: a schedule brings its own number of chunks."""
 
 
-def with_alternatives(found: SearchResult) -> SearchResult:
+def with_alternatives(found: SearchResult, points: Iterable[Candidate] = ()) -> SearchResult:
     """Return the search's result with the alternatives of the best job, none of which would be advised instead.
 
     A search ranks jobs by choices that near ones share; alternatives are simulated whole, each with its own choices. So
     one of them may turn out to be the fastest, or as simple as the best and faster: then it is that, until none is.
+    `points` are all candidates; those that differ from the best in one knob are estimated, unless they are known.
     """
     whole: dict[Job, JobEstimate] = {}
     while True:
+        found = _with_neighbours(found, points)
         others = alternatives(found, whole)
         fitting = [other.estimate for other in others if other.fits]
         fastest = min((found.fastest, *fitting), key=lambda each: each.step_s)
@@ -53,6 +56,16 @@ def with_alternatives(found: SearchResult) -> SearchResult:
         if best is found.best:
             return replace(found, fastest=fastest, front=with_job(found.front, fastest), alternatives=others)
         found = replace(found, best=best, fastest=fastest, front=with_job(with_job(found.front, fastest), best))
+
+
+def _with_neighbours(found: SearchResult, points: Iterable[Candidate]) -> SearchResult:
+    """Return the result with all candidates that differ from the best in one knob."""
+    known = {each.job for each in (*found.fitting, *found.too_large)}
+    near = [point for point in points if _only_difference(found.best.job, point.job) is not None]
+    more = [each for each in map(estimate_candidate, near) if each.job not in known]
+    fits = [each for each in more if each.memory_bytes <= found.memory_limit]
+    larger = [each for each in more if each.memory_bytes > found.memory_limit]
+    return replace(found, fitting=(*found.fitting, *fits), too_large=(*found.too_large, *larger))
 
 
 def alternatives(found: SearchResult, whole: dict[Job, JobEstimate] | None = None) -> tuple[Alternative, ...]:

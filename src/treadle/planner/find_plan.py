@@ -11,7 +11,7 @@ from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB
 from treadle.estimate.job_memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
 from treadle.planner.alternatives import with_alternatives
-from treadle.planner.ranked_search import Progress, SearchResult, search
+from treadle.planner.ranked_search import OnBetter, Progress, SearchResult, search
 from treadle.planner.space import Candidate, SearchSpace, candidates, fill
 
 TOKENS_PER_GPU = 32_768
@@ -32,6 +32,7 @@ def find_plan(
     memory_limit: int | None = None,
     space: SearchSpace = _BALANCED,
     progress: Progress | None = None,
+    on_better: OnBetter | None = None,
 ) -> SearchResult:
     """Find a way to train a model on a cluster: simple, fitting into memory, and as fast as the estimate can tell.
 
@@ -43,6 +44,7 @@ def find_plan(
         memory_limit: bytes that a GPU may hold; None for what CUDA, NCCL and torch's allocator leave.
         space: the values of each knob.
         progress: called with the candidates done, and all of them.
+        on_better: called with each better result, without alternatives, while the search goes on.
 
     Returns:
         The advised job, with the best ones that differ in one knob; the fastest; the front of time and memory; and all
@@ -88,7 +90,8 @@ def find_plan(
             f"no valid parallelism for a global batch of {batch:,} sequences of {seq_len:,} tokens: {reasons}"
         )
     names = fill(space, shape, gpus, seq_len).schedules or ()
-    found = with_alternatives(search(points, limit, offload=space.offload is None, progress=progress))
+    found = search(points, limit, offload=space.offload is None, progress=progress, on_better=on_better)
+    found = with_alternatives(found, points)
     return replace(found, unable=tuple(_unable(names, points, refused)))
 
 

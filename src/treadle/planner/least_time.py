@@ -1,4 +1,4 @@
-"""A time that a step takes at least, whatever the order of its ops: what a rank does, what is before it and after it."""
+"""A time that a step takes at least, whatever the order of its ops: what a rank does, and stages before and after it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,20 @@ class _Ticks(NamedTuple):
 
 
 def least_ticks(
-    costs: Costs, blocks: tuple[str, ...], schedule: str, pp: int, vpp: int, microbatches: int, recompute: tuple[str, ...]
+    costs: Costs,
+    blocks: tuple[str, ...],
+    schedule: str,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    recompute: tuple[str, ...],
 ) -> int:
     """Return a time that no step of this job can beat.
 
     A rank computes its stages for every micro-batch, one op at a time, and cannot begin before the stages in front of
     its first have done a forward. Unless the schedule overlaps them, it waits for the exchanges of a forward and of a
-    dgrad, and has only wgrads and recomputation to do meanwhile. Exchanges run one at a time. Where the backward is not split, the stages in front of one do their dgrad after it. The step's end
-    follows.
+    dgrad, and has only wgrads and recomputation to do meanwhile. Exchanges run one at a time. Where the backward is not
+    split, the stages in front of one do their dgrad after it. The step's end follows.
     """
     placement, waits = family(schedule).placement(pp, vpp), not family(schedule).overlapped
     of_block = {block: _of_block(costs, block, recompute) for block in set("".join(blocks))}

@@ -14,14 +14,19 @@ from itertools import chain, count
 
 from treadle.estimate.job_memory import least_state_bytes
 from treadle.planner.job_estimate import JobEstimate, estimate_candidate, least_of_sizes
+from treadle.planner.run_errors import run_errors
 from treadle.planner.space import Candidate
 
 WORTH = 1.1
-"""Jobs that take longer than the fastest by more than this are neither advised nor on the front."""
+"""Jobs that take longer than so many times the fastest are neither advised nor on the front."""
 
+_NEAR = 1.05
+"""A simulation of few micro-batches is right to within so much."""
 ROOMY = 0.7
 """Families whose parameters, gradients and optimizer take less than this share of memory come first: most fit."""
 
+Progress = Callable[[int, int], None]
+"""Called with how many candidates are done, and of how many."""
 Family = tuple[Candidate, ...]
 """Jobs of the same sizes, in the order of what they recompute."""
 
@@ -33,25 +38,68 @@ class Narrowed:
     fitting: list[JobEstimate] = field(default_factory=list)
     too_large: list[JobEstimate] = field(default_factory=list)
     num_done: int = 0
+    worth: float = WORTH
     fastest: int | None = None
 
     def passes(self, bound: int) -> bool:
         """True if a job that takes at least so many ticks may still matter."""
-        return self.fastest is None or bound <= WORTH * self.fastest
+        return self.fastest is None or bound <= self.worth * self.fastest
+
+
+class Watch:
+    """Reports on a search: how far it is, and each job that is faster than all before it, simulated whole."""
+
+    def __init__(
+        self,
+        memory_limit: int,
+        count: int = 0,
+        progress: Progress | None = None,
+        on_better: Callable[[JobEstimate], None] | None = None,
+    ) -> None:
+        self._limit, self._count, self._progress, self._on_better = memory_limit, count, progress, on_better
+        self._fastest: JobEstimate | None = None
+
+    def see(self, timed: JobEstimate, done: int) -> None:
+        """Take a job that was simulated and fits, after so many candidates."""
+        if self._progress is not None:
+            self._progress(done // 2, self._count)
+        if self._on_better is None or (self._fastest is not None and timed.step_s >= self._fastest.step_s):
+            return
+        exact = timed.simulated_whole()
+        if exact.memory_bytes <= self._limit and (self._fastest is None or exact.step_s < self._fastest.step_s):
+            self._fastest = exact
+            self._on_better(exact)
+
+
+def estimates_of(points: list[Candidate], memory_limit: int, watch: Watch, *, bounded: bool) -> list[JobEstimate]:
+    """Return estimates of the candidates that matter; of all that may fit if none does, or if not `bounded`."""
+    if bounded:
+        worth = max(WORTH, _NEAR * (1 + run_errors(points[0].job).typical))
+        narrowed = narrow(points, memory_limit, worth=worth, on_timed=watch.see)
+        if narrowed.fitting:
+            return [*narrowed.fitting, *narrowed.too_large]
+    states = [least_state_bytes(point.job) for point in points]
+    limit = max(memory_limit, min(states)) if bounded else max(states)
+    return [estimate_candidate(point) for point, size in zip(points, states, strict=True) if size <= limit]
 
 
 def narrow(
-    points: Iterable[Candidate], memory_limit: int, *, on_timed: Callable[[JobEstimate, int], None]
+    points: Iterable[Candidate],
+    memory_limit: int,
+    *,
+    worth: float = WORTH,
+    on_timed: Callable[[JobEstimate, int], None],
 ) -> Narrowed:
     """Estimate and simulate candidates in the order of their bounds, until none is left that may matter.
 
     Args:
         points: from `treadle.planner.space.candidates`.
         memory_limit: bytes that a rank may hold.
+        worth: the longest step that may matter, as a multiple of the fastest.
         on_timed: called with each job that was simulated and fits, and how many candidates are done.
 
     """
-    found, order = Narrowed(), count()
+    found, order = Narrowed(worth=worth), count()
     waiting: list[tuple[bool, int, int, Family | JobEstimate]] = []
     for family in families(points):
         states = least_state_bytes(family[0].job)
@@ -60,16 +108,14 @@ def narrow(
         else:
             tight = states > ROOMY * memory_limit
             heappush(waiting, (tight, least_of_sizes(family[0].job), next(order), family))
-    left: list[JobEstimate] = []
     while waiting:
         _, bound, _, item = heappop(waiting)
         if isinstance(item, JobEstimate):
             if not found.passes(bound):
-                left.append(item)
                 continue
             timed = item.simulated()
             assert timed.ticks is not None
-            found.fitting.append(timed)
+            found.fitting.append(item if item.job.offload else timed)
             if timed.memory_bytes <= memory_limit:
                 found.fastest = min(timed.ticks, found.fastest or timed.ticks)
                 on_timed(timed, found.num_done)
@@ -82,7 +128,6 @@ def narrow(
                 heappush(waiting, (False, each.least, next(order), each))
             else:
                 found.too_large.append(each)
-    found.fitting += left
     return found
 
 

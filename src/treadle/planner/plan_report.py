@@ -33,7 +33,7 @@ def plan_object(
         "gpus": job.cluster.num_gpus,
         "tokens_per_batch": job.global_batch_size * job.seq_len,
         "memory_limit_bytes": found.memory_limit,
-        "candidates": len(found.fitting) + len(found.too_large),
+        "candidates": found.num_candidates,
         "too_large": len(found.too_large),
         "simulated": found.num_simulated,
         "chosen": {
@@ -174,11 +174,9 @@ def host_text(chosen: PlannedStep) -> str:
 
 def count_text(found: SearchResult) -> str:
     """Say how many jobs were considered, and what became of them."""
-    count = len(found.fitting) + len(found.too_large)
-    others = found.num_simulated < count and any(each.ticks is None for each in found.fitting)
     return (
-        f"{count:,} candidates: {len(found.too_large):,} do not fit into {found.memory_limit / GIB:.1f} GiB, "
-        f"{found.num_simulated:,} simulated" + (", the rest pruned: a lower bound is already beaten" if others else "")
+        f"{found.num_candidates:,} candidates: {found.num_simulated:,} simulated; the others do not fit into "
+        f"{found.memory_limit / GIB:.1f} GiB, recompute more than fits, or take longer by a lower bound"
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, reason_text, within_error_s
 from treadle.planner.front import Front
-from treadle.planner.job_estimate import Alternative, JobEstimate, describe, estimate_candidate
+from treadle.planner.job_estimate import Alternative, JobEstimate, describe
+from treadle.planner.narrowed import Progress, Watch, estimates_of
 from treadle.planner.offload_choice import offloaded_to_fit, with_least_offload
 from treadle.planner.space import Candidate
 
-Progress = Callable[[int, int], None]
-"""Called with how many candidates are done, and of how many."""
+OnBetter = Callable[["SearchResult"], None]
+"""Called with what is best so far."""
 
 _NEAR = 1.05
 """The memory of a simulation of few micro-batches is right to within so much where activations are offloaded."""
@@ -35,6 +35,9 @@ class SearchResult:
     fitting: tuple[JobEstimate, ...]
     too_large: tuple[JobEstimate, ...]
     memory_limit: int
+    num_candidates: int = 0
+    """All that the space has: those that fit, those that do not, and those that a bound passed over."""
+
     unable: tuple[tuple[str, str], ...] = ()
     """Schedules that can do no job of the space, each with the reason."""
 
@@ -62,6 +65,7 @@ def search(
     offload: bool = False,
     bounded: bool = True,
     progress: Progress | None = None,
+    on_better: OnBetter | None = None,
 ) -> SearchResult:
     """Find the job to advise, the fastest that fits, and the front of time and memory.
 
@@ -71,6 +75,7 @@ def search(
         offload: where none of them fits, offload as little as makes one fit.
         bounded: pass over jobs that cannot be best or on the front. The result is the same, later.
         progress: called with the candidates done, and all of them.
+        on_better: called with each job that is faster than all before it, while others are still searched.
 
     Raises:
         ValueError: nothing fits, or the host cannot take what is offloaded; the message names what comes nearest.
@@ -79,12 +84,13 @@ def search(
     points = list(candidates)
     if not points:
         raise ValueError("there is no candidate to search among; widen the space")
-    estimates: dict[Job, JobEstimate] = {}  # two points may come to the same layout
-    for number, point in enumerate(points):
-        each = estimate_candidate(point)
-        estimates.setdefault(each.job, each)
-        if progress is not None:
-            progress(number // 2, len(points))
+
+    def better(job: JobEstimate) -> None:
+        assert on_better is not None
+        on_better(SearchResult(job, job, (job,), (job,), (), memory_limit, num_candidates=len(points)))
+
+    watch = Watch(memory_limit, len(points), progress, better if on_better is not None else None)
+    estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, bounded=bounded)}
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
     found = _rank(pool, progress)
     if found is None and offload:
@@ -96,9 +102,12 @@ def search(
             found = replace(found, best=least if least.step_s <= within_error_s(found.fastest) else found.best)
     if found is None:
         raise _nothing_fits(pool.too_large, memory_limit)
+    found = replace(found, num_candidates=len(points))
     if not (found.best.job.offload or found.fastest.job.offload):
         return found
-    plain = _rank(_Pool([each for each in estimates.values() if not each.job.offload], memory_limit, bounded=bounded))
+    left = [point for point in points if not point.job.offload]
+    kept = estimates_of(left, memory_limit, Watch(memory_limit), bounded=bounded) if left else []
+    plain = _rank(_Pool(kept, memory_limit, bounded=bounded))
     return replace(found, without_offload=plain.best if plain is not None else None)
 
 
