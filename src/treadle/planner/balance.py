@@ -105,8 +105,8 @@ class _Row:
         """How many places a stage can start at, and end at: each before it and after it has a block."""
         self.none = 4 * (max(1, sum(times)) * max(1, *factors)) ** 2
         """More than any cut takes, and than its squares."""
-        self.kind: type = np.int64 if self.none < 2**61 else np.object_
-        before = np.array([*accumulate(times, initial=0)], self.kind)
+        self.kind: type[np.generic] = np.int64 if self.none < 2**61 else np.object_
+        before: Whole = np.array([*accumulate(times, initial=0)], self.kind)
         counts = np.array([*accumulate(map(int, needed), initial=0)])
         self._times = before[None, :] - before[:, None]
         self._may = counts[:, None] < counts[None, :]

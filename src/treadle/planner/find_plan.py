@@ -11,7 +11,8 @@ from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB
 from treadle.estimate.job_memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
 from treadle.planner.alternatives import with_alternatives
-from treadle.planner.ranked_search import OnBetter, Progress, SearchResult, search
+from treadle.planner.narrowed import Progress
+from treadle.planner.ranked_search import OnBetter, SearchResult, search
 from treadle.planner.space import Candidate, SearchSpace, candidates, fill
 
 TOKENS_PER_GPU = 32_768
@@ -44,7 +45,7 @@ def find_plan(
         memory_limit: bytes that a GPU may hold; None for what CUDA, NCCL and torch's allocator leave.
         space: the values of each knob.
         progress: called with the candidates done, and all of them.
-        on_better: called with each better result, without alternatives, while the search goes on.
+        on_better: in searches of many candidates called with each better result, without alternatives.
 
     Returns:
         The advised job, with the best ones that differ in one knob; the fastest; the front of time and memory; and all

@@ -1,4 +1,4 @@
-"""A time that a step takes at least, whatever the order of its ops: what a rank does, and stages before and after it."""
+"""A time that a step takes at least, whatever the order of its ops: what a rank does, and what is before and after."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ WORTH = 1.1
 
 _NEAR = 1.05
 """A simulation of few micro-batches is right to within so much."""
+MANY = 2_000
+"""Searches of more candidates are narrowed; of fewer all are estimated, and the front has jobs of any step time."""
 ROOMY = 0.7
 """Families whose parameters, gradients and optimizer take less than this share of memory come first: most fit."""
 
@@ -46,7 +48,7 @@ class Narrowed:
         return self.fastest is None or bound <= self.worth * self.fastest
 
 
-class Watch:
+class SearchWatch:
     """Reports on a search: how far it is, and each job that is faster than all before it, simulated whole."""
 
     def __init__(
@@ -71,15 +73,17 @@ class Watch:
             self._on_better(exact)
 
 
-def estimates_of(points: list[Candidate], memory_limit: int, watch: Watch, *, bounded: bool) -> list[JobEstimate]:
-    """Return estimates of the candidates that matter; of all that may fit if none does, or if not `bounded`."""
-    if bounded:
+def estimates_of(
+    points: list[Candidate], memory_limit: int, watch: SearchWatch, *, narrowed: bool
+) -> list[JobEstimate]:
+    """Return estimates of all candidates, or if `narrowed` of those that matter; if none fits, of all that may."""
+    if narrowed:
         worth = max(WORTH, _NEAR * (1 + run_errors(points[0].job).typical))
-        narrowed = narrow(points, memory_limit, worth=worth, on_timed=watch.see)
-        if narrowed.fitting:
-            return [*narrowed.fitting, *narrowed.too_large]
+        found = narrow(points, memory_limit, worth=worth, on_timed=watch.see)
+        if found.fitting:
+            return [*found.fitting, *found.too_large]
     states = [least_state_bytes(point.job) for point in points]
-    limit = max(memory_limit, min(states)) if bounded else max(states)
+    limit = max(memory_limit, min(states)) if narrowed else max(states)
     return [estimate_candidate(point) for point, size in zip(points, states, strict=True) if size <= limit]
 
 

@@ -174,9 +174,11 @@ def host_text(chosen: PlannedStep) -> str:
 
 def count_text(found: SearchResult) -> str:
     """Say how many jobs were considered, and what became of them."""
+    others = found.num_simulated + len(found.too_large) < found.num_candidates
     return (
-        f"{found.num_candidates:,} candidates: {found.num_simulated:,} simulated; the others do not fit into "
-        f"{found.memory_limit / GIB:.1f} GiB, recompute more than fits, or take longer by a lower bound"
+        f"{found.num_candidates:,} candidates: {len(found.too_large):,} do not fit into "
+        f"{found.memory_limit / GIB:.1f} GiB, {found.num_simulated:,} simulated"
+        + (", the rest pruned: a lower bound is already beaten" if others else "")
     )
 
 

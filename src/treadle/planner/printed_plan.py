@@ -109,7 +109,7 @@ class PlanJson(TypedDict):
     tokens_per_batch: Annotated[CountFrom1, "Tokens of a step, over all GPUs."]
     memory_limit_bytes: Annotated[CountFrom1, "What a GPU may hold."]
     candidates: Annotated[CountFrom1, "Jobs that were considered."]
-    too_large: Annotated[Count, "Those among them that do not fit into memory."]
+    too_large: Annotated[Count, "Those among them that were estimated and do not fit into memory."]
     simulated: Annotated[CountFrom1, "Those that were simulated; the others cannot be faster or smaller."]
     chosen: Annotated[ChosenJson, "The advised job: of those within the error of the fastest, the simplest."]
     reason: Annotated[str, "Why the advised job is not the fastest; empty if it is."]

@@ -10,7 +10,7 @@ from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, reason_text, within_error_s
 from treadle.planner.front import Front
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
-from treadle.planner.narrowed import Progress, Watch, estimates_of
+from treadle.planner.narrowed import MANY, Progress, SearchWatch, estimates_of
 from treadle.planner.offload_choice import offloaded_to_fit, with_least_offload
 from treadle.planner.space import Candidate
 
@@ -64,6 +64,7 @@ def search(
     *,
     offload: bool = False,
     bounded: bool = True,
+    many: int = MANY,
     progress: Progress | None = None,
     on_better: OnBetter | None = None,
 ) -> SearchResult:
@@ -74,8 +75,10 @@ def search(
         memory_limit: bytes that a rank may hold.
         offload: where none of them fits, offload as little as makes one fit.
         bounded: pass over jobs that cannot be best or on the front. The result is the same, later.
+        many: with more candidates, those whose bound is far above the fastest step are not even estimated, and the
+            front has only jobs near it.
         progress: called with the candidates done, and all of them.
-        on_better: called with each job that is faster than all before it, while others are still searched.
+        on_better: with `many` candidates called with each job that is faster than all before it.
 
     Raises:
         ValueError: nothing fits, or the host cannot take what is offloaded; the message names what comes nearest.
@@ -89,8 +92,9 @@ def search(
         assert on_better is not None
         on_better(SearchResult(job, job, (job,), (job,), (), memory_limit, num_candidates=len(points)))
 
-    watch = Watch(memory_limit, len(points), progress, better if on_better is not None else None)
-    estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, bounded=bounded)}
+    narrowed = bounded and len(points) > many
+    watch = SearchWatch(memory_limit, len(points), progress, better if on_better is not None else None)
+    estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, narrowed=narrowed)}
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
     found = _rank(pool, progress)
     if found is None and offload:
@@ -101,12 +105,12 @@ def search(
             least = with_least_offload(found.best, memory_limit)
             found = replace(found, best=least if least.step_s <= within_error_s(found.fastest) else found.best)
     if found is None:
-        raise _nothing_fits(pool.too_large, memory_limit)
+        raise _nothing_fits(pool.too_large, memory_limit, len(points))
     found = replace(found, num_candidates=len(points))
     if not (found.best.job.offload or found.fastest.job.offload):
         return found
     left = [point for point in points if not point.job.offload]
-    kept = estimates_of(left, memory_limit, Watch(memory_limit), bounded=bounded) if left else []
+    kept = estimates_of(left, memory_limit, SearchWatch(memory_limit), narrowed=narrowed) if left else []
     plain = _rank(_Pool(kept, memory_limit, bounded=bounded))
     return replace(found, without_offload=plain.best if plain is not None else None)
 
@@ -226,7 +230,7 @@ def _among(each: JobEstimate, others: list[JobEstimate]) -> bool:
     return any(each is other for other in others)
 
 
-def _nothing_fits(too_large: list[JobEstimate], memory_limit: int) -> ValueError:
+def _nothing_fits(too_large: list[JobEstimate], memory_limit: int, count: int) -> ValueError:
     """Say what comes nearest; the memory of what is offloaded is known once it is simulated."""
     known: list[JobEstimate] = []
     for each in sorted(too_large, key=lambda each: each.memory_bytes):
@@ -236,9 +240,9 @@ def _nothing_fits(too_large: list[JobEstimate], memory_limit: int) -> ValueError
     nearest = min(known, key=lambda each: each.memory_bytes)
     refused = host_shortage(nearest.job) if nearest.memory_bytes <= memory_limit else None
     if refused is not None:
-        return ValueError(f"none of {len(too_large):,} candidates fits: {describe(nearest.job)}: {refused}")
+        return ValueError(f"none of {count:,} candidates fits: {describe(nearest.job)}: {refused}")
     return ValueError(
-        f"none of {len(too_large):,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
+        f"none of {count:,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
         f"{nearest.memory_bytes / GIB:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
         f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
     )
