@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain, combinations
 
 from treadle.estimate import Job
@@ -17,13 +18,13 @@ _LIMITS = (1.0, 0.93)
 
 
 def offloaded_to_fit(too_large: Iterable[JobEstimate], memory_limit: int) -> Iterator[JobEstimate]:
-    """Yield jobs that do not fit with as little offload as may make them fit, and with a little more."""
+    """Yield jobs that do not fit with as little offload as may make them fit, with a little more, and with all."""
     for each in too_large:
         sets = _sets(each.job)
-        places = (_first_that_fits(each.job, sets, round(share * memory_limit)) for share in _LIMITS)
-        for place in dict.fromkeys(places):
-            if place < len(sets):
-                yield estimate_job(replace(each.job, offload=sets[place]))
+        places = [_first_that_fits(each.job, sets, round(share * memory_limit)) for share in _LIMITS]
+        if places[0] < len(sets):
+            for place in dict.fromkeys((*places, len(sets) - 1)):
+                yield estimate_job(replace(each.job, offload=sets[min(place, len(sets) - 1)]))
 
 
 def _first_that_fits(job: Job, sets: list[tuple[str, ...]], memory_limit: int) -> int:
@@ -32,14 +33,16 @@ def _first_that_fits(job: Job, sets: list[tuple[str, ...]], memory_limit: int) -
 
 def with_least_offload(found: JobEstimate, memory_limit: int) -> JobEstimate:
     """Return a job that offloads and fits with the fewest bytes offloaded that still fit, simulated whole."""
-    for modules in _sets(found.job):
-        if set(modules) == set(found.job.offload):
-            break
-        if _fits(found.job, modules, memory_limit):
-            exact = estimate_job(replace(found.job, offload=modules)).simulated_whole()
-            if exact.memory_bytes <= memory_limit:
-                return exact
-    return found
+    sets = _sets(found.job)
+    fewer = sets[: next(place for place, modules in enumerate(sets) if set(modules) == set(found.job.offload))]
+    fewer = fewer[_first_that_fits(found.job, fewer, memory_limit) :]
+
+    @cache
+    def simulated(modules: tuple[str, ...]) -> JobEstimate:
+        return estimate_job(replace(found.job, offload=modules)).simulated_whole()
+
+    place = bisect_left(fewer, True, key=lambda modules: simulated(modules).memory_bytes <= memory_limit)
+    return simulated(fewer[place]) if place < len(fewer) else found
 
 
 def _fits(job: Job, modules: tuple[str, ...], memory_limit: int) -> bool:
