@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +18,10 @@ from tests.support.json_output import read_json
 from treadle.cli.app import COMMANDS, app
 from treadle.cli.plan_knobs import Knobs, parse_sizes
 from treadle.estimate import load_cluster, load_model
+from treadle.planner import SearchResult, find_plan
 from treadle.planner.find_plan import usable_bytes
+from treadle.planner.job_estimate import describe
+from treadle.planner.ranked_search import OnBetter
 from treadle.planner.space import TRAINED_RECOMPUTE, recompute_sets
 
 SMALL = ("--model", "llama3-8b", "--cluster", "h100:16", "--tp", "2", "--pp", "2", "--micro-batch-size", "1")
@@ -94,6 +98,38 @@ def test_offload_takes_no_more_than_the_hosts_memory() -> None:
     assert "without offload" not in large  # which was not searched
     with pytest.raises(ValueError, match=r"offload needs .* of host memory a GPU, more than its share of 1\.0 GiB"):
         run(*args, "--host-memory", "1GiB")
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_the_best_job_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is a real one, and Ctrl-C comes right after its first answer."""
+    seen: list[SearchResult] = []
+
+    def interrupted(*args: Any, on_better: OnBetter, **more: Any) -> SearchResult:
+        def better(found: SearchResult) -> None:
+            on_better(found)
+            seen.append(found)
+            raise KeyboardInterrupt
+
+        return find_plan(*args, on_better=better, **more)
+
+    monkeypatch.setattr("treadle.cli.commands.plan.find_plan", interrupted)
+    done = CliRunner().invoke(app, ("plan", "--model", "llama3-70b", "--cluster", "h100:512"))
+    assert done.exit_code == 130
+    assert "interrupted: this is the best job so far" in done.stderr
+    (found,) = seen
+    assert f"llama3-70b on 512 h100: {describe(found.best.job)}" in done.stdout
+    assert re.search(rf"^step +{found.best.step_s:.3f} s", done.stdout, re.MULTILINE)
+
+
+def test_an_interrupt_before_an_answer_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> SearchResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("treadle.cli.commands.plan.find_plan", interrupted)
+    done = CliRunner().invoke(app, ("plan", *SMALL, "--schedule", "1f1b"))
+    assert done.exit_code != 0
+    assert "step" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from treadle.cli.plan_knobs import Knobs
 from treadle.cli.slow import Slow
 from treadle.cli.tables import rows_table
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
+from treadle.cli.watched_search import watched_search
 from treadle.cli.writable import check_directory, check_file
 from treadle.estimate import Cluster, load_cluster, load_model
 from treadle.estimate.cluster import GIB, PRECISIONS
@@ -113,16 +115,16 @@ def plan(
         check_directory(files)
     if output is not None:
         check_file(output)
-    with working("searching") as advance:
-        found = find_plan(
-            model,
-            cluster,
-            tokens_per_batch=parse_count(tokens_per_batch) if tokens_per_batch is not None else None,
-            seq_len=seq_len,
-            memory_limit=limit,
-            space=space,
-            progress=advance,
-        )
+    search = partial(
+        find_plan,
+        model,
+        cluster,
+        tokens_per_batch=parse_count(tokens_per_batch) if tokens_per_batch is not None else None,
+        seq_len=seq_len,
+        memory_limit=limit,
+        space=space,
+    )
+    found, interrupted = watched_search(search)
     with working("simulating"):
         others, chosen = found.alternatives, PlannedStep.of(found.best, tokens)
     study = None
@@ -136,12 +138,13 @@ def plan(
         print_json("plan", plan_object(found, chosen, others, study))
     if output is not None:
         wrote(output)
-    if as_json:
-        return
-    _print(found, chosen, others)
-    if study is not None:
-        _print_study(study)
-    _tell_next(chosen, files, written)
+    if not as_json:
+        _print(found, chosen, others)
+        if study is not None:
+            _print_study(study)
+        _tell_next(chosen, files, written)
+    if interrupted:
+        raise typer.Exit(130)
 
 
 def _check_precision(precision: str, cluster: Cluster) -> None:
