@@ -1,10 +1,11 @@
-"""How fast a plan is searched: `python benchmarks/plan.py [--model deepseek-v3] [--cluster h800:2048]`.
+"""How fast a plan is searched: `python benchmarks/plan.py [--model deepseek-v3] [--cluster h800:2048] ...`.
 
-1. The CPU time of a search of all candidates with micro-batches of one sequence: about 10,000. And of an even draw of
-   1,000 of them, with bounds and without; a draw shares fewer Programs.
-2. Whether both find the same best job and the same front, on these 1,000.
+1. Seconds of the search of a large cluster: to the first answer, and in all; and how much slower the first answer's
+   step is than the fastest.
+2. On 50 random small searches: whether the search that passes over what bounds rule out advises the same job as the
+   search of all candidates.
 
-The last line is JSON.
+The last line is JSON. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -14,24 +15,21 @@ import json
 import resource
 import time
 
-from treadle.estimate import load_cluster, load_model
-from treadle.planner import SearchResult, SearchSpace, search
-from treadle.planner.find_plan import usable_bytes
+from random_searches import random_search
+from treadle.planner import SearchResult, SearchSpace, find_plan, search
 from treadle.planner.job_estimate import describe
-from treadle.planner.space import Candidate, candidates
 
-SAMPLE = 1_000
-
-
-def _even(points: list[Candidate], count: int) -> list[Candidate]:
-    step = max(1.0, len(points) / count)
-    return [points[int(place * step)] for place in range(min(count, len(points)))]
+SEARCHES = 50
 
 
-def _timed(points: list[Candidate], limit: int, *, bounded: bool) -> tuple[SearchResult, float]:
-    begin = time.process_time()
-    found = search(points, limit, bounded=bounded)
-    return found, time.process_time() - begin
+def _advice(seed: int, *, bounded: bool) -> str:
+    """Return the advised job and the fastest of a random search, or that nothing fits."""
+    points, limit = random_search(seed)
+    try:
+        found = search(points, limit, bounded=bounded, many=0)
+    except ValueError:
+        return "nothing fits"
+    return f"{describe(found.best.job)}; fastest {describe(found.fastest.job)}"
 
 
 def main() -> None:
@@ -39,30 +37,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="deepseek-v3")
     parser.add_argument("--cluster", default="h800:2048")
+    parser.add_argument("--precision", default="fp8")
+    parser.add_argument("--searches", type=int, default=SEARCHES)
     asked = parser.parse_args()
-    model, cluster = load_model(asked.model), load_cluster(asked.cluster)
-    limit = usable_bytes(cluster)
-    begin = time.process_time()
-    space = SearchSpace(micro_batch_size=(1,), balanced=(True,))
-    points = list(candidates(model, cluster, space, global_batch_size=8 * cluster.num_gpus, seq_len=4096))
-    listed = time.process_time() - begin
-    print(f"{len(points):,} candidates listed in {listed:.1f} s")
-    _timed(points[: len(points) // 50], 1 << 60, bounded=True)  # numba compiles, or reads what it compiled before
-    found, taken = _timed(points, limit, bounded=True)
-    print(f"{len(points):,} in {taken:.1f} s of CPU, {found.num_simulated} simulated: {describe(found.best.job)}")
-    few = _even(points, SAMPLE)
-    (bounded, with_bounds), (every, without) = (_timed(few, limit, bounded=each) for each in (True, False))
-    same = bounded.best == every.best and bounded.front == every.front
-    print(f"{SAMPLE:,} in {with_bounds:.1f} s with bounds, {without:.1f} s without; the same best and front: {same}")
+    begin, answers = time.perf_counter(), []
+
+    def better(found: SearchResult) -> None:
+        answers.append((time.perf_counter() - begin, found.best.step_s))
+        print(f"{answers[-1][0]:6.1f} s  {answers[-1][1]:8.3f} s  {describe(found.best.job)}")
+
+    space = SearchSpace(balanced=(True,), precision=(asked.precision,))
+    found = find_plan(asked.model, asked.cluster, space=space, on_better=better)
+    whole_s = time.perf_counter() - begin
+    print(f"{whole_s:6.1f} s  {found.best.step_s:8.3f} s  {describe(found.best.job)}, of {found.num_candidates:,}")
+    different = []
+    for seed in range(asked.searches):
+        some, every = (_advice(seed, bounded=bounded) for bounded in (True, False))
+        if some != every:
+            different.append(seed)
+            print(f"search {seed}: {some}, of all candidates {every}")
     result = {
-        "candidates": len(points),
-        "cpu_s": round(taken, 1),
+        "candidates": found.num_candidates,
         "simulated": found.num_simulated,
-        "fitting": len(found.fitting),
-        "sample": SAMPLE,
-        "sample_cpu_s": round(with_bounds, 1),
-        "sample_cpu_s_unbounded": round(without, 1),
-        "same": same,
+        "first_answer_s": round(answers[0][0] if answers else whole_s, 1),
+        "first_answer_slower": round(
+            (answers[0][1] if answers else found.fastest.step_s) / found.fastest.step_s - 1, 4
+        ),
+        "whole_s": round(whole_s, 1),
+        "searches": asked.searches,
+        "same_best": asked.searches - len(different),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }
     print(json.dumps(result))

@@ -26,7 +26,7 @@ def test_better_jobs_are_reported_while_the_search_goes_on() -> None:
     found = search(points, limit, many=0, on_better=better.append)
     steps = [each.best.step_s for each in better]
     assert steps == sorted(set(steps), reverse=True)
-    assert better[-1].fastest.step_s >= found.fastest.step_s
+    assert better[-1].fastest.step_s == pytest.approx(found.fastest.step_s, rel=0.05)
     assert all(each.best.memory_bytes <= limit for each in better)
 
 

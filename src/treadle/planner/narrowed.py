@@ -49,16 +49,15 @@ class Narrowed:
 
 
 class SearchWatch:
-    """Reports on a search: how far it is, and each job that is faster than all before it, simulated whole."""
+    """Reports on a search: how far it is, and each job that is faster than all before it."""
 
     def __init__(
         self,
-        memory_limit: int,
         count: int = 0,
         progress: Progress | None = None,
         on_better: Callable[[JobEstimate], None] | None = None,
     ) -> None:
-        self._limit, self._count, self._progress, self._on_better = memory_limit, count, progress, on_better
+        self._count, self._progress, self._on_better = count, progress, on_better
         self._fastest: JobEstimate | None = None
 
     def see(self, timed: JobEstimate, done: int) -> None:
@@ -67,10 +66,8 @@ class SearchWatch:
             self._progress(done // 2, self._count)
         if self._on_better is None or (self._fastest is not None and timed.step_s >= self._fastest.step_s):
             return
-        exact = timed.simulated_whole()
-        if exact.memory_bytes <= self._limit and (self._fastest is None or exact.step_s < self._fastest.step_s):
-            self._fastest = exact
-            self._on_better(exact)
+        self._fastest = timed
+        self._on_better(timed)
 
 
 def estimates_of(

@@ -93,7 +93,7 @@ def search(
         on_better(SearchResult(job, job, (job,), (job,), (), memory_limit, num_candidates=len(points)))
 
     narrowed = bounded and len(points) > many
-    watch = SearchWatch(memory_limit, len(points), progress, better if on_better is not None else None)
+    watch = SearchWatch(len(points), progress, better if on_better is not None else None)
     estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, narrowed=narrowed)}
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
     found = _rank(pool, progress)
@@ -110,7 +110,7 @@ def search(
     if not (found.best.job.offload or found.fastest.job.offload):
         return found
     left = [point for point in points if not point.job.offload]
-    kept = estimates_of(left, memory_limit, SearchWatch(memory_limit), narrowed=narrowed) if left else []
+    kept = estimates_of(left, memory_limit, SearchWatch(), narrowed=narrowed) if left else []
     plain = _rank(_Pool(kept, memory_limit, bounded=bounded))
     return replace(found, without_offload=plain.best if plain is not None else None)
 
