@@ -170,7 +170,7 @@ def test_what_is_hidden_is_never_less_than_nothing() -> None:
     assert slower("dp_hidden", 0.5, 5.0) == 0
     cluster = replace(h100(), efficiency={"dp_hidden": 1.0})
     assert value_of(cluster, "dp_hidden") == 1
-    assert bounds(["dp_hidden"], cluster) == (0, 0)
+    assert [end.tolist() for end in bounds(["dp_hidden"], cluster)] == [[0.0], [0.0]]
 
 
 def test_constants_stay_within_what_is_possible() -> None:

@@ -51,8 +51,8 @@ def test_what_a_family_says_decides_for_which_models_it_is_searched() -> None:
 @pytest.mark.usefixtures("registered")
 def test_a_schedule_that_no_public_trainer_runs_is_searched_where_it_is_named() -> None:
     space = SearchSpace(tp=(2,), pp=(2,), micro_batch_size=(1,), recompute=((),), schedules=("v-half", "unrun"))
-    sizes = {"global_batch_size": 64, "seq_len": 4096}
-    points = candidates(load_model("llama3-8b"), load_cluster("h100:8"), space, **sizes)
+    model, cluster = load_model("llama3-8b"), load_cluster("h100:8")
+    points = candidates(model, cluster, space, global_batch_size=64, seq_len=4096)
     assert {point.job.schedule for point in points} == {"v-half", "unrun"}
 
 
