@@ -48,7 +48,11 @@ class Outcome:
 
 def runs_of(gpu: str) -> list[PublishedRun]:
     """Return the runs of a GPU."""
-    return [run for run in bridge_runs() if run.gpu == gpu and run.release >= FIRST_RELEASE]
+    return [
+        run
+        for run in bridge_runs()
+        if run.gpu == gpu and run.release >= FIRST_RELEASE and run.job.sharding != "parameters"
+    ]
 
 
 def configuration(run: PublishedRun) -> tuple[object, ...]:

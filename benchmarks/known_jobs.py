@@ -95,7 +95,9 @@ def _bridge(model: str, gpu: str, gpus: int, release: str) -> KnownJob:
     runs = [
         run
         for run in bridge_runs()
-        if (run.job.model.name, run.gpu, run.job.cluster.num_gpus) == (model, gpu, gpus) and run.release == release
+        if (run.job.model.name, run.gpu, run.job.cluster.num_gpus) == (model, gpu, gpus)
+        and run.release == release
+        and run.job.sharding != "parameters"
     ]
     job = runs[0].job
     tokens = [job.global_batch_size * job.seq_len / gpus / run.seconds for run in runs if run.job == job]

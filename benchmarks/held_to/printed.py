@@ -73,8 +73,9 @@ def _rows(runs: Iterable[PublishedRun]) -> tuple[Row, ...]:
     return tuple(Row(run.title, run.job, run.seconds) for run in runs)
 
 
-def _bridge(keep: Callable[[PublishedRun], bool]) -> tuple[Row, ...]:
-    return tuple(Row(run.title, run.job, run.seconds, run.release) for run in bridge_runs() if keep(run))
+def _bridge(keep: Callable[[PublishedRun], bool], *, sharding: str = "optimizer") -> tuple[Row, ...]:
+    runs = (run for run in bridge_runs() if run.job.sharding == sharding and keep(run))
+    return tuple(Row(run.title, run.job, run.seconds, run.release) for run in runs)
 
 
 def _gpt(hidden: int, heads: int, layers: int, seq_len: int, vocabulary: int) -> ModelShape:
@@ -149,6 +150,7 @@ def data_sets() -> Mapping[str, tuple[Row, ...]]:
         "bridge_dense": _bridge(lambda run: not run.job.model.is_moe and run.release >= FITTED_FROM),
         "bridge_dense_25": _bridge(lambda run: not run.job.model.is_moe and run.release < FITTED_FROM),
         "bridge_moe": _bridge(lambda run: run.job.model.is_moe),
+        "bridge_fsdp": _bridge(lambda run: True, sharding="parameters"),
         "mlperf": _rows(mlperf_runs()),
         "simumax": tuple(_simumax()),
         "zb_1f1b": tuple(_zero_bubble("1f1b")),

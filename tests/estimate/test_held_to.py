@@ -35,6 +35,7 @@ def test_rows_of_every_data_set() -> None:
         "bridge_dense": 49,
         "bridge_dense_25": 22,
         "bridge_moe": 99,
+        "bridge_fsdp": 14,
         "mlperf": 18,
         "simumax": 43,
         "zb_1f1b": 12,
@@ -72,6 +73,7 @@ def test_figures_are_of_the_step_that_the_command_prints() -> None:
 @pytest.mark.parametrize(
     ("name", "protocol"),
     [
+        ("bridge_fsdp", "FSDP, blind"),
         ("mlperf", "MLPerf 405B, blind"),
         ("zb_1f1b", "zero-bubble paper, 1F1B"),
         ("zb_interleaved", "zero-bubble paper, interleaved"),

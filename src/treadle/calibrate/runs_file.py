@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from treadle.calibrate.run_columns import COLUMNS, REQUIRED, SIZES, Cell
 from treadle.estimate import Cluster, Job, load_model
+from treadle.estimate.job import GRADIENT_BYTES
 from treadle.estimate.job_stages import stage_rows
 from treadle.fields.input_files import read_text
 from treadle.fields.nearest import did_you_mean
@@ -126,8 +127,12 @@ def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: 
     model = load_model(near_file if near_file.exists() else cells["model"].text)
     schedule = family(cells["schedule"].text if "schedule" in cells else default_schedule(given.get("vpp", 1)))
     given = {"vpp": schedule.default_vpp, "cuda_graph": "partial", **given}
-    given |= {name: cells[name].text for name in ("precision", "cuda_graph") if name in cells}
+    given |= {name: cells[name].text for name in ("precision", "cuda_graph", "sharding", "dispatch") if name in cells}
     given |= {name: tuple(cells[name].text.split()) for name in ("recompute", "offload") if name in cells}
+    if "gradients" in cells:
+        given["gradient_bytes"] = GRADIENT_BYTES.get(cells["gradients"].text)
+        if given["gradient_bytes"] is None:
+            raise cells["gradients"].refuse(" or ".join(GRADIENT_BYTES))
     if "recompute_layers" in cells:
         given["recompute_layers"] = cells["recompute_layers"].whole(0)
     if "layout" in cells:

@@ -9,14 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from treadle.estimate import Job, ModelShape
-from treadle.estimate.job import DISPATCHES, OFFLOADED, RECOMPUTED, SHARDINGS
+from treadle.estimate.job import DISPATCHES, GRADIENT_BYTES, OFFLOADED, RECOMPUTED, SHARDINGS
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.planner.plan_files import untrainable_model
 from treadle.planner.space import TRAINED_RECOMPUTE, SearchSpace, recompute_sets
 from treadle.schedules import family, known
-
-_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def _option(help: str, *names: str) -> Any:
@@ -83,7 +81,7 @@ class Knobs:
             layout=None if self.layout is None else (parse_layout(self.layout),),
             recompute=self._recompute(model),
             offload=self._offload(),
-            gradient_bytes=(_GRADIENT_BYTES[_one_of("--gradients", self.gradients, tuple(_GRADIENT_BYTES))],),
+            gradient_bytes=(GRADIENT_BYTES[_one_of("--gradients", self.gradients, tuple(GRADIENT_BYTES))],),
             sharding=self._sharding(),
             cuda_graph=(self.cuda_graph,),
             precision=(self.precision,),

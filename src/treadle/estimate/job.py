@@ -14,6 +14,7 @@ from treadle.schedules import default_schedule, family
 
 CUDA_GRAPHS = ("none", "partial", "whole")
 DISPATCHES = ("bf16", "fp8")
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTED = (
     "full",
