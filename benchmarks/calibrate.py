@@ -48,11 +48,8 @@ class Outcome:
 
 def runs_of(gpu: str) -> list[PublishedRun]:
     """Return the runs of a GPU."""
-    return [
-        run
-        for run in bridge_runs()
-        if run.gpu == gpu and run.release >= FIRST_RELEASE and run.job.sharding != "parameters"
-    ]
+    runs = (run for run in bridge_runs() if run.job.sharding != "parameters")
+    return [run for run in runs if run.gpu == gpu and run.release >= FIRST_RELEASE]
 
 
 def configuration(run: PublishedRun) -> tuple[object, ...]:

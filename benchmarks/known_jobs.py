@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from held_to.runs import bridge_runs, model_of
+from held_to.runs import PublishedRun, bridge_runs, model_of
 from treadle.calibrate.calibration import planned
 from treadle.estimate import Job, load_cluster
 from treadle.estimate.flops import model_flops
@@ -92,16 +92,15 @@ def _deepseek() -> KnownJob:
 
 
 def _bridge(model: str, gpu: str, gpus: int, release: str) -> KnownJob:
-    runs = [
-        run
-        for run in bridge_runs()
-        if (run.job.model.name, run.gpu, run.job.cluster.num_gpus) == (model, gpu, gpus)
-        and run.release == release
-        and run.job.sharding != "parameters"
-    ]
+    wanted = (model, gpu, gpus, release, "optimizer")
+    runs = [run for run in bridge_runs() if _key(run) == wanted]
     job = runs[0].job
     tokens = [job.global_batch_size * job.seq_len / gpus / run.seconds for run in runs if run.job == job]
     return KnownJob(f"Megatron-Bridge {release}", job, min(tokens), max(tokens))
+
+
+def _key(run: PublishedRun) -> tuple[str, str, int, str, str]:
+    return run.job.model.name, run.gpu, run.job.cluster.num_gpus, run.release, run.job.sharding
 
 
 def published(known: KnownJob) -> dict[str, float | bool]:

@@ -36,7 +36,7 @@ def test_every_column_is_read(tmp_path: Path) -> None:
              "tp": "2", "cp": "1", "pp": "2", "vpp": "2", "ep": "4", "etp": "1", "micro_batch_size": "2",
              "tokens_per_batch": "524288", "seq_len": "8192", "schedule": "interleaved-overlap", "precision": "fp8",
              "layout": "Et*12|t*12|t*12|t*12L", "recompute": "attn mlp", "offload": "moe_act core_attn",
-             "cuda_graph": "none"}  # fmt: skip
+             "cuda_graph": "none", "gradients": "bf16", "sharding": "none", "dispatch": "fp8"}  # fmt: skip
     assert {*given, "global_batch_size", "recompute_layers"} == set(COLUMNS)
     text = ", ".join(given) + "\n" + ", ".join(f'"{value}"' for value in given.values()) + "\n"
     (named,) = read_runs(write(tmp_path, text), CLUSTER)
@@ -46,6 +46,7 @@ def test_every_column_is_read(tmp_path: Path) -> None:
     assert (job.global_batch_size, job.micro_batch_size, job.seq_len) == (64, 2, 8192)
     assert (job.schedule, job.precision) == ("interleaved-overlap", "fp8")
     assert (job.recompute, job.offload, job.cuda_graph) == (("attn", "mlp"), ("moe_act", "core_attn"), "none")
+    assert (job.gradient_bytes, job.sharding, job.dispatch) == (2, "none", "fp8")
     assert job.layout == ("E" + "t" * 12, "t" * 12, "t" * 12, "t" * 12 + "L")
 
 
