@@ -166,3 +166,28 @@ def test_work_of_all_blocks_is_what_the_model_needs(job: Job) -> None:
     forward = sum(forward_flops(job, block) for block in job.model.blocks) * job.tp * job.cp
     causal = 1 + 1 / job.seq_len  # a token looks at itself
     assert 3 * forward == pytest.approx(model_flops(job.model, job.seq_len), rel=causal - 1 + 1e-6)
+
+
+def test_routing_to_groups_crosses_to_fewer_domains() -> None:
+    limited = moe(cluster=load_cluster("h800:256"))
+    free = replace(limited, model=replace(limited.model, n_group=0, topk_group=0))
+    ((one,), (two,)) = (exchange(job, 1000.0) for job in (limited, free))
+    met = [places * (1 - (1 - 1 / places) ** 8) for places in (4, 8)]  # of 8 draws, in 4 of 8 hosts or in all
+    assert one.nic_bytes == pytest.approx(1000 * met[0] * 7 / 8)
+    assert two.nic_bytes == pytest.approx(1000 * met[1] * 7 / 8)
+    assert one.nvlink_bytes < two.nvlink_bytes
+
+
+def test_tokens_are_dispatched_in_fp8_and_combined_in_bf16() -> None:
+    plain, fp8 = (block_work(moe(dispatch=kind), "t") for kind in ("bf16", "fp8"))
+
+    def sent(work: OpWork) -> float:
+        return sum(message.size_bytes for message in work.messages)
+
+    share = (1 + 4 / 128) / 2
+    assert sent(fp8["dispatch"].f) == pytest.approx(share * sent(plain["dispatch"].f), rel=1e-6)
+    assert sent(fp8["combine"].b) == pytest.approx(share * sent(plain["combine"].b), rel=1e-6)
+    assert sent(fp8["dispatch"].b) == sent(plain["dispatch"].b)
+    assert sent(fp8["combine"].f) == sent(plain["combine"].f)
+    with pytest.raises(ValueError, match=r"dispatch is .*fp8.*, got 'fp4'"):
+        moe(dispatch="fp4")

@@ -298,3 +298,13 @@ def test_options_and_blocks_that_cannot_be() -> None:
         block_parameters(ModelCut(DENSE), "x")
     with pytest.raises(ValueError, match="8 layers cannot be cut into 16 stages"):
         estimate_memory(_job(pp=4, vpp=4, schedule="interleaved"))
+
+
+def test_an_overlapped_forward_saves_as_its_backward_frees() -> None:
+    """With one rank two micro-batches overlap, and little more than one is alive."""
+    model = load_model("qwen3-30b-a3b")
+    job = Job(model, load_cluster("b200:8"), ep=8, global_batch_size=64, schedule="1f1b")
+    alone, overlapped = (
+        estimate_memory(replace(job, schedule=name))[0].activations for name in ("1f1b", "interleaved-overlap")
+    )
+    assert alone < overlapped < 1.1 * alone
