@@ -65,9 +65,8 @@ def exchange(job: Job, size_bytes: float) -> tuple[GroupMessage, ...]:
         return ()
     domains = ranks / inside
     chosen = job.model.num_experts_per_tok
-    reached = job.model.topk_group / job.model.n_group if job.model.n_group else 1.0
-    nvlink = size_bytes * _distinct(max(1.0, ranks * reached), chosen) * (inside - 1) / inside
-    nic = size_bytes * _distinct(max(1.0, domains * reached), chosen) * (1 - 1 / domains)
+    nvlink = size_bytes * _distinct(_reached(job, ranks), chosen) * (inside - 1) / inside
+    nic = size_bytes * _distinct(_reached(job, domains), chosen) * (1 - 1 / domains)
     return (GroupMessage("all_to_all", "ep", ranks, nvlink, nic),)
 
 
@@ -90,6 +89,13 @@ def between_stages(job: Job, collective: str, size_bytes: float) -> GroupMessage
     """Return a message between two ranks of the pipeline; it takes NVLink where one domain has all GPUs."""
     inside = job.cluster.num_gpus <= job.cluster.nvlink_domain
     return GroupMessage(collective, "pp", 2, size_bytes if inside else 0.0, 0.0 if inside else size_bytes)
+
+
+def _reached(job: Job, places: float) -> float:
+    """Return how many of some equal places the experts of one token may be in: those of its groups."""
+    if not job.model.n_group:
+        return places
+    return min(places, job.model.topk_group * max(1.0, places / job.model.n_group))
 
 
 def _distinct(places: float, draws: int) -> float:
