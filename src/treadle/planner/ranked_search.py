@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
+from treadle.estimate.job_memory import estimate_memory
 from treadle.planner.advised_job import Advisor, reason_text, within_error_s
 from treadle.planner.front import Front
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
@@ -244,8 +245,16 @@ def _nothing_fits(too_large: list[JobEstimate], memory_limit: int, count: int) -
     return ValueError(
         f"none of {count:,} candidates fits into {memory_limit / GIB:.1f} GiB; the least takes "
         f"{nearest.memory_bytes / GIB:.1f} GiB ({describe(nearest.job)}); take more GPUs than "
-        f"{nearest.job.cluster.num_gpus:,}, or a higher limit"
+        f"{nearest.job.cluster.num_gpus:,}, or a higher limit{_with_bf16_gradients(nearest, memory_limit)}"
     )
+
+
+def _with_bf16_gradients(nearest: JobEstimate, memory_limit: int) -> str:
+    """Return words about the job with BF16 gradients, if it fits so."""
+    halved = max(rank.total for rank in estimate_memory(replace(nearest.job, gradient_bytes=2)))
+    if nearest.job.gradient_bytes == 2 or nearest.job.offload or halved > memory_limit:
+        return ""
+    return f"; with gradients in bf16 it takes {halved / GIB:.1f} GiB"
 
 
 def _time_and_memory(each: JobEstimate) -> tuple[int, int]:
