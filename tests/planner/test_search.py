@@ -225,7 +225,8 @@ def test_nothing_that_fits_is_an_error_with_a_way_out() -> None:
     points = some("llama3-405b", "h100:8", SearchSpace(tp=(8,), pp=(1,)), global_batch_size=8)
     with pytest.raises(ValueError, match=r"none of \d+ candidates fits into 75.0 GiB; the least takes .* more GPUs"):
         search(points, LIMIT)
-    space = SearchSpace(tp=(4,), cp=(1,), pp=(2,), micro_batch_size=(1,), schedules=("1f1b",), recompute=(("full",),))
+    space = SearchSpace((4,), (1,), (2,), micro_batch_size=(1,), schedules=("1f1b",), recompute=(("full",),))
+    space = replace(space, offload=((),), balanced=(True,))
     points = some("llama3-8b", "h100:8", space, global_batch_size=64)
     with pytest.raises(ValueError, match=r"fits into 18.0 GiB; .*; with gradients in bf16 it takes 16\.\d GiB"):
         search(points, 18 << 30)
