@@ -34,13 +34,13 @@ def chosen(cluster: str) -> dict[str, object]:
 
 def write(job: dict[str, object], *factors: float) -> None:
     """Write runs of a planned job, and of smaller batches of it, as so many times slower than planned."""
-    names = ("tp", "pp", "micro_batch_size", "schedule", "precision", "cuda_graph", "layout", "offload")
-    rows = [f"model,{','.join(names)},recompute,global_batch_size,step_s"]
-    recompute = " ".join(job["recompute"])  # type: ignore[arg-type]
+    names = ("tp", "pp", "micro_batch_size", "schedule", "precision", "cuda_graph", "layout", "sharding")
+    rows = [f"model,{','.join(names)},recompute,offload,global_batch_size,step_s"]
+    recompute, offload = (" ".join(job[name]) for name in ("recompute", "offload"))  # type: ignore[arg-type]
     for index, factor in enumerate(factors):
         batch = int(job["global_batch_size"]) >> index  # type: ignore[call-overload]
         step = factor * float(job["step_s"]) / 2**index  # type: ignore[arg-type]
-        rows.append(f"llama3-8b,{','.join(str(job[name]) for name in names)},{recompute},{batch},{step}")
+        rows.append(f"llama3-8b,{','.join(str(job[name]) for name in names)},{recompute},{offload},{batch},{step}")
     Path("runs.csv").write_text("\n".join(rows) + "\n")
 
 
