@@ -5,10 +5,10 @@ Jobs compare by these, in this order; the fewer, the simpler:
     1. a schedule that no public trainer runs
     2. offload
     3. recomputation: the largest module first, in the order of `_RECOMPUTED`
-    4. kinds of parallelism in use: TP, CP, PP, VPP, EP
-    5. a schedule that only one public trainer runs (wgrad split off, exchanges overlapped)
-    6. what is sharded over replicas beside the optimizer: gradients, then parameters
-    7. the bytes of a layer that are offloaded
+    4. kinds of parallelism in use, TP, CP, PP, VPP, EP; one more where only one public trainer runs the schedule
+       (wgrad split off, exchanges overlapped)
+    5. what is sharded over replicas beside the optimizer: gradients, then parameters
+    6. the bytes of a layer that are offloaded
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class MovingParts(NamedTuple):
     offload: bool
     recompute: tuple[int, ...]
     kinds: int
-    rare: bool
     sharded: int
     offloaded_bytes: int
 
@@ -63,8 +62,7 @@ def moving_parts(job: Job) -> MovingParts:
         not trainers,
         bool(job.offload),
         tuple(sorted((_RECOMPUTED.index(name) for name in job.recompute), reverse=True)),
-        len(_kinds(job)),
-        len(trainers) == 1,
+        len(_kinds(job)) + (len(trainers) == 1),
         max(SHARDINGS.index(job.sharding), SHARDINGS.index(Job.sharding)),
         offloaded_bytes(job, "t"),
     )
