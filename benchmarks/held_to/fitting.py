@@ -16,7 +16,7 @@ import numpy as np
 
 from held_to.printed import Row
 from treadle.calibrate.constants_of_job import base_of, constants_of, with_constants
-from treadle.calibrate.fit import NEAR
+from treadle.calibrate.fit import add_longer_paths
 from treadle.calibrate.log_fit import Floats, LogPrior, most_likely
 from treadle.calibrate.path_form import PathForm, constants_at
 from treadle.calibrate.prior import WIDTHS, bounds
@@ -109,11 +109,9 @@ class ConstantPool:
         measured = np.log([run.seconds for run in chosen])
         logs = most_likely(lambda at: self._times(chosen, at), measured, self.prior, 40, MODEL_ERROR).logs
         for _ in range(ROUNDS):
-            short = [job for job in dict.fromkeys(run.job for run in chosen) if self._is_short(job, logs)]
-            if not short:
+            jobs = dict.fromkeys(run.job for run in chosen)
+            if not add_longer_paths((self._forms[job], logs[self.of_gpu(job.cluster.gpu)]) for job in jobs):
                 break
-            for job in short:
-                self._forms[job].add_path(logs[self.of_gpu(job.cluster.gpu)])
             logs = most_likely(lambda at: self._times(chosen, at), measured, self.prior, 40, MODEL_ERROR).logs
         return logs
 
@@ -125,10 +123,6 @@ class ConstantPool:
                 form.restart(logs[self.of_gpu(job.cluster.gpu)])
             logs = self.fit()
         return logs
-
-    def _is_short(self, job: Job, logs: Floats) -> bool:
-        form, own = self._forms[job], logs[self.of_gpu(job.cluster.gpu)]
-        return form.simulated(own) > (1 + NEAR) * form.seconds(own)
 
     def _times(self, runs: Sequence[Row], logs: Floats) -> tuple[Floats, Floats]:
         times, slopes = np.zeros(len(runs)), np.zeros((len(runs), self.size))

@@ -25,7 +25,8 @@ from treadle.estimate import Job, ModelShape, load_cluster, load_model
 from treadle.estimate.job_stages import stage_rows
 from treadle.planner.find_plan import usable_bytes
 
-FITTED_FROM = "26.02"
+EXACT_FROM = "26.02"
+"""Recipes of older releases are not known exactly."""
 APART = 1.05
 """Pairs of runs that are nearer to each other are not ranked."""
 
@@ -147,8 +148,8 @@ def _simumax() -> Iterator[Row]:
 def data_sets() -> Mapping[str, tuple[Row, ...]]:
     """Return the rows of each data set."""
     return {
-        "bridge_dense": _bridge(lambda run: not run.job.model.is_moe and run.release >= FITTED_FROM),
-        "bridge_dense_25": _bridge(lambda run: not run.job.model.is_moe and run.release < FITTED_FROM),
+        "bridge_dense": _bridge(lambda run: not run.job.model.is_moe and run.release >= EXACT_FROM),
+        "bridge_dense_25": _bridge(lambda run: not run.job.model.is_moe and run.release < EXACT_FROM),
         "bridge_moe": _bridge(lambda run: run.job.model.is_moe),
         "bridge_fsdp": _bridge(lambda run: True, sharding="parameters"),
         "mlperf": _rows(mlperf_runs()),

@@ -6,7 +6,7 @@ same job count as one: what an estimate gets wrong of a job, it gets wrong every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,13 +53,18 @@ def fit_paths(forms: Sequence[PathForm], seconds: Sequence[float], cluster: Clus
     means = np.array([np.mean(logs) for logs in measured.values()])
     found = table.fit(means)
     for _ in range(ROUNDS):
-        short = [form for form in measured if form.simulated(found.logs) > (1 + NEAR) * form.seconds(found.logs)]
-        if not short:
+        if not add_longer_paths((form, found.logs) for form in measured):
             break
-        for form in short:
-            form.add_path(found.logs)
         found = table.fit(means)
     return found
+
+
+def add_longer_paths(forms: Iterable[tuple[PathForm, Floats]]) -> bool:
+    """Add the critical path of each form whose known ones are too short under its constants; True if one was."""
+    short = [(form, logs) for form, logs in forms if form.simulated(logs) > (1 + NEAR) * form.seconds(logs)]
+    for form, logs in short:
+        form.add_path(logs)
+    return bool(short)
 
 
 class _FormTable:

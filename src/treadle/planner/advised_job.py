@@ -8,9 +8,7 @@ from treadle.estimate import Job
 from treadle.planner.job_estimate import JobEstimate, describe
 from treadle.planner.moving_parts import MovingParts, moving_parts, parts_left_out
 from treadle.planner.run_errors import run_errors
-
-_NEAR = 1.05
-"""A simulation of few micro-batches is right to within so much; what is compared in the end is simulated whole."""
+from treadle.planner.simulated_step import NEAR
 
 
 class Advisor:
@@ -49,7 +47,7 @@ class Advisor:
         self.simulated |= {each.job: each for each in timed}
         best: JobEstimate | None = None
         for each in sorted(timed, key=lambda each: (each.step_s, describe(each.job))):
-            if each.step_s > (longest * _NEAR if best is None else best.step_s):
+            if each.step_s > (longest * NEAR if best is None else best.step_s):
                 break
             exact = self.simulated[each.job] = each.simulated_whole()
             fast = exact.step_s <= longest if best is None else exact.step_s < best.step_s

@@ -28,6 +28,7 @@ KNOBS = (
     "offload",
     "sharding",
     "gradient_bytes",
+    "dispatch",
     "cuda_graph",
     "precision",
 )

@@ -123,7 +123,7 @@ def _one_rank(job: Job) -> Job:
 
 @lru_cache(maxsize=4096)
 def _block_costs(job: Job) -> Costs:
-    """Return what blocks take; neither schedule nor layout matter to that."""
+    """Return what blocks take at least: no layout matters to that, and overlap takes the host no less."""
     return estimate_costs(job)
 
 

@@ -8,24 +8,28 @@ set of modules takes longer. Families come in the order of a bound that needs no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from heapq import heappop, heappush
 from itertools import chain, count
+from operator import attrgetter
 
+from treadle.estimate import Job
 from treadle.estimate.job_memory import least_state_bytes
 from treadle.planner.job_estimate import JobEstimate, estimate_candidate, least_of_sizes
 from treadle.planner.run_errors import run_errors
+from treadle.planner.simulated_step import NEAR
 from treadle.planner.space import Candidate
 
 WORTH = 1.1
 """Jobs that take longer than so many times the fastest are neither advised nor on the front."""
 
-_NEAR = 1.05
-"""A simulation of few micro-batches is right to within so much."""
 MANY = 2_000
 """Searches of more candidates are narrowed; of fewer all are estimated, and the front has jobs of any step time."""
 ROOMY = 0.7
 """Families whose parameters, gradients and optimizer take less than this share of memory come first: most fit."""
+
+_sizes = attrgetter(*(each.name for each in fields(Job) if each.name not in ("model", "cluster", "recompute")))
+"""Everything about a job of one model on one cluster but what it recomputes."""
 
 Progress = Callable[[int, int], None]
 """Called with how many candidates are done, and of how many."""
@@ -75,7 +79,7 @@ def estimates_of(
 ) -> list[JobEstimate]:
     """Return estimates of all candidates, or if `narrowed` of those that matter; if none fits, of all that may."""
     if narrowed:
-        worth = max(WORTH, _NEAR * (1 + run_errors(points[0].job).typical))
+        worth = max(WORTH, NEAR * (1 + run_errors(points[0].job).typical))
         found = narrow(points, memory_limit, worth=worth, on_timed=watch.see)
         if found.fitting:
             return [*found.fitting, *found.too_large]
@@ -136,10 +140,7 @@ def families(points: Iterable[Candidate]) -> list[Family]:
     """Return candidates by their sizes: all knobs but what is recomputed."""
     found: dict[object, list[Candidate]] = {}
     for point in points:
-        job = point.job
-        sizes = (job.tp, job.cp, job.pp, job.vpp, job.ep, job.etp, job.micro_batch_size, job.schedule)
-        others = (job.sharding, job.gradient_bytes, job.offload, job.cuda_graph, job.precision, point.balanced)
-        found.setdefault((sizes, others), []).append(point)
+        found.setdefault((_sizes(point.job), point.balanced), []).append(point)
     return [tuple(family) for family in found.values()]
 
 

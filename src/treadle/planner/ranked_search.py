@@ -13,13 +13,11 @@ from treadle.planner.front import Front
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
 from treadle.planner.narrowed import MANY, Progress, SearchWatch, estimates_of
 from treadle.planner.offload_choice import offloaded_to_fit, with_least_offload
+from treadle.planner.simulated_step import NEAR
 from treadle.planner.space import Candidate
 
 OnBetter = Callable[["SearchResult"], None]
 """Called with what is best so far."""
-
-_NEAR = 1.05
-"""The memory of a simulation of few micro-batches is right to within so much where activations are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class _Pool:
         if each.memory_bytes <= self.limit:
             self.timed.append(each)
             return each
-        near = each.memory_bytes <= _NEAR * self.limit
+        near = each.memory_bytes <= NEAR * self.limit
         (self._near if near else self.too_large).append(each)
         return None
 

@@ -27,6 +27,9 @@ from treadle.schedules import family
 
 _ROUNDS = (2, 6)
 """Multiples of P from which on the rhythm is looked for."""
+NEAR = 1.05
+"""A simulation of few micro-batches is right to within so much: its time, and its memory where activations are
+offloaded. What is shown is simulated whole."""
 _DEPTH, _SHARES = 2, 20
 """Choices of `lower` are compared over at most so many layers a stage, with times in such shares of a layer's."""
 _GROUPS = (

@@ -17,6 +17,9 @@ _CP_TOKENS, _CP_TOKENS_DENSE = 4_096, 2_048
 _MOST_CP, _MOST_VPP = 16, 8
 
 
+_CHOICES = ("recompute", "offload", "balanced", "cuda_graph", "precision", "gradient_bytes", "dispatch")
+"""Knobs that leave a job's sizes as they are. None, of offload, is nothing."""
+
 TRAINED_RECOMPUTE = ((), ("attn",), ("mlp",), ("attn", "mlp"))
 """What `treadle.train` recomputes: whole parts of a layer, which are ops of a Program."""
 
@@ -117,28 +120,13 @@ def candidates(
 
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
     """Yield a job with every choice that leaves its sizes as they are."""
-    offloads = space.offload or ((),)
-    for recompute, offload, balanced, graph, precision, gradient_bytes, dispatch in product(
-        space.recompute or (),
-        offloads,
-        space.balanced,
-        space.cuda_graph,
-        space.precision,
-        space.gradient_bytes,
-        space.dispatch,
-    ):
+    offered = (getattr(space, name) for name in _CHOICES)
+    for values in product(*(each if each is not None else ((),) for each in offered)):
+        chosen = dict(zip(_CHOICES, values, strict=True))
+        balanced = chosen.pop("balanced")
         if balanced and first.pp * first.vpp == 1 and False in space.balanced:  # one stage has one layout
             continue
-        job = replace(
-            first,
-            recompute=recompute,
-            offload=offload,
-            cuda_graph=graph,
-            precision=precision,
-            gradient_bytes=gradient_bytes,
-            dispatch=dispatch,
-        )
-        yield Candidate(job, balanced)
+        yield Candidate(replace(first, **chosen), balanced)
 
 
 def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) -> SearchSpace:
