@@ -196,7 +196,7 @@ def test_gradients_reduce_after_a_chunks_last_weight_half() -> None:
 
 
 def test_dualpipes_copies_of_a_stage_reduce_together() -> None:
-    program = lower_layers(treadle.generate("dualpipe", pp=4, microbatches=8), Shape(("t",) * 4))
+    program = lower_layers(treadle.generate("dualpipe", pp=4, microbatches=8), Shape(("t",) * 4), reduce=True)
     lanes = np.flatnonzero(program.lane_kind == LaneKind.DP)
     groups = {int(program.lane_rank[lane]): int(program.lane_group[lane]) for lane in lanes}
     assert groups[0] == groups[3] != groups[1] == groups[2]

@@ -85,6 +85,9 @@ class Wrapped:
     def allreduce(self, tensors: list[Tensor], *more: Any) -> Any:
         return self.launch("allreduce", tensors, tensors, *more)
 
+    def _reduce_scatter_base(self, output: Tensor, rows: Tensor, *more: Any) -> Any:
+        return self.launch("_reduce_scatter_base", [rows], output, rows, *more)
+
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], *more: Any) -> Any:
         return self.launch("allgather", tensors, gathered, tensors, *more)
 

@@ -19,6 +19,7 @@ from tests.support.devices import DEVICE_TYPE
 from tests.support.patience import PATIENT_S
 from treadle.models.views import NamedView
 from treadle.moe import Experts, MoELayer
+from treadle.train.optim import ShardedOptimizer
 
 VOCAB, WIDTH, HIDDEN, EXPERTS, TOKENS, LAYERS, MB = 11, 8, 6, 4, 5, 4, 4
 
@@ -215,11 +216,12 @@ def drawn(name: str, shape: Sequence[int], step: int) -> Tensor | None:
     return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
-def put_gradients(views: Sequence[NamedView], step: int) -> None:
+def put_gradients(optimizer: ShardedOptimizer, step: int) -> None:
     """Give all that trains a gradient by its name: the same on every layout, to the last bit."""
-    for view in views:
-        grad = drawn(view.name, view.of(view.tensor).shape, step)
-        if view.tensor.requires_grad and grad is not None:
-            if view.tensor.grad is None:
-                view.tensor.grad = torch.zeros_like(view.tensor)
-            view.of(view.tensor.grad).copy_(grad)
+    for piece in optimizer.pieces():
+        shape = piece.view.of(piece.view.tensor).shape
+        grad = drawn(piece.view.name, shape, step)
+        if grad is not None:
+            piece.bucket.filled[piece.slot] = True
+            assert piece.gradient is not None
+            piece.gradient.copy_(grad.reshape(-1)[piece.run.first : piece.run.last])

@@ -46,6 +46,10 @@ class Communicator(Protocol):
         """Launch a reduction."""
         ...
 
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = ..., /) -> dist.Work:
+        """Launch a reduce-scatter of equal parts."""
+        ...
+
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = ..., /) -> dist.Work:
         """Launch an all-gather."""
         ...

@@ -89,6 +89,12 @@ class Group:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return self.communicator.allreduce([tensor], options)
 
+    def launch_reduce_scatter(self, tensor: Tensor) -> dist.Work:
+        """Launch a reduce-scatter in place: of equal rows, one a rank, this rank's becomes the sum over all ranks."""
+        self.settle()
+        row = tensor.view(len(self.ranks), -1)[self.group_rank]
+        return self.communicator._reduce_scatter_base(row, tensor, dist.ReduceScatterOptions())
+
     def swap(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send `send[r]` rows to each rank r and return `receive[r]` rows of each; either may be 0."""
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))

@@ -29,6 +29,7 @@ from treadle.passes.launch import order_launches
 from treadle.passes.layer_lanes import lower_layers
 from treadle.passes.layers import Shape
 from treadle.passes.mesh import spread
+from treadle.passes.step_end import reduces
 from treadle.simulator import simulate
 
 _RECOMPUTE = by_part(OpPhase.R)
@@ -59,7 +60,7 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = WHOLE_CEL
         program = _with_blocks(lower_cells(schedule), schedule, costs, options)
     else:
         shape = choose(schedule, costs, options)
-        program = lower_layers(schedule, shape, reduce=options.ep * options.dp > 1)
+        program = lower_layers(schedule, shape, reduce=reduces(schedule.placement, options.ep * options.dp))
         program = order_launches(program, ticks(program, costs))
     return spread(program, ep=options.ep, dp=options.dp) if options.every_gpu else program
 
@@ -107,7 +108,8 @@ def choose(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         return shapes[0]
     alike = not costs.microbatch
     sample = first_microbatches(schedule, max(_SAMPLE_MICROBATCHES, 2 * schedule.pp)) if alike else schedule
-    return min(shapes, key=lambda candidate: simulate(lower_layers(sample, candidate), costs).makespan)
+    reduce = reduces(sample.placement, 1)
+    return min(shapes, key=lambda candidate: simulate(lower_layers(sample, candidate, reduce=reduce), costs).makespan)
 
 
 def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:

@@ -35,8 +35,7 @@ _CELL_LANES = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.HOST)
 def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> Program:
     """Return the Program of a schedule at the grain of layers; one pipeline, before it is spread over a mesh.
 
-    `reduce`: gradients are summed with other pipelines' once a chunk has its last one; where every stage lives on two
-    ranks they always are.
+    `reduce`: gradients are summed with those of other ranks that hold the stage once a chunk has its last one.
     """
     layout = shape.layout(schedule)
     cells = Cells.of(schedule, shape, layout)
@@ -54,7 +53,7 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
         return program
     return with_step_end(
         program,
-        reduce=reduce or layout.placement.num_pipes > 1,
+        reduce=reduce,
         tied=shape.tied,
         step_end=shape.step_end,
         moved=shape.moved,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from treadle.ir.index import Index
 from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.placement import Placement
 from treadle.ir.program import NEVER, Ints, Layout, Program
 from treadle.passes.append import (
     LaneColumns,
@@ -31,6 +32,11 @@ from treadle.passes.append import (
     ranks_of,
     step_lanes,
 )
+
+
+def reduces(placement: Placement, replicas: int) -> bool:
+    """Return whether the gradients of a stage are summed over ranks: over replicas, or where two ranks hold a stage."""
+    return replicas > 1 or placement.num_pipes > 1
 
 
 def with_step_end(

@@ -16,6 +16,7 @@ from treadle.ir.trace import MICROSECONDS
 from treadle.lowering.lower import choose, lower
 from treadle.lowering.options import LoweringOptions
 from treadle.passes.layer_lanes import lower_layers
+from treadle.passes.step_end import reduces
 from treadle.schedules import generate
 
 _KEPT_SCHEDULES = 24
@@ -111,4 +112,4 @@ def _lowered(structure: Structure, microbatches: int, variant: Variant) -> Progr
     schedule = structure.generate(microbatches)
     costs = Costs("structure", MICROSECONDS, step=dict.fromkeys(structure.step_end, 1))
     shape = choose(schedule, costs, replace(structure.options, **variant._asdict()))
-    return lower_layers(schedule, shape, reduce=structure.options.dp > 1)
+    return lower_layers(schedule, shape, reduce=reduces(schedule.placement, structure.options.dp))

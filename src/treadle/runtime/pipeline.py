@@ -29,13 +29,14 @@ from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.lowering.running import host_order, join_halves
 from treadle.passes.mesh import spread
+from treadle.passes.step_end import reduces
 from treadle.runtime.agreement import raise_for_all
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
-from treadle.runtime.model.gradients import Gradients, refuse_summed
+from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
@@ -203,7 +204,6 @@ class Pipeline:
         try:
             check_shapes(self.options.shapes)
             check_modules(self._modules, schedule, self.position)
-            refuse_summed(self._modules)
             self.splits = examine(self._modules, schedule)
             stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
         except ValueError as error:
@@ -214,7 +214,7 @@ class Pipeline:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         self._shape = shape_of(met, self.schedule, self.options)
-        reduce = schedule.placement.num_pipes > 1 or self.position.dp > 1
+        reduce = reduces(schedule.placement, self.position.dp)
         tied = stages_of_reductions(self._ties)
         self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
 
@@ -224,6 +224,7 @@ class Pipeline:
         connect = partial(self.groups.connect, self.program, self.device, self._device.wait)
         self._guard.unless_lost(connect)
         self._guard.connected(self.groups)
+        raise_for_all(self.groups, None)  # one that goes on could end while another still connects to it
         bind(self._modules, self.groups, self._device)
 
     def _prepare_gradients(self) -> None:
@@ -594,11 +595,18 @@ class Pipeline:
         if self.device.type == "meta":
             return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
         with self._guard.step(self._step):
-            grads = [param.grad for _, _, param in self.counted_parameters() if param.grad is not None]
+            grads = self._counted_gradients()
             share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
             with self._guard.together("the norm of the gradients"):
                 self._announce("grad_norm()")
                 return norm_over(self.groups, share, norm_type).to(self.device)
+
+    def _counted_gradients(self) -> list[Tensor]:
+        """Return gradients, or this rank's shards of them: over all ranks, each of the model once."""
+        counted = self.counted_parameters()
+        if self.gradients.is_divided:
+            return self.gradients.shards()
+        return [param.grad for _, _, param in counted if param.grad is not None]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

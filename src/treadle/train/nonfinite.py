@@ -28,21 +28,24 @@ class RankFindings:
 
 
 def examine(
-    rank: int, views: Sequence[NamedView], probe: ForwardProbe, forward: Callable[[], object]
+    rank: int,
+    views: Sequence[NamedView],
+    gradients: Sequence[str],
+    probe: ForwardProbe,
+    forward: Callable[[], object],
 ) -> list[RankFindings]:
     """Return what all ranks find; every rank calls it.
 
     Args:
         rank: this one.
-        views: this rank's parameters by their names in the whole model, gradients in `.grad`.
+        views: this rank's parameters by their names in the whole model.
+        gradients: the names of those whose gradients are not finite on this rank.
         probe: put on this rank's stages.
         forward: runs the batch of the step once more, without gradients.
 
     """
     parameters = tuple(view.name for view in views if not_finite(view.of(view.tensor.detach())))
-    grads = [(view, view.tensor.grad) for view in views]
-    gradients = tuple(view.name for view, grad in grads if grad is not None and not_finite(view.of(grad)))
-    own = RankFindings(rank, parameters, gradients, probe.first(forward))
+    own = RankFindings(rank, parameters, tuple(gradients), probe.first(forward))
     everything: list[RankFindings | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, own)
     return [found for found in everything if found is not None]

@@ -317,7 +317,9 @@ class Trainer:
         return float(self.pipe.report.by_name.get(MAIN, loss))
 
     def _stop_not_finite(self, batch: Batch, loss: float) -> None:
-        found = examine(self.world.rank, self.views, self._probe, lambda: self._forward(batch))
+        found = examine(
+            self.world.rank, self.views, self.optimizer.not_finite(), self._probe, lambda: self._forward(batch)
+        )
         raise NonFiniteError(describe(self.step + 1, loss, found))
 
     def _balance_experts(self) -> None:

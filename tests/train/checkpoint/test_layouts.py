@@ -40,7 +40,7 @@ CHAIN = [Layout(pp=2, ep=2), Layout(ep=2, dp=2), Layout(pp=4)]
 
 
 def update(placed: Placed, optimizer: ShardedOptimizer, step: int) -> None:
-    put_gradients(placed.views, step)
+    put_gradients(optimizer, step)
     optimizer.step(0.05)
     optimizer.zero_grad()
 

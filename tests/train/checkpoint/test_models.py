@@ -17,7 +17,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import whole_state
 from tests.train.layouts import Layout, put_gradients
-from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views, views_of_stages
+from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
 from treadle.train.checkpoint import Checkpointer, State
 from treadle.train.optim import OptimizerConfig, ShardedOptimizer
 
@@ -50,7 +50,7 @@ def save_or_load(rank: int, layout: Layout, number: int, directory: Path) -> Sta
     checkpoints = Checkpointer(directory, pipe=pipe, keep=1)
     if number == 0:
         for step in range(2):
-            put_all_gradients(stages, step)
+            put_gradients(optimizer, step)
             optimizer.step(0.05)
             optimizer.zero_grad()
     else:
@@ -59,12 +59,6 @@ def save_or_load(rank: int, layout: Layout, number: int, directory: Path) -> Sta
     checkpoints.close()
     pipe.close()
     return {name: part.copied() for name, part in optimizer.state_dict().items()}
-
-
-def put_all_gradients(stages: dict[int, torch.nn.Sequential], step: int) -> None:
-    """By name; copies of a tied parameter on this rank have gradients, too."""
-    for stage in stages.values():
-        put_gradients(views(stage), step)
 
 
 def run_all(rank: int, directory: Path) -> list[State]:

@@ -52,7 +52,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     placed = place(rank, case.layout, case.dtype)
     optimizer = ShardedOptimizer(placed.pipe, placed.views, case.config)
     for step in range(STEPS):
-        put_gradients(placed.views, step)
+        put_gradients(optimizer, step)
         optimizer.step(LR)
         optimizer.zero_grad()
     placed.pipe.close()
@@ -85,7 +85,7 @@ def train_whole(case: Case) -> dict[str, Tensor]:
     for step in range(STEPS):
         for name, master in masters.items():
             grad = drawn(name, master.shape, step)
-            master.grad = grad.to(case.dtype).float() if grad is not None else None
+            master.grad = grad.float() if grad is not None else None
         for optimizer in optimizers:
             optimizer.step()
     frozen = {view.name: view.of(view.tensor).detach() for view in views if not view.tensor.requires_grad}

@@ -91,6 +91,15 @@ class CheckedCommunicator:
 
         return self._launch("allreduce", tensors, tensors, go)
 
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> CheckedWork:
+        """Launches a reduce-scatter."""
+
+        def go() -> _Moving:
+            room = torch.empty_like(output)
+            return self._under._reduce_scatter_base(room, input.clone(), opts), lambda: _bring([output], [room])
+
+        return self._launch("reduce_scatter", [input], [output], go)
+
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> CheckedWork:
         """Launches an all-gather."""
         (into,) = gathered

@@ -22,14 +22,24 @@ from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
 from treadle.runtime.agreement import raise_for_all
 
+_TIED = -1
 _Views: TypeAlias = dict[Tensor, list[NamedView]]
 
 
 @dataclass(frozen=True)
 class TensorFamily:
-    """Tensors of one type that the same ranks train, sorted by name. Without a group they are this rank's alone."""
+    """Tensors of one type that the same ranks train, of a stage or a tie, sorted by name.
+
+    Without a group they are this rank's alone.
+    """
 
     kind: str
+    """What it is, the same on all of them."""
+
+    chunk: int | None
+    """Their gradients are reduced with this chunk, or with the tie."""
+
+    tie: int | None
     group: Group | None
     dtype: torch.dtype
     views: tuple[NamedView, ...]
@@ -55,6 +65,10 @@ class Holdings:
     families: tuple[TensorFamily, ...]
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...]
     """(a tied parameter, another object of it on this rank)."""
+
+    def objects_of(self, param: nn.Parameter) -> tuple[nn.Parameter, ...]:
+        """Return a parameter, and the other objects of it on this rank if it is tied."""
+        return (param, *(copy for first, copy in self.copies if first is param))
 
     @classmethod
     def of(cls, pipe: Pipeline, views: Sequence[NamedView]) -> Holdings:
@@ -162,19 +176,28 @@ def _uncovered(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> str 
 
 
 def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[TensorFamily]:
-    """Yield families: by replicas, by the ranks with the same experts, and tie by tie."""
+    """Yield families: by replicas and by the ranks with the same experts, stage by stage, and tie by tie."""
     gradients = pipe.gradients
     of_tie = {param: tie.number for tie in gradients.ties for param in tie.params}
-    groups: dict[int, Group | None] = {-2: gradients.group, -1: gradients.expert_dp_group, **gradients.tied_groups}
-    found: dict[tuple[int, str], list[NamedView]] = {}
+    found: dict[tuple[int, int, str], list[NamedView]] = {}
     for param in dict.fromkeys(param for _, _, param in _own(pipe)):
         if param.requires_grad and param not in copies:
-            kind = of_tie.get(param, -1 if param in gradients.owned else -2)
-            found.setdefault((kind, str(param.dtype)), []).extend(named[param])
-    for (kind, _), views in sorted(found.items()):
+            tie = of_tie.get(param)
+            stage = pipe.stages[gradients.chunk_of[param]].number if tie is None else _TIED
+            kind = tie if tie is not None else int(param in gradients.owned)
+            found.setdefault((stage, kind, str(param.dtype)), []).extend(named[param])
+    for (stage, kind, dtype), views in sorted(found.items()):
         by_name = sorted(views, key=lambda view: view.name)
+        first = by_name[0].tensor
+        assert isinstance(first, nn.Parameter)
+        is_tied = stage == _TIED
         yield TensorFamily(
-            f"{kind} {by_name[0].tensor.dtype}", groups.get(kind), by_name[0].tensor.dtype, tuple(by_name)
+            kind=f"{stage} {kind} {dtype}",
+            chunk=None if is_tied else gradients.chunk_of[first],
+            tie=kind if is_tied else None,
+            group=gradients.tied_groups.get(kind) if is_tied else gradients.group_of(first),
+            dtype=first.dtype,
+            views=tuple(by_name),
         )
 
 

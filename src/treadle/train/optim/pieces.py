@@ -10,10 +10,8 @@ from torch import Tensor
 
 from treadle.dist.groups import Group
 from treadle.models.views import NamedView
+from treadle.runtime.model.gradient_bucket import LOW, GradientBucket
 from treadle.train.optim.division import Run, Shares
-
-MASTERED = (torch.bfloat16, torch.float16)
-"""Types of parameters that are updated in float32 and rounded."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,10 @@ class OwnedPiece:
 
     view: NamedView
     run: Run
-    first: int
-    """Where the run begins in the flattened parameter."""
+    bucket: GradientBucket
+    slot: int
+    at: int
+    """Where the run's gradients begin in this rank's shard of the bucket."""
 
     param: Tensor
     """The run in the parameter itself, flat."""
@@ -32,23 +32,27 @@ class OwnedPiece:
     """What the optimizer updates: the float32 copy of a two-byte `param`, else the same memory."""
 
     @classmethod
-    def of(cls, view: NamedView, run: Run, *, is_matrix: bool = False) -> OwnedPiece:
+    def of(cls, view: NamedView, run: Run, bucket: GradientBucket, at: int, *, is_matrix: bool) -> OwnedPiece:
         """Make a piece. As a matrix it is all of the view, in the view's shape."""
-        first, param = view.run[0] + run.first, slice_of(view, run)
-        master = param.float() if param.dtype in MASTERED else param
-        return cls(view, run, first, param, master.view_as(view.of(view.tensor)) if is_matrix else master)
+        param = slice_of(view, run)
+        master = param.float() if param.dtype in LOW else param
+        slot = bucket.number_of(view.tensor)
+        return cls(view, run, bucket, slot, at, param, master.view_as(view.of(view.tensor)) if is_matrix else master)
 
     @property
     def has_master(self) -> bool:
         """True if the master is memory of its own."""
         return self.master.dtype != self.param.dtype
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """The run's main gradient, in the bucket's memory; None where no rank used the parameter."""
+        return self.bucket.shard[self.at : self.at + len(self.run)] if self.bucket.filled[self.slot] else None
+
     def take_gradient(self) -> None:
-        """Give the master its part of the parameter's gradient; None where the parameter has none."""
-        grad = self.view.tensor.grad
-        if grad is not None:
-            flat = grad.to_dense().reshape(-1)[self.first : self.first + len(self.run)]
-            self.master.grad = flat.to(self.master.dtype).view_as(self.master)
+        """Give the master its gradient."""
+        gradient = self.gradient
+        self.master.grad = gradient.view_as(self.master) if gradient is not None else None
 
     def round(self) -> None:
         """Put the updated master into the parameter, and let go of the gradient."""

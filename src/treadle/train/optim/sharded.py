@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
+from treadle.runtime.model.gradient_bucket import GradientBucket, Owned
 from treadle.train.checkpoint.tensor_parts import State, TensorPart
-from treadle.train.optim.division import divide_elements, divide_whole
+from treadle.train.optim.division import Run, divide_elements, divide_whole
 from treadle.train.optim.holdings import Holdings, TensorFamily
 from treadle.train.optim.optimizer_config import OptimizerConfig
 from treadle.train.optim.pieces import OwnedPiece, ParameterBucket
@@ -26,9 +26,10 @@ _STEP = "step"
 class ShardedOptimizer:
     """AdamW, or Muon for matrices, over a pipeline's parameters, whose gradients `pipe.step` has reduced.
 
-    Ranks that hold the same parameters each update a part of them, and have moments and float32 masters for that part
-    only; then each gets the other parts. The result is that of `torch.optim.AdamW` and `torch.optim.Muon` in one
-    process, which do the arithmetic here, too. Parameters of two bytes have float32 masters. A parameter without a
+    Ranks that hold the same parameters each update a part of them, and have reduced gradients, moments and float32
+    masters for that part only; then each gets the other parts. From then on `pipe.step` leaves `.grad` None: main
+    gradients, float32 for parameters of two bytes, stay in the pipeline's buckets. The result is that of
+    `torch.optim.AdamW` and `torch.optim.Muon` in one process, which do the arithmetic here, too. A parameter without a
     gradient is left as it is, as torch does.
 
     Args:
@@ -67,18 +68,22 @@ class ShardedOptimizer:
         self.config = config if config is not None else OptimizerConfig()
         self._pipe = pipe
         self._holdings = Holdings.of(pipe, views)
-        self._params = _trained(pipe)
         self._buckets: list[ParameterBucket] = []
         self._by_adamw: list[OwnedPiece] = []
         self._by_muon: list[OwnedPiece] = []
+        chunks: dict[int, list[GradientBucket]] = {}
+        ties: dict[int, list[GradientBucket]] = {}
         for family in self._holdings.families:
-            self._divide(family)
+            of, number = (chunks, family.chunk) if family.chunk is not None else (ties, family.tie)
+            assert number is not None, "a family is of a chunk or of a tie"
+            of.setdefault(number, []).extend(self._divide(family))
+        pipe.gradients.divide(chunks, ties)
         self._adamw, self._muon = self._make_adamw(), self._make_muon()
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _divide(self, family: TensorFamily) -> None:
-        """Divide a family's tensors into pieces, by elements for AdamW, by whole matrices for Muon."""
+    def _divide(self, family: TensorFamily) -> Iterator[GradientBucket]:
+        """Divide a family's tensors into pieces, by elements for AdamW, by whole matrices for Muon; yield buckets."""
         bucket = max(1, int(self.config.bucket_mb * 2**20) // family.views[0].tensor.itemsize)
         whole = [self.config.by_muon(view.name, view.of(view.tensor).dim()) for view in family.views]
         for is_matrix, divide, pieces in (
@@ -87,10 +92,23 @@ class ShardedOptimizer:
         ):
             views = [view for view, by_muon in zip(family.views, whole, strict=True) if by_muon is is_matrix]
             for shares in divide([view.of(view.tensor).numel() for view in views], family.num_ranks, bucket):
-                own = shares[family.number]
-                pieces += [OwnedPiece.of(views[run.tensor], run, is_matrix=is_matrix) for run in own]
+                gradients = GradientBucket([self._elements(runs, views) for runs in shares], family.group)
+                yield gradients
+                at = 0
+                for run in shares[family.number]:
+                    pieces.append(OwnedPiece.of(views[run.tensor], run, gradients, at, is_matrix=is_matrix))
+                    at += len(run)
                 if family.group is not None:
                     self._buckets.append(ParameterBucket(family.group, shares, views))
+
+    def _elements(self, runs: Sequence[Run], views: Sequence[NamedView]) -> Owned:
+        """Return the elements of runs, in their parameters; the objects of a tied parameter are one."""
+        found = []
+        for run in runs:
+            view = views[run.tensor]
+            assert isinstance(view.tensor, nn.Parameter), "it trains"
+            found.append((self._holdings.objects_of(view.tensor), view.run[0] + run.first, view.run[0] + run.last))
+        return found
 
     def _make_adamw(self) -> torch.optim.AdamW:
         config = self.config
@@ -136,7 +154,9 @@ class ShardedOptimizer:
         if not max_norm > 0:
             raise ValueError(f"max_norm is more than 0, math.inf to clip nothing, got {max_norm}")
         norm = self._pipe.grad_norm()
-        clip_grads_with_norm_(self._params, max_norm, norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
+        for shard in self._pipe.gradients.shards():
+            shard.mul_(factor.to(shard.dtype))
         return norm
 
     @torch.no_grad()
@@ -150,11 +170,11 @@ class ShardedOptimizer:
         for optimizer in (self._adamw, self._muon):
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        for piece in self._pieces():
+        for piece in self.pieces():
             piece.take_gradient()
         self._adamw.step()
         self._muon.step()  # type: ignore[no-untyped-call]
-        for piece in self._pieces():
+        for piece in self.pieces():
             piece.round()
         with self._pipe.together("the exchange of parameters"):
             for bucket in self._buckets:
@@ -162,11 +182,16 @@ class ShardedOptimizer:
         self._copy_ties()
 
     def zero_grad(self) -> None:
-        """Set the gradients of this rank's parameters to None."""
-        for param in self._params:
-            param.grad = None
+        """Forget the gradients of this rank's parameters."""
+        self._pipe.gradients.clear()
 
-    def _pieces(self) -> Iterator[OwnedPiece]:
+    def not_finite(self) -> list[str]:
+        """Return the names of tensors whose gradients have NaN or infinity in this rank's shards."""
+        found = [(piece.view.name, piece.gradient) for piece in self.pieces()]
+        return list(dict.fromkeys(name for name, grad in found if grad is not None and not grad.isfinite().all()))
+
+    def pieces(self) -> Iterator[OwnedPiece]:
+        """Yield what this rank updates."""
         yield from self._by_adamw
         yield from self._by_muon
 
@@ -225,9 +250,3 @@ class ShardedOptimizer:
             if given.tensor.data_ptr() != part.tensor.data_ptr():
                 part.tensor.copy_(given.tensor)
         self._copy_ties()
-
-
-def _trained(pipe: Pipeline) -> list[nn.Parameter]:
-    """Return the parameters of a rank that train, each once."""
-    found = (param for chunk in pipe.stages.values() for param in chunk.module.parameters())
-    return list(dict.fromkeys(param for param in found if param.requires_grad))
