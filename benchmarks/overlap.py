@@ -195,7 +195,7 @@ def rank_main(rank: int, port: int, num_rounds: int, traces: Path | None, told: 
             )
     if rank == 0:
         told.write_text(json.dumps(summary(rounds, predicted_s)))
-    trace = pipe.trace
+    trace = pipe.gather_trace()
     if rank == 0 and traces is not None:
         treadle.save_trace(trace, traces / "paced_measured.json.gz")
         treadle.save_trace(treadle.simulate(trace.program, costs), traces / "paced_predicted.json.gz")
@@ -208,7 +208,7 @@ def one_round(rank: int, pipe: treadle.Pipeline, runner: Any, x: Tensor) -> Roun
     dist.barrier()
     before, started = pressure_s(), time.monotonic()
     pipe.step(x, x)
-    trace = pipe.trace
+    trace = pipe.gather_trace()
     dist.barrier()
     begun = time.monotonic()
     torch_step(runner, rank, x)

@@ -73,7 +73,7 @@ def seconds_of(trace: treadle.Trace, kind: LaneKind) -> float:
 def one_step(pipe: treadle.Pipeline, x: torch.Tensor) -> treadle.Trace:
     dist.barrier()
     pipe.step(x, x)
-    return pipe.trace
+    return pipe.gather_trace()
 
 
 def rank_main(rank: int, given: Namespace) -> None:

@@ -79,7 +79,7 @@ def run_rank(size: str, output: str, steps: int, parallel: dict[str, Any]) -> No
         tensor_bytes.begin_peak()
         trainer.train_step()
         peaks.append(tensor_bytes.peak() - before)
-        trace = trainer.pipe.trace
+        trace = trainer.pipe.gather_trace()
         if trainer.world.rank == 0:
             times.append(predictions(trace))
         del trace

@@ -42,6 +42,6 @@ for step in range(10):
     optimizer.step()
     if rank == 0:
         print(f"step {step}  loss {loss:.4f}")  # noqa: T201
-treadle.save_trace(pipe.trace, "trace.json.gz") if rank == 0 else pipe.trace
+treadle.save_trace(pipe.gather_trace(), "trace.json.gz") if rank == 0 else pipe.gather_trace()
 pipe.close()
 dist.destroy_process_group()

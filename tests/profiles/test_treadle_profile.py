@@ -53,7 +53,7 @@ def profiled(pipe: treadle.Pipeline, both: torch.Tensor, path: Path) -> treadle.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         pipe.step(both[0], both[1])
     profile.export_chrome_trace(str(path))
-    trace = pipe.trace
+    trace = pipe.gather_trace()
     pipe.close()
     return trace
 

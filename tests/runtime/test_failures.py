@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import treadle
-from tests.support.cases import nearest, refusal, replica_of
+from tests.support.cases import nearest, refusal, replica_of, take_step
 from tests.support.grid import pairs
 from tests.support.injections import InjectedError, Injections, Tripwire
 from tests.support.oracle import chunks_of, make_mesh
@@ -125,7 +125,7 @@ class Place:
             param.grad = None
         pipe.resume_at(0)
         if before != "nothing":
-            pipe.step(*self.batch(0), reduce=before == "a reduced step")
+            take_step(pipe, *self.batch(0), reduce=before == "a reduced step")
 
     def bits(self) -> Bits:
         return {name: None if p.grad is None else bits_of(p.grad) for name, p in self.params.items()}
@@ -287,7 +287,7 @@ def lose_everywhere(
     pipe = place.pipeline()
     calls: dict[str, Callable[[treadle.Pipeline], object]] = {
         "step": lambda pipe: pipe.step(*place.batch(1)),
-        "local step": lambda pipe: pipe.step(*place.batch(1), reduce=False),
+        "local step": lambda pipe: take_step(pipe, *place.batch(1), reduce=False),
         "evaluate": lambda pipe: pipe.evaluate(*place.batch(1)),
         "grad_norm": lambda pipe: pipe.grad_norm(),
     }

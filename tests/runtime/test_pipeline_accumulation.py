@@ -18,6 +18,7 @@ from tests.support.cases import (
     refusal,
     replica_of,
     schedule_of,
+    take_step,
 )
 from tests.support.oracle import (
     cut,
@@ -39,7 +40,7 @@ def accumulate(rank: int, name: str, dp: int, reduces: Sequence[bool]) -> tuple[
     pipe = pipeline(schedule, stages, mesh)
     reduced = []
     for seed, reduce in enumerate(reduces):
-        loss = pipe.step(*make_batch(4, replica_of(mesh), seed=seed), reduce=reduce)
+        loss = take_step(pipe, *make_batch(4, replica_of(mesh), seed=seed), reduce=reduce)
         assert pipe.report is not None
         reduced.append(pipe.report.reduced)
     return float(loss), own_grads(schedule, mesh, stages), reduced
@@ -66,18 +67,18 @@ def local_after_reduced(rank: int) -> tuple[str, Grads, Grads]:
     batch = make_batch(4, replica_of(mesh))
     pipe.step(*batch)
     first = own_grads(schedule, mesh, stages)
-    said = refusal(lambda: pipe.step(*batch, reduce=False))
+    said = refusal(lambda: take_step(pipe, *batch, reduce=False))
     time.sleep(1.0)  # a refusal that all ranks raise is no loss, however long they take to go on
     for stage in stages:
         stage.zero_grad()
-    pipe.step(*batch, reduce=False)
+    take_step(pipe, *batch, reduce=False)
     pipe.step(*batch)
     return said, first, own_grads(schedule, mesh, stages)
 
 
 def test_a_local_step_after_a_reduced_one_is_refused() -> None:
     for said, once, twice in check(run_ranks(4, local_after_reduced)):
-        assert "step(reduce=False) after a reduced step" in said
+        assert "a step in no_sync() after a reduced step" in said
         assert "set the gradients to None first" in said
         assert worst(twice, {name: None if g is None else 2 * g for name, g in once.items()})[0] <= MOST_DIFFERENCE
 

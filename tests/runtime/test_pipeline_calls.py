@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treadle
-from tests.support.cases import pipeline, schedule_of
+from tests.support.cases import pipeline, schedule_of, take_step
 from tests.support.oracle import make_batch, make_mesh, make_stages
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -35,22 +35,22 @@ def later(pipe: treadle.Pipeline) -> None:
 Call = Callable[[treadle.Pipeline], object]
 
 STEP: Call = lambda pipe: pipe.step(*make_batch(MICROBATCHES))  # noqa: E731
-LOCAL: Call = lambda pipe: pipe.step(*make_batch(MICROBATCHES), reduce=False)  # noqa: E731
+LOCAL: Call = lambda pipe: take_step(pipe, *make_batch(MICROBATCHES), reduce=False)  # noqa: E731
 NORM: Call = lambda pipe: pipe.grad_norm()  # noqa: E731
 EVALUATE: Call = lambda pipe: pipe.evaluate(*make_batch(MICROBATCHES))  # noqa: E731
 LARGER: Call = lambda pipe: pipe.evaluate(*make_batch(MICROBATCHES * 4))  # noqa: E731
-TRACE: Call = lambda pipe: pipe.trace  # noqa: E731
+TRACE: Call = lambda pipe: pipe.gather_trace()  # noqa: E731
 
 CASES: list[tuple[str, Call, str, Call]] = [
     ("grad_norm() after 1 steps", NORM, "step() after 1 steps", STEP),
     ("step() after 1 steps", STEP, "grad_norm() after 1 steps", NORM),
-    ("step(reduce=False) after 1 steps", LOCAL, "step() after 1 steps", STEP),
+    ("step() in no_sync() after 1 steps", LOCAL, "step() after 1 steps", STEP),
     ("evaluate() after 1 steps", EVALUATE, "step() after 1 steps", STEP),
     ("step() after 1 steps", STEP, "evaluate() after 1 steps", LARGER),
     ("evaluate() after 1 steps", LARGER, "step() after 1 steps", STEP),
     ("evaluate() after 1 steps", EVALUATE, "grad_norm() after 1 steps", NORM),
-    ("trace after 1 steps", TRACE, "step() after 1 steps", STEP),
-    ("trace after 1 steps", TRACE, "grad_norm() after 1 steps", NORM),
+    ("gather_trace() after 1 steps", TRACE, "step() after 1 steps", STEP),
+    ("gather_trace() after 1 steps", TRACE, "grad_norm() after 1 steps", NORM),
     ("the exchange of parameters after 1 steps", exchange, "step() after 1 steps", STEP),
     ("step() after 7 steps", later, "step() after 1 steps", STEP),
 ]
@@ -59,7 +59,7 @@ CASES: list[tuple[str, Call, str, Call]] = [
 def different_calls(rank: int, pp: int, dp: int) -> list[str]:
     said = []
     for first, call, second, other in CASES:
-        if "reduce=False" in first + second and dp == 1:
+        if "no_sync" in first + second and dp == 1:
             continue  # nothing is reduced, so it is the same call
         schedule, stages = schedule_of("1f1b", pp, MICROBATCHES), make_stages(pp)
         pipe = pipeline(schedule, stages, make_mesh(pp, dp), deadline_s=PATIENT_S)
@@ -78,7 +78,7 @@ def different_calls(rank: int, pp: int, dp: int) -> list[str]:
 
 def hold_calls(pp: int, dp: int) -> None:
     found = check(run_ranks(2, different_calls, pp, dp))
-    cases = [case for case in CASES if dp > 1 or "reduce=False" not in case[0] + case[2]]
+    cases = [case for case in CASES if dp > 1 or "no_sync" not in case[0] + case[2]]
     for (first, _, second, _), both in zip(cases, zip(*found, strict=True), strict=True):
         wanted = f"rank 0 is in {first}, rank 1 is in {second}: all ranks make the same calls in the same order"
         for said in both:

@@ -59,7 +59,7 @@ def interrupted(rank: int, how: str) -> tuple[str, str | None, str, float]:
         if how == "trace":
             if rank == 1:
                 pipeline_module.clock_offset = raise_interrupt  # type: ignore
-            _ = pipe.trace
+            _ = pipe.gather_trace()
     except treadle.RankLostError as error:
         return f"lost {error.rank}", error.op, str(error), time.monotonic() - begin_s
     except BaseException as error:

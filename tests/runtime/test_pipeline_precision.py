@@ -19,6 +19,7 @@ from tests.support.cases import (
     replica_of,
     schedule_of,
     square_loss,
+    take_step,
 )
 from tests.support.oracle import (
     Embed,
@@ -69,7 +70,7 @@ def step_low(rank: int, name: str, dp: int, reduces: Sequence[bool]) -> tuple[fl
     pipe = pipeline(schedule, stages, mesh, square_loss)
     reduced = []
     for reduce in reduces:
-        loss = pipe.step(*low_batch(replica_of(mesh)), reduce=reduce)
+        loss = take_step(pipe, *low_batch(replica_of(mesh)), reduce=reduce)
         assert pipe.report is not None
         reduced.append(pipe.report.reduced)
     return float(loss), own_grads(schedule, mesh, stages), reduced

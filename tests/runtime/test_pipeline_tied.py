@@ -31,6 +31,7 @@ from tests.support.cases import (
     replica_of,
     schedule_of,
     square_loss,
+    take_step,
 )
 from tests.support.faults import Faults
 from tests.support.oracle import (
@@ -105,7 +106,7 @@ def step_tied(rank: int, name: str, pp: int, dp: int, reduces: Sequence[bool] = 
         for stage in stages:
             stage.zero_grad()
     for seed, reduce in enumerate(reduces):
-        loss = float(pipe.step(*make_batch(MICROBATCHES, replica, seed=seed), reduce=reduce))
+        loss = float(take_step(pipe, *make_batch(MICROBATCHES, replica, seed=seed), reduce=reduce))
         assert pipe.report is not None
         assert pipe.report.reduced is reduce
     norms = [float(pipe.grad_norm(p)) for p in (2.0, 1.0, math.inf)]
@@ -432,7 +433,7 @@ def test_ties_that_do_not_fit_are_refused_on_all_ranks() -> None:
 def ask_for_norm(rank: int) -> tuple[str, str]:
     schedule, mesh = schedule_of("1f1b", 2, 4), make_mesh(2)
     pipe = pipeline(schedule, apart(tied_stages(2)), mesh, tied=tied_names(2))
-    pipe.step(*make_batch(4), reduce=False)
+    take_step(pipe, *make_batch(4), reduce=False)
     of_share = refusal(pipe.grad_norm)
     pipe.step(*make_batch(4))
     return of_share, refusal(lambda: pipe.grad_norm(0))
@@ -440,7 +441,7 @@ def ask_for_norm(rank: int) -> tuple[str, str]:
 
 def test_norms_of_shares_and_of_no_power_are_refused() -> None:
     for of_share, of_nothing in check(run_ranks(2, ask_for_norm)):
-        assert "each rank its share (reduce=False); ask after a step that reduces" in of_share
+        assert "each rank its share (no_sync()); ask after a step that reduces" in of_share
         assert "norm_type is more than 0, math.inf for the largest element, got 0" in of_nothing
 
 

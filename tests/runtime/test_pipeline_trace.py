@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treadle
+from tests.support.cases import take_step
 from tests.support.json_output import read_json
 from tests.support.oracle import chunks_of, make_batch, make_mesh, make_stages, mean_loss
 from tests.support.patience import HUNG_S
@@ -47,8 +48,8 @@ def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[trea
         own = chunks_of(schedule, mesh.get_local_rank("pp"), make_stages(schedule.placement.num_stages))
         pipe = treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
         for _ in range(2):
-            pipe.step(*make_batch(schedule.num_microbatches, replica), reduce=reduce)
-        traces.append(pipe.trace)
+            take_step(pipe, *make_batch(schedule.num_microbatches, replica), reduce=reduce)
+        traces.append(pipe.gather_trace())
         pipe.close()
     return traces
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ def pipeline(
 ) -> treadle.Pipeline:
     own = chunks_of(schedule, mesh.get_local_rank("pp"), stages)
     return close_at_end(treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=loss_fn, **more))
+
+
+def take_step(pipe: treadle.Pipeline, *batch: Any, reduce: bool) -> Tensor:
+    """A step that reduces, or one in `no_sync()`."""
+    with nullcontext() if reduce else pipe.no_sync():
+        return pipe.step(*batch)
 
 
 def own_grads(schedule: treadle.Schedule, mesh: DeviceMesh, stages: Sequence[nn.Module]) -> Grads:

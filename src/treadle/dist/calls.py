@@ -4,10 +4,10 @@ from __future__ import annotations
 
 CALLS = (
     "step()",
-    "step(reduce=False)",
+    "step() in no_sync()",
     "evaluate()",
     "grad_norm()",
-    "trace",
+    "gather_trace()",
     "the exchange of parameters",
     "the agreement on the next step",
 )

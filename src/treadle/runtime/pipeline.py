@@ -162,6 +162,7 @@ class Pipeline:
         self._input_shapes = InputShapes()
         self._last: Executor | None = None
         self._closed = False
+        self._syncs = True
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
@@ -319,7 +320,6 @@ class Pipeline:
         *,
         side: Side | None = None,
         num_tokens: float | None = None,
-        reduce: bool = True,
     ) -> Tensor:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
@@ -330,7 +330,7 @@ class Pipeline:
 
         The gradient is that of sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`,
         of their mean. Auxiliary losses are always averaged over micro-batches and replicas. A second step adds to
-        `.grad`. With `reduce=False` it stays this rank's share, for a later step to reduce. `report` says more.
+        `.grad`. In `no_sync()` it stays this rank's share, for a later step to reduce. `report` says more.
 
         A step that raises leaves `.grad` and the random state as they were, on every rank; only buffers keep what
         forwards wrote. Where all ranks raise the same, and where there is one rank, the next step goes on as if there
@@ -338,6 +338,7 @@ class Pipeline:
         `close()` the Pipeline and make a new one.
         """
         self._refuse_closed()
+        reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
         chosen = self._with_reduce if reduce or not self.gradients.reduces else self._without_reduce
         scale = self._scale(num_tokens)
@@ -346,7 +347,7 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
-            self._announce("step()" if reduce or not self.gradients.reduces else "step(reduce=False)")
+            self._announce("step()" if reduce or not self.gradients.reduces else "step() in no_sync()")
             self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
@@ -359,6 +360,20 @@ class Pipeline:
         self.report, self._last = report, chosen
         self._step += 1
         return report.loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let steps leave each rank its share of the gradient; the next step outside reduces it with its own.
+
+        All ranks step inside alike.
+
+        Example: `with pipe.no_sync(): pipe.step(x, y)`, then `pipe.step(x2, y2)`.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
 
     def evaluate(
         self,
@@ -587,7 +602,7 @@ class Pipeline:
         self._refuse_closed()
         if not self.gradients.reduced:
             raise ValueError(
-                "grad_norm() is of the whole gradient, and the last step left each rank its share (reduce=False); ask "
+                "grad_norm() is of the whole gradient, and the last step left each rank its share (no_sync()); ask "
                 "after a step that reduces"
             )
         if not norm_type > 0:
@@ -621,9 +636,8 @@ class Pipeline:
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
-    @property
-    def trace(self) -> Trace:
-        """What the last step's ops took, all ranks on one clock. Every rank of the mesh has to ask for it."""
+    def gather_trace(self) -> Trace:
+        """Return what the last step's ops took, all ranks on one clock. Every rank of the mesh calls it."""
         self._refuse_closed()
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
@@ -631,7 +645,7 @@ class Pipeline:
         times = torch.from_numpy(self._last.times())
         mine = times >= 0
         with self._guard.step(self._step), self._guard.together("the trace"):
-            self._announce("trace")
+            self._announce("gather_trace()")
             times = torch.where(mine, times + self._clock_offset, 0)
             self.groups.pp_group.all_reduce(times)
             replicas = [times]

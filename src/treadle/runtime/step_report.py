@@ -62,7 +62,7 @@ class StepReport:
 
     `loss`: the number that `step` returned. `losses[mb]`: the unscaled loss of each micro-batch of this pipeline.
     `finite`: whether the loss and every gradient are finite, on all ranks. `reduced`: whether `.grad` is that of a
-    single process; if not, it is this rank's share, which a later step with `reduce=True` adds up. `saved`: the bytes
+    single process; if not, it is this rank's share, which a later step outside `no_sync()` adds up. `saved`: the bytes
     that this rank's layers saved for backward, where they are counted. `by_name`: where stages have further losses (MTP
     blocks, `FurtherLoss`), each of them before its weight, and `main`, that of `loss_fn`, scaled as `loss` is; where
     they have auxiliary ones, `aux_loss`, their mean over micro-batches and replicas, which `loss` has in it.

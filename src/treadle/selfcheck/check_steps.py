@@ -113,13 +113,13 @@ def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
     num_tokens, draw = schedule.num_microbatches * size.num_tokens, torch.Generator().manual_seed(rank % ep)
     x = torch.randn(num_tokens, size.width, generator=draw).to(device)
     pipe.step(x, x)
-    before = pipe.trace
+    before = pipe.gather_trace()
     measured, predicted, hidden = [], [], []
     for _ in range(STEPS[setup.quick]):
         for stage in stages.values():
             stage.zero_grad()
         pipe.step(x, x)
-        trace = pipe.trace
+        trace = pipe.gather_trace()
         expected = treadle.simulate(trace.program, paced if paced is not None else treadle.fit(before))
         measured.append(_ms(trace))
         predicted.append(_ms(expected))

@@ -29,7 +29,7 @@ def fit(trace: Trace) -> Costs:
     program as far as it has them.
 
     Args:
-        trace: usually a measured one, `pipe.trace`.
+        trace: usually a measured one, `pipe.gather_trace()`.
 
     Returns:
         Costs on the trace's clock; `treadle.costs.dump` writes them as TOML.

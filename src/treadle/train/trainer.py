@@ -335,7 +335,7 @@ class Trainer:
         measures, traces = _due(self.step, logging.measure_every), _due(self.step, logging.trace_every)
         if not measures and not traces:
             return None, None
-        trace = self.pipe.trace  # every rank has to ask
+        trace = self.pipe.gather_trace()  # every rank has to ask
         if self.world.rank != 0:
             return None, None
         if traces:

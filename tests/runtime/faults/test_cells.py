@@ -397,7 +397,7 @@ def in_trace(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     if rank == VICTIM:
         pipeline_module.clock_offset = lambda *_: meet_with(kind, rank, directory)  # type: ignore
     with timed():
-        _ = pipe.trace
+        _ = pipe.gather_trace()
 
 
 def in_stage(rank: int, kind: str, deadline_s: float, directory: Path) -> None:

@@ -146,7 +146,7 @@ def one_rank(
         for module in stages.values():
             module.zero_grad()
         loss = float(pipe.step(list(x[replica]), list(target[replica])))
-    trace = pipe.trace
+    trace = pipe.gather_trace()
     program = trace.program
     own = EXPERTS // case.ep
     grads = {}

@@ -80,7 +80,7 @@ def run_one(rank: int, config: Config) -> Ran:
     runner = Runner(Life(0, 0, config, 1, PATIENT_S, stop=False), rank, "thread")
     loss, grads = runner.step(0)
     assert runner.pipe.report is not None
-    trace = runner.pipe.trace
+    trace = runner.pipe.gather_trace()
     program, lanes = trace.program, dict[OpKind, set[LaneKind]]()
     for kind, lane in zip(program.kind.tolist(), program.lane_kind[program.lane_of].tolist(), strict=True):
         lanes.setdefault(OpKind(kind), set()).add(LaneKind(lane))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import treadle
-from tests.support.cases import replica_of, schedule_of, square_loss
+from tests.support.cases import replica_of, schedule_of, square_loss, take_step
 from tests.support.oracle import cut, grads_of, make_mesh, run_whole
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -107,7 +107,7 @@ def test_main_gradients_of_bfloat16_are_the_float32_sum_over_micro_batches(name:
 def run(placed: Placed, step: int, *, reduce: bool = True) -> None:
     placed.set_odd(step % 2 == 1)
     tokens, targets = batch(step, placed.pipe.position.dp)
-    placed.pipe.step(list(tokens[placed.replica]), list(targets[placed.replica]), reduce=reduce)
+    take_step(placed.pipe, list(tokens[placed.replica]), list(targets[placed.replica]), reduce=reduce)
 
 
 def accumulate(rank: int, layout: Layout) -> tuple[float, float, float]:

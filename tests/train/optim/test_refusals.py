@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.cases import refusal
+from tests.support.cases import refusal, take_step
 from tests.support.ranks import check, run_ranks
 from tests.train.layouts import Layout, place
 from treadle.models.views import NamedView
@@ -36,7 +36,7 @@ def refused(rank: int) -> list[str]:
     optimizer = ShardedOptimizer(pipe, views)
     said.append(refusal(lambda: optimizer.clip(0.0)))
     said.append(refusal(lambda: optimizer.load_state_dict({})))
-    pipe.step(*([torch.zeros(3, dtype=torch.long)] * 4 for _ in range(2)), reduce=False)
+    take_step(pipe, *([torch.zeros(3, dtype=torch.long)] * 4 for _ in range(2)), reduce=False)
     said.append(refusal(lambda: optimizer.step(0.1)))
     pipe.close()
     return said
@@ -54,7 +54,7 @@ def test_views_that_do_not_fit_are_refused_on_all_ranks() -> None:
         assert "two tensors of this rank have the name model.norm.weight" in said[4]
         assert "max_norm is more than 0" in said[5]
         assert "not one of this rank's" in said[6]
-        assert "reduce=False" in said[7]
+        assert "no_sync()" in said[7]
 
 
 def lose_a_rank(rank: int) -> str:

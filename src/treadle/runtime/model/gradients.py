@@ -193,7 +193,7 @@ class Gradients:
             return
         if any(p.grad is not None for p in self._everything) or self.shards():
             raise ValueError(
-                "step(reduce=False) after a reduced step would mix reduced and local gradients in .grad; set the "
+                "a step in no_sync() after a reduced step would mix reduced and local gradients in .grad; set the "
                 "gradients to None first, or reduce only at the last of the steps that are accumulated"
             )
 

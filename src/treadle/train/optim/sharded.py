@@ -164,7 +164,7 @@ class ShardedOptimizer:
         """Update all parameters by their gradients. Every rank calls it, after a `pipe.step` that reduced."""
         if not self._pipe.gradients.reduced:
             raise ValueError(
-                "step() updates by the whole gradient, and the last pipe.step left each rank its share (reduce=False); "
+                "step() updates by the whole gradient, and the last pipe.step left each rank its share (no_sync()); "
                 "update after a step that reduces"
             )
         for optimizer in (self._adamw, self._muon):
