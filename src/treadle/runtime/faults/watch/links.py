@@ -11,7 +11,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
-from treadle.host.tcp import connect_to, listen_at
+from treadle.host.sockets import close_in_children
+from treadle.host.tcp import connect_to, listen_at, send_at_once
 from treadle.runtime.faults.progress.progress_page import COMPUTING, OUTSIDE, PageReader, Snapshot
 from treadle.runtime.faults.watch.contacts import Contact
 from treadle.runtime.faults.watch.loss_messages import (
@@ -25,12 +26,10 @@ from treadle.runtime.faults.watch.loss_messages import (
 )
 from treadle.wire.errors import WireError
 from treadle.wire.frames import FIRST_BYTES, Frames
+from treadle.wire.listeners import Listener
 
 MOST_PENDING_BYTES = 4 << 20
 """Bytes kept for a neighbour that does not read; further messages to it are dropped."""
-
-MOST_UNIDENTIFIED = 64
-"""Connections without a greeting that are held at once; one more closes the oldest."""
 
 CONNECT_S = 10.0
 
@@ -110,6 +109,8 @@ class PendingConnection:
     """An accepted connection whose greeting has not come. It can send no more than FIRST_BYTES."""
 
     def __init__(self, connection: socket.socket) -> None:
+        _prepare(connection)
+        send_at_once(connection)
         self.socket, self.frames = connection, Frames(FIRST_BYTES)
 
     def identify(self, token: bytes) -> tuple[Greeting | None, bool]:
@@ -130,13 +131,13 @@ class PendingConnection:
         return None, False
 
 
-def open_listener(address: str) -> socket.socket:
-    """Returns a non-blocking server at this address only."""
+def open_listener(address: str) -> Listener[PendingConnection]:
+    """Returns a non-blocking listener at this address only."""
     try:
-        listener = listen_at(address, backlog=MOST_UNIDENTIFIED)
+        listener = Listener(listen_at(address), PendingConnection)
     except OSError as error:
         raise ValueError(f"cannot listen at {address} ({error}); give an address of this host with address=") from error
-    listener.setblocking(False)
+    listener.server.setblocking(False)
     return listener
 
 
@@ -151,8 +152,14 @@ def call(contact: Contact, rank: int) -> socket.socket:
             f"rank {rank} cannot reach rank {contact.rank} at {where} ({error}); "
             f"does rank {contact.rank} need address=?"
         ) from error
-    connection.setblocking(False)
+    _prepare(connection)
     return connection
+
+
+def _prepare(connection: socket.socket) -> None:
+    """A child that is forked closes its copy: it would keep the connection open beyond this rank's death."""
+    connection.setblocking(False)
+    close_in_children(connection)
 
 
 def _bodies(frames: Frames) -> Iterator[bytes]:

@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
@@ -75,7 +74,6 @@ class Watch:
         self.slots = progress.slots
         # Also at exit, of a multiprocessing child too, so that a normal end is not taken for a death.
         self._close = Finalize(self, _close, args=(watchdog, progress), exitpriority=100)
-        _close_copies_in_children(transport)
 
     @classmethod
     def join(
@@ -101,7 +99,7 @@ class Watch:
         listener = open_listener(address if address is not None else own_address())
         called: dict[int, socket.socket] = {}
         try:
-            host, port = listener.getsockname()[:2]
+            host, port = listener.server.getsockname()[:2]
             ids = namespace_id("pid"), namespace_id("net")
             own = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
             contacts = exchange(groups, own)
@@ -113,8 +111,9 @@ class Watch:
                         raise
         except BaseException:
             progress.close()
-            for opened in (listener, *called.values()):
-                opened.close()
+            listener.close()
+            for connection in called.values():
+                connection.close()
             raise
         neighbours = [Neighbour(other, _page_reader(own, other)) for other in contacts.values()]
         describe = _Describe(rank, progress, name, deadline_s)
@@ -262,13 +261,3 @@ def _close(watchdog: Watchdog, progress: ProgressPage) -> None:
     watchdog.acknowledged = True
     watchdog.leave()
     progress.close()
-
-
-def _close_copies_in_children(transport: Transport) -> None:
-    known = weakref.ref(transport)
-
-    def forget() -> None:
-        if (copy := known()) is not None:
-            copy.forget()
-
-    os.register_at_fork(after_in_child=forget)
