@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from treadle.host.sockets import close_in_children
 from treadle.host.tcp import connect_to, listen_at, send_at_once
-from treadle.runtime.faults.progress.progress_page import COMPUTING, OUTSIDE, PageReader, Snapshot
+from treadle.runtime.faults.progress.progress_page import OUTSIDE, PageReader, Snapshot
+from treadle.runtime.faults.progress.wait_target import NOBODY
 from treadle.runtime.faults.watch.contacts import Contact
 from treadle.runtime.faults.watch.loss_messages import (
     MOST_MESSAGE_BYTES,
@@ -90,7 +91,7 @@ class Neighbour:
         self.link: NeighbourLink | None = None
         self.heard = 0.0
         self.left = False
-        self._last = Snapshot(OUTSIDE, COMPUTING, -1)
+        self._last = Snapshot(OUTSIDE, NOBODY, -1)
 
     def hear(self, slots: Snapshot, now: float) -> None:
         """Notes a sign of life, and the slots that came with it."""

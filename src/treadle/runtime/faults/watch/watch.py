@@ -26,7 +26,8 @@ from multiprocessing.util import Finalize
 from treadle.dist.addresses import own_address
 from treadle.dist.errors import OWN_ERRORS
 from treadle.host.processes import ended
-from treadle.runtime.faults.progress.progress_page import COMPUTING, PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.progress.wait_target import NOBODY
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
 from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, rank_lost, timed_out
@@ -59,11 +60,6 @@ ANSWER_S = 1.0
 
 TELL_S = 1.0
 """How long a rank waits until its own error has been handed to its neighbours."""
-
-
-def waits_for_group(index: int) -> int:
-    """Returns the value of slot WAITS_FOR for a wait for all other ranks of `waited[index]`, as in a collective."""
-    return -2 - index
 
 
 class Watch:
@@ -151,7 +147,7 @@ class Watch:
         A rank at an op that waits for no other has waited for itself; it reports that before it leaves.
         """
         cause = WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED
-        if cause is WaitFailure.TIMED_OUT and self._progress.look().waits_for == COMPUTING:
+        if cause is WaitFailure.TIMED_OUT and self._progress.look().waits_for == NOBODY:
             cause = WaitFailure.STUCK
         self._find_out(cause)
         self._watchdog.acknowledged = True
@@ -190,7 +186,7 @@ class Watch:
         """
         watchdog = self._watchdog
         watchdog.failed = WaitState.CLOSED if cause is WaitFailure.CLOSED else WaitState.TIMED_OUT
-        waits = self._progress.look().waits_for != COMPUTING
+        waits = self._progress.look().waits_for != NOBODY
         until = time.monotonic() + (3 * ANSWER_S + (watchdog.deadline_s if waits else 0.0))
         if cause is WaitFailure.CLOSED and watchdog.is_alive:
             watchdog.alarmed.wait(REPORT_S)
