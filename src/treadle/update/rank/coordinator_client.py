@@ -16,7 +16,8 @@ from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import PAUSE_S, Link
+from treadle.wire.link import Link
+from treadle.wire.listeners import PAUSE_S
 
 WHY_S = 1.0
 
