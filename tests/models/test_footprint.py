@@ -40,9 +40,7 @@ def test_saved_bytes_are_those_that_pipelines_count() -> None:
         )
         measured = {part: sum(rank[name][part] for rank in told) / len(told) for part in told[0][name]}
         for part, size in measured.items():  # over both ranks the rows of experts are balanced
-            again = found.get(part.removesuffix("_r"), 0) if part.endswith("_r") else 0
-            # An input that a part saves too is told twice by a pipeline: kept, and saved when it runs again.
-            assert 0.97 * found[part] - 600 < size < 1.03 * (found[part] + again) + 600, (name, part, found, measured)
+            assert 0.97 * found[part] - 600 < size < 1.03 * found[part] + 600, (name, part, found, measured)
         plain = [part for part in measured if not part.endswith("_r")]
         total = sum(measured[part] for part in plain)
         assert sum(found[part] for part in plain) == pytest.approx(total, rel=0.02), (name, found, measured)
@@ -106,7 +104,7 @@ def test_recomputing_saves_less_and_offload_moves_what_is_saved() -> None:
     again = stage_footprint(SPARSE, "t", BATCH, recompute=("attn", "mlp")).blocks["t"]
     assert again.saved["attn"] < plain.saved["attn"] / 4
     assert again.saved_until_backward < plain.saved_until_backward / 2
-    assert again.saved["attn"] + again.saved["attn_r"] == pytest.approx(plain.saved["attn"], rel=0.05)
+    assert again.saved["attn_r"] == plain.saved["attn"]
     assert again.ops[OpKind.ATTN_R].after > again.ops[OpKind.ATTN_F].after
 
 
@@ -115,7 +113,7 @@ def test_a_layer_of_a_trillion_parameters_is_counted_without_memory() -> None:
         SPARSE, hidden_size=16384, num_experts=1024, moe_intermediate_size=4096, num_attention_heads=128, head_dim=128
     )
     block = stage_footprint(large, "t", MicroBatch(1, 4096), ep=8, dtype=torch.bfloat16).blocks["t"]
-    assert block.expert_bytes == 2 * 3 * 128 * 16384 * 4096
+    assert sum(p.size for p in block.parameters if p.is_expert) == 3 * 128 * 16384 * 4096
     rows = 4096 * large.num_experts_per_tok * 2 * 16384
     assert block.ops[OpKind.DISPATCH_F].peak == rows
     assert block.saved["mlp"] > rows

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import WEIGHT_OF, OpKind, OpPhase, by_part
-from treadle.models.balanced import BalancedExchange
 from treadle.models.build_stages import build_stages
 from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.ends import loss_fn
-from treadle.models.live_bytes import FlashAttention, MetaBytes, MetaSavedTensors
 from treadle.models.model_config import ModelConfig
+from treadle.models.on_meta import BalancedExchange, FlashAttention
 from treadle.models.tensor_names import EMBEDDING as EMBEDDING_NAME
 from treadle.models.tensor_names import HEAD as HEAD_NAME
 from treadle.models.tensor_names import views
@@ -39,6 +38,8 @@ from treadle.runtime.model import weight_grad
 from treadle.runtime.model.exchange import RankOwned
 from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.layered import EMBEDDING_LAYER, LayeredStage
+from treadle.runtime.model.meta_bytes import MetaBytes, OpBytes
+from treadle.runtime.model.saved import SavedTensors
 from treadle.runtime.model.weight_grad import WeightGradQueue
 
 _FORWARD, _BACKWARD = by_part(OpPhase.F), by_part(OpPhase.B)
@@ -63,18 +64,6 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class OpBytes:
-    """The memory of an op: at most `peak` bytes more while it runs than before, and `after` bytes more after it.
-
-    Of `after`, `gradients` bytes are gradients of parameters; only the first micro-batch makes some.
-    """
-
-    peak: int
-    after: int
-    gradients: int = 0
-
-
-@dataclass(frozen=True)
 class ParameterShape:
     """A parameter, or what is one in a checkpoint, under its name there. `is_expert`: only this rank has it."""
 
@@ -96,15 +85,9 @@ class BlockFootprint:
 
     letter: str
     parameters: tuple[ParameterShape, ...]
-    parameter_bytes: int
-    """Of all parameters and buffers of this rank."""
-
-    expert_bytes: int
-    """Those of experts among them, of which each rank of an expert group has its own."""
-
     saved: Mapping[str, int]
-    """Bytes saved for backward by each part, each storage by the first part that saves it. attn_r and mlp_r: what
-    computing a part again saves besides its inputs."""
+    """Bytes saved for backward by each part, each storage by the first part that saves it; attn_r and mlp_r when a part
+    is recomputed."""
 
     ops: Mapping[OpKind, OpBytes]
     """Of each op, in any micro-batch but the first."""
@@ -127,11 +110,7 @@ class StageFootprint:
     boundary: int
     """Of what passes from stage to stage, of one micro-batch."""
 
-    kept: float
-    """The part of what is saved that deferred weight gradients hold after the backward."""
 
-
-@lru_cache(maxsize=64)
 def stage_footprint(
     config: ModelConfig,
     row: str,
@@ -166,14 +145,28 @@ def stage_footprint(
 
     """
     short = "".join(letter for letter, _ in groupby(row))
-    small, rows, number = _model_around(config, short)
+    return replace(_short_footprint(config, short, microbatch, ep, dtype, recompute, split), row=row)
+
+
+@lru_cache(maxsize=64)
+def _short_footprint(
+    config: ModelConfig,
+    row: str,
+    microbatch: MicroBatch,
+    ep: int,
+    dtype: torch.dtype,
+    recompute: tuple[str, ...],
+    split: bool,
+) -> StageFootprint:
+    """Count a stage of one block of each kind."""
+    small, rows, number = _model_around(config, row)
     module = build_stages(small, rows, {0: number}, ep=ep, device="meta", dtype=dtype)[0]
     for part in module.modules():
         if isinstance(part, ExpertLayer):
             part.exchange = BalancedExchange(config.num_experts, ep)
     boundary = (microbatch.size, microbatch.seq_len, config.hidden_size), dtype
     run = _StageRun(module, number, len(rows), microbatch, boundary, recompute, split=split)
-    return run.measure(row, short)
+    return run.measure(row)
 
 
 def _model_around(config: ModelConfig, row: str) -> tuple[ModelConfig, tuple[str, ...], int]:
@@ -215,39 +208,34 @@ class _StageRun:
         self.receives, self.sends = number > 0, number < num_stages - 1
         self._batch = [torch.empty(microbatch.size, microbatch.seq_len, dtype=torch.long, device="meta")] * 4
         self.memory = MetaBytes([*module.parameters(), *module.buffers(), *self._batch])
-        self.store = self.stage.store = MetaSavedTensors(self.memory)
+        self.store = self.stage.store = SavedTensors([module], None)
+        self.store.begin(self._batch)
 
-    def measure(self, row: str, short: str) -> StageFootprint:
-        """Run two micro-batches; `short` is the row of the blocks that run."""
+    def measure(self, row: str) -> StageFootprint:
+        """Run two micro-batches; `row` are the blocks that run."""
         with self.memory, FlashAttention():
             scale = torch.empty((), dtype=torch.float64, device="meta")
             self.stage.begin_step(scale, scale)
             first, ops = self._pass(0), self._pass(1)
         blocks = {}
-        layers = [letter for letter in short if letter in LAYERS]
-        for letter, module in zip(short, self.module, strict=True):
+        layers = [letter for letter in row if letter in LAYERS]
+        for letter, module in zip(row, self.module, strict=True):
             at = layers.index(letter) if letter in LAYERS else None
             kinds = {place: place[0] for place in ops if _belongs(place, letter, at)}
+            key = self.stage.number, 0, _layer_of(letter, at, layers)
             blocks[letter] = BlockFootprint(
                 letter=letter,
                 parameters=tuple(_shapes(module)),
-                parameter_bytes=_bytes_of([*module.parameters(), *module.buffers()]),
-                expert_bytes=_bytes_of(_experts_in(module)),
-                saved={part: size for (key, part), size in self.store.sizes.items() if key == _key(letter, at, layers)},
+                saved={part: size for (saved_by, part), size in self.store.sizes.items() if saved_by == key},
                 ops={kind: ops[place] for place, kind in kinds.items()},
                 first={kind: _with_gradients(first[place], ops[place]) for place, kind in kinds.items()},
             )
         shape, dtype = self.boundary
-        return StageFootprint(row, blocks, math.prod(shape) * dtype.itemsize, self.store.kept)
+        return StageFootprint(row, blocks, math.prod(shape) * dtype.itemsize)
 
     def _pass(self, mb: int) -> dict[Place, OpBytes]:
         """Run all ops of a micro-batch; return the memory of each."""
-        found: dict[Place, OpBytes] = {}
-        for place, run in self._calls(mb):
-            before = self.memory.begin()
-            run()
-            found[place] = OpBytes(self.memory.peak - before, self.memory.live - before)
-        return found
+        return {place: self.memory.measure(run) for place, run in self._calls(mb)}
 
     def _calls(self, mb: int) -> Iterable[tuple[Place, Callable[[], None]]]:
         """Yield the ops of a micro-batch with what runs each, as the runtime's handlers do."""
@@ -289,7 +277,7 @@ def _belongs(place: Place, letter: str, at: int | None) -> bool:
     return letter in kind.blocks and layer == (at if letter in LAYERS else 0)
 
 
-def _key(letter: str, at: int | None, layers: list[str]) -> int:
+def _layer_of(letter: str, at: int | None, layers: list[str]) -> int:
     """Return the layer under which a stage counts what a block saves."""
     return {"E": EMBEDDING_LAYER, "L": len(layers), "m": len(layers) + 1}.get(letter, at if at is not None else 0)
 
@@ -299,20 +287,12 @@ def _with_gradients(first: OpBytes, later: OpBytes) -> OpBytes:
 
 
 def _shapes(block: nn.Module) -> Iterator[ParameterShape]:
-    experts = set(_experts_in(block))
+    experts = {p for part in block.modules() if isinstance(part, RankOwned) for p in part.parameters()}
     for view in views(nn.Sequential(block)):
         if isinstance(view.tensor, nn.Parameter):
             shape = tuple(view.of(view.tensor).shape)
             yield ParameterShape(view.name, shape, view.tensor in experts, view.name in (EMBEDDING_NAME, HEAD_NAME))
 
 
-def _experts_in(module: nn.Module) -> list[nn.Parameter]:
-    return [p for part in module.modules() if isinstance(part, RankOwned) for p in part.parameters()]
-
-
 def _drop(_: object) -> None:
     """Let go of a message that has left."""
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

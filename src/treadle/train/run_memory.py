@@ -91,24 +91,15 @@ class RunMemory:
 
     @cached_property
     def stages(self) -> tuple[StageFootprint, ...]:
-        """The footprint of each stage; those with the same kinds of blocks are counted once."""
+        """The footprint of each stage."""
         training, parallel = self.config.training, self.config.parallel
-        found: dict[tuple[str, ...], StageFootprint] = {}
-        stages = []
-        for row in self.plan.rows:
-            key = tuple(dict.fromkeys(row))
-            if key not in found:
-                found[key] = stage_footprint(
-                    self.config.model,
-                    row,
-                    MicroBatch(training.micro_batch_size, training.seq_len),
-                    ep=self.plan.ep,
-                    dtype=self.dtype,
-                    recompute=parallel.recompute,
-                )
-            known = found[key]
-            stages.append(StageFootprint(row, known.blocks, known.boundary, known.kept))
-        return tuple(stages)
+        microbatch = MicroBatch(training.micro_batch_size, training.seq_len)
+        return tuple(
+            stage_footprint(
+                self.config.model, row, microbatch, ep=self.plan.ep, dtype=self.dtype, recompute=parallel.recompute
+            )
+            for row in self.plan.rows
+        )
 
     @cached_property
     def program(self) -> Program:

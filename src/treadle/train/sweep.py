@@ -11,7 +11,8 @@ from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import RECEIVES, SENDS, OpKind, OpPart
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
+from treadle.models.footprint import BlockFootprint, StageFootprint
+from treadle.runtime.model.meta_bytes import OpBytes
 
 _NOTHING = OpBytes(0, 0)
 _ACTIVATIONS, _TEMPORARIES, _GRADIENTS = range(3)
