@@ -6,8 +6,9 @@ it says about messages, communicators and memory is counted from what the step d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Op, Program
-from treadle.runtime.model.chunk import Chunk
-from treadle.runtime.model.meta_bytes import GradientBytes, MetaBytes
+from treadle.runtime.model.chunk import Chunk, LossFn
+from treadle.runtime.model.meta_bytes import GradientBytes, MetaBytes, OpBytes
 from treadle.runtime.model.saved import LiveBytes, SavedTensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.pipeline import Pipeline
@@ -107,6 +108,8 @@ class RehearsalRecorder:
         self.memory, self.buffers = MetaBytes(), LiveBytes()
         self.saved = SavedTensors(stages.values(), None)
         self.traffic: dict[tuple[int, int], list[int]] = {}
+        self.ops: list[tuple[Op, OpBytes]] = []
+        """The memory of each call of an op, in the order in which they ran."""
         self.peak_bytes, self.peak_at = 0, ""
 
     def channels(self, part: RankProgram) -> RankProgram:
@@ -132,7 +135,7 @@ class RehearsalRecorder:
         """Run a call of an op, and count what autograd saves, what weight gradients hold until they run, and all."""
         key = op.chunk, op.mb, 0
         with self.saved.saving(key, "f") if op.kind is OpKind.F else nullcontext():
-            self.memory.measure(run)
+            self.ops.append((op, self.memory.measure(run)))
         if op.kind is OpKind.I:
             stage = part.stages[op.chunk]
             assert isinstance(stage, Stage)
@@ -181,25 +184,49 @@ class _RehearsedPipeline(Pipeline):
         return self._recorder.channels(super().rank_program(program, stages, boundaries))
 
 
+@contextmanager
+def rehearsing(
+    stages: Mapping[int, nn.Module],
+    schedule: Schedule,
+    sizes: Mapping[str, int],
+    rank: int,
+    loss_fn: LossFn,
+    options: RunOptions,
+) -> Iterator[tuple[Pipeline, RehearsalRecorder]]:
+    """Make the Pipeline of rank `rank` of a mesh of `sizes`, of meta tensors, and count what it makes within the block.
+
+    Makes the default process group, and takes it away again.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "a dry run makes a world of its own, and this process is in one; call it before init_process_group, or "
+            "after destroy_process_group"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()), store=HashStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        recorder = RehearsalRecorder(mesh.get_local_rank("pp"), stages)
+        with recorder.memory:
+            yield (
+                _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=loss_fn, options=options),
+                recorder,
+            )
+    finally:
+        dist.destroy_process_group()
+
+
 def rehearse(schedule: Schedule, world: int, rank: int, toy: Toy) -> Rehearsal:
-    """Runs a step as rank `rank` of a world of `world`. Makes the default process group, and takes it away again."""
+    """Run a step as rank `rank` of a world of `world`."""
     pp = schedule.pp
     if world % pp or world < 1:
         raise ValueError(f"pipelines of {pp} ranks fill a world of {pp}, {2 * pp}, ... ranks, got {world}")
     if not 0 <= rank < world:
         raise ValueError(f"a world of {world} has the ranks 0 to {world - 1}, got {rank}")
-    dist.init_process_group("fake", rank=rank, world_size=world, store=HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "dp"))
-        stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
-        known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
-        recorder = RehearsalRecorder(rank // (world // pp), stages)
-        options = RunOptions(boundaries=known, seed=None)
-        with recorder.memory:
-            pipe = _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=_loss, options=options)
-            return _run(pipe, toy, recorder)
-    finally:
-        dist.destroy_process_group()
+    stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
+    known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
+    options = RunOptions(boundaries=known, seed=None)
+    with rehearsing(stages, schedule, {"pp": pp, "dp": world // pp}, rank, _loss, options) as (pipe, recorder):
+        return _run(pipe, toy, recorder)
 
 
 def _loss(output: Tensor, _: Any) -> Tensor:
