@@ -52,7 +52,6 @@ ENUMERATE_KINDS = {
     "passes/layers.py": "templates of cells",
     "passes/measured.py": "the template of a measured step",
     "runtime/run/handlers.py": "handlers",
-    "runtime/rank_dryrun.py": "handlers of a dry run",
 }
 """The modules besides the table, `ir/ops.py`, that may list op kinds; every other one reads columns of it."""
 

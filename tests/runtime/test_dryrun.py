@@ -49,6 +49,17 @@ def test_memory_is_counted_from_the_step() -> None:
     assert longer.peak_saved_bytes == shorter.peak_saved_bytes
 
 
+def test_the_peak_is_of_all_tensors() -> None:
+    """Of one rank in a backward: parameters, gradients, saved tensors, the batch, and what the backward makes."""
+    done = rehearse(treadle.generate("1f1b", pp=1, microbatches=2), 1, 0, SMALL)
+    microbatch = SMALL.boundary[0].size_bytes
+    held = done.parameter_bytes + done.gradient_bytes + done.peak_saved_bytes + microbatch  # another is saved
+    assert held < done.peak_bytes < held + 2 * done.peak_saved_bytes
+    assert done.peak_at == "B1.0"
+    more = rehearse(treadle.generate("1f1b", pp=1, microbatches=6), 1, 0, SMALL)
+    assert more.peak_bytes - done.peak_bytes == 4 * (microbatch + 4)  # and the losses
+
+
 def test_a_difference_is_told() -> None:
     done = rehearse(treadle.generate("1f1b", pp=2, microbatches=4), 2, 0, SMALL)
     less: Rehearsal = replace(done, channels={**done.channels, (0, 1): Sent(3, 0)})
@@ -80,6 +91,7 @@ def test_the_command() -> None:
     assert "6: 4 channels, pipe of 4, copies of 32" in result.output
     told = read_json("dryrun", CliRunner().invoke(app, ["dryrun", "dualpipe", *size, "--json"]).stdout)
     assert told["communicators"] == 6
+    assert f"at {told['peak_at']}" in result.output
     assert told["disagreements"] == []
     assert told["channels"]["1>2"]["messages"] == 8
 

@@ -14,9 +14,10 @@ import treadle
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
-from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
+from treadle.runtime.model.meta_bytes import OpBytes
 from treadle.simulator import measure
 from treadle.train.fitted_costs import fit_step, write_costs
+from treadle.train.footprint import BlockFootprint, ModelFootprint
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
 from treadle.train.run_config import ParallelConfig, TrainConfig, TrainingConfig
@@ -123,13 +124,13 @@ def test_the_sweep_over_a_step_finds_the_peak_that_the_simulator_finds(schedule:
         OpKind.ATTN_F: OpBytes(700, 700), OpKind.ATTN_B: OpBytes(0, -700),
         OpKind.MLP_F: OpBytes(300, 300), OpKind.MLP_B: OpBytes(0, -300),
     }  # fmt: skip
-    block = BlockFootprint("t", (), 0, 0, sizes, ops, ops)
-    peaks = step_peaks(trace, [StageFootprint(row, {"t": block}, 0, 0.0) for row in rows], {})
+    block = BlockFootprint("t", (), sizes, ops, ops)
+    peaks = step_peaks(trace, rows, ModelFootprint({"t": block}, 0), {})
     assert [peak.activations for peak in peaks] == list(measure(trace).peaks)
     assert all(peak.temporaries == peak.gradients == 0 for peak in peaks)
     larger = {**ops, OpKind.MLP_B: OpBytes(10**6, -300)}
     block = replace(block, ops=larger)
-    peaks = step_peaks(trace, [StageFootprint(row, {"t": block}, 0, 0.0) for row in rows], {})
+    peaks = step_peaks(trace, rows, ModelFootprint({"t": block}, 0), {})
     assert all(peak.temporaries == 10**6 and peak.op.startswith("mlp_b") for peak in peaks)
 
 

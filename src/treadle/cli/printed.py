@@ -197,6 +197,8 @@ class DryrunJson(TypedDict):
     gradient_bytes: Annotated[Count, "Bytes that gradients take while they are summed."]
     peak_saved_bytes: Annotated[Count, "Bytes saved for backwards at most."]
     peak_buffer_bytes: Annotated[Count, "Bytes of receive buffers at most."]
+    peak_bytes: Annotated[Count, "Bytes of all its tensors at most; where the first stage is, the batch is among them."]
+    peak_at: Annotated[str, "The op at which it holds most."]
     disagreements: Annotated[
         list[str],
         "Where the rank differs from the verified program, or ranks from each other; empty if nowhere.",

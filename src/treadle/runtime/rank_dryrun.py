@@ -6,8 +6,11 @@ it says about messages, communicators and memory is counted from what the step d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +25,13 @@ from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Op, Program
-from treadle.runtime.model.chunk import Chunk
+from treadle.runtime.model.chunk import Chunk, LossFn
+from treadle.runtime.model.meta_bytes import GradientBytes, MetaBytes, OpBytes
+from treadle.runtime.model.saved import LiveBytes, SavedTensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.pipeline import Pipeline
 from treadle.runtime.pipeline_options import RunOptions
-from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
+from treadle.runtime.run.handlers import HANDLERS, Call, Handler, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
 
@@ -77,7 +82,8 @@ class Sent:
 class Rehearsal:
     """What a rank did in one step. Channels are keyed by (from, to), numbers of ranks along pp.
 
-    `gradient_bytes` is what gradients take while they are summed, `peak_saved_bytes` what forwards left for backwards.
+    `gradient_bytes` is what gradients take while they are summed, `peak_saved_bytes` what forwards left for backwards,
+    `peak_bytes` the most that all tensors took at once, at the op `peak_at`: a batch too, where the first stage is.
     """
 
     pp_rank: int
@@ -90,32 +96,21 @@ class Rehearsal:
     gradient_bytes: int
     peak_saved_bytes: int
     peak_buffer_bytes: int
-
-
-class _Meter:
-    """Bytes that are there now, under keys, and the most there were."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._held: dict[Any, int] = {}
-
-    def hold(self, key: Any, size: int) -> None:
-        """Some more under this key."""
-        self._held[key] = self._held.get(key, 0) + size
-        self.peak = max(self.peak, sum(self._held.values()))
-
-    def free(self, key: Any) -> None:
-        """All that is under this key goes."""
-        self._held.pop(key, None)
+    peak_bytes: int
+    peak_at: str
 
 
 class RehearsalRecorder:
-    """Counts what a rank's ops send, receive and save. `handlers` and `channels` stand in for the runtime's own."""
+    """Counts what a rank's ops send, receive, save and hold. `handlers` and `channels` stand in for the runtime's."""
 
-    def __init__(self, pp_rank: int) -> None:
+    def __init__(self, pp_rank: int, stages: Mapping[int, nn.Module]) -> None:
         self.pp_rank = pp_rank
-        self.saved, self.buffers = _Meter(), _Meter()
+        self.memory, self.buffers = MetaBytes(), LiveBytes()
+        self.saved = SavedTensors(stages.values(), None)
         self.traffic: dict[tuple[int, int], list[int]] = {}
+        self.ops: list[tuple[Op, OpBytes]] = []
+        """The memory of each call of an op, in the order in which they ran."""
+        self.peak_bytes, self.peak_at = 0, ""
 
     def channels(self, part: RankProgram) -> RankProgram:
         """Return the same with channels that count."""
@@ -128,67 +123,33 @@ class RehearsalRecorder:
         return _CountingChannel(channel, self.traffic.setdefault(key, []), self.buffers)
 
     def handlers(self) -> dict[OpKind, Handler]:
-        """Return handlers that count what autograd saves until a backward, and weight gradients hold until they run."""
-        counted = {
-            OpKind.F: self._forward,
-            OpKind.B: self._backward,
-            OpKind.I: self._input_grad,
-            OpKind.W: self._backward,
-        }
-        return {kind: counted[kind](handler) if kind in counted else handler for kind, handler in HANDLERS.items()}
+        """Return the runtime's handlers, whose calls are counted."""
+        return {kind: partial(self._calls, handler) for kind, handler in HANDLERS.items()}
 
-    def _forward(self, handler: Handler) -> Handler:
-        def counting(part: RankProgram, op: Op) -> OpCalls:
-            run = handler(part, op).launch
-            own = {p.untyped_storage()._cdata for p in part.stages[op.chunk].module.parameters()}
+    def _calls(self, handler: Handler, part: RankProgram, op: Op) -> OpCalls:
+        calls = handler(part, op)
+        counted = {name: partial(self._run, run, part, op) for name, run in calls._asdict().items() if run is not None}
+        return calls._replace(**counted)
 
-            def forward() -> None:
-                seen = set(own)
-
-                def pack(tensor: Tensor) -> Tensor:
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in seen:
-                        seen.add(storage._cdata)
-                        self.saved.hold((op.chunk, op.mb), storage.nbytes())
-                    return tensor
-
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    run()
-
-            return OpCalls(forward)
-
-        return counting
-
-    def _backward(self, handler: Handler) -> Handler:
-        def counting(part: RankProgram, op: Op) -> OpCalls:
-            run = handler(part, op).launch
-
-            def backward() -> None:
-                run()
-                self.saved.free((op.chunk, op.mb))
-
-            return OpCalls(backward)
-
-        return counting
-
-    def _input_grad(self, handler: Handler) -> Handler:
-        def counting(part: RankProgram, op: Op) -> OpCalls:
-            run, stage = self._backward(handler)(part, op).launch, part.stages[op.chunk]
+    def _run(self, run: Call, part: RankProgram, op: Op) -> None:
+        """Run a call of an op, and count what autograd saves, what weight gradients hold until they run, and all."""
+        key = op.chunk, op.mb, 0
+        with self.saved.saving(key, "f") if op.kind is OpKind.F else nullcontext():
+            self.ops.append((op, self.memory.measure(run)))
+        if op.kind is OpKind.I:
+            stage = part.stages[op.chunk]
             assert isinstance(stage, Stage)
-
-            def input_grad() -> None:
-                run()
-                self.saved.hold((op.chunk, op.mb), sum(put_off.size_bytes for put_off in stage.halves_of(op.mb)))
-
-            return OpCalls(input_grad)
-
-        return counting
+            self.saved.hold_halves(key, "i", stage.halves_of(op.mb))
+        elif op.kind is OpKind.W:
+            self.saved.drop_halves(key, "i")
+        if self.memory.peak > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.memory.peak, str(op)
 
 
 class _CountingChannel(Channel):
     """A channel that notes the bytes of its messages in `sizes`. A receive buffer counts until its reader has it."""
 
-    def __init__(self, channel: Channel, sizes: list[int], buffers: _Meter) -> None:
+    def __init__(self, channel: Channel, sizes: list[int], buffers: LiveBytes) -> None:
         super().__init__(channel.communicator, channel.peer, channel.device, channel.wait, channel.control)
         self._sizes, self._buffers = sizes, buffers
 
@@ -199,11 +160,13 @@ class _CountingChannel(Channel):
     def post(self, boundary: Boundary) -> Posted:
         posted = super().post(boundary)
         self._sizes.append(sum(t.nbytes for t in posted[0]))
-        self._buffers.hold(id(posted[1]), self._sizes[-1])
+        for tensor in posted[0]:
+            self._buffers.hold(tensor)
         return posted
 
     def wait_for(self, posted: Posted) -> tuple[Tensor, ...]:
-        self._buffers.free(id(posted[1]))
+        for tensor in posted[0]:
+            self._buffers.release(tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes())
         return super().wait_for(posted)
 
 
@@ -221,24 +184,49 @@ class _RehearsedPipeline(Pipeline):
         return self._recorder.channels(super().rank_program(program, stages, boundaries))
 
 
+@contextmanager
+def rehearsing(
+    stages: Mapping[int, nn.Module],
+    schedule: Schedule,
+    sizes: Mapping[str, int],
+    rank: int,
+    loss_fn: LossFn,
+    options: RunOptions,
+) -> Iterator[tuple[Pipeline, RehearsalRecorder]]:
+    """Make the Pipeline of rank `rank` of a mesh of `sizes`, of meta tensors, and count what it makes within the block.
+
+    Makes the default process group, and takes it away again.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "a dry run makes a world of its own, and this process is in one; call it before init_process_group, or "
+            "after destroy_process_group"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()), store=HashStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        recorder = RehearsalRecorder(mesh.get_local_rank("pp"), stages)
+        with recorder.memory:
+            yield (
+                _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=loss_fn, options=options),
+                recorder,
+            )
+    finally:
+        dist.destroy_process_group()
+
+
 def rehearse(schedule: Schedule, world: int, rank: int, toy: Toy) -> Rehearsal:
-    """Runs a step as rank `rank` of a world of `world`. Makes the default process group, and takes it away again."""
+    """Run a step as rank `rank` of a world of `world`."""
     pp = schedule.pp
     if world % pp or world < 1:
         raise ValueError(f"pipelines of {pp} ranks fill a world of {pp}, {2 * pp}, ... ranks, got {world}")
     if not 0 <= rank < world:
         raise ValueError(f"a world of {world} has the ranks 0 to {world - 1}, got {rank}")
-    dist.init_process_group("fake", rank=rank, world_size=world, store=HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "dp"))
-        stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
-        known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
-        recorder = RehearsalRecorder(rank // (world // pp))
-        options = RunOptions(boundaries=known, seed=None)
-        pipe = _RehearsedPipeline(recorder, stages, schedule, mesh=mesh, loss_fn=_loss, options=options)
+    stages = {chunk: toy.stage() for chunk in range(schedule.vpp)}
+    known = dict.fromkeys(range(schedule.placement.num_stages - 1), toy.boundary)
+    options = RunOptions(boundaries=known, seed=None)
+    with rehearsing(stages, schedule, {"pp": pp, "dp": world // pp}, rank, _loss, options) as (pipe, recorder):
         return _run(pipe, toy, recorder)
-    finally:
-        dist.destroy_process_group()
 
 
 def _loss(output: Tensor, _: Any) -> Tensor:
@@ -246,10 +234,12 @@ def _loss(output: Tensor, _: Any) -> Tensor:
 
 
 def _run(pipe: Pipeline, toy: Toy, recorder: RehearsalRecorder) -> Rehearsal:
-    batch = [toy.microbatch() for _ in range(pipe.schedule.num_microbatches)]
-    pipe.step(batch, batch)
+    is_first = any(stage.number == 0 for stage in pipe.stages.values())
+    recorder.saved.begin()
+    pipe.step([toy.microbatch() for _ in range(pipe.schedule.num_microbatches)] if is_first else None)
     groups = {"pipe": pipe.groups.pp_group, "replicas": pipe.groups.dp_group, "copies": pipe.groups.copies_group}
-    params = [p for module in pipe.stages.values() for p in module.module.parameters()]
+    params = [p for stage in pipe.stages.values() for p in stage.module.parameters()]
+    parameter_bytes = sum(p.nbytes for p in params)
     return Rehearsal(
         pp_rank=pipe.position.pp_rank,
         dp_rank=pipe.position.dp_rank,
@@ -257,10 +247,12 @@ def _run(pipe: Pipeline, toy: Toy, recorder: RehearsalRecorder) -> Rehearsal:
         channels={key: Sent(len(sizes), sum(sizes)) for key, sizes in recorder.traffic.items()},
         groups={name: len(group.ranks) for name, group in groups.items() if group is not None},
         num_communicators=len(pipe.groups),
-        parameter_bytes=sum(p.nbytes for p in params),
-        gradient_bytes=sum(p.numel() * max(4, p.itemsize) for p in params if p.grad is not None),
-        peak_saved_bytes=recorder.saved.peak,
-        peak_buffer_bytes=recorder.buffers.peak,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=sum(p.numel() * GradientBytes.of(p.dtype).summed for p in params),
+        peak_saved_bytes=recorder.saved.live.peak_bytes,
+        peak_buffer_bytes=recorder.buffers.peak_bytes,
+        peak_bytes=parameter_bytes + recorder.peak_bytes,
+        peak_at=recorder.peak_at,
     )
 
 

@@ -2,9 +2,9 @@
 
     print(describe(TrainConfig(parallel=ParallelConfig(pp=16, ep=64, dp=2))))
 
-Memory is counted, not estimated: the runtime's ops run on the meta device (`treadle.models.footprint`), and a simulated
-step adds up what is there at each moment. What it cannot know: how unevenly routers send rows to experts, what kernels
-and collectives allocate inside, and what an allocator wastes.
+Memory is counted, not estimated: a Pipeline runs one block of each kind on the meta device (`treadle.train.footprint`),
+and a simulated step adds up what is there at each moment. What it cannot know: how unevenly routers send rows to
+experts, what kernels and collectives allocate inside, and what an allocator wastes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle.costs import UNIT_COSTS, missing
-from treadle.models.footprint import ParameterShape
 from treadle.simulator import measure, simulate
 from treadle.train.fitted_costs import NAME, find_costs
+from treadle.train.footprint import ParameterShape
 from treadle.train.parallel import ParallelPlan
 from treadle.train.run_config import TrainConfig
 from treadle.train.run_memory import ORDER_COSTS, RankMemory, RunMemory
@@ -141,9 +141,9 @@ def _count_parameters(run: RunMemory) -> tuple[int, int]:
     """Return the number of the model's parameters, and of those that a token passes."""
     model, shared, layers = run.config.model, dict[str, ParameterShape](), 0
     experts = 0
-    for stage in run.stages:
-        for letter in stage.row:
-            for shape in stage.blocks[letter].parameters:
+    for row in run.plan.rows:
+        for letter in row:
+            for shape in run.model.blocks[letter].parameters:
                 if shape.is_shared:
                     shared[shape.name] = shape
                 elif shape.is_expert:

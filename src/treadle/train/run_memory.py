@@ -15,9 +15,10 @@ from treadle.ir.ops import LaneKind
 from treadle.ir.program import Program
 from treadle.lowering.options import LoweringOptions
 from treadle.lowering.running import lower_weaving
-from treadle.models.footprint import MicroBatch, ParameterShape, StageFootprint, stage_footprint
 from treadle.models.tensor_names import tied_parameters
+from treadle.runtime.model.meta_bytes import GradientBytes
 from treadle.simulator import simulate
+from treadle.train.footprint import ModelFootprint, ParameterShape, model_footprint
 from treadle.train.optim.division import divide_elements, divide_whole
 from treadle.train.parallel import ParallelPlan
 from treadle.train.run_config import TrainConfig
@@ -90,25 +91,16 @@ class RunMemory:
         return found
 
     @cached_property
-    def stages(self) -> tuple[StageFootprint, ...]:
-        """The footprint of each stage; those with the same kinds of blocks are counted once."""
-        training, parallel = self.config.training, self.config.parallel
-        found: dict[tuple[str, ...], StageFootprint] = {}
-        stages = []
-        for row in self.plan.rows:
-            key = tuple(dict.fromkeys(row))
-            if key not in found:
-                found[key] = stage_footprint(
-                    self.config.model,
-                    row,
-                    MicroBatch(training.micro_batch_size, training.seq_len),
-                    ep=self.plan.ep,
-                    dtype=self.dtype,
-                    recompute=parallel.recompute,
-                )
-            known = found[key]
-            stages.append(StageFootprint(row, known.blocks, known.boundary, known.kept))
-        return tuple(stages)
+    def model(self) -> ModelFootprint:
+        """The memory of the model's blocks."""
+        training = self.config.training
+        return model_footprint(
+            self.config.model,
+            (training.micro_batch_size, training.seq_len),
+            ep=self.plan.ep,
+            dtype=self.dtype,
+            recompute=self.config.parallel.recompute,
+        )
 
     @cached_property
     def program(self) -> Program:
@@ -136,9 +128,8 @@ class RunMemory:
         """Return (chunk, parameter) of a rank; one that its stages share is there once. Layers have numbered names."""
         found: dict[str, tuple[int, ParameterShape]] = {}
         for chunk, number in self.plan.stages_of(pp_rank).items():
-            stage = self.stages[number]
-            for place, letter in enumerate(stage.row):
-                for shape in stage.blocks[letter].parameters:
+            for place, letter in enumerate(self.plan.rows[number]):
+                for shape in self.model.blocks[letter].parameters:
                     name = shape.name if shape.is_shared else f"{chunk} {place} {shape.name}"
                     found.setdefault(name, (chunk, shape))
         return list(found.values())
@@ -153,7 +144,7 @@ class RunMemory:
         for rank in range(self.plan.pp):
             for chunk in self.plan.stages_of(rank):
                 reduced[rank, chunk] = self._reduced_bytes(rank, chunk)
-        peaks = step_peaks(trace, self.stages, reduced)
+        peaks = step_peaks(trace, self.plan.rows, self.model, reduced)
         return tuple(self._rank(rank, peak) for rank, peak in enumerate(peaks))
 
     def _rank(self, rank: int, peak: StepPeak) -> RankMemory:
@@ -163,11 +154,12 @@ class RunMemory:
         num = sum(shape.size for shape in shapes)
         parameters = num * self.dtype.itemsize
         optimizer = OptimizerMemory.of(self, shapes)
+        gradient = GradientBytes.of(self.dtype)
         twice = sum(self._blocks_elements(rank)) - num  # copies of a shared parameter have one gradient
         in_step = RankMemory(
             pp_rank=rank,
             parameters=parameters,
-            gradients=max(0, peak.gradients - twice * max(_FLOAT, self.dtype.itemsize)),
+            gradients=max(0, peak.gradients - twice * gradient.summed),
             optimizer=optimizer.state,
             activations=peak.activations,
             temporaries=peak.temporaries,
@@ -177,7 +169,7 @@ class RunMemory:
         behind = RankMemory(
             pp_rank=rank,
             parameters=parameters,
-            gradients=num * self.dtype.itemsize,
+            gradients=num * gradient.kept,
             optimizer=optimizer.state,
             activations=0,
             temporaries=optimizer.temporaries,
@@ -188,19 +180,18 @@ class RunMemory:
 
     def _blocks_elements(self, rank: int) -> Iterable[int]:
         for number in self.plan.stages_of(rank).values():
-            stage = self.stages[number]
-            for letter in stage.row:
-                yield sum(shape.size for shape in stage.blocks[letter].parameters)
+            for letter in self.plan.rows[number]:
+                yield sum(shape.size for shape in self.model.blocks[letter].parameters)
 
     def _reduced_bytes(self, rank: int, chunk: int) -> int:
-        """Return the bytes of the gradients of a chunk that are reduced over replicas, in float32 or more."""
+        """Return the bytes of the gradients of a chunk that are reduced over replicas."""
         tied = tied_parameters(self.config.model, self.plan.rows) or {}
         size = 0
         for at, shape in self.parameters_of(rank):
             is_tied = shape.is_shared and ("head" if "lm_head" in shape.name else "embedding") in tied
             if at == chunk and not is_tied and self.num_holders(shape) > 1:
                 size += shape.size
-        return size * max(_FLOAT, self.dtype.itemsize)
+        return size * GradientBytes.of(self.dtype).reduced
 
     def num_holders(self, shape: ParameterShape) -> int:
         """Return the number of ranks that have a parameter and divide its optimizer state."""
@@ -211,7 +202,7 @@ class RunMemory:
 
     def _message_bytes(self, rank: int) -> int:
         """Return the bytes of a receive awaited on each channel, of messages still leaving, and of the batch."""
-        program, boundary = self.program, self.stages[0].boundary
+        program, boundary = self.program, self.model.boundary
         total = self._batch_bytes()
         for number in range(program.num_lanes):
             lane = program.lane(number)

@@ -11,7 +11,8 @@ from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import RECEIVES, SENDS, OpKind, OpPart
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.models.footprint import BlockFootprint, OpBytes, StageFootprint
+from treadle.runtime.model.meta_bytes import OpBytes
+from treadle.train.footprint import BlockFootprint, ModelFootprint
 
 _NOTHING = OpBytes(0, 0)
 _ACTIVATIONS, _TEMPORARIES, _GRADIENTS = range(3)
@@ -37,18 +38,19 @@ class StepPeak:
 
 
 def step_peaks(
-    trace: Trace, stages: Sequence[StageFootprint], reduced: Mapping[tuple[int, int], int]
+    trace: Trace, rows: Sequence[str], model: ModelFootprint, reduced: Mapping[tuple[int, int], int]
 ) -> tuple[StepPeak, ...]:
     """Return each rank's moment of most memory.
 
     Args:
         trace: a simulated step of one pipeline.
-        stages: the footprint of each stage.
+        rows: the block letters of each stage.
+        model: the memory of the blocks.
         reduced: for each (rank, chunk) the bytes that its reduction of gradients copies.
 
     """
     program = trace.program
-    sizes = _sizes(program, stages)
+    sizes = _sizes(program, rows, model)
     index = _index(program, sizes.shape[0], sizes.shape[1])
     first = _first_of_each(program, trace.start, index)
     flat = sizes.reshape(-1, 2, 4)[index, first.astype(np.int64)]
@@ -73,23 +75,22 @@ def _peak_of(trace: Trace, ops: Longs, starts: Longs, ends: Longs) -> StepPeak:
     return StepPeak(activations, temporaries, gradients, str(op))
 
 
-def _sizes(program: Program, stages: Sequence[StageFootprint]) -> Longs:
+def _sizes(program: Program, rows: Sequence[str], model: ModelFootprint) -> Longs:
     """`[stage, layer, kind, is first micro-batch]`: (peak, after, gradients, freed at the end besides)."""
-    depth = max(1, program.layout.max_layers, *(stage.row.count("m") for stage in stages))
-    table = np.zeros((len(stages), depth, len(OpKind), 2, 4), np.int64)
-    for number, stage in enumerate(stages):
-        layers = [letter for letter in stage.row if letter in LAYERS]
-        for letter in dict.fromkeys(stage.row):
-            block = stage.blocks[letter]
+    depth = max(1, program.layout.max_layers, *(row.count("m") for row in rows))
+    table = np.zeros((len(rows), depth, len(OpKind), 2, 4), np.int64)
+    for number, row in enumerate(rows):
+        layers = [letter for letter in row if letter in LAYERS]
+        for letter in dict.fromkeys(row):
             places = [at for at, other in enumerate(layers) if other == letter]
             if letter not in LAYERS:
-                places = list(range(stage.row.count(letter)))
+                places = list(range(row.count(letter)))
             for at in places:
-                _put_block(table[number, at], block)
-        for kind in RECEIVES:
-            table[number, :, kind] = (stage.boundary, stage.boundary, 0, 0)
-        for kind in SENDS:
-            table[number, :, kind] = (0, 0, 0, stage.boundary)
+                _put_block(table[number, at], model.blocks[letter])
+    for kind in RECEIVES:
+        table[:, :, kind] = (model.boundary, model.boundary, 0, 0)
+    for kind in SENDS:
+        table[:, :, kind] = (0, 0, 0, model.boundary)
     return table
 
 

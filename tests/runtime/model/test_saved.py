@@ -325,7 +325,7 @@ class Watchful(LiveBytes):
 
     def release(self, address: int, size_bytes: int) -> None:
         others = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(4)]
-        assert all(other.data_ptr() != address for other in others)
+        assert all(other.untyped_storage()._cdata != address for other in others)
         super().release(address, size_bytes)
 
 

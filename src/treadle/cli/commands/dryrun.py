@@ -72,6 +72,8 @@ def _as_dict(done: Rehearsal, world: int, rank: int, found: list[str]) -> Dryrun
         "gradient_bytes": done.gradient_bytes,
         "peak_saved_bytes": done.peak_saved_bytes,
         "peak_buffer_bytes": done.peak_buffer_bytes,
+        "peak_bytes": done.peak_bytes,
+        "peak_at": done.peak_at,
         "disagreements": found,
     }
 
@@ -96,6 +98,7 @@ def _print(done: Rehearsal, world: int, rank: int, found: list[str]) -> None:
         ("receive buffers, at most", done.peak_buffer_bytes),
     )
     out.print(f"memory         {', '.join(f'{name} {show_bytes(size)}' for name, size in parts)}", soft_wrap=True)
+    out.print(f"peak           {show_bytes(done.peak_bytes)} in all, at {done.peak_at}")
     if found:
         for line in found:
             out.print(f"[red]differs[/]  {line}", soft_wrap=True)

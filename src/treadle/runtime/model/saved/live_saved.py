@@ -1,4 +1,4 @@
-"""Counts the bytes of saved tensors that are alive on the device."""
+"""Counts the bytes of tensors that are held on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LiveBytes:
-    """Counts storages, each once however many hold it.
+    """Counts storages, each once however many hold it, on the meta device too.
 
     A storage is known by its address, so whoever holds one keeps it alive until it has been released: an address that
     is free is soon another's. Lanes are threads, so counting has a lock. Releases only queue up, since a tensor's end
@@ -41,7 +41,8 @@ class LiveBytes:
     def hold(self, tensor: Tensor) -> int:
         """Adds a holder of this tensor's storage; returns the key for `release`."""
         storage = tensor.untyped_storage()
-        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        address: int = storage._cdata
+        size_bytes = storage.nbytes()
         with self._lock:
             self._settle()
             holders = self._holders.get(address, 0)

@@ -150,7 +150,7 @@ class Shelf:
 
     def place(self, tensor: Tensor, live: LiveBytes) -> tuple[Saved, bool]:
         """Returns the entry of a tensor's storage, and whether it is new."""
-        address = tensor.untyped_storage().data_ptr()
+        address = tensor.untyped_storage()._cdata
         known = self._by_address.get(address)
         saved = known() if known is not None else None
         if saved is not None:
@@ -166,7 +166,7 @@ class Shelf:
         for saved in self.alive():
             saved.come_back()
             assert saved.tensor is not None
-            self._by_address[saved.tensor.untyped_storage().data_ptr()] = weakref.ref(saved)
+            self._by_address[saved.tensor.untyped_storage()._cdata] = weakref.ref(saved)
 
     def alive(self) -> list[Saved]:
         """Returns the storages that backward has not released yet."""
@@ -182,8 +182,9 @@ class SavedTensors:
         self._own: frozenset[int] = frozenset()
         self._shelves: dict[Key, Shelf] = {}
         self._halves: dict[tuple[Key, str], list[tuple[int, int]]] = {}
-        self._bytes: dict[str, int] = {}
-        self._layers: dict[str, set[Key]] = {}
+        self.sizes: dict[tuple[Key, str], int] = {}
+        """The bytes that each part saved, each storage with the first part of its layer that saves it."""
+
         self._kept = self._moved = 0
 
     def begin(self, given: Iterable[Any] = ()) -> None:
@@ -193,11 +194,11 @@ class SavedTensors:
         """
         held = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
         held += [t for t in tree_leaves(list(given)) if isinstance(t, Tensor)]
-        self._own = frozenset(t.untyped_storage().data_ptr() for t in held if _has_storage(t))
+        self._own = frozenset(t.untyped_storage()._cdata for t in held if _has_storage(t))
         for key in list(self._halves):
             self.drop_halves(*key)
         self._shelves.clear()
-        self._bytes, self._layers = {}, {}
+        self.sizes = {}
         self._kept = self._moved = 0
         self.live.begin()
 
@@ -210,26 +211,26 @@ class SavedTensors:
         def pack(tensor: Tensor) -> Any:
             if self._stays(tensor):
                 return InPlace(tensor)
-            return self._place(shelf, part, tensor)
+            return self._place(shelf, (key, part), tensor)
 
         return saved_tensors_hooks(pack, _unpack)
 
     def keeping(self, key: Key, part: str) -> Callable[[Tensor], Handle | InPlace]:
         """Returns what takes the inputs of a part of a layer that is computed again."""
         shelf = self._shelf(key, part)
-        return lambda tensor: InPlace(tensor) if self._stays(tensor) else self._place(shelf, part, tensor)
+        return lambda tensor: InPlace(tensor) if self._stays(tensor) else self._place(shelf, (key, part), tensor)
 
     def _shelf(self, key: Key, part: str) -> Shelf:
-        self._layers.setdefault(part, set()).add(key)
+        self.sizes.setdefault((key, part), 0)
         return self._shelves.setdefault(key, Shelf())
 
     def _stays(self, tensor: Tensor) -> bool:
-        return not _has_storage(tensor) or tensor.untyped_storage().data_ptr() in self._own
+        return not _has_storage(tensor) or tensor.untyped_storage()._cdata in self._own
 
-    def _place(self, shelf: Shelf, part: str, tensor: Tensor) -> Handle:
+    def _place(self, shelf: Shelf, by: tuple[Key, str], tensor: Tensor) -> Handle:
         saved, is_new = shelf.place(tensor, self.live)
         if is_new:
-            self._bytes[part] = self._bytes.get(part, 0) + saved.size_bytes
+            self.sizes[by] += saved.size_bytes
         return Handle(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     # -- between -----------------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class SavedTensors:
         held = [(self.live.hold(t), t.untyped_storage().nbytes()) for half in halves for t in (half.x, half.grad)]
         self._halves[key, part] = held
         self._kept += sum(
-            {half.x.untyped_storage().data_ptr(): half.x.untyped_storage().nbytes() for half in halves}.values()
+            {half.x.untyped_storage()._cdata: half.x.untyped_storage().nbytes() for half in halves}.values()
         )
 
     def drop_halves(self, key: Key, part: str) -> None:
@@ -264,10 +265,12 @@ class SavedTensors:
 
     def report(self) -> SavedReport:
         """Returns the report of the last step."""
-        total = sum(self._bytes.values())
+        total, by_part = sum(self.sizes.values()), dict[str, list[int]]()
+        for (_, part), size in self.sizes.items():
+            by_part.setdefault(part, []).append(size)
         return SavedReport(
             peak=self.live.peak_bytes,
-            parts={part: round(size / len(self._layers[part])) for part, size in self._bytes.items()},
+            parts={part: round(sum(sizes) / len(sizes)) for part, sizes in by_part.items() if any(sizes)},
             kept=self._kept / total if total else 0.0,
             moved=self._moved,
             pool=self.pool.size_bytes if self.pool is not None else 0,
@@ -286,6 +289,6 @@ def _unpack(packed: Handle | InPlace) -> Tensor:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Returns whether a tensor has plain memory: it is not sparse, wrapped, meta or empty."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.device.type != "meta"
+    """Returns whether a tensor has plain memory: it is not sparse, wrapped or empty."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and tensor.untyped_storage().nbytes() > 0
