@@ -87,17 +87,13 @@ def _mean(found: ModelFootprint, config: ModelConfig) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_micro_batch_leaves_nothing_but_gradients() -> None:
+def test_a_micro_batch_leaves_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for recompute in ((), ("attn", "mlp")):
             blocks = model_footprint(SPARSE, BATCH, ep=2, dtype=dtype, recompute=recompute).blocks
             assert "".join(blocks) == "EdtmL"
             left = sum(op.after for block in blocks.values() for op in block.ops.values())
             assert 0 <= left < 100, (dtype, recompute)  # losses stay
-            for letter, block in blocks.items():
-                gradients = sum(op.gradients for op in block.first.values())
-                size = sum(p.size for p in block.parameters)
-                assert gradients == pytest.approx(4 * size, abs=100), (letter, dtype, recompute)
 
 
 def test_weight_gradients_are_ops_of_their_own_in_every_type() -> None:

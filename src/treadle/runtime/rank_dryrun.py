@@ -26,7 +26,8 @@ from treadle.ir import Schedule
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Op, Program
 from treadle.runtime.model.chunk import Chunk, LossFn
-from treadle.runtime.model.meta_bytes import GradientBytes, MetaBytes, OpBytes
+from treadle.runtime.model.gradient_bucket import main_dtype
+from treadle.runtime.model.meta_bytes import MetaBytes, OpBytes
 from treadle.runtime.model.saved import LiveBytes, SavedTensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.pipeline import Pipeline
@@ -248,7 +249,7 @@ def _run(pipe: Pipeline, toy: Toy, recorder: RehearsalRecorder) -> Rehearsal:
         groups={name: len(group.ranks) for name, group in groups.items() if group is not None},
         num_communicators=len(pipe.groups),
         parameter_bytes=parameter_bytes,
-        gradient_bytes=sum(p.numel() * GradientBytes.of(p.dtype).summed for p in params),
+        gradient_bytes=sum(p.numel() * main_dtype(p).itemsize for p in params),
         peak_saved_bytes=recorder.saved.live.peak_bytes,
         peak_buffer_bytes=recorder.buffers.peak_bytes,
         peak_bytes=parameter_bytes + recorder.peak_bytes,

@@ -4,8 +4,8 @@
     found.blocks["t"].saved["mlp"]                   bytes that experts save for their backward, in one layer
     found.blocks["L"].ops[OpKind.HEAD_B].peak        bytes that the head's backward takes besides what is there
 
-A model of any size is counted in seconds. Two micro-batches pass the blocks: the first also makes the gradients, the
-second adds to them.
+A model of any size is counted in seconds. Two micro-batches pass the blocks: in the first main gradients get their
+memory, the second adds to them.
 
 Two things on the meta device are not as on a CPU, and are replaced: attention runs by the CPU's flash kernel
 (`FlashAttention`), and rows are balanced over experts (`BalancedExchange`). On a GPU, attention with a document mask
@@ -67,10 +67,7 @@ class BlockFootprint:
     is recomputed."""
 
     ops: Mapping[OpKind, OpBytes]
-    """Of each op, in any micro-batch but the first."""
-
-    first: Mapping[OpKind, OpBytes]
-    """In the first micro-batch, in which gradients come to be."""
+    """Of each op, once main gradients have their memory."""
 
     @property
     def saved_until_backward(self) -> int:
@@ -122,8 +119,8 @@ def model_footprint(
     options = RunOptions(seed=None, lanes="serial", recompute=recompute, saved="count")
     with rehearsing({0: module}, schedule, {"pp": 1, "ep": ep}, 0, loss_fn, options) as (pipe, recorder):
         batch = torch.empty(2 * size, seq_len, dtype=torch.long, device="meta")
-        with FlashAttention():
-            pipe.step(batch, batch, side={"positions": batch, "documents": batch}, reduce=False)
+        with FlashAttention(), pipe.no_sync():
+            pipe.step(batch, batch, side={"positions": batch, "documents": batch})
         stage = pipe.stages[0]
     assert isinstance(stage, LayeredStage)
     assert stage.store is not None
@@ -139,7 +136,6 @@ def model_footprint(
             parameters=tuple(_shapes(block)),
             saved={part: num for (saved_by, part), num in stage.store.sizes.items() if saved_by == key},
             ops={kind: ops[kind, at, 1] for kind in kinds},
-            first={kind: _with_gradients(ops[kind, at, 0], ops[kind, at, 1]) for kind in kinds},
         )
     return ModelFootprint(blocks, size * seq_len * config.hidden_size * dtype.itemsize)
 
@@ -157,10 +153,6 @@ def _one_of_each(config: ModelConfig, ep: int, dtype: torch.dtype) -> tuple[str,
         if isinstance(part, ExpertLayer):
             part.exchange = BalancedExchange(config.num_experts, ep)
     return row, nn.Sequential(*blocks)
-
-
-def _with_gradients(first: OpBytes, later: OpBytes) -> OpBytes:
-    return replace(first, gradients=max(0, first.after - later.after))
 
 
 def _shapes(block: nn.Module) -> Iterator[ParameterShape]:

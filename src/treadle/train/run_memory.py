@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from treadle.ir.program import Program
 from treadle.lowering.options import LoweringOptions
 from treadle.lowering.running import lower_weaving
 from treadle.models.tensor_names import tied_parameters
-from treadle.runtime.model.meta_bytes import GradientBytes
+from treadle.passes.step_end import reduces
 from treadle.simulator import simulate
 from treadle.train.footprint import ModelFootprint, ParameterShape, model_footprint
 from treadle.train.optim.division import divide_elements, divide_whole
@@ -115,12 +115,11 @@ class RunMemory:
             offload=parallel.saved == "offload",
             recompute=parallel.recompute,
         )
-        reduce = plan.num_replicas > 1 or plan.schedule.placement.num_pipes > 1
         return lower_weaving(
             plan.schedule,
             UNIT_COSTS,
             options,
-            reduce=reduce,
+            reduce=reduces(plan.schedule.placement, plan.num_replicas),
             tied=tuple(tuple(sorted(where)) for where in tied.values()),
         )
 
@@ -140,11 +139,7 @@ class RunMemory:
     def ranks(self) -> tuple[RankMemory, ...]:
         """Each rank of a pipeline; replicas have the same, but for the rest of a division."""
         trace = simulate(self.program, self.costs)
-        reduced = {}
-        for rank in range(self.plan.pp):
-            for chunk in self.plan.stages_of(rank):
-                reduced[rank, chunk] = self._reduced_bytes(rank, chunk)
-        peaks = step_peaks(trace, self.plan.rows, self.model, reduced)
+        peaks = step_peaks(trace, self.plan.rows, self.model)
         return tuple(self._rank(rank, peak) for rank, peak in enumerate(peaks))
 
     def _rank(self, rank: int, peak: StepPeak) -> RankMemory:
@@ -154,12 +149,11 @@ class RunMemory:
         num = sum(shape.size for shape in shapes)
         parameters = num * self.dtype.itemsize
         optimizer = OptimizerMemory.of(self, shapes)
-        gradient = GradientBytes.of(self.dtype)
-        twice = sum(self._blocks_elements(rank)) - num  # copies of a shared parameter have one gradient
+        gradients = num * max(_FLOAT, self.dtype.itemsize)  # main gradients keep their memory
         in_step = RankMemory(
             pp_rank=rank,
             parameters=parameters,
-            gradients=max(0, peak.gradients - twice * gradient.summed),
+            gradients=gradients,
             optimizer=optimizer.state,
             activations=peak.activations,
             temporaries=peak.temporaries,
@@ -169,7 +163,7 @@ class RunMemory:
         behind = RankMemory(
             pp_rank=rank,
             parameters=parameters,
-            gradients=num * gradient.kept,
+            gradients=gradients,
             optimizer=optimizer.state,
             activations=0,
             temporaries=optimizer.temporaries,
@@ -177,21 +171,6 @@ class RunMemory:
             peak=optimizer.peak,
         )
         return max(in_step, behind, key=lambda memory: memory.total)
-
-    def _blocks_elements(self, rank: int) -> Iterable[int]:
-        for number in self.plan.stages_of(rank).values():
-            for letter in self.plan.rows[number]:
-                yield sum(shape.size for shape in self.model.blocks[letter].parameters)
-
-    def _reduced_bytes(self, rank: int, chunk: int) -> int:
-        """Return the bytes of the gradients of a chunk that are reduced over replicas."""
-        tied = tied_parameters(self.config.model, self.plan.rows) or {}
-        size = 0
-        for at, shape in self.parameters_of(rank):
-            is_tied = shape.is_shared and ("head" if "lm_head" in shape.name else "embedding") in tied
-            if at == chunk and not is_tied and self.num_holders(shape) > 1:
-                size += shape.size
-        return size * GradientBytes.of(self.dtype).reduced
 
     def num_holders(self, shape: ParameterShape) -> int:
         """Return the number of ranks that have a parameter and divide its optimizer state."""
@@ -251,10 +230,8 @@ class OptimizerMemory:
                 gather = max(gather, (num_ranks + 1) * most * itemsize)
         if _on_gpu(run.config) and config.name == "adamw":
             largest = own * _FLOAT  # all at once: torch's foreach implementation
-        update = largest + (own * _FLOAT if has_masters else 0)
-        return cls(
-            state, max(update, gather), "the optimizer's step" if update >= gather else "the exchange of parameters"
-        )
+        peak = "the optimizer's step" if largest >= gather else "the exchange of parameters"
+        return cls(state, max(largest, gather), peak)
 
 
 def _on_gpu(config: TrainConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,7 @@ from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import RECEIVES, SENDS, OpKind, OpPart
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.runtime.model.meta_bytes import OpBytes
 from treadle.train.footprint import BlockFootprint, ModelFootprint
-
-_NOTHING = OpBytes(0, 0)
-_ACTIVATIONS, _TEMPORARIES, _GRADIENTS = range(3)
 
 
 @dataclass(frozen=True)
@@ -28,37 +24,30 @@ class StepPeak:
     temporaries: int
     """What ops have only while they run."""
 
-    gradients: int
     op: str
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.temporaries + self.gradients
+        return self.activations + self.temporaries
 
 
-def step_peaks(
-    trace: Trace, rows: Sequence[str], model: ModelFootprint, reduced: Mapping[tuple[int, int], int]
-) -> tuple[StepPeak, ...]:
+def step_peaks(trace: Trace, rows: Sequence[str], model: ModelFootprint) -> tuple[StepPeak, ...]:
     """Return each rank's moment of most memory.
 
     Args:
         trace: a simulated step of one pipeline.
         rows: the block letters of each stage.
         model: the memory of the blocks.
-        reduced: for each (rank, chunk) the bytes that its reduction of gradients copies.
 
     """
     program = trace.program
     sizes = _sizes(program, rows, model)
     index = _index(program, sizes.shape[0], sizes.shape[1])
-    first = _first_of_each(program, trace.start, index)
-    flat = sizes.reshape(-1, 2, 4)[index, first.astype(np.int64)]
-    peak, after, gradients, freed = flat.T
-    _add_reductions(program, reduced, peak)
-    lasting = np.maximum(after - gradients, 0)
-    starts = np.stack([lasting, peak - lasting - gradients, gradients])
-    ends = np.stack([after - gradients - lasting - freed, -(peak - lasting - gradients), np.zeros_like(after)])
+    peak, after, freed = sizes.reshape(-1, 3)[index].T
+    lasting = np.maximum(after, 0)
+    starts = np.stack([lasting, peak - lasting])
+    ends = np.stack([after - lasting - freed, lasting - peak])
     ranks = program.lane_rank[program.lane_of]
     return tuple(_peak_of(trace, np.flatnonzero(ranks == rank), starts, ends) for rank in range(program.num_ranks))
 
@@ -71,14 +60,14 @@ def _peak_of(trace: Trace, ops: Longs, starts: Longs, ends: Longs) -> StepPeak:
     held = np.cumsum(np.concatenate([starts[:, ops], ends[:, ops]], axis=1)[:, order], axis=1)
     at = int(np.argmax(held.sum(axis=0)))
     op = trace.program.op(int(np.concatenate([ops, ops])[order[at]]))
-    activations, temporaries, gradients = (int(size) for size in held[:, at])
-    return StepPeak(activations, temporaries, gradients, str(op))
+    activations, temporaries = (int(size) for size in held[:, at])
+    return StepPeak(activations, temporaries, str(op))
 
 
 def _sizes(program: Program, rows: Sequence[str], model: ModelFootprint) -> Longs:
-    """`[stage, layer, kind, is first micro-batch]`: (peak, after, gradients, freed at the end besides)."""
+    """`[stage, layer, kind]`: (peak, after, freed at the end besides)."""
     depth = max(1, program.layout.max_layers, *(row.count("m") for row in rows))
-    table = np.zeros((len(rows), depth, len(OpKind), 2, 4), np.int64)
+    table = np.zeros((len(rows), depth, len(OpKind), 3), np.int64)
     for number, row in enumerate(rows):
         layers = [letter for letter in row if letter in LAYERS]
         for letter in dict.fromkeys(row):
@@ -88,21 +77,20 @@ def _sizes(program: Program, rows: Sequence[str], model: ModelFootprint) -> Long
             for at in places:
                 _put_block(table[number, at], model.blocks[letter])
     for kind in RECEIVES:
-        table[:, :, kind] = (model.boundary, model.boundary, 0, 0)
+        table[:, :, kind] = (model.boundary, model.boundary, 0)
     for kind in SENDS:
-        table[:, :, kind] = (0, 0, 0, model.boundary)
+        table[:, :, kind] = (0, 0, model.boundary)
     return table
 
 
 def _put_block(table: Longs, block: BlockFootprint) -> None:
-    """Fill in `[kind, is first micro-batch]` of a block."""
-    for kind in block.ops:
-        for first, op in enumerate((block.ops.get(kind, _NOTHING), block.first.get(kind, _NOTHING))):
-            table[kind, first] = (op.peak, op.after, op.gradients, 0)
+    """Fill in `[kind]` of a block."""
+    for kind, op in block.ops.items():
+        table[kind] = (op.peak, op.after, 0)
     if block.letter in LAYERS:
         moved = block.saved_until_backward
-        table[OpKind.OFFLOAD] = (0, 0, 0, moved)
-        table[OpKind.ONLOAD] = (moved, moved, 0, 0)
+        table[OpKind.OFFLOAD] = (0, 0, moved)
+        table[OpKind.ONLOAD] = (moved, moved, 0)
 
 
 def _index(program: Program, num_stages: int, depth: int) -> Longs:
@@ -117,21 +105,3 @@ def _index(program: Program, num_stages: int, depth: int) -> Longs:
     layer = np.where(outside & ~np.isin(program.kind, of_mtp), 0, program.layer)
     index: Longs = (stage * depth + layer) * len(OpKind) + program.kind
     return index
-
-
-def _first_of_each(program: Program, start: Longs, index: Longs) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """`[op]`: is it the first in time of its rank, stage, layer and kind."""
-    rank = program.lane_rank[program.lane_of].astype(np.int64)
-    key = rank * (int(index.max(initial=0)) + 1) + index
-    order = np.lexsort((start, key))
-    firsts = np.ones(len(order), bool)
-    firsts[1:] = key[order][1:] != key[order][:-1]
-    first = np.zeros(len(order), bool)
-    first[order[firsts]] = True
-    return first
-
-
-def _add_reductions(program: Program, reduced: Mapping[tuple[int, int], int], peak: Longs) -> None:
-    for op in np.flatnonzero(program.kind == OpKind.REDUCE_GRAD):
-        rank = int(program.lane_rank[program.lane_of[op]])
-        peak[op] = reduced.get((rank, int(program.chunk[op])), 0)

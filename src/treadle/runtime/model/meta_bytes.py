@@ -1,4 +1,4 @@
-"""The bytes of a dry run: those that tensors of the meta device would take while they live, and those of gradients."""
+"""The bytes of a dry run: those that tensors of the meta device would take while they live."""
 
 from __future__ import annotations
 
@@ -14,35 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
-class GradientBytes:
-    """The bytes that the gradient of an element takes."""
-
-    summed: int
-    """From the first micro-batch's backward to the end of the step."""
-
-    reduced: int
-    """Besides, while a chunk's gradients are reduced over replicas."""
-
-    kept: int
-    """From the end of the step to the update."""
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> GradientBytes:
-        """Return those of a parameter of this type."""
-        wide = max(torch.float32.itemsize, dtype.itemsize)
-        return cls(summed=wide, reduced=wide, kept=dtype.itemsize)
-
-
-@dataclass(frozen=True)
 class OpBytes:
-    """The memory of an op: at most `peak` bytes more while it runs than before, and `after` bytes more after it.
-
-    Of `after`, `gradients` bytes are gradients of parameters; only the first micro-batch makes some.
-    """
+    """The memory of an op: at most `peak` bytes more while it runs than before, and `after` bytes more after it."""
 
     peak: int
     after: int
-    gradients: int = 0
 
 
 class MetaBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
