@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import TypeAlias
 
@@ -28,7 +28,6 @@ from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import WEIGHT_OF, OpKind, OpPhase, by_part
 from treadle.models.balanced import BalancedExchange
 from treadle.models.build_stages import build_stages
-from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.ends import loss_fn
 from treadle.models.live_bytes import FlashAttention, MetaBytes, MetaSavedTensors
 from treadle.models.model_config import ModelConfig
@@ -167,10 +166,8 @@ def stage_footprint(
     """
     short = "".join(letter for letter, _ in groupby(row))
     small, rows, number = _model_around(config, short)
-    module = build_stages(small, rows, {0: number}, ep=ep, device="meta", dtype=dtype)[0]
-    for part in module.modules():
-        if isinstance(part, ExpertLayer):
-            part.exchange = BalancedExchange(config.num_experts, ep)
+    balanced = partial(BalancedExchange, ep=ep)
+    module = build_stages(small, rows, {0: number}, ep=ep, exchange=balanced, device="meta", dtype=dtype)[0]
     boundary = (microbatch.size, microbatch.seq_len, config.hidden_size), dtype
     run = _StageRun(module, number, len(rows), microbatch, boundary, recompute, split=split)
     return run.measure(row, short)
