@@ -11,27 +11,27 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support import deepep_contract
 from tests.support.experts import named_grads
 from tests.support.ranks import check, run_ranks
 from treadle.dist.groups import Group
-from treadle.moe import EXCHANGES, MoELayer, Routing
-from treadle.moe.exchanges import AllToAll, DeepEP
+from treadle.moe import EXCHANGES, MoELayer, Router, Routing
+from treadle.moe.exchanges import AllToAll, DeepEP, ExchangeName
 from treadle.moe.exchanges.deepep import Comm, Trip
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
-ROUTES = ("learned", "one expert", "none to a rank")
+ROUTES = ("learned", "one expert", "none to a rank", "sigmoid in groups, with a shared expert")
 
 
 @dataclass(frozen=True)
 class Backend:
     """An exchange, in the precision it has. `contract`: what DeepEP documents instead of DeepEP, which needs GPUs."""
 
-    exchange: str
+    exchange: ExchangeName
     dtype: torch.dtype
     tolerance: float
     contract: bool = False
@@ -61,7 +61,7 @@ BACKENDS = [
 def whole(route: str, dtype: torch.dtype = torch.float64) -> MoELayer:
     """The layer with all experts; its router is bent by a bias-like weight on a feature that is always 1."""
     torch.manual_seed(3)
-    layer = MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=1 if route == "one expert" else 2, balance=0.1).double()
+    layer = MoELayer(WIDTH, HIDDEN, EXPERTS, **options(route)).double()
     with torch.no_grad():
         layer.expert_norm.bias[0] = 5.0
         if route == "one expert":
@@ -71,10 +71,18 @@ def whole(route: str, dtype: torch.dtype = torch.float64) -> MoELayer:
     return layer.to(dtype)
 
 
-def part(layer: MoELayer, ep: int, rank: int, exchange: str) -> MoELayer:
+def options(route: str) -> dict[str, Any]:
+    """What makes the router, and the shared expert if there is one."""
+    if not route.startswith("sigmoid"):
+        return {"top_k": 1 if route == "one expert" else 2, "balance": 0.1}
+    router = Router(WIDTH, EXPERTS, 2, 0.1, scoring="sigmoid", routed_scaling_factor=2.5, n_group=2, topk_group=1)
+    return {"router": router, "shared_experts": nn.Linear(WIDTH, WIDTH)}
+
+
+def part(layer: MoELayer, route: str, ep: int, rank: int, exchange: ExchangeName) -> MoELayer:
     """A rank's part of it: everything but the experts, of which it has its own."""
-    own, top_k = EXPERTS // ep, layer.router.top_k
-    mine = MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=top_k, ep=ep, ep_rank=rank, balance=0.1, exchange=exchange)
+    own = EXPERTS // ep
+    mine = MoELayer(WIDTH, HIDDEN, EXPERTS, ep=ep, ep_rank=rank, exchange=exchange, **options(route))
     wanted = {}
     for name, value in layer.state_dict().items():
         pieces = name.split(".")
@@ -124,7 +132,7 @@ def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.d
     """A rank's part of the layer, in its group."""
     if backend.contract:
         deepep_contract.install()
-    layer = part(whole(route, backend.dtype), dist.get_world_size(), rank, backend.exchange)
+    layer = part(whole(route, backend.dtype), route, dist.get_world_size(), rank, backend.exchange)
     device = torch.device("cuda", rank) if backend.device == "cuda" else torch.device("cpu")
     assert isinstance(layer.exchange, EpGroupModule)
     layer.exchange.join(ep_group(rank), {})
@@ -202,7 +210,7 @@ def test_deepep_is_refused_where_it_is_not_installed() -> None:
     with pytest.raises(ValueError, match=r"needs the package deep_ep .* install it, or use exchange='all_to_all'"):
         MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="deepep")
     with pytest.raises(ValueError, match="one of all_to_all, deepep, got 'nvshmem'"):
-        MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="nvshmem")
+        MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="nvshmem")  # type: ignore[arg-type]
 
 
 def gathered(rank: int) -> list[list[Any]]:
@@ -229,7 +237,26 @@ def test_tensors_that_travel_in_a_routing_are_found() -> None:
 
 def test_backends_say_whether_counts_go_ahead() -> None:
     assert list(EXCHANGES) == ["all_to_all", "deepep"]
-    assert (AllToAll.counted, DeepEP.counted) == (True, False)
+    assert [segment.name for segment in AllToAll(EXPERTS).counting] == ["counts", "host"]
+    assert not DeepEP.counting
+
+
+def test_a_state_dict_has_the_names_that_it_is_loaded_by() -> None:
+    """Those of earlier versions: a file of `torch.save(layer.state_dict())` has to load."""
+    dense = {f"{name}.{kind}" for name in ("norm", "mixer", "expert_norm") for kind in ("weight", "bias")}
+    experts = {f"experts.{name}.{number}.weight" for name in ("up", "down") for number in range(EXPERTS)}
+    assert set(whole("learned").state_dict()) == dense | experts | {"router.score.weight"}
+
+
+def test_a_layer_without_balance_writes_no_loss() -> None:
+    layer = MoELayer(WIDTH, HIDDEN, EXPERTS)
+    assert all("aux_loss" not in segment.writes for segment in layer.segments())
+    assert float(layer.with_loss(torch.zeros(3, WIDTH))[1]) == 0
+
+
+def test_another_scoring_is_refused() -> None:
+    with pytest.raises(ValueError, match="scoring is softmax or sigmoid, got 'tanh'"):
+        Router(WIDTH, EXPERTS, 2, scoring="tanh")  # type: ignore[arg-type]
 
 
 def test_segments_are_the_layer() -> None:

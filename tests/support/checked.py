@@ -55,12 +55,11 @@ def config_of(schedule: str, kind: str, **changes: Any) -> Config:
 class Recomputed(fuzz_models.Layer):
     """A layer that computes attention and experts again in backward."""
 
-    def attn(self, x: Tensor) -> Any:
-        return checkpoint(super().attn, x, use_reentrant=False)
+    def route(self, x: Tensor, *side: Any) -> Any:
+        return checkpoint(super().route, x, *side, use_reentrant=False)
 
-    def mlp(self, rows: Tensor, routing: Any) -> Tensor:
-        made: Tensor = checkpoint(super().mlp, rows, routing, use_reentrant=False)
-        return made
+    def feed(self, *values: Any) -> Any:
+        return checkpoint(super().feed, *values, use_reentrant=False)
 
 
 def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> CheckedRank:

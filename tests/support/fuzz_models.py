@@ -172,9 +172,9 @@ class Layer(MoELayer):
         super().__init__(WIDTH, HIDDEN, EXPERTS, top_k=1, ep=ep, ep_rank=ep_rank, balance=balance, mixer=mixer)
         self.aux = config.aux
 
-    def attn(self, x: Tensor) -> Any:
-        h, leaving, gates, routing, loss = super().attn(x)
-        return h, leaving, gates, routing, loss.bfloat16() if self.aux == "bf16" else loss
+    def route(self, x: Tensor, *side: Any) -> Any:
+        made = super().route(x, *side)
+        return (*made[:-1], made[-1].bfloat16()) if self.aux == "bf16" else made
 
 
 class DenseLayer(nn.Module):

@@ -57,6 +57,18 @@ def test_a_dry_run_says_what_is_where_and_how_to_learn_the_time(tmp_path: Path) 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "messages")
 
 
+def test_deepep_counts_by_itself_and_need_not_be_installed() -> None:
+    parallel, training = replace(RUN.parallel, exchange="deepep"), replace(RUN.training, dtype="bfloat16")
+    config = replace(RUN, parallel=parallel, training=training)
+    program = RunMemory(config, ParallelPlan.of(config, 4)).program
+    kinds = {program.op(index).kind for index in range(program.num_ops)}
+    assert OpKind.DISPATCH_F in kinds
+    assert not {OpKind.COUNTS, OpKind.HOST} & kinds
+    dry, plain = describe(config), describe(replace(config, parallel=RUN.parallel))
+    assert "schedule  interleaved-overlap, 2 stages a rank, tokens by DeepEP (memory: as by all_to_all)" in str(dry)
+    assert [memory.parameters for memory in dry.ranks] == [memory.parameters for memory in plain.ranks]
+
+
 def test_costs_of_an_earlier_run_predict_the_step(tmp_path: Path) -> None:
     config = replace(RUN, output=str(tmp_path))
     program = RunMemory(config, ParallelPlan.of(config, 4)).program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import deepep_contract
 from tests.support.ranks import check, run_ranks
 from tests.train.tiny import tiny
 from train_runs import losses_of
+from treadle.moe import EXCHANGES
 from treadle.train.nonfinite import NonFiniteError
 from treadle.train.trainer import Trainer
 
@@ -98,6 +101,34 @@ def test_models_and_optimizers_train_alike_on_two_layouts(tmp_path: Path) -> Non
         assert [one[0], one[2]] == pytest.approx([other[0], other[2]], rel=1e-5 if name != "bfloat16" else within), name
         assert one == pytest.approx(other, rel=within), name
         assert one[1] < one[0] - 0.05, name
+
+
+def _exchanges(rank: int, directory: Path) -> dict[str, list[float]]:
+    """The losses of two steps and of held-out text by each exchange; DeepEP by what it documents, once it is there."""
+    found: dict[str, list[float]] = {}
+    groups: dict[str, dict[str, Any]] = {
+        "checkpoint": {"every": 0, "resume": False},
+        "data": {"cache": str(directory / "data")},
+    }
+    for exchange in EXCHANGES:
+        layout = {"pp": 2, "ep": 2, "schedule": "interleaved-overlap", "exchange": exchange}
+        config = tiny(directory / exchange, parallel=layout, training={"dtype": "bfloat16"}, **groups)
+        if exchange == "deepep":
+            sys.modules["deep_ep"] = None  # type: ignore[assignment]
+            with pytest.raises(ValueError, match=r"needs the package deep_ep .*; install it, or"):
+                Trainer(config)
+            deepep_contract.install()
+        trainer = Trainer(config)
+        found[exchange] = [trainer.train_step().loss for _ in range(2)] + [trainer.evaluate()]
+        trainer.close()
+    return found
+
+
+def test_each_exchange_trains_alike_and_one_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    found = check(run_ranks(4, _exchanges, tmp_path))[0]
+    assert found["deepep"] == pytest.approx(found["all_to_all"], rel=5e-3)
+    assert found["deepep"][1] < found["deepep"][0] - 0.05
+    assert found["deepep"] != found["all_to_all"], "another exchange adds up in another order"
 
 
 def _not_finite(rank: int, directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from treadle.dist.groups import Group
 from treadle.models.decoder_layers import ExpertLayer
-from treadle.models.routers import SigmoidRouter
+from treadle.moe.router import Router
 from treadle.runtime.model.stage_blocks import children_of
 
 
@@ -37,8 +37,8 @@ def update_bias(stages: Mapping[int, nn.Module], rate: float, group: Group | Non
         router.tokens_per_expert.zero_()
 
 
-def _routers(stages: Mapping[int, nn.Module]) -> list[SigmoidRouter]:
+def _routers(stages: Mapping[int, nn.Module]) -> list[Router]:
     """Return a rank's sigmoid routers by the number of their layer: chunks come in another order on other ranks."""
     layers = [block for stage in stages.values() for block in children_of(stage) if isinstance(block, ExpertLayer)]
-    gates = [layer.mlp.gate for layer in sorted(layers, key=lambda layer: layer.number)]
-    return [gate for gate in gates if isinstance(gate, SigmoidRouter)]
+    gates = (layer.mlp.gate for layer in sorted(layers, key=lambda layer: layer.number))
+    return [gate for gate in gates if gate.scoring == "sigmoid"]

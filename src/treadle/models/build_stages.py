@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from treadle.models.initial import draw_initial_values
 from treadle.models.model_config import ModelConfig
 from treadle.models.mtp import TokenPredictor
 from treadle.models.tensor_names import share_parameters
+from treadle.moe.exchanges import ExchangeName, MakeExchange
 
 
 def build_stages(
@@ -23,6 +25,7 @@ def build_stages(
     *,
     ep: int = 1,
     ep_rank: int = 0,
+    exchange: ExchangeName | MakeExchange = "all_to_all",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -35,6 +38,8 @@ def build_stages(
         stages: for each of this rank's chunks the number of its stage.
         ep: the number of ranks that share the experts.
         ep_rank: which of them this is.
+        exchange: how tokens travel to their experts and back, all_to_all or deepep (`treadle.moe.EXCHANGES`), or what
+            makes the exchange of a layer.
         device: where the parameters are; on `meta` they have no values.
         dtype: that of the parameters. The bias of a sigmoid router stays float32.
         seed: the same seed makes the same model.
@@ -43,7 +48,8 @@ def build_stages(
         For each chunk its module: the `stages` of a Pipeline. Copies of a shared parameter are one object.
 
     Raises:
-        ValueError: rows that are not the model, a stage that is not there, or experts that do not divide.
+        ValueError: rows that are not the model, a stage that is not there, experts that do not divide, or an exchange
+            that is not installed.
 
     Example:
         >>> config = ModelConfig(num_hidden_layers=2)
@@ -53,8 +59,15 @@ def build_stages(
 
     """
     _check(config, rows, stages, ep, ep_rank)
+    make: dict[str, Callable[[int], nn.Module]] = {
+        "E": lambda _: TokenEmbedding(config),
+        "d": partial(DenseLayer, config),
+        "t": partial(ExpertLayer, config, ep=ep, ep_rank=ep_rank, exchange=exchange),
+        "m": partial(TokenPredictor, config),
+        "L": lambda _: LMHead(config),
+    }
     with torch.device("meta"):
-        made = {chunk: _stage(config, rows, stage, ep, ep_rank) for chunk, stage in stages.items()}
+        made = {chunk: _stage(rows, stage, make) for chunk, stage in stages.items()}
     for module in made.values():
         _materialise(module, torch.device(device), dtype)
     share_parameters(list(made.values()), config)  # before values are drawn: of several copies one has a name
@@ -79,21 +92,13 @@ def _check(config: ModelConfig, rows: Sequence[str], stages: Mapping[int, int], 
         raise ValueError(f"{config.num_experts} experts do not divide over {ep} ranks; ep is a divisor of num_experts")
 
 
-def _stage(config: ModelConfig, rows: Sequence[str], stage: int, ep: int, ep_rank: int) -> nn.Sequential:
+def _stage(rows: Sequence[str], stage: int, make: Mapping[str, Callable[[int], nn.Module]]) -> nn.Sequential:
+    """Make the blocks of a stage; layers are numbered from 0, MTP blocks from 1."""
     layer = sum(row.count(letter) for row in rows[:stage] for letter in LAYERS)
     depth = 1 + sum(row.count("m") for row in rows[:stage])
     blocks: list[nn.Module] = []
     for letter in rows[stage]:
-        if letter == "E":
-            blocks.append(TokenEmbedding(config))
-        elif letter == "d":
-            blocks.append(DenseLayer(config, layer))
-        elif letter == "t":
-            blocks.append(ExpertLayer(config, layer, ep=ep, ep_rank=ep_rank))
-        elif letter == "m":
-            blocks.append(TokenPredictor(config, depth))
-        else:
-            blocks.append(LMHead(config))
+        blocks.append(make[letter](depth if letter == "m" else layer))
         layer, depth = layer + (letter in LAYERS), depth + (letter == "m")
     return nn.Sequential(*blocks)
 

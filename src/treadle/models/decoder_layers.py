@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from treadle.models.attention import Attention
 from treadle.models.mlp import GatedMLP
 from treadle.models.model_config import ModelConfig
-from treadle.models.routers import SigmoidRouter, SoftmaxRouter
-from treadle.moe.exchanges import make_exchange
+from treadle.moe.exchanges import ExchangeName, MakeExchange, make_exchange
 from treadle.moe.experts import Experts
-from treadle.moe.router import Routing
-from treadle.runtime.model.segments import Segment, compute, exchange, reference_forward
+from treadle.moe.layer import Parts, RoutedLayer
+from treadle.moe.router import Router
+from treadle.runtime.model.segments import Segment, Segmented, compute, reference_forward
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module, Segmented):
     """Attention after a norm, and what a subclass has after another. `number` is that of the layer in the model."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
@@ -25,10 +25,6 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def segments(self) -> Sequence[Segment]:
-        """Return the layer's segments."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the whole layer, in one process or called by all ranks of its expert group at once.
@@ -69,59 +65,41 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ep: int, ep_rank: int) -> None:
         super().__init__()
-        own = config.num_experts // ep
-        self.gate = (SoftmaxRouter if config.scoring == "softmax" else SigmoidRouter)(config)
-        self.experts = Experts(config.hidden_size, config.moe_intermediate_size, own, first=ep_rank * own)
-        self.shared_experts = (
-            GatedMLP(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
-            if config.n_shared_experts
-            else None
+        width, own = config.hidden_size, config.num_experts // ep
+        self.gate = Router(
+            width,
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.router_aux_loss_coef,
+            scoring=config.scoring,
+            norm_topk_prob=config.norm_topk_prob,
+            routed_scaling_factor=config.routed_scaling_factor,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
         )
+        self.experts = Experts(width, config.moe_intermediate_size, own, first=ep_rank * own)
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = GatedMLP(width, shared) if shared else None
 
 
-class ExpertLayer(DecoderLayer):
+class ExpertLayer(RoutedLayer, DecoderLayer):
     """A layer with routed experts, each on one of `ep` ranks, and perhaps a shared one on every rank."""
 
-    def __init__(self, config: ModelConfig, number: int, *, ep: int = 1, ep_rank: int = 0) -> None:
+    side = "positions documents"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        *,
+        ep: int = 1,
+        ep_rank: int = 0,
+        exchange: ExchangeName | MakeExchange = "all_to_all",
+    ) -> None:
         super().__init__(config, number)
         self.mlp = SparseMLP(config, ep, ep_rank)
-        self.exchange = make_exchange("all_to_all", config.num_experts)
+        self.exchange = make_exchange(exchange, config.num_experts)
 
-    def segments(self) -> Sequence[Segment]:
-        """Return the layer's segments. The shared expert runs in mlp, so that the dispatch leaves before it."""
-        shares = self.mlp.shared_experts is not None
-        further = " flat" * shares + " aux_loss" * bool(self.mlp.gate.balance)
-        return [
-            compute("attn", self.route, reads="x positions documents", writes=f"h leaving gates routing{further}"),
-            exchange("counts", self.exchange.count, reads="routing", writes="routing"),
-            exchange("host", self.exchange.wait, reads="routing", writes="routing"),
-            exchange("dispatch", self.exchange.dispatch, reads="leaving gates routing", writes="rows gates routing"),
-            compute("mlp", self.feed_shared, reads="rows routing flat", writes="made shared")
-            if shares
-            else compute("mlp", self.feed, reads="rows routing", writes="made"),
-            exchange("combine", self.combine, reads=f"made h gates routing{' shared' * shares}", writes="x"),
-        ]
-
-    def route(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> tuple[Tensor | Routing, ...]:
-        """Mix tokens, choose their experts, and sort their rows for the dispatch."""
-        h = self.mix(x, positions, documents)
-        flat = self.post_attention_layernorm(h).flatten(0, -2)
-        gates, routing, loss = self.mlp.gate(flat)
-        made = (h, self.exchange.leaving(flat, routing), gates, routing)
-        shared = () if self.mlp.shared_experts is None else (flat,)
-        return (*made, *shared, *(() if loss is None else (loss,)))
-
-    def feed(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Run this rank's experts on the rows that came."""
-        made: Tensor = self.mlp.experts(rows, routing.rows)
-        return made
-
-    def feed_shared(self, rows: Tensor, routing: Routing, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Run this rank's experts on the rows that came, and the shared one on its own tokens."""
-        assert self.mlp.shared_experts is not None
-        return self.feed(rows, routing), self.mlp.shared_experts(flat)
-
-    def combine(self, made: Tensor, h: Tensor, gates: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
-        """Return the experts' outputs to their tokens, and add them up."""
-        added = self.exchange.combine(made, gates, routing)
-        return h + (added if shared is None else added + shared).reshape(h.shape)
+    def parts(self) -> Parts:
+        """Return the modules after attention, which have Hugging Face's names."""
+        return self.post_attention_layernorm, self.mlp.gate, self.mlp.experts, self.mlp.shared_experts

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from treadle.models import architectures
-
-Scoring: TypeAlias = Literal["softmax", "sigmoid"]
+from treadle.moe.router import Scoring
 
 TRAINING_FIELDS = ("router_aux_loss_coef", "bias_update_rate", "mtp_loss_weight")
 """Fields that only training reads: no logit depends on them."""

@@ -22,7 +22,7 @@ class BalancedExchange(AllToAll):
 
     def __init__(self, num_experts: int, ep: int) -> None:
         super().__init__(num_experts)
-        self.num_experts, self.ep = num_experts, ep
+        self.ep = ep
 
     def count(self, routing: Routing) -> Routing:
         """Leave it: every rank has the same numbers."""

@@ -42,6 +42,11 @@ def check_config(config: TrainConfig) -> None:
         raise ValueError(f"parallel.ep divides the {config.model.num_experts} experts, got {config.parallel.ep}")
     if not config.model.num_experts and config.parallel.ep > 1:
         raise ValueError(f"parallel.ep is 1 for a model without experts, got {config.parallel.ep}; use parallel.dp")
+    if config.parallel.exchange == "deepep" and (config.parallel.ep == 1 or config.training.dtype != "bfloat16"):
+        raise ValueError(
+            "parallel.exchange deepep needs parallel.ep of 2 or more and training.dtype bfloat16, got "
+            f"{config.parallel.ep} and {config.training.dtype}; set these, or use all_to_all"
+        )
     if config.checkpoint.weights:
         _check_weights(config)
     learning_rate(config)

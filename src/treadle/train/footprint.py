@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from torch import nn
 from treadle.ir.blocks import LAYERS
 from treadle.ir.ops import OpKind
 from treadle.models.build_stages import build_stages
-from treadle.models.decoder_layers import ExpertLayer
 from treadle.models.ends import loss_fn
 from treadle.models.model_config import ModelConfig
 from treadle.models.on_meta import BalancedExchange, FlashAttention
@@ -145,13 +144,11 @@ def _one_of_each(config: ModelConfig, ep: int, dtype: torch.dtype) -> tuple[str,
     dense, sparse, mtp = (int(letter in config.blocks) for letter in "dtm")
     small = replace(config, num_hidden_layers=dense + sparse, first_k_dense_replace=dense, num_nextn_predict_layers=mtp)
     row = small.blocks
+    balanced = partial(BalancedExchange, ep=ep)
     blocks = [
-        build_stages(small, tuple(row), {0: number}, ep=ep, device="meta", dtype=dtype)[0][0]
+        build_stages(small, tuple(row), {0: number}, ep=ep, exchange=balanced, device="meta", dtype=dtype)[0][0]
         for number in range(len(row))
     ]
-    for part in (part for block in blocks for part in block.modules()):
-        if isinstance(part, ExpertLayer):
-            part.exchange = BalancedExchange(config.num_experts, ep)
     return row, nn.Sequential(*blocks)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from treadle.models.model_config import ModelConfig
+from treadle.moe.exchanges import ExchangeName
 from treadle.schedules import default_schedule
 from treadle.train.optim.lr_schedule import DecayShape
 from treadle.train.optim.optimizer_config import OptimizerConfig
@@ -49,6 +50,9 @@ class ParallelConfig:
 
     dp: int | None = None
     """Copies of the pipelines with their experts. None: as many as there are ranks for."""
+
+    exchange: ExchangeName = "all_to_all"
+    """How tokens travel to their experts and back. deepep needs the package deep_ep, and bfloat16."""
 
     schedule: str = default_schedule()
     """The pipeline's schedule; `treadle schedules` lists them."""

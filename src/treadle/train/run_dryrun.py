@@ -72,6 +72,7 @@ class DryRun:
         per_rank = f", {plan.schedule.vpp} stages a rank" if plan.schedule.vpp > 1 else ""
         extra = [f"{' and '.join(parallel.recompute)} recomputed"] if parallel.recompute else []
         extra += ["saved tensors offloaded to the host"] if parallel.saved == "offload" else []
+        extra += ["tokens by DeepEP (memory: as by all_to_all)"] if parallel.exchange == "deepep" else []
         return [
             f"model     {'|'.join(plan.rows)}  {_count(self.num_parameters)} parameters, "
             f"{_count(self.num_active)} active a token, {training.dtype}",

@@ -112,6 +112,7 @@ class RunMemory:
             blocks=plan.rows if has_experts else tuple(row.replace("d", "t") for row in plan.rows),
             by_layer=True,
             moe=has_experts,
+            padded=has_experts and parallel.exchange == "deepep",
             offload=parallel.saved == "offload",
             recompute=parallel.recompute,
         )

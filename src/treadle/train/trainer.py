@@ -21,6 +21,7 @@ from treadle.models.ends import loss_fn
 from treadle.models.load_checkpoint import load_pretrained
 from treadle.models.saving import save_pretrained
 from treadle.models.tensor_names import tied_parameters, views_of_stages
+from treadle.moe.exchanges import make_exchange
 from treadle.runtime import Pipeline
 from treadle.runtime.agreement import agree_over_world
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
@@ -108,10 +109,11 @@ class Trainer:
         self.plan = ParallelPlan.of(self.config, self.world.size)
 
     def _make_data(self) -> None:
-        """Open the text, which is the same on all ranks."""
+        """Open the text, which is the same on all ranks, where each has what its exchange needs."""
         problem: ValueError | None = None
         self._corpus = ""
         try:
+            make_exchange(self.config.parallel.exchange, self.config.model.num_experts)
             self._open_text()
         except ValueError as error:
             problem = error
@@ -152,6 +154,7 @@ class Trainer:
             numbers,
             ep=plan.ep,
             ep_rank=mesh.get_local_rank("ep"),
+            exchange=config.parallel.exchange,
             device=device,
             dtype=getattr(torch, config.training.dtype),
             seed=config.training.seed,

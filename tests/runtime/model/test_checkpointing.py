@@ -25,11 +25,11 @@ WIDTH, HIDDEN, EXPERTS, TOKENS, MB, PP, EP = 8, 12, 4, 6, 4, 2, 2
 class Inside(MoELayer):
     """Attention and experts are computed again in backward."""
 
-    def attn(self, x: Tensor) -> Any:
-        return checkpoint(super().attn, x, use_reentrant=False)
+    def route(self, x: Tensor, *side: Any) -> Any:
+        return checkpoint(super().route, x, *side, use_reentrant=False)
 
-    def mlp(self, rows: Tensor, routing: Any) -> Tensor:
-        return cast(Tensor, checkpoint(super().mlp, rows, routing, use_reentrant=False))
+    def feed(self, *values: Any) -> Any:
+        return checkpoint(super().feed, *values, use_reentrant=False)
 
 
 class AroundCombine(MoELayer):

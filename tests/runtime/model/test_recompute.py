@@ -238,7 +238,7 @@ def test_generators_draw_the_same_again_and_go_on_where_they_were() -> None:
 
 def test_tensors_within_things_are_packed_and_come_back() -> None:
     layer: Any = moe()
-    *_, routing, _ = layer.attn(torch.randn(TOKENS, WIDTH, dtype=torch.float64))
+    *_, routing, _ = layer.route(torch.randn(TOKENS, WIDTH, dtype=torch.float64))
     packed = rebuilt((routing, 3), Tensor, lambda tensor: ("packed", tensor))
     assert packed[0].order[0] == "packed"
     assert packed[1] == 3

@@ -187,11 +187,11 @@ def test_pinned_memory_is_pinned() -> None:
 class Checkpointed(MoELayer):
     """Attention and experts are computed again in backward; exchanges are not."""
 
-    def attn(self, x: Tensor) -> Any:
-        return checkpoint(super().attn, x, use_reentrant=False)
+    def route(self, x: Tensor, *side: Any) -> Any:
+        return checkpoint(super().route, x, *side, use_reentrant=False)
 
-    def mlp(self, rows: Tensor, routing: Any) -> Tensor:
-        return cast(Tensor, checkpoint(super().mlp, rows, routing, use_reentrant=False))
+    def feed(self, *values: Any) -> Any:
+        return checkpoint(super().feed, *values, use_reentrant=False)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,19 +11,25 @@ from torch import Tensor
 from treadle.dist.streams import Download
 from treadle.moe.router import Routing
 from treadle.runtime.model.exchange import Exchange
+from treadle.runtime.model.segments import Segment, exchange
 
 
 class AllToAll(Exchange):
     """A row travels for each of a token's experts, once all know how many."""
 
-    counted = True
-
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        self.num_experts = num_experts
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """A row for each (token, choice), in the order in which they travel."""
         return tokens[_token(routing)]
+
+    @property
+    def counting(self) -> Sequence[Segment]:
+        """The segments in which ranks learn how many rows each gets."""
+        counts = exchange("counts", self.count, reads="routing", writes="routing")
+        return counts, exchange("host", self.wait, reads="routing", writes="routing")
 
     def count(self, routing: Routing) -> Routing:
         """Tells every rank how many rows it will get, and starts the copy of the numbers to the host."""

@@ -13,7 +13,7 @@ import ast
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Trip:
 class DeepEP(EpGroupModule):
     """The exchange of one layer. All layers of a rank share a buffer."""
 
-    counted = False
+    counting = ()
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -51,12 +51,6 @@ class DeepEP(EpGroupModule):
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the tokens themselves."""
         return tokens
-
-    def count(self, routing: Routing) -> NoReturn:
-        """Dispatch does it."""
-        raise AssertionError("DeepEP exchanges counts by itself")
-
-    wait = count
 
     def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
         """Tokens and their gates to the ranks of their experts, and there a row for each expert, sorted by expert."""

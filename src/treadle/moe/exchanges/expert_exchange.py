@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from treadle.moe.router import Routing
+from treadle.runtime.model.segments import Segment
 
 
 class TokenExchange(Protocol):
-    """The steps of an exchange, in order. All but `leaving` are collective over the expert group and have a backward.
-
-    If it is not `counted`, `count` and `wait` are not called, and a layer has no segments for them.
-    """
-
-    counted: bool
+    """The steps of an exchange, in order. All but `leaving` are collective over the expert group, with a backward."""
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the rows to dispatch, from [token, width]."""
         ...
 
-    def count(self, routing: Routing) -> Routing:
-        """Tells every rank how many rows it will get."""
-        ...
-
-    def wait(self, routing: Routing) -> Routing:
-        """Brings those numbers to the host."""
+    @property
+    def counting(self) -> Sequence[Segment]:
+        """The segments counts and host, where ranks first learn how many rows each gets; else none."""
         ...
 
     def dispatch(self, leaving: Tensor, gates: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Routing]:
@@ -38,9 +32,5 @@ class TokenExchange(Protocol):
         ...
 
 
-class MakeExchange(Protocol):
-    """Makes the exchange of a layer of so many experts, those of all ranks."""
-
-    def __call__(self, num_experts: int) -> TokenExchange:
-        """Return the exchange."""
-        ...
+MakeExchange: TypeAlias = Callable[[int], TokenExchange]
+"""Makes the exchange of a layer of so many experts, those of all ranks."""
