@@ -85,11 +85,12 @@ PLANTS = {
     ),
     "reduction-lands-first": Plant(
         "gradients are taken from a reduction before it is waited for",
-        "treadle.runtime.model.gradients",
+        "treadle.runtime.model.gradient_bucket",
         (
             (
-                "            self.group.wait(self.work)\n",
-                "            self.flat = self.flat.clone()\n            self.group.wait(self.work)\n",
+                "            self.group.wait(self._work)\n",
+                "            self.flat = self.flat.clone()\n            self._views = self._all_views()\n"
+                "            self.group.wait(self._work)\n",
             ),
         ),
         "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",

@@ -50,7 +50,7 @@ Owned: TypeAlias = Sequence[tuple[tuple[nn.Parameter, ...], int, int]]
 """(the objects of a parameter, first, last) of the elements whose reduced gradients one rank gets, in order."""
 
 
-class Kept(NamedTuple):
+class BucketState(NamedTuple):
     """What a bucket had before a step, for one that fails."""
 
     flat: Tensor | None
@@ -101,8 +101,11 @@ class GradientBucket:
             row = self.num_elements + len(self.slots)
             make = torch.zeros if self.num_rows > 1 else torch.empty  # shorter rows end with elements of nobody
             self.flat = make(self.num_rows * row, dtype=self.dtype, device=self.device)
-            self._views = [[self._view(slot, run) for run in slot.runs] for slot in self.slots]
+            self._views = self._all_views()
         return self.flat
+
+    def _all_views(self) -> list[list[Tensor]]:
+        return [[self._view(slot, run) for run in slot.runs] for slot in self.slots]
 
     def _view(self, slot: GradientSlot, run: FlatRun) -> Tensor:
         assert self.flat is not None
@@ -131,20 +134,20 @@ class GradientBucket:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Kept:
+    def begin(self) -> BucketState:
         """Begin a step; return what `restore` takes. A shard goes on from what it has, whole sums begin at nothing."""
-        before = Kept(self.flat, list(self.filled), self.reduced)
+        before = BucketState(self.flat, list(self.filled), self.reduced)
         self._held = None
         if not self.is_sharded:
             self.flat = None
         elif not any(self.filled):
-            before = Kept(None, before.filled, before.reduced)
+            before = BucketState(None, before.filled, before.reduced)
         elif self.reduced:
             self._held, self._held_filled = self.shard.clone(), before.filled
-            before = Kept(self._held, before.filled, before.reduced)
+            before = BucketState(self._held, before.filled, before.reduced)
         else:
             assert self.flat is not None, "it is filled"
-            return Kept(self.flat.clone(), before.filled, before.reduced)
+            return BucketState(self.flat.clone(), before.filled, before.reduced)
         self.filled = [False] * len(self.slots)
         self.reduced = False
         return before
@@ -202,7 +205,7 @@ class GradientBucket:
             self.filled = [one or other for one, other in zip(self.filled, self._held_filled, strict=True)]
             self._held = None
 
-    def restore(self, before: Kept) -> None:
+    def restore(self, before: BucketState) -> None:
         """Undo a step that failed. What may still be on its way in the memory of that step goes to its end there."""
         self._work = self._used = self._held = None
         self.flat, self.filled, self.reduced = None, list(before.filled), before.reduced
@@ -214,7 +217,7 @@ class GradientBucket:
             self._allocate().copy_(before.flat)
         else:
             self.flat = before.flat
-            self._views = [[self._view(slot, run) for run in slot.runs] for slot in self.slots]
+            self._views = self._all_views()
 
     def let_go(self) -> None:
         """Let go of the memory: what shows it keeps it."""

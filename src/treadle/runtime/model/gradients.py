@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from treadle.dist.groups import Group
 from treadle.runtime.model.exchange import RankOwned
-from treadle.runtime.model.gradient_bucket import LOW, GradientBucket, Kept, main_dtype
+from treadle.runtime.model.gradient_bucket import LOW, BucketState, GradientBucket, main_dtype
 from treadle.runtime.model.tied import Tie
 
 BUCKET_SIZE = 40_000_000
@@ -39,7 +39,7 @@ class _Before:
     """The state before a step: `.grad` where there was one, what buckets had, whether gradients are reduced."""
 
     grads: dict[nn.Parameter, Tensor]
-    buckets: list[tuple[GradientBucket, Kept]]
+    buckets: list[tuple[GradientBucket, BucketState]]
     reduced: bool
 
 
