@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from treadle.models.balanced import BalancedExchange
 
 from tests.models.tiny import QWEN3_MOE
 from treadle.models import ModelConfig, build_stages
 from treadle.models.decoder_layers import ExpertLayer
+from treadle.models.on_meta import BalancedExchange
 from treadle.runtime.model.segments import ORDER, Plan
 from treadle.runtime.model.stage_blocks import blocks_of
 from treadle.runtime.model.weight_grad import examine
