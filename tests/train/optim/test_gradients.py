@@ -166,6 +166,11 @@ def fail(rank: int) -> list[float]:
         run(placed, 1)
         found.append(apart(shards_of(optimizer), both))
         optimizer.zero_grad()
+    (param, *_) = placed.stages[0].parameters()
+    run(placed, 1)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="which this optimizer does not read"):
+        optimizer.step(lr=0.1)
     placed.pipe.close()
     return found
 
@@ -178,6 +183,6 @@ def _broken(*_: object) -> None:
     raise RuntimeError("on purpose")
 
 
-def test_a_step_that_fails_leaves_shards_as_they_were() -> None:
+def test_a_step_that_fails_leaves_shards_as_they_were_and_grad_is_not_read() -> None:
     ((*differences,),) = check(run_ranks(1, fail))
     assert max(differences) <= 1e-12

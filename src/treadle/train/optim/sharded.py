@@ -167,6 +167,12 @@ class ShardedOptimizer:
                 "step() updates by the whole gradient, and the last pipe.step left each rank its share (no_sync()); "
                 "update after a step that reduces"
             )
+        for view in self._holdings.views:
+            if view.tensor.grad is not None:
+                raise ValueError(
+                    f"{view.name} has a .grad, which this optimizer does not read: it updates by the shards that "
+                    "pipe.step reduced; add what else is to count to the loss, and call zero_grad()"
+                )
         for optimizer in (self._adamw, self._muon):
             for group in optimizer.param_groups:
                 group["lr"] = lr
