@@ -119,12 +119,10 @@ class Endpoint:
             master, self._master = self._master, None
         if master is not None:
             self._dismiss(master, "taken", f"another process has taken the place of worker {self.worker.worker}")
-            master.shut()
 
     def _push_out(self, stranger: Link[ToWorker]) -> None:
         text = f"{MOST_STRANGERS} others came that have not said yet who they are; try again"
         self._dismiss(stranger, "busy", text)
-        stranger.shut()
 
     def _serve(self, link: Link[ToWorker]) -> None:
         try:
@@ -144,9 +142,10 @@ class Endpoint:
                 self.worker.release(lambda: self._master is not None)
 
     def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
-        """Send the reason for which a connection is about to end, if the peer still listens."""
+        """Send the reason for which a connection ends, if the peer still listens, and end it."""
         with suppress(OSError, WireError):
             link.send(Refused(code, text), timeout_s=1.0)
+        link.shut()
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)
@@ -177,7 +176,6 @@ class Endpoint:
         if before is not None:
             who = f"update rank {hello.rank} of process {link.pid}"
             self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
-            before.shut()
         return True
 
     def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
