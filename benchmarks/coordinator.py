@@ -19,12 +19,12 @@ from treadle.host.sockets import connect
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides, ToCoordinator
+from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
 from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Tensor
 from treadle.wire.link import Link
-from treadle.wire.listeners import listen_at_path
+from treadle.wire.listeners import UnixListener
 
 TP, TENSORS, DEADLINE_S = 16, 100, 60.0
 AGREED: tuple[Phase, ...] = ("plan", "begin", "finish", "open")
@@ -39,8 +39,6 @@ class Ranks:
         for rank, link in enumerate(self.links):
             link.trust()
             link.send(Join(PROTOCOL, rank, num, 1, "here"))
-        for link in self.links:
-            link.receive(DEADLINE_S)  # Joined
 
     def say(self, phase: Phase, messages: list[Any]) -> list[Any]:
         """One phase."""
@@ -83,8 +81,7 @@ def main() -> None:
         sys.exit(f"ranks come in replicas of {TP}, got {num}")
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        listener = listen_at_path(place / "c.sock", ToCoordinator, expected=num)
-        coordinator = Coordinator(listener, CommitLog(place / "ledger"), num, DEADLINE_S)
+        coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), num, DEADLINE_S)
         try:
             print(json.dumps({"ranks": num, **attempt(place / "c.sock", num)}))
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import torch
 
 import treadle.update.rank.worker_client as worker_client
 import treadle.update.worker.endpoint as endpoint_module
-import treadle.wire.listeners as listeners_module
+import treadle.wire.link as link_module
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.update.engines import Noting, begin, bring_first, eventually, out_of_descriptors, plan_of
 from tests.support.update.workers import Asker
@@ -40,17 +39,17 @@ from treadle.update.protocol.update_messages import (
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient, WorkerRefusedError
 from treadle.update.worker.asking import ask
-from treadle.update.worker.endpoint import MOST_ASK_BYTES, MOST_ASKERS, worker_path
+from treadle.update.worker.endpoint import MOST_ASK_BYTES, MOST_ASKERS, MOST_STRANGERS, worker_path
 from treadle.update.worker.worker import Worker
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import Link
-from treadle.wire.listeners import MOST_STRANGERS, call_path
+from treadle.wire.link import Link, accept
+from treadle.wire.listeners import call_path
 
 
 def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket.socket, "accept", out_of_descriptors(socket.socket.accept, [1, 2]))
+    monkeypatch.setattr(link_module, "accept", out_of_descriptors(accept, [1, 2]))
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
         for _ in range(2):
             with suppress(PeerGoneError):
@@ -79,7 +78,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         strangers = [connect(worker_path(place, 0)) for _ in range(MOST_STRANGERS + 1)]
         strangers[0].settimeout(PATIENT_S)
         told = b"".join(iter(lambda: strangers[0].recv(1000), b""))  # one more than these closes the oldest
-        assert f"{MOST_STRANGERS} others came that have not said yet who they are".encode() in told
+        assert b"32 others came that have not said yet who they are" in told
         beside.connect(3, PATIENT_S)  # nobody has to wait until strangers say who they are
         assert isinstance(beside.ask(GetStatus(), Status, PATIENT_S), Status)
         beside.drop()
@@ -93,7 +92,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
 def test_an_update_rank_that_is_closed_among_strangers_comes_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listeners_module, "MOST_STRANGERS", 1)
+    monkeypatch.setattr(endpoint_module, "MOST_STRANGERS", 1)
     calls: list[Link[FromWorker]] = []
     strangers = []
 

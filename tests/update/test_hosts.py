@@ -33,14 +33,15 @@ from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
-from treadle.update.protocol.control import FromCoordinator, Join, Joined, Stop, ToCoordinator
+from treadle.update.coordinator.rank_links import MOST_STRANGERS
+from treadle.update.protocol.control import FromCoordinator, Join, Joined, Stop
 from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.weights.tensor_boxes import Holding
 from treadle.wire.errors import WireError
 from treadle.wire.frames import framed
 from treadle.wire.link import Link
-from treadle.wire.listeners import MOST_STRANGERS, listen_at_path
+from treadle.wire.listeners import UnixListener
 from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 
 pytestmark = pytest.mark.slow
@@ -341,8 +342,7 @@ def test_a_rank_that_is_pushed_out_by_strangers_calls_again() -> None:
 
 
 def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
-    listener = listen_at_path(place / "c.sock", ToCoordinator)
-    coordinator = Coordinator(listener, CommitLog(place / "ledger"), 2, PATIENT_S)
+    coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), 2, PATIENT_S)
     callers = []
     try:
         for rank, world in ((1, 2), (1, 2), (2, 2), (0, 3)):

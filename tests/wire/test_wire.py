@@ -50,8 +50,7 @@ from treadle.weights.tensor_boxes import Box, Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, Frames, framed
-from treadle.wire.link import MOST_FDS, Link
-from treadle.wire.listeners import listen_at_path
+from treadle.wire.link import MOST_FDS, Link, accept
 
 NUM_MALFORMED = int(os.environ.get("TREADLE_UPDATE_MALFORMED", "5000"))
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "code", "codeop", "runpy"}
@@ -171,9 +170,9 @@ def test_frames_hold_no_more_than_has_come() -> None:
 def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
     """What came next would be taken for the rest of it."""
     (tmp_path / "s").mkdir(mode=0o700)
-    server = listen_at_path(tmp_path / "s" / "one.sock", ToWorker)
+    server = listen(tmp_path / "s" / "one.sock")
     here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
-    there: Link[ToWorker] | None = server.accept(Link.shut)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
     assert there is not None
     there.trust()
     with pytest.raises(TimeoutError):
@@ -192,9 +191,9 @@ def test_a_connection_that_is_closed_while_another_thread_sends(
 ) -> None:
     """The reader of a connection closes it at its end; whoever sends meanwhile hears that it is gone, at once."""
     (tmp_path / "s").mkdir(mode=0o700)
-    server = listen_at_path(tmp_path / "s" / "one.sock", ToWorker)
+    server = listen(tmp_path / "s" / "one.sock")
     here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
-    there: Link[ToWorker] | None = server.accept(Link.shut)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
     assert there is not None
     begun, closing = threading.Event(), threading.Event()
     held = {"is about to wait": "_await", "is about to send": "_send_some"}.get(moment)
@@ -234,14 +233,14 @@ def test_a_connection_that_is_closed_while_another_thread_sends(
 
 def test_descriptors_that_a_process_has_no_room_for_are_not_said_to_be_too_many(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir(mode=0o700)
-    server = listen_at_path(tmp_path / "s" / "one.sock", ToWorker)
+    server = listen(tmp_path / "s" / "one.sock")
     here: Link[FromWorker] = Link(connect(tmp_path / "s" / "one.sock"), FromWorker)
-    there: Link[ToWorker] | None = server.accept(Link.shut)
+    there: Link[ToWorker] | None = accept(server, ToWorker)
     assert there is not None
     buffers = [HostBuffer.make(100) for _ in range(2)]
     here.send(Map((100, 100)), fds=[buffer.fd for buffer in buffers if buffer.fd is not None])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = os.dup(server.server.fileno())
+    spare = os.dup(server.fileno())
     mapped = os.dup(buffers[0].fd or 0)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
@@ -280,13 +279,13 @@ def test_the_end_of_a_process_whose_child_holds_the_connection(seen_by: str, tmp
     """It is noticed once, by one thread: others must not wait for what will never come."""
     (tmp_path / "s").mkdir(mode=0o700)
     path = tmp_path / "s" / "one.sock"
-    server = listen_at_path(path, ToWorker)
+    server = listen(path)
     last = framed(msgspec.msgpack.encode(Ask(b"x" * 100)))
     command = [sys.executable, "-c", LEAVES_A_CHILD, str(path), last.hex()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        link: Link[ToWorker] | None = server.accept(Link.shut)
+        link: Link[ToWorker] | None = accept(server, ToWorker)
         assert link is not None
         child = int(process.stdout.readline())
         try:

@@ -13,12 +13,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from treadle.host.processes import no_descriptor_left, stopped
-from treadle.host.sockets import close_in_children, peer_of
+from treadle.host.sockets import close_in_children, peer_of, refuse_strangers
 from treadle.wire.codec import MessageDecoder, encode
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
@@ -27,6 +27,12 @@ from treadle.wire.seal import Seal
 M = TypeVar("M")
 
 MOST_FDS = 8
+PAUSE_S = 0.05
+"""The pause before a retry where a shortage passes by itself: of descriptors, of places."""
+
+HELLO_S = 20.0
+"""How long a connection may take to identify itself. On a host that is short of cores this takes seconds."""
+
 _CHUNK = 256 << 10
 
 
@@ -196,6 +202,33 @@ def _end(error: OSError) -> str:
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
         return "closed the connection"
     return f"is out of reach: {error.strerror}"
+
+
+def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
+    """Return the next connection to a Unix server, or None for one of another user, which is refused.
+
+    Raises OSError once the server is closed.
+    """
+    connection, _ = server.accept()
+    try:
+        refuse_strangers(connection)
+        return Link(connection, takes)
+    except OSError:
+        connection.close()
+        return None
+
+
+def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) -> Iterator[Link[Any]]:
+    """Yield connections until `is_over`; whoever ends it closes the server too."""
+    while not is_over():
+        try:
+            link = accept(server, takes)
+        except OSError:
+            if not is_over():  # out of descriptors: a shortage that passes
+                time.sleep(PAUSE_S)
+            continue
+        if link is not None:
+            yield link
 
 
 def _watched(pid: int) -> tuple[int | None, bool]:

@@ -1,145 +1,74 @@
-"""Listeners and callers: a Unix socket on one host, a port between hosts."""
+"""Listeners and callers for links: a Unix socket on one host, a port with a shared key between hosts."""
 
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol
 
-from treadle.host.sockets import close_in_children, close_server, connect, listen, place_of, refuse_strangers
+from treadle.host.sockets import close_in_children, close_server, connect, listen
 from treadle.host.tcp import connect_to, listen_at, send_at_once
 from treadle.wire.errors import WireError
-from treadle.wire.link import Link
+from treadle.wire.link import Link, accept
 from treadle.wire.seal import Seal
-
-C = TypeVar("C")
-
-MOST_STRANGERS = 64
-"""Strangers that a listener holds at once, beside those that it expects; one more closes the oldest."""
-
-HELLO_S = 20.0
-"""How long a connection may take to identify itself. On a host that is short of cores this takes seconds."""
-
-PAUSE_S = 0.05
-"""The pause before a retry where a shortage passes by itself: of descriptors, of places."""
 
 _ALIVE_S = 1
 _PROBES = 3
+_BACKLOG = 1024
 
 
-class Listener(Generic[C]):
-    """Accepts connections, and counts strangers: those that have not identified themselves. Thread-safe.
+class Listener(Protocol):
+    """Accepts links until it is closed."""
 
-    `greet` makes the link of a connection, or raises OSError where the peer is refused or gone. `expected` strangers
-    have room beside MOST_STRANGERS. `path` is a Unix server's, and goes when it is closed.
-    """
+    server: socket.socket
 
-    def __init__(
-        self, server: socket.socket, greet: Callable[[socket.socket], C], *, expected: int = 0, path: Path | None = None
-    ) -> None:
-        close_in_children(server)
-        self.server, self._path, self.closed = server, path, False
-        self.place = place_of(path) if path is not None else None
-        self.strangers: dict[C, float] = {}
-        """In the order in which they came, with the time by which each must identify itself (monotonic)."""
-        self._greet, self._most = greet, MOST_STRANGERS + expected
-        self._lock = threading.Lock()
+    def accept(self, takes: Any) -> Link[Any] | None:
+        """Return the next link, or None for a connection that was refused."""
+        ...
 
-    def accept(self, push_out: Callable[[C], object]) -> C | None:
-        """Return the next connection, a stranger; call `push_out` with the oldest if there is one too many.
+    def close(self) -> None:
+        """Stop listening."""
+        ...
 
-        None after a connection that was refused or is gone, after PAUSE_S without descriptors, and once closed.
-        """
+
+class UnixListener:
+    """Listens at `path` for processes of the same user on this host."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.server = path, listen(path)
+
+    def accept(self, takes: Any) -> Link[Any] | None:
+        """Return the next link; the kernel tells the user and the process at its other end."""
+        return accept(self.server, takes)
+
+    def close(self) -> None:
+        """Stop listening and remove the path."""
+        close_server(self.server, self.path)
+
+
+class KeyedListener:
+    """Listens at a free port of `address` for processes that have the key."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self.server = listen_at(address, _BACKLOG)
+        close_in_children(self.server)
+        self.address, self.port = address, int(self.server.getsockname()[1])
+        self._key = key
+
+    def accept(self, takes: Any) -> Link[Any] | None:
+        """Return the next link; its first message will show whether the other end has the key."""
+        connection, (host, *_) = self.server.accept()
         try:
-            connection, _ = self.server.accept()
-        except OSError as error:
-            if not self.closed and not isinstance(error, BlockingIOError):
-                time.sleep(PAUSE_S)
-            return None
-        try:
-            link = self._greet(connection)
+            send_at_once(connection)
+            return _keyed(connection, takes, Seal(self._key, listens=True), host)
         except OSError:
             connection.close()
             return None
-        with self._lock:
-            oldest = next(iter(self.strangers)) if len(self.strangers) >= self._most else None
-            if oldest is not None:
-                del self.strangers[oldest]
-            self.strangers[link] = time.monotonic() + HELLO_S
-        if oldest is not None:
-            push_out(oldest)
-        return link
-
-    def discard(self, link: C) -> bool:
-        """Drop a connection from the strangers: it has identified itself, or ended. False if it was none any more."""
-        with self._lock:
-            return self.strangers.pop(link, None) is not None
 
     def close(self) -> None:
-        """Stop listening; a thread in `accept` returns. Connections stay."""
-        self.closed = True
-        close_server(self.server, self._path, self.place)
-
-
-def listen_at_path(path: Path, takes: Any, *, expected: int = 0) -> Listener[Link[Any]]:
-    """Return a listener at `path` for processes of the same user on this host, as the kernel knows them."""
-
-    def greet(connection: socket.socket) -> Link[Any]:
-        refuse_strangers(connection)
-        return Link(connection, takes)
-
-    return Listener(listen(path), greet, expected=expected, path=path)
-
-
-def listen_at_port(address: str, key: bytes, takes: Any, *, expected: int = 0) -> Listener[Link[Any]]:
-    """Return a listener at a free port of `address`; a link's first message shows whether its peer has the key."""
-
-    def greet(connection: socket.socket) -> Link[Any]:
-        send_at_once(connection)
-        return _keyed(connection, takes, Seal(key, listens=True), connection.getpeername()[0])
-
-    return Listener(listen_at(address), greet, expected=expected)
-
-
-class LinkThreads:
-    """Serves each link of a listener in a thread of its own, which closes the link after `serve(link)`."""
-
-    def __init__(
-        self,
-        listener: Listener[Link[Any]],
-        serve: Callable[[Link[Any]], None],
-        name: str,
-        push_out: Callable[[Link[Any]], object] = Link.shut,
-    ) -> None:
-        self.listener, self._serve, self._push_out = listener, serve, push_out
-        self.links: set[Link[Any]] = set()
-        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening and end all connections; their threads may go on for a while."""
-        self.listener.close()
-        self._thread.join()  # the last link that it accepted is among them
-        for link in self.links.copy():
-            link.shut()
-
-    def _accept(self) -> None:
-        while not self.listener.closed:
-            link = self.listener.accept(self._push_out)
-            if link is not None:
-                self.links.add(link)
-                threading.Thread(target=self._run, args=(link,), name="treadle link", daemon=True).start()
-
-    def _run(self, link: Link[Any]) -> None:
-        try:
-            self._serve(link)
-        finally:
-            self.listener.discard(link)
-            self.links.discard(link)
-            link.close()
+        """Stop listening."""
+        self.server.close()
 
 
 def call_path(path: Path, takes: Any, deadline_s: float) -> Link[Any]:

@@ -96,14 +96,15 @@ def eventually(so: Callable[[], bool]) -> bool:
 
 
 def out_of_descriptors(real: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
-    """`socket.accept` that fails once for each entry of `times`, as where a process has too many files open."""
+    """`accept` that fails once for each entry of `times`, as where a process has too many files open."""
 
     def accepting(*args: Any) -> Any:
-        connection, peer = real(*args)
+        link = real(*args)
         if times:
             times.pop()
-            connection.close()
+            if link is not None:
+                link.close()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return connection, peer
+        return link
 
     return accepting

@@ -30,7 +30,7 @@ GRACE_S = 1.0
 class Coordinator:
     """Runs until it is closed. `deadline_s`: how long after the first rank the last may report in a phase."""
 
-    def __init__(self, listener: Listener[RankLink], ledger: CommitLog, world: int, deadline_s: float) -> None:
+    def __init__(self, listener: Listener, ledger: CommitLog, world: int, deadline_s: float) -> None:
         self.listener, self.ledger, self.world, self.deadline_s = listener, ledger, world, deadline_s
         self.links = RankLinks(listener, world)
         self._state = protocol.CoordinatorState(world, Attempt(world), str(ledger.directory))

@@ -12,10 +12,13 @@ from treadle.host.waker import Waker
 from treadle.update.protocol.control import Fault, Join, Joined, Stop, ToCoordinator
 from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.wire.errors import WireError, WrongKeyError
-from treadle.wire.link import Link
+from treadle.wire.link import HELLO_S, PAUSE_S, Link
 from treadle.wire.listeners import Listener
 
 RankLink: TypeAlias = Link[ToCoordinator]
+
+MOST_STRANGERS = 64
+"""Strangers that are held at once, and one for each rank; one more closes the oldest. A rank among them calls again."""
 
 
 class RankLinks:
@@ -24,10 +27,12 @@ class RankLinks:
     `turned_away` says who came with another key, for the error about ranks that are missing.
     """
 
-    def __init__(self, listener: Listener[RankLink], world: int) -> None:
+    def __init__(self, listener: Listener, world: int) -> None:
         self.listener, self.world = listener, world
         self.turned_away = ""
         self._ranks: dict[int, RankLink] = {}
+        self._strangers: dict[RankLink, float] = {}
+        """When each of them is dropped, unless it says who it is."""
         self._is_called = False
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
@@ -61,7 +66,7 @@ class RankLinks:
 
     def is_open(self, link: RankLink) -> bool:
         """True until the connection is dropped."""
-        return link in self.listener.strangers or link in self._ranks.values()
+        return link in self._strangers or link in self._ranks.values()
 
     def rank_of(self, link: RankLink) -> int | None:
         """Return the rank that joined over this connection; None for a stranger."""
@@ -71,9 +76,17 @@ class RankLinks:
         """Take a new connection, if `ready` saw one. Hear its messages first: this may close the oldest stranger."""
         if not self._is_called:
             return
-        link = self.listener.accept(self.drop)
-        if link is not None:
-            self._selector.register(link.connection, selectors.EVENT_READ, link)
+        try:
+            link: RankLink | None = self.listener.accept(ToCoordinator)
+        except OSError:  # no descriptors left, for now
+            time.sleep(PAUSE_S)
+            return
+        if link is None:
+            return
+        if len(self._strangers) >= self.world + MOST_STRANGERS:
+            self.drop(next(iter(self._strangers)))
+        self._strangers[link] = time.monotonic() + HELLO_S
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def join(self, link: RankLink, join: ToCoordinator) -> int:
         """Take a stranger's first message; the rank that it is.
@@ -88,7 +101,7 @@ class RankLinks:
             self._refuse(link, f"there is no place for update rank {join.rank} of {self.world}")
         link.trust()
         link.send(Joined(), timeout_s=0)
-        self.listener.discard(link)
+        del self._strangers[link]
         self._ranks[join.rank] = link
         link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
         if len(self._ranks) == self.world:
@@ -108,7 +121,7 @@ class RankLinks:
         """Close a connection; the rank that is lost by it, None for a stranger."""
         self._selector.unregister(link.connection)
         rank = self.rank_of(link)
-        self.listener.discard(link)
+        self._strangers.pop(link, None)
         if rank is not None:
             del self._ranks[rank]
         link.close()
@@ -122,16 +135,16 @@ class RankLinks:
     @property
     def deadlines(self) -> list[float]:
         """When strangers must have said who they are, on the monotonic clock."""
-        return list(self.listener.strangers.values())
+        return list(self._strangers.values())
 
     def drop_late_strangers(self) -> None:
         """Close connections that said nothing within HELLO_S."""
-        for link in [link for link, until in self.listener.strangers.items() if time.monotonic() > until]:
+        for link in [link for link, until in self._strangers.items() if time.monotonic() > until]:
             self.drop(link)
 
     def close(self) -> None:
         """Close all connections and the listener."""
-        for link in (*self._ranks.values(), *self.listener.strangers):
+        for link in (*self._ranks.values(), *self._strangers):
             link.close()
         self.listener.close()
         self._selector.close()

@@ -16,8 +16,7 @@ from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import Link
-from treadle.wire.listeners import PAUSE_S
+from treadle.wire.link import PAUSE_S, Link
 
 WHY_S = 1.0
 

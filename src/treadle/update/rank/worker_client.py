@@ -36,8 +36,8 @@ from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.update_options import UpdateOptions
 from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import Link
-from treadle.wire.listeners import PAUSE_S, call_path
+from treadle.wire.link import PAUSE_S, Link
+from treadle.wire.listeners import call_path
 
 M = TypeVar("M", bound=FromWorker)
 

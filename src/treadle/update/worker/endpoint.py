@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from treadle.host.sockets import place_of
+from treadle.host.sockets import close_server, listen, place_of
 from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
@@ -30,12 +30,14 @@ from treadle.update.worker.worker import Worker
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES
-from treadle.wire.link import Link
-from treadle.wire.listeners import HELLO_S, MOST_STRANGERS, LinkThreads, listen_at_path
+from treadle.wire.link import HELLO_S, Link, accepting
 
 MOST_ASKERS = 32
 MOST_ASK_BYTES = 4 << 20
 """The largest question of an asker: a million tokens of four bytes. All askers together hold 128 MiB at most."""
+
+MOST_STRANGERS = 32
+"""Connections that are held before they say who they are; one more closes the oldest. An update rank calls again."""
 
 WATCH_S = 0.1
 """Seconds between two looks at whether another process has taken the worker's place, or left it."""
@@ -71,14 +73,20 @@ class Endpoint:
         self.worker = Worker(adapter, worker, spill)
         self.answer = answer
         self.path = worker_path(directory, worker)
-        self._listener = listen_at_path(self.path, ToWorker)
+        self._server = listen(self.path)
+        self._place = place_of(self.path)
         self._slot = Slot(self.path.with_suffix(".slot"))
         self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
         self.worker.place(holds_slot=self._slot.held)
+        self._links: set[Link[ToWorker]] = set()
+        self._strangers: dict[Link[ToWorker], None] = {}
+        """In the order in which they came."""
         self._askers: set[Link[ToWorker]] = set()
         self._master: Link[ToWorker] | None = None
         self._guard = threading.Lock()
-        self._links = LinkThreads(self._listener, self._serve, f"treadle worker {worker}", self._push_out)
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name=f"treadle worker {worker}", daemon=True)
+        self._thread.start()
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._watch_place, name=f"treadle slot {worker}", daemon=True)
         self._watch.start()
@@ -98,13 +106,23 @@ class Endpoint:
         """Stop listening, and take a load back. A worker that serves keeps its slot until its process ends."""
         self._over.set()
         self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps the thread
-        self._links.close()
+        self._leave()
         if self.worker.depart(2 * RETIRE_S):
             self._slot.give_back()
 
+    def _leave(self) -> None:
+        """Close the socket and all connections."""
+        self._closing = True
+        close_server(self._server, self.path, self._place)
+        self._thread.join()
+        with self._guard:
+            links = list(self._links)
+        for link in links:
+            link.shut()
+
     def _watch_place(self) -> None:
         while not self._over.wait(WATCH_S):
-            if place_of(self.path) not in (None, self._listener.place):  # a path that is gone is not taken
+            if place_of(self.path) not in (None, self._place):  # a path that is gone is not taken
                 if self.worker.retire(RETIRE_S):
                     self._slot.give_back()
                     self._stop_updates()
@@ -119,10 +137,21 @@ class Endpoint:
             master, self._master = self._master, None
         if master is not None:
             self._dismiss(master, "taken", f"another process has taken the place of worker {self.worker.worker}")
+            master.shut()
 
-    def _push_out(self, stranger: Link[ToWorker]) -> None:
-        text = f"{MOST_STRANGERS} others came that have not said yet who they are; try again"
-        self._dismiss(stranger, "busy", text)
+    def _accept(self) -> None:
+        for link in accepting(self._server, ToWorker, lambda: self._closing):
+            with self._guard:
+                oldest = next(iter(self._strangers)) if len(self._strangers) >= MOST_STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+                self._links.add(link)
+                self._strangers[link] = None
+            if oldest is not None:
+                text = f"{MOST_STRANGERS} others came that have not said yet who they are; try again"
+                self._dismiss(oldest, "busy", text)
+                oldest.shut()
+            threading.Thread(target=self._serve, args=(link,), name="treadle link", daemon=True).start()
 
     def _serve(self, link: Link[ToWorker]) -> None:
         try:
@@ -135,17 +164,18 @@ class Endpoint:
             pass  # the other end is gone
         finally:
             with self._guard:
-                self._askers.discard(link)
+                self._strangers.pop(link, None)
+                for links in (self._links, self._askers):
+                    links.discard(link)
                 was_master, self._master = self._master is link, None if self._master is link else self._master
             link.close()
             if was_master:
                 self.worker.release(lambda: self._master is not None)
 
     def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
-        """Send the reason for which a connection ends, if the peer still listens, and end it."""
+        """Send the reason for which a connection is about to end, if the peer still listens."""
         with suppress(OSError, WireError):
             link.send(Refused(code, text), timeout_s=1.0)
-        link.shut()
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)
@@ -165,8 +195,9 @@ class Endpoint:
     def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
         """Give a connection its place, now that it has said who it is; False where there is none."""
         with self._guard:
-            if not self._listener.discard(link):
+            if link not in self._strangers:
                 raise PeerGoneError("closed as the oldest of too many that had not said who they are")
+            del self._strangers[link]
             if hello.role != "update":
                 full = len(self._askers) >= MOST_ASKERS
                 if not full:
@@ -176,6 +207,7 @@ class Endpoint:
         if before is not None:
             who = f"update rank {hello.rank} of process {link.pid}"
             self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
+            before.shut()
         return True
 
     def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
