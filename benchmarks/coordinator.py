@@ -39,6 +39,8 @@ class Ranks:
         for rank, link in enumerate(self.links):
             link.trust()
             link.send(Join(PROTOCOL, rank, num, 1, "here"))
+        for link in self.links:
+            link.receive(DEADLINE_S)  # Joined
 
     def say(self, phase: Phase, messages: list[Any]) -> list[Any]:
         """One phase."""
