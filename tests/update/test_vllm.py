@@ -267,10 +267,11 @@ def test_requests_are_broken_off_where_that_is_asked_for(moe: Served) -> None:
     if moe.version < 5:
         moe.update(5)
     answers: list[dict[str, Any]] = []
+    ended = threading.Event()
 
     def ask() -> None:
         """One long request after the other, until one is broken off or not let in."""
-        while True:
+        while not ended.is_set():
             answer = moe.engine.order("generate", prompt=PROMPTS[0], num=LONG, wait_s=0).result(100)
             if "closed" in answer:
                 return
@@ -281,7 +282,10 @@ def test_requests_are_broken_off_where_that_is_asked_for(moe: Served) -> None:
     with ThreadPoolExecutor(24) as pool:
         asking = [pool.submit(ask) for _ in range(24)]
         time.sleep(0.2)
-        moe.update(6, close="abort")
+        try:
+            moe.update(6, close="abort")
+        finally:
+            ended.set()  # or an update that failed would be waited for without an end
         for each in asking:
             each.result()
     assert {answer["version"] for answer in answers} == {5}
