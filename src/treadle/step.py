@@ -26,7 +26,7 @@ from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.cut import common_layers
 from treadle.simulator import Metrics, PathSummary, critical_path, measure, simulate, summarize_path
 from treadle.simulator.slowness import Factors, Stragglers, slow_factors
-from treadle.verifier import Finding, VerifyReport, verify_program, verify_schedule
+from treadle.verifier import Communicators, Finding, VerifyReport, verify_program, verify_schedule
 from treadle.view.hang import Hang, run_to_hang
 from treadle.weights.bucket_stream import stream_of
 from treadle.weights.summary import UpdateMetrics, measure_update
@@ -121,15 +121,21 @@ class Step:
         ring: int | None = None,
         max_activations: int | None = None,
         memory_limit: int | None = None,
+        communicators: Communicators | None = None,
+        lazy: bool = False,
     ) -> Verdict:
         """Judge a Schedule and, where its layers are known and it is sound, its Program; or judge a Program.
+
+        A Schedule that has an order of issue, as torch's files with messages do, is judged with a communicator for
+        each pair of ranks unless `communicators` says otherwise.
 
         Raises:
             ValueError: a limit does not apply to this target, or it is a measured run with ops that no rule covers.
 
         """
         if isinstance(self.target, Schedule):
-            return self._verify_schedule(receives, ring, max_activations, memory_limit)
+            shared = communicators or ("pair" if self.target.issue or lazy else None)
+            return self._verify_schedule(receives, ring, max_activations, memory_limit, shared, lazy)
         given = {"receives": receives != "sender" or None, "max_activations": max_activations}
         for name, value in given.items():
             if value is not None:
@@ -140,6 +146,8 @@ class Step:
         if self.is_update:
             if ring is not None:
                 raise ValueError("`ring` is for the channels of a pipeline, which an update has none of; leave it out")
+            if communicators is not None or lazy:
+                raise ValueError("`communicators` and `lazy` are for the channels of a pipeline; leave them out")
             return Verdict(verify_update(program, memory_limit=memory_limit), program)
         around = sorted({OpKind(kind).name.lower() for kind in set(program.kind.tolist()) & set(MEASURED_ONLY)})
         if around:
@@ -147,19 +155,33 @@ class Step:
                 f"this is a measured run with {' and '.join(around)} around its cells, which no rule covers, so it is "
                 "not verified; verify the schedule that ran: 'treadle import PROFILE --schedule ran.txt' writes it"
             )
-        return Verdict(self._verify_program(ring, memory_limit), program)
+        shared = communicators or ("pair" if lazy else None)
+        return Verdict(self._verify_program(ring, memory_limit, shared, lazy=lazy), program)
 
     def _verify_schedule(
-        self, receives: ReceiveOrder, ring: int | None, max_activations: int | None, memory_limit: int | None
+        self,
+        receives: ReceiveOrder,
+        ring: int | None,
+        max_activations: int | None,
+        memory_limit: int | None,
+        communicators: Communicators | None,
+        lazy: bool,
     ) -> Verdict:
         assert isinstance(self.target, Schedule)
         knows_layers = self.options.knows_layers(self.costs)
         if memory_limit is not None:
             self._check_bytes(knows_layers)
-        if (receives, ring, max_activations) == ("sender", None, None):
+        if (receives, ring, max_activations, communicators) == ("sender", None, None, None):
             report = self.schedule_report
         else:
-            report = verify_schedule(self.target, receives=receives, ring=ring, max_activations=max_activations)
+            report = verify_schedule(
+                self.target,
+                receives=receives,
+                ring=ring,
+                max_activations=max_activations,
+                communicators=communicators,
+                lazy=lazy,
+            )
         if not (knows_layers and report.clean):
             return Verdict(report, None)
         return Verdict(self._verify_program(ring, memory_limit), self.program)
@@ -178,9 +200,18 @@ class Step:
                 f"[saved_bytes] {', '.join(silent)} to a costs file (0 where nothing is saved)"
             )
 
-    def _verify_program(self, ring: int | None, memory_limit: int | None) -> VerifyReport:
+    def _verify_program(
+        self,
+        ring: int | None,
+        memory_limit: int | None,
+        communicators: Communicators | None = None,
+        *,
+        lazy: bool = False,
+    ) -> VerifyReport:
         ticks = durations(self.program, self.costs)
-        return verify_program(self.program, ticks, ring=ring, memory_limit=memory_limit)
+        return verify_program(
+            self.program, ticks, ring=ring, memory_limit=memory_limit, communicators=communicators, lazy=lazy
+        )
 
     def check_sound(self) -> None:
         """Raise a ValueError if the target is a Schedule that is not sound."""

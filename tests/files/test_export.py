@@ -20,6 +20,7 @@ from tests.support.paths import GOLDEN
 from treadle.files import FORMATS, format_of, json_form, parse_any, torch_csv
 from treadle.ir import Action, B, Cell, Channel, F, I, Kind, Pair, Placement, Row, Schedule, W, text
 from treadle.ir.text import ParseError
+from treadle.ir.turn import CELL, Turn
 from treadle.schedules import SCHEDULES, generate
 
 SIZES = [
@@ -118,6 +119,23 @@ def receives(pp: int) -> st.SearchStrategy[dict[Channel, tuple[Action, ...]]]:
     return st.dictionaries(st.sampled_from(channels), labels, max_size=4)
 
 
+@st.composite
+def issues(draw: st.DrawFn, rows: tuple[Row, ...]) -> tuple[tuple[Turn, ...], ...]:
+    """An order of issue of these rows; its messages are any."""
+    if len(rows) == 1 or draw(st.booleans()):
+        return ()
+    found = []
+    for rank, row in enumerate(rows):
+        peer = st.sampled_from([peer for peer in range(len(rows)) if peer != rank])
+        messages = st.builds(lambda *turn: Turn(*turn), st.sampled_from("><"), peer, st.booleans())
+        waits = st.builds(lambda to, place: Turn("wait>", to, place=place), peer, st.integers(0, 9))
+        turns = draw(st.lists(st.one_of(messages, waits), max_size=5))
+        for _ in row:
+            turns.insert(draw(st.integers(0, len(turns))), CELL)
+        found.append((turns[0]._replace(joined=False), *turns[1:]) if turns else ())
+    return tuple(found)
+
+
 NAMES = st.text(max_size=12).filter(str.isprintable)
 
 
@@ -127,7 +145,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     placement = draw(placements())
     num_mb = draw(st.integers(1, 10**5)) * placement.num_pipes
     pp = placement.pp
-    return Schedule(draw(NAMES), placement, num_mb, draw(rows(pp)), draw(receives(pp)))
+    cells = draw(rows(pp))
+    return Schedule(draw(NAMES), placement, num_mb, cells, draw(receives(pp)), draw(issues(cells)))
 
 
 @pytest.mark.slow
@@ -246,8 +265,33 @@ COMMS = (
 )
 
 
-def test_file_with_messages_in_the_senders_order_says_no_more_than_its_cells() -> None:
-    assert torch_csv.parse(COMMS) == torch_csv.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+def test_file_with_messages_has_an_order_of_issue_besides_its_cells() -> None:
+    schedule = torch_csv.parse(COMMS)
+    assert replace(schedule, issue=()) == torch_csv.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert [" ".join(map(str, turns)) for turns in schedule.issue] == [
+        ". >1 . >1 <1 . <1 .",
+        "<0 <0 . . >0 . . >0",
+    ]
+
+
+def test_file_with_messages_is_written_as_it_was_read() -> None:
+    for content in (COMMS, COMMS.replace("1RECV_F0,1RECV_F1", "1RECV_F1,1RECV_F0"), WAITS, *map(Path.read_text, KEPT)):
+        schedule = torch_csv.parse(content)
+        unsharded = re.sub(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD),?", "", content)
+        bare = "".join(re.sub(",+", ",", line).strip(",") + "\n" for line in unsharded.splitlines())
+        assert torch_csv.dump(schedule) == bare
+        for form in ("text", "json"):
+            assert FORMATS[form].parse(FORMATS[form].dump(schedule), "a file") == schedule
+
+
+def test_messages_in_batches_are_refused_by_torch_csv() -> None:
+    schedule = torch_csv.parse(COMMS)
+    batched = replace(
+        schedule, issue=(schedule.issue[0], (Turn("<", 0), Turn("<", 0, joined=True), *schedule.issue[1][2:]))
+    )
+    with pytest.raises(ValueError, match="it issues messages in batches; use `format='text'`"):
+        torch_csv.dump(batched)
+    assert text.parse(text.dump(batched)) == batched
 
 
 def test_receives_of_another_order_are_kept() -> None:
@@ -287,7 +331,9 @@ WAITS = (
     ids=["after the backward", "at once", "at the end"],
 )
 def test_waits_that_end_say_no_more_than_the_cells(content: str) -> None:
-    assert torch_csv.parse(content) == torch_csv.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    schedule = torch_csv.parse(content)
+    assert replace(schedule, issue=()) == torch_csv.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert treadle.verify(schedule).clean
 
 
 def test_a_deadlock_of_the_cells_is_left_to_the_verifier_where_there_are_waits() -> None:
@@ -427,7 +473,9 @@ def test_torch_loads_what_we_dump_and_we_read_what_it_dumps(
     for form in ("compute_only", "compute_comms"):
         theirs = tmp_path / f"{form}.csv"
         runtime._dump_csv(str(theirs), format=form)
-        assert parse_any(theirs.read_bytes().decode(), str(theirs)) == custom(schedule)
+        read = parse_any(theirs.read_bytes().decode(), str(theirs))
+        assert replace(read, issue=()) == custom(schedule)
+        assert bool(read.issue) == (form == "compute_comms")
     assert "SEND_F" in theirs.read_text()
 
 
@@ -449,7 +497,7 @@ def test_files_of_each_version_of_torch_are_read(path: Path) -> None:
     """With its options too: each changes what stands around the cells."""
     name, _, option = path.stem.partition("_")
     read, schedule = parse_any(path.read_text(), str(path)), custom(generate(name, pp=2, microbatches=4))
-    assert replace(read, receives={}) == schedule
+    assert replace(read, receives={}, issue=()) == schedule
     assert bool(read.receives) == (option == "defer_pp_recv")
     assert ("WAIT_SEND" in path.read_text()) == (path.parent.name != "2.13")
 

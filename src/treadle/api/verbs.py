@@ -17,7 +17,7 @@ from treadle.simulator.predict import Durations
 from treadle.simulator.predict import simulate as simulate_program
 from treadle.simulator.slowness import Factors
 from treadle.step import Step, Target, steps_of
-from treadle.verifier import ReceiveOrder, VerifyReport
+from treadle.verifier import Communicators, ReceiveOrder, VerifyReport
 from treadle.weights.update_plan import UpdatePlan
 
 CostsOrName: TypeAlias = Costs | str
@@ -60,6 +60,8 @@ def verify(
     ring: int | None = None,
     max_activations: int | None = None,
     memory_limit: int | None = None,
+    communicators: Communicators | None = None,
+    lazy: bool = False,
 ) -> VerifyReport:
     """Check that a schedule or a program finishes, with the right data, within its memory.
 
@@ -75,6 +77,10 @@ def verify(
         max_activations: of a Schedule: the most activations of (mb, chunk) that a rank may hold at once.
         memory_limit: of a Program, or a Schedule whose layers are known: the most bytes of activations that a rank may
             hold at once.
+        communicators: which channels share a communicator: none ("channel"), those of one direction of the pipe
+            ("direction"), of a pair of ranks ("pair") or all ("group"). None for "pair" if the schedule has an order of
+            issue, as torch's files with messages do, else each channel is judged by itself.
+        lazy: communicators are made at their first message, and making one waits for all its ranks.
 
     Returns:
         All findings, worst first, and each rank's peak.
@@ -91,7 +97,14 @@ def verify(
     if not isinstance(target, Schedule | Program | Trace):
         raise TypeError(f"verify takes a Schedule, a Program or a Trace, got {named(target)}; {_way_out(target)}")
     step = make_step(target, costs, options)
-    return step.verify(receives=receives, ring=ring, max_activations=max_activations, memory_limit=memory_limit).report
+    return step.verify(
+        receives=receives,
+        ring=ring,
+        max_activations=max_activations,
+        memory_limit=memory_limit,
+        communicators=communicators,
+        lazy=lazy,
+    ).report
 
 
 def simulate(

@@ -13,7 +13,8 @@
       ]
     }
 
-`"receives": {"0>1": ["F0.0", ...]}` follows where a schedule gives them. `parse(dump(s)) == s`.
+`"receives": {"0>1": ["F0.0", ...]}` follows where a schedule gives them, and `"issue": [[".", ">1", ...], ...]`, the
+order in which each rank issues its cells and messages (`treadle.ir.turn`). `parse(dump(s)) == s`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from treadle.fields.kinds import CountFrom1, Text, sentence, shown
 from treadle.fields.typed import versioned
 from treadle.ir import Action, Cell, Channel, Placement, Schedule
 from treadle.ir.text import ParseError, parse_action, parse_cell
+from treadle.ir.turn import TURNS, Turn, parse_turn
 
 _NUMBERS = r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,2})"
 _CELL = Text(rf"^([FBIW]{_NUMBERS}|\(F{_NUMBERS}\|B{_NUMBERS}\))$", "a cell: F0.0, B0.0, I0.0, W0.0 or (F1.0|B0.0)")
 _MESSAGE = Text(rf"^[FB]{_NUMBERS}$", "a message: F0.0 or B0.0")
+_TURN = Text(r"^(\.|\+?[<>](0|[1-9][0-9]{0,5})|wait>(0|[1-9][0-9]{0,5}):(0|[1-9][0-9]{0,5}))$", f"a turn: {TURNS}")
 _CHANNEL = Text("^(0|[1-9][0-9]*)>(0|[1-9][0-9]*)$", "a channel: two ranks, such as 0>1")
 
 
@@ -50,6 +53,12 @@ class ScheduleJson(TypedDict):
         Annotated[
             dict[Annotated[str, _CHANNEL], list[Annotated[str, _MESSAGE]]],
             "By channel, such as 0>1, the order of receives; the sender's order where left out.",
+        ]
+    ]
+    issue: NotRequired[
+        Annotated[
+            list[list[Annotated[str, _TURN]]],
+            "A row for each rank: the order in which its host issues cells (.), sends (>1), receives (<1) and waits.",
         ]
     ]
 
@@ -73,11 +82,13 @@ def dump(schedule: Schedule) -> str:
     if schedule.receives:
         lines = (f'"{src}>{dst}": {_tokens(labels)}' for (src, dst), labels in sorted(schedule.receives.items()))
         items.append(f'"receives": {_block("{}", lines)}')
+    if schedule.issue:
+        items.append(f'"issue": {_block("[]", map(_tokens, schedule.issue))}')
     return "{\n  " + ",\n  ".join(items) + "\n}\n"
 
 
-def _tokens(cells: Iterable[Cell]) -> str:
-    return json.dumps([str(cell) for cell in cells])
+def _tokens(items: Iterable[Cell | Turn]) -> str:
+    return json.dumps([str(item) for item in items])
 
 
 def _block(brackets: str, lines: Iterable[str]) -> str:
@@ -105,9 +116,10 @@ def parse(text: str, source: str = "<text>") -> Schedule:
     receives = {
         _channel(key, pp, source): tuple(map(_label, labels)) for key, labels in content.get("receives", {}).items()
     }
+    issue = tuple(tuple(map(_turn, turns)) for turns in content.get("issue", ()))
     try:
         placement = Placement.parse(content["placement"], pp, content["vpp"])
-        return Schedule(content["name"], placement, content["microbatches"], rows, receives)
+        return Schedule(content["name"], placement, content["microbatches"], rows, receives, issue)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
@@ -128,6 +140,12 @@ def _cell(token: str) -> Cell:
     cell = parse_cell(token)
     assert cell is not None, token
     return cell
+
+
+def _turn(token: str) -> Turn:
+    turn = parse_turn(token)
+    assert turn is not None, token
+    return turn
 
 
 def _label(token: str) -> Action:

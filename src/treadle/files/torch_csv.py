@@ -9,9 +9,10 @@ torch's own files may hold the messages too (its compute_comms form), and what F
     1RECV_F0,1F0,1B0,1SEND_B0           1RECV_F0: stage 1 takes what its forward reads
 
 torch 2.15 and later also write where a rank waits for the end of a send: `0WAIT_SEND_F0`, until stage 1 has posted
-`1RECV_F0`. `dump` writes cells only: torch adds the rest when it loads the file. `parse` reads all of them. A rank's
-chunks are its stages from the lowest up. The form has one rank for each stage and counts nothing that no entry names:
-`dump` refuses what it would lose. torch takes `0F0x` for `0F0`; here an entry is read whole or not at all.
+`1RECV_F0`. `parse` reads all of them and keeps their order (`Schedule.issue`). `dump` writes the messages of a schedule
+that has an order of issue, else cells only: torch adds the rest when it loads the file. A rank's chunks are its stages
+from the lowest up. The form has one rank for each stage and counts nothing that no entry names: `dump` refuses what it
+would lose. torch takes `0F0x` for `0F0`; here an entry is read whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from treadle.ir import Action, Cell, Channel, Kind, Pair, Placement, Schedule
@@ -27,7 +29,9 @@ from treadle.ir.dependency import RULE
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import Program
 from treadle.ir.text import ParseError
+from treadle.ir.turn import CELL, Turn
 from treadle.passes.cells import lower_cells
+from treadle.passes.issue_order import IssueOrder
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
@@ -44,10 +48,12 @@ _STEP = {kind: need.step for kind in (Kind.F, Kind.B) for need in RULE[kind] if 
 
 
 def dump(schedule: Schedule) -> str:
-    """The cells, a line a rank. A ValueError names what the form cannot carry."""
+    """A line a rank: the cells, and the messages if their order is given. A ValueError names what cannot be carried."""
     lost = _lost(schedule)
     if lost is not None:
         raise ValueError(f"torch's CSV cannot carry {schedule.name}: {lost}")
+    if schedule.issue:
+        return "".join(",".join(words) + "\n" for words in _issued(schedule))
     lines = (
         ",".join(_entry(schedule.placement.stages[rank], cell) for cell in row)
         for rank, row in enumerate(schedule.rows)
@@ -63,7 +69,9 @@ def _lost(schedule: Schedule) -> str | None:
             f"it has one rank for each stage, and the second direction of a {placement.name} placement, "
             f"which puts each stage on two, would be lost; generate dualpipev instead, or {wayout}"
         )
-    if schedule.receives:
+    if any(turn.joined for turns in schedule.issue for turn in turns):
+        return f"it issues messages in batches; {wayout}"
+    if schedule.receives and not schedule.issue:
         channels = ", ".join(f"{src}>{dst}" for src, dst in sorted(schedule.receives))
         return f"the order of receives given for {channels} would be lost; {wayout}"
     for rank, stages in enumerate(placement.stages):
@@ -84,6 +92,25 @@ def _lost(schedule: Schedule) -> str | None:
 def _entry(stages: tuple[int, ...], cell: Cell) -> str:
     words = [f"{stages[a.chunk]}{a.kind.name}{a.mb}" for a in cell.actions]
     return words[0] if isinstance(cell, Action) else f"({';'.join(words)})OVERLAP_F_B"
+
+
+def _issued(schedule: Schedule) -> Iterator[list[str]]:
+    """Each rank's entries, in the order in which it issues them."""
+    program = lower_cells(schedule)
+    order, placement = IssueOrder.given(schedule, program), schedule.placement
+    for rank, (start, stop) in enumerate(pairwise(order.ptr.tolist())):
+        words = []
+        for item in range(start, stop):
+            op = program.op(int(order.op[item]))
+            if op.lane.kind is LaneKind.COMPUTE:
+                if not program.joined[op.index]:
+                    words.append(_entry(placement.stages[rank], schedule.rows[rank][op.cell]))
+                continue
+            label = _label(program, op.index)
+            channel = (rank, op.lane.peer) if op.kind.is_send else (op.lane.peer, rank)
+            verb = "WAIT_SEND" if order.waits[item] else op.kind.name[:4]
+            words.append(_message_word(placement, channel, label, verb))
+        yield words
 
 
 @dataclass(frozen=True)
@@ -127,7 +154,8 @@ _Rank: TypeAlias = tuple[_Line, list[_Entry]]
 def parse(text: str, source: str = "<text>") -> Schedule:
     """Read torch's and torchtitan's files, with messages or without; bubbles and FSDP's entries are dropped.
 
-    RECV entries become `receives` where they differ from the sender's order. SEND entries must say what a
+    RECV entries become `receives` where they differ from the sender's order; with SEND entries beside them, the order
+    of all entries becomes `issue`. SEND entries must say what a
     schedule does anyway: send in the order in which the actions run. WAIT_SEND entries must not hold it up for ever.
     """
     ranks = [_read_line(_Line(source, number, line)) for number, line in enumerate(text.splitlines(), 1)]
@@ -254,7 +282,29 @@ def _with_messages(schedule: Schedule, ranks: list[_Rank]) -> Schedule:
         return schedule
     schedule = _with_receives(schedule, receives)
     _check_receives(schedule, receives)
-    return schedule
+    return replace(schedule, issue=_issue(schedule.placement, ranks)) if sends else schedule
+
+
+def _issue(placement: Placement, ranks: list[_Rank]) -> tuple[tuple[Turn, ...], ...]:
+    """The order of each rank's cells and messages."""
+    rows = []
+    for _, entries in ranks:
+        sent: dict[int, list[Action]] = defaultdict(list)
+        turns = []
+        for entry in entries:
+            if not entry.verb:
+                turns.append(CELL)
+            elif entry.verb in ("SEND", "RECV", "WAIT_SEND"):
+                (src, dst), label = _message(placement, entry)
+                if entry.verb == "RECV":
+                    turns.append(Turn("<", src))
+                elif entry.verb == "SEND":
+                    sent[dst].append(label)
+                    turns.append(Turn(">", dst))
+                else:
+                    turns.append(Turn("wait>", dst, place=sent[dst].index(label)))
+        rows.append(tuple(turns))
+    return tuple(rows)
 
 
 def _lanes(program: Program, kind: LaneKind) -> dict[Channel, range]:
@@ -283,7 +333,7 @@ def _check_sends(schedule: Schedule, sends: _Posts, lines: list[_Line]) -> None:
             if k >= len(made):
                 raise entry.error(f"{entry.word} sends again, or what rank {channel[0]} never makes; leave it out")
             if label != made[k][0]:
-                due = _send_word(schedule.placement, channel, made[k][0])
+                due = _message_word(schedule.placement, channel, made[k][0])
                 raise entry.error(
                     f"{entry.word} is out of turn: a schedule sends in the order in which its actions run, "
                     f"and {due} is next from rank {channel[0]} to rank {channel[1]}"
@@ -292,15 +342,16 @@ def _check_sends(schedule: Schedule, sends: _Posts, lines: list[_Line]) -> None:
                 raise entry.error(f"{entry.word} stands before the action that makes it; move it after")
         num_sent = len(sends.get(channel, ()))
         if num_sent < len(made):
-            due = _send_word(schedule.placement, channel, made[num_sent][0])
+            due = _message_word(schedule.placement, channel, made[num_sent][0])
             raise lines[channel[0]].error(
                 f"rank {channel[0]} never does {due}; add it, or leave out all SEND entries: they follow from the cells"
             )
 
 
-def _send_word(placement: Placement, channel: Channel, label: Action) -> str:
-    maker = placement.stage(channel[1], label.chunk) + _STEP[label.kind]
-    return f"{maker}SEND_{label.kind.name}{label.mb}"
+def _message_word(placement: Placement, channel: Channel, label: Action, verb: str = "SEND") -> str:
+    """The entry of a message: a SEND or WAIT_SEND names the maker's stage, a RECV the reader's."""
+    reader = placement.stage(channel[1], label.chunk)
+    return f"{reader if verb == 'RECV' else reader + _STEP[label.kind]}{verb}_{label.kind.name}{label.mb}"
 
 
 def _with_receives(schedule: Schedule, posted: _Posts) -> Schedule:

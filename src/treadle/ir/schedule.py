@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from treadle.ir.action import Action, Cell, Kind, Pair
 from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.placement import Placement
+from treadle.ir.turn import Turn
 
 Channel: TypeAlias = tuple[int, int]
 """An ordered pair of ranks: what the first sends, the second receives."""
@@ -61,7 +62,8 @@ class Schedule(ShownInNotebooks):
 
     Messages follow from the rows: what an action makes for another rank is sent when it is made, and
     received in the sender's order. `receives` lists another order for a channel, message by message; a
-    message is named by the action that reads it (F3.1, or B3.1 for the gradient that B or I reads).
+    message is named by the action that reads it (F3.1, or B3.1 for the gradient that B or I reads). `issue` is the
+    order in which each rank's host issues its cells and messages, where that is given: a row of turns for each rank.
 
     Raises:
         ValueError: rows and placement do not fit each other.
@@ -78,6 +80,7 @@ class Schedule(ShownInNotebooks):
     num_microbatches: int
     rows: tuple[Row, ...]
     receives: Mapping[Channel, tuple[Action, ...]] = field(default_factory=dict)
+    issue: tuple[tuple[Turn, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -96,11 +99,29 @@ class Schedule(ShownInNotebooks):
                 raise ValueError(f"no channel {src}>{dst} between {self.pp} ranks")
             if any(label.kind not in (Kind.F, Kind.B) for label in labels):
                 raise ValueError(f"messages on channel {src}>{dst} are named F or B, got {' '.join(map(str, labels))}")
+        self._check_issue()
         if self.num_microbatches % self.placement.num_pipes:
             raise ValueError(
                 f"{self.placement.num_pipes} pipes share the micro-batches equally, "
                 f"got {self.num_microbatches}; use {self.num_microbatches + 1}"
             )
+
+    def _check_issue(self) -> None:
+        if self.issue and len(self.issue) != self.pp:
+            raise ValueError(f"an order of issue has a row for each of {self.pp} ranks, got {len(self.issue)}")
+        for rank, turns in enumerate(self.issue):
+            for turn in set(turns):
+                if turn.verb != "." and (turn.peer == rank or not 0 <= turn.peer < self.pp):
+                    raise ValueError(
+                        f"rank {rank} issues {turn}, and its peers are the others of ranks 0 to {self.pp - 1}"
+                    )
+            if turns and turns[0].joined:
+                raise ValueError(
+                    f"rank {rank} begins with {turns[0]}, which joins the turn before it; leave out the '+'"
+                )
+            cells = sum(turn.verb == "." for turn in turns)
+            if cells != len(self.rows[rank]):
+                raise ValueError(f"rank {rank} issues {cells} cells, and its row has {len(self.rows[rank])}")
 
     def __str__(self) -> str:
         """Return the text form, which `treadle.loads` and every command read (`treadle.ir.text` describes it)."""
@@ -115,6 +136,8 @@ class Schedule(ShownInNotebooks):
         yield f"# microbatches: {self.num_microbatches}"
         for (src, dst), labels in sorted(self.receives.items()):
             yield f"# receive {src}>{dst}: {' '.join(map(str, labels))}".rstrip()
+        for rank, turns in enumerate(self.issue):
+            yield f"# issue {rank}: {' '.join(map(str, turns))}".rstrip()
 
     def row_lines(self) -> list[str]:
         """Return the rows of the text form: `0: F0.0 B0.0`."""

@@ -9,9 +9,10 @@
     0: F0.0 F1.0 B0.0 B1.0
     1: F0.0 B0.0 F1.0 B1.0
 
-`parse(dump(s)) == s`. Rows alone are read too, with what is missing taken from the
-rows or from the caller. `##` starts a comment. With one chunk a rank, rows that people write may leave `.0` out, and
-may begin with `rank 0:` or `rank0:`.
+`# receive 0>1: F0.0 F1.0` gives the receives of a channel, `# issue 0: . >1 <1 .` the order in which rank 0 issues its
+cells and messages (`treadle.ir.turn`). `parse(dump(s)) == s`. Rows alone are read too, with what is missing taken from
+the rows or from the caller. `##` starts a comment. With one chunk a rank, rows that people write may leave `.0` out,
+and may begin with `rank 0:` or `rank0:`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from treadle.host.errors import PortableError
 from treadle.ir.action import Action, Cell, Kind, Pair
 from treadle.ir.placement import Placement
 from treadle.ir.schedule import MAGIC, Channel, Row, Schedule
+from treadle.ir.turn import TURNS, Turn, parse_turn
 
-KEYS = ("name", "placement", "pp", "vpp", "microbatches", "receive")
+KEYS = ("name", "placement", "pp", "vpp", "microbatches", "receive", "issue")
 
-_HEADER = re.compile(r"# ([a-z_-]+)(?: ([0-9]+)>([0-9]+))?:(?: |$)(.*)")
+_HEADER = re.compile(r"# ([a-z_-]+)(?: ([0-9]+)(?:>([0-9]+))?)?:(?: |$)(.*)")
 _ROW = re.compile(r"(?:[Rr]ank *)?([0-9]+):(.*)")
 _ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]{0,5})(?:\.(0|[1-9][0-9]{0,2}))?")
 _PAIR = re.compile(r"\((F[^|]*)\|(B[^|]*)\)")
@@ -94,6 +96,7 @@ class _TextReader:
     strict: bool
     values: dict[str, str] = field(default_factory=dict)
     receives: dict[Channel, tuple[Action, ...]] = field(default_factory=dict)
+    issue: list[tuple[Turn, ...]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     number: int = 0
     line: str = ""
@@ -119,9 +122,15 @@ class _TextReader:
         if key not in KEYS:
             way_out = did_you_mean(key, KEYS)
             raise self.error(f"{key!r} is not a line of a schedule; {way_out} ('##' starts a comment)", 2)
-        if (key == "receive") != (match[2] is not None):
+        if (key == "receive") != (match[3] is not None):
             raise self.error("a channel is written '# receive 0>1: F0.0 ...', and only there", 2)
-        if key == "receive":
+        if (key in ("receive", "issue")) != (match[2] is not None):
+            raise self.error("a rank is written '# issue 0: . >1 ...', and only there", 2)
+        if key == "issue":
+            if int(match[2]) != len(self.issue):
+                raise self.error(f"expected the issue of rank {len(self.issue)}, got rank {match[2]}", 2)
+            self.issue.append(tuple(self._turns(match.start(4))))
+        elif key == "receive":
             channel = (int(match[2]), int(match[3]))
             if channel in self.receives:
                 raise self.error(f"receives of channel {match[2]}>{match[3]} were given above", 2)
@@ -152,6 +161,13 @@ class _TextReader:
             self._note_short(token, action, column)
             yield action
 
+    def _turns(self, start: int) -> Iterator[Turn]:
+        for token, column in _tokens(self.line, start):
+            turn = parse_turn(token)
+            if turn is None:
+                raise self.error(f"{token!r} is not a turn; turns are {TURNS}", column)
+            yield turn
+
     def _note_short(self, token: str, cell: Cell, column: int) -> None:
         """Remember the first token that leaves a chunk out: whether it may is known after the last line."""
         if self.short is None and token != str(cell):
@@ -178,7 +194,7 @@ class _TextReader:
         num = self._integer("microbatches", seen * where.num_pipes)
         name = self.values.get("name", "custom")
         try:
-            return Schedule(name, where, num, tuple(self.rows), self.receives)
+            return Schedule(name, where, num, tuple(self.rows), self.receives, tuple(self.issue))
         except ValueError as error:
             raise ValueError(f"{self.source}: {error}") from None
 

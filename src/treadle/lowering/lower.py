@@ -198,4 +198,4 @@ def first_microbatches(schedule: Schedule, num_mb: int) -> Schedule:
         tuple(part for cell in dict.fromkeys(cells.tolist()) for part in kept(row[cell]))
         for row, cells in zip(schedule.rows, of_rank, strict=True)
     )
-    return replace(schedule, rows=rows, num_microbatches=num_mb * schedule.placement.num_pipes, receives={})
+    return replace(schedule, rows=rows, num_microbatches=num_mb * schedule.placement.num_pipes, receives={}, issue=())

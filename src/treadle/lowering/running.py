@@ -124,7 +124,7 @@ def join_halves(schedule: Schedule, places: Collection[tuple[int, int]]) -> Sche
         tuple(cell for cell in (joined(rank, c) for c in row) if cell is not None)
         for rank, row in enumerate(schedule.rows)
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, issue=())
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -139,7 +139,7 @@ def forward_only(schedule: Schedule) -> Schedule:
         channel: tuple(label for label in labels if label.kind is Kind.F)
         for channel, labels in schedule.receives.items()
     }
-    return replace(schedule, rows=rows, receives=receives)
+    return replace(schedule, rows=rows, receives=receives, issue=())
 
 
 def disagreements(program: Program) -> list[str]:

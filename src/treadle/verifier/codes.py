@@ -98,6 +98,17 @@ CODES: dict[str, Explanation] = {
         "rank 1 launches: reduce_grad, then the dispatch",
         "Number the launches of every rank by one order over the whole program; lowering does so by the time of start.",
     ),
+    "T207": Explanation(
+        "hangs on shared communicators",
+        "Channels share a communicator: a pair of ranks has one, or the whole group. Its messages run one after the "
+        "other, in the order in which each rank issues them, and one that is larger than the backend's buffer ends "
+        "only when its receive has started. Here each message of the circle waits for the next: the step hangs, when "
+        "messages are large or always, as the finding says.",
+        "rank 0: 0SEND_F1,0RECV_B0     (the send waits for 1RECV_F1 ...)\n"
+        "rank 1: 1SEND_B0,1RECV_F1     (... which is behind 1SEND_B0, which waits for 0RECV_B0, behind the first)",
+        "Issue the receive of the circle earlier (torch: without `defer_pp_recv`), so that both ranks issue the two "
+        "messages in one order, or give each channel a communicator of its own.",
+    ),
     "T301": Explanation(
         "more activations alive than the limit",
         "Activations of (mb, chunk) live from the start of F to the end of B, or of W where the backward is split.",

@@ -15,7 +15,10 @@ from treadle.ir.needs import unmet_needs
 from treadle.ir.ops import COMMUNICATION
 from treadle.ir.program import Bools, Ints, Longs, Program
 from treadle.ir.show import show_bytes
+from treadle.passes.issue_order import IssueOrder
 from treadle.passes.ring import with_ring
+from treadle.verifier.communicator_checks import check_queues
+from treadle.verifier.communicator_queues import Communicators
 from treadle.verifier.finding import Finding, VerifyReport, worst_first
 from treadle.verifier.graph import Graph, deadlock
 from treadle.verifier.op_groups import check_groups
@@ -24,7 +27,13 @@ from treadle.verifier.waits import check_never, check_waits
 
 
 def verify_program(
-    program: Program, dur: Longs, *, ring: int | None = None, memory_limit: int | None = None
+    program: Program,
+    dur: Longs,
+    *,
+    ring: int | None = None,
+    memory_limit: int | None = None,
+    communicators: Communicators | None = None,
+    lazy: bool = False,
 ) -> VerifyReport:
     """Check a program: labels, groups, waits, execution, launch order, memory.
 
@@ -33,6 +42,8 @@ def verify_program(
         dur: ticks of each op; only memory depends on them.
         ring: receive buffers on each channel; None for as many as there are messages.
         memory_limit: the most bytes of activations that a rank may hold at once.
+        communicators: which channels share one, as ranks launch their ops; None to judge each lane by itself.
+        lazy: communicators are made at their first op.
 
     Returns:
         All findings, worst first, and each rank's peak, in bytes where the program knows what is saved.
@@ -68,6 +79,9 @@ def verify_program(
         findings += _deadlocks(program, times.num_left)
     hangs = not times.finished or any(finding.code == "T205" for finding in findings)
     findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
+    order = IssueOrder.early(program) if communicators is not None and not hangs else None
+    if communicators is not None and order is not None:
+        findings += check_queues(program, order, communicators, lazy=lazy)
     layout, sizes = program.layout, []
     if times.finished:
         sizes = [int(size) for size in peaks(program, times).size]

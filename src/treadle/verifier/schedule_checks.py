@@ -13,7 +13,10 @@ from treadle.ir.ops import LaneKind
 from treadle.ir.program import NEVER, Op, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import ReceiveOrder, lower_cells
+from treadle.passes.issue_order import issue_order
 from treadle.passes.ring import with_ring
+from treadle.verifier.communicator_checks import check_queues
+from treadle.verifier.communicator_queues import Communicators
 from treadle.verifier.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verifier.graph import Graph, deadlock
 from treadle.verifier.op_groups import check_groups
@@ -26,6 +29,8 @@ def verify_schedule(
     receives: ReceiveOrder = "sender",
     ring: int | None = None,
     max_activations: int | None = None,
+    communicators: Communicators | None = None,
+    lazy: bool = False,
 ) -> VerifyReport:
     """Check a schedule: are its actions complete, does it finish, with the right data, within its memory.
 
@@ -34,6 +39,8 @@ def verify_schedule(
         receives: the order in which receives are posted where the schedule does not say.
         ring: receive buffers on each channel; None for as many as there are messages.
         max_activations: the most activations of (mb, chunk) that a rank may hold at once.
+        communicators: which channels share one; None to judge each channel by itself.
+        lazy: communicators are made at their first message.
 
     Returns:
         All findings, worst first, and each rank's peak of activations.
@@ -47,10 +54,33 @@ def verify_schedule(
     program = lower_cells(schedule, receives=receives)
     findings = list(check_actions(schedule, actions))
     findings += check_execution(program, schedule, ring=ring)
+    if communicators is not None:
+        findings = _with_queues(findings, program, schedule, receives, communicators, lazy=lazy)
     if max_activations is not None:
         findings += check_limit(schedule, actions, max_activations)
     peaks = peak_activations(schedule, actions)
     return VerifyReport(schedule.pp, schedule.num_cells, program.num_ops, worst_first(findings), peak_activations=peaks)
+
+
+_MATCHED_BY_CHANNEL = {"T201", "T202", "T204"}
+
+
+def _with_queues(
+    findings: list[Finding],
+    program: Program,
+    schedule: Schedule,
+    receives: ReceiveOrder,
+    communicators: Communicators,
+    *,
+    lazy: bool,
+) -> list[Finding]:
+    """Add what happens on shared communicators, unless a channel by itself hangs already."""
+    order = issue_order(schedule, program, receives=receives)
+    if communicators == "direction" and order is not None:
+        findings = [finding for finding in findings if finding.code not in _MATCHED_BY_CHANNEL]
+    if order is None or any(finding.code in ("T201", "T202") for finding in findings):
+        return findings
+    return [*findings, *check_queues(program, order, communicators, lazy=lazy)]
 
 
 def check_execution(program: Program, schedule: Schedule, *, ring: int | None) -> Iterator[Finding]:

@@ -23,6 +23,15 @@ class Receives(StrEnum):
     USE = "use"
 
 
+class Shared(StrEnum):
+    """Which channels share a communicator."""
+
+    PAIR = "pair"
+    GROUP = "group"
+    DIRECTION = "direction"
+    CHANNEL = "channel"
+
+
 @spread_options
 def verify(
     target: Target,
@@ -33,6 +42,11 @@ def verify(
     memory_limit: Annotated[
         str | None, typer.Option(help="Most bytes of activations on a rank, with --layers or --model-layers: 60GB.")
     ] = None,
+    communicators: Annotated[
+        Shared | None,
+        typer.Option(help="Communicators that channels share: pair for files with messages, else each by itself."),
+    ] = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Communicators are made at their first message.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every finding.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -41,7 +55,12 @@ def verify(
     step = flags.step(target.load(), target.plan)
     with working("verifying"):
         report, program = step.verify(
-            receives=receives.value, ring=ring, max_activations=max_activations, memory_limit=limit
+            receives=receives.value,
+            ring=ring,
+            max_activations=max_activations,
+            memory_limit=limit,
+            communicators=communicators.value if communicators is not None else None,
+            lazy=lazy,
         )
     if as_json:
         print_json("verify", report.as_dict())
