@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from treadle.ir.program import Program
 from treadle.passes.issue_order import IssueOrder
-from treadle.verifier.communicator_queues import Communicators, Creation, Verdict, judge, out_of_turn
+from treadle.verifier.communicator_queues import Communicators, Creation, Judgement, judge, out_of_turn
 from treadle.verifier.finding import MOST, Finding
 
 SHARED: dict[Communicators, str] = {
@@ -43,14 +43,14 @@ def check_queues(
         yield _hang(program, verdict, f"{SHARED[communicators]}{_CREATED[found]}")
 
 
-def _hang(program: Program, verdict: Verdict, where: str) -> Finding:
+def _hang(program: Program, verdict: Judgement, where: str) -> Finding:
     steps = tuple(wait.words for wait in verdict.circle)
     circle = f"{len(steps)} ops wait for each other in a circle" if len(steps) > 1 else "an op has no partner"
     shown = program.op(verdict.circle[0].waiting)
     return Finding.at("T207", shown, f"hangs with {where}, {_WHEN[verdict.hangs]}: {circle}", steps)
 
 
-def _crossings(program: Program, verdict: Verdict) -> Iterator[Finding]:
+def _crossings(program: Program, verdict: Judgement) -> Iterator[Finding]:
     """T204 where channels are split by direction; elsewhere a crossing is one of the channel."""
     for sent, received in verdict.crossed[:MOST] if verdict.communicators == "direction" else ():
         send, receive = program.op(sent), program.op(received)

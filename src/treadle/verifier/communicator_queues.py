@@ -56,7 +56,7 @@ _WORDS = {
 }
 
 
-class Wait(NamedTuple):
+class CircleStep(NamedTuple):
     """One step of a circle: an op waits for another, or for NEVER if it has no partner.
 
     The first op on a communicator stands for its creation.
@@ -69,7 +69,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """When the step hangs on these communicators, and the circle; which receives get another's message.
 
     `crossed` has pairs (send, receive) of ops, `unmatched` messages without a partner: they never end either.
@@ -77,7 +77,7 @@ class Verdict:
 
     communicators: Communicators
     hangs: When
-    circle: tuple[Wait, ...]
+    circle: tuple[CircleStep, ...]
     crossed: tuple[tuple[int, int], ...]
     unmatched: tuple[int, ...]
 
@@ -95,7 +95,7 @@ class Verdict:
 
 def judge(
     program: Program, order: IssueOrder, communicators: Communicators = "pair", *, creation: Creation = "before"
-) -> Verdict:
+) -> Judgement:
     """Judge whether a step ends, if each rank issues its ops in this order on these communicators.
 
     Args:
@@ -119,7 +119,7 @@ def judge(
         hangs = "always" if eager is not None or len(queues.unmatched) else "large"
         circle = eager or circle
     crossed = tuple((int(a), int(b)) for a, b in queues.crossed)
-    return Verdict(communicators, hangs, circle or (), crossed, tuple(map(int, queues.unmatched)))
+    return Judgement(communicators, hangs, circle or (), crossed, tuple(map(int, queues.unmatched)))
 
 
 def out_of_turn(program: Program, order: IssueOrder) -> list[tuple[int, int]]:
@@ -228,7 +228,7 @@ class Queues:
 
     # -- edges: (waits, for what) ----------------------------------------------------------------------------------
 
-    def circle(self, *, eager: bool, creation: Creation) -> tuple[Wait, ...] | None:
+    def circle(self, *, eager: bool, creation: Creation) -> tuple[CircleStep, ...] | None:
         """The circle in which the step hangs, or None."""
         graph = self.graph(eager=eager, creation=creation)
         stuck = graph.stuck()
@@ -316,17 +316,17 @@ class Queues:
 
     # -- the witness -----------------------------------------------------------------------------------------------
 
-    def _words(self, graph: Graph, stuck: Bools) -> Iterator[Wait]:
+    def _words(self, graph: Graph, stuck: Bools) -> Iterator[CircleStep]:
         for edge in graph.cycle(stuck):
             why = Why(int(graph.kind[edge]))
             waiting, wanted = int(graph.target[edge]), int(graph.source[edge])
             if why is Why.OWN:
                 continue
             if waiting == wanted:
-                yield Wait(self._op(waiting), why, NEVER, f"{self._name(waiting)} has no partner")
+                yield CircleStep(self._op(waiting), why, NEVER, f"{self._name(waiting)} has no partner")
             else:
                 words = f"{self._name(waiting)} {_WORDS[why]} {self._name(wanted, seen_from=waiting)}"
-                yield Wait(self._op(waiting), why, self._op(wanted), words)
+                yield CircleStep(self._op(waiting), why, self._op(wanted), words)
 
     def _op(self, place: int) -> int:
         if place < 2 * self.num:
