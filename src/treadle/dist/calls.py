@@ -13,6 +13,15 @@ CALLS = (
 )
 """What a rank may be in. Calls of one name may meet."""
 
+TOGETHER = (
+    *CALLS,
+    "making the pipeline",
+    "the agreement on the call",
+    "the agreement on shapes",
+    "the agreement on the loss",
+)
+"""What ranks do together besides ops: calls, and what leads to them."""
+
 _RANK_BITS, _STEP_BITS = 20, 40
 
 

@@ -612,7 +612,7 @@ class Pipeline:
         with self._guard.step(self._step):
             grads = self._counted_gradients()
             share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
-            with self._guard.together("the norm of the gradients"):
+            with self._guard.together("grad_norm()"):
                 self._announce("grad_norm()")
                 return norm_over(self.groups, share, norm_type).to(self.device)
 
@@ -644,7 +644,7 @@ class Pipeline:
         program = spread(self._last.program, ep=self.position.ep, dp=self.position.dp // self.position.ep)
         times = torch.from_numpy(self._last.times())
         mine = times >= 0
-        with self._guard.step(self._step), self._guard.together("the trace"):
+        with self._guard.step(self._step), self._guard.together("gather_trace()"):
             self._announce("gather_trace()")
             times = torch.where(mine, times + self._clock_offset, 0)
             self.groups.pp_group.all_reduce(times)
