@@ -19,12 +19,12 @@ from treadle.host.sockets import connect
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides
+from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides, ToCoordinator
 from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Tensor
 from treadle.wire.link import Link
-from treadle.wire.listeners import UnixListener
+from treadle.wire.listeners import listen_at_path
 
 TP, TENSORS, DEADLINE_S = 16, 100, 60.0
 AGREED: tuple[Phase, ...] = ("plan", "begin", "finish", "open")
@@ -83,7 +83,8 @@ def main() -> None:
         sys.exit(f"ranks come in replicas of {TP}, got {num}")
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), num, DEADLINE_S)
+        listener = listen_at_path(place / "c.sock", ToCoordinator, expected=num)
+        coordinator = Coordinator(listener, CommitLog(place / "ledger"), num, DEADLINE_S)
         try:
             print(json.dumps({"ranks": num, **attempt(place / "c.sock", num)}))
         finally:

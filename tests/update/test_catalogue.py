@@ -33,13 +33,14 @@ from treadle.update.protocol.control import (
     Settled,
     Sides,
     Stop,
+    ToCoordinator,
 )
 from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
-from treadle.wire.listeners import UnixListener
+from treadle.wire.listeners import listen_at_path
 
 lengths = st.lists(st.integers(0, 6), max_size=2).map(tuple)
 NAMES = ("q", "k", "v", "o")
@@ -222,7 +223,8 @@ class Ranks:
 
 
 def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:
-    coordinator = Coordinator(UnixListener(tmp_path / "c.sock"), CommitLog(tmp_path / "ledger"), 2, 10.0)
+    listener = listen_at_path(tmp_path / "c.sock", ToCoordinator)
+    coordinator = Coordinator(listener, CommitLog(tmp_path / "ledger"), 2, 10.0)
     try:
         ranks = Ranks(tmp_path / "c.sock")
         epoch, sends = ranks.enter(1)

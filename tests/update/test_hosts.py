@@ -33,15 +33,14 @@ from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
-from treadle.update.coordinator.rank_links import MOST_STRANGERS
-from treadle.update.protocol.control import FromCoordinator, Join, Joined, Stop
+from treadle.update.protocol.control import FromCoordinator, Join, Joined, ToCoordinator
 from treadle.update.protocol.update_messages import PROTOCOL
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.weights.tensor_boxes import Holding
-from treadle.wire.errors import WireError
+from treadle.wire.errors import RefusedError, WireError
 from treadle.wire.frames import framed
 from treadle.wire.link import Link
-from treadle.wire.listeners import UnixListener
+from treadle.wire.listeners import MOST_STRANGERS, listen_at_path
 from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 
 pytestmark = pytest.mark.slow
@@ -342,20 +341,20 @@ def test_a_rank_that_is_pushed_out_by_strangers_calls_again() -> None:
 
 
 def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
-    coordinator = Coordinator(UnixListener(place / "c.sock"), CommitLog(place / "ledger"), 2, PATIENT_S)
+    listener = listen_at_path(place / "c.sock", ToCoordinator)
+    coordinator = Coordinator(listener, CommitLog(place / "ledger"), 2, PATIENT_S)
     callers = []
     try:
         for rank, world in ((1, 2), (1, 2), (2, 2), (0, 3)):
             calls: Link[Any] = Link(connect(place / "c.sock"), FromCoordinator)
             calls.send(Join(PROTOCOL, rank, world, os.getpid(), "here"))
             callers.append(calls)
-            answer = calls.receive(PATIENT_S)
             if len(callers) == 1:
-                assert isinstance(answer, Joined)
+                assert isinstance(calls.receive(PATIENT_S), Joined)
             else:
-                assert isinstance(answer, Stop)
                 why = f"no place for update rank {rank} of 2" if world == 2 else "and world 2, got Join"
-                assert why in answer.fault.text
+                with pytest.raises(RefusedError, match=why):
+                    calls.receive(PATIENT_S)
     finally:
         coordinator.close()
         for calls in callers:

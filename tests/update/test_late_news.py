@@ -21,18 +21,18 @@ from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.wire.link import Link
-from treadle.wire.listeners import UnixListener, call_path
+from treadle.wire.listeners import call_path, listen_at_path
 
 
 class Coordinating:
     """The other end of a client, and its rendezvous."""
 
     def __init__(self, path: Path) -> None:
-        self._listener = UnixListener(path)
+        self.path, self._listener = path, listen_at_path(path, ToCoordinator)
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
-        link = call_path(self._listener.path, FromCoordinator, deadline_s)
-        there: Link[ToCoordinator] | None = self._listener.accept(ToCoordinator)
+        link = call_path(self.path, FromCoordinator, deadline_s)
+        there: Link[ToCoordinator] | None = self._listener.accept()
         assert there is not None
         self.link = there
         self.link.send(Joined())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 
 import treadle.update.adapters.vllm.replica as replica_module
-import treadle.wire.link as link_module
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.update.engines import eventually, out_of_descriptors
 from treadle.host.sockets import connect
@@ -29,7 +29,8 @@ from treadle.update.adapters.vllm.listening import Listening
 from treadle.update.adapters.vllm.replica import Replica
 from treadle.update.worker.gate import Gate
 from treadle.wire.errors import PeerGoneError
-from treadle.wire.link import Link, accept
+from treadle.wire.link import Link
+from treadle.wire.listeners import Listener
 
 
 def test_the_table_of_the_gate_has_every_phase_and_no_dead_end() -> None:
@@ -224,7 +225,7 @@ def test_the_last_request_may_leave_at_the_deadline(monkeypatch: pytest.MonkeyPa
 def test_a_line_that_is_accepted_while_its_replica_closes_ends_too(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accepted, path = threading.Event(), replica_path(place, 0)
+    accepted, path, accept = threading.Event(), replica_path(place, 0), Listener.accept
 
     def late(*args: Any) -> Any:
         link = accept(*args)
@@ -232,7 +233,7 @@ def test_a_line_that_is_accepted_while_its_replica_closes_ends_too(
         time.sleep(0.3)  # a close that does not wait is over by now
         return link
 
-    monkeypatch.setattr(link_module, "accept", late)
+    monkeypatch.setattr(Listener, "accept", late)
     listening = Listening(path, lambda worker, pid, message: None, lambda worker, why: None)
     line: Link[Reply] = Link(connect(path), Reply)
     assert accepted.wait(PATIENT_S)
@@ -243,7 +244,7 @@ def test_a_line_that_is_accepted_while_its_replica_closes_ends_too(
 
 
 def test_a_replica_that_was_out_of_descriptors_takes_lines_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "accept", out_of_descriptors(accept, [1]))
+    monkeypatch.setattr(socket.socket, "accept", out_of_descriptors(socket.socket.accept, [1]))
     monkeypatch.setattr(replica_module, "ENGINE_S", 0.1)
     with Replica(Slow(), place):
         with pytest.raises(ConnectionRefusedError):

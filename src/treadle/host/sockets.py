@@ -89,9 +89,9 @@ def place_of(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def close_server(server: socket.socket, path: Path, place: tuple[int, int] | None = None) -> None:
-    """Close a server; a thread that waits in `accept` gets an OSError. With `place`, only that file is removed."""
-    if place is None or place_of(path) == place:
+def close_server(server: socket.socket, path: Path | None = None, place: tuple[int, int] | None = None) -> None:
+    """Close a server; a thread in `accept` gets an OSError. Removes `path`; with `place`, only if it is that file."""
+    if path is not None and (place is None or place_of(path) == place):
         path.unlink(missing_ok=True)  # first: after the close, the path may be a successor's
     with suppress(OSError):
         server.shutdown(socket.SHUT_RDWR)

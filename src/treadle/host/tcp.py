@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 
+_BACKLOG = 1024
 
-def listen_at(address: str, backlog: int) -> socket.socket:
+
+def listen_at(address: str) -> socket.socket:
     """Return a server at a free port of `address`, IPv4 or IPv6, and of no other address of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def connect_to(address: str, port: int, timeout_s: float) -> socket.socket:

@@ -17,5 +17,9 @@ class WrongKeyError(WireError):
     """The first message was not made with this end's key: the other end has another one, or none."""
 
 
+class RefusedError(WireError):
+    """The other end has closed the connection for a reason that another call does not change."""
+
+
 class PeerGoneError(TreadleError, ConnectionError):
     """The other end closed the connection, or its process ended."""

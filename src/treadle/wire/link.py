@@ -13,27 +13,30 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from treadle.host.processes import no_descriptor_left, stopped
-from treadle.host.sockets import close_in_children, peer_of, refuse_strangers
-from treadle.wire.codec import MessageDecoder, encode
-from treadle.wire.errors import PeerGoneError, WireError
+from treadle.host.sockets import close_in_children, peer_of
+from treadle.wire.codec import MessageDecoder, encode, sendable
+from treadle.wire.errors import PeerGoneError, RefusedError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES, Frames, framed
 from treadle.wire.seal import Seal
 
 M = TypeVar("M")
 
 MOST_FDS = 8
-PAUSE_S = 0.05
-"""The pause before a retry where a shortage passes by itself: of descriptors, of places."""
-
-HELLO_S = 20.0
-"""How long a connection may take to identify itself. On a host that is short of cores this takes seconds."""
-
 _CHUNK = 256 << 10
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
+    """The last message of a connection: why this end closes it. `again`: another call may be taken."""
+
+    text: str
+    again: bool
 
 
 class Link(Generic[M]):
@@ -50,7 +53,7 @@ class Link(Generic[M]):
         self.peer = peer if peer else f"process {self.pid}"
         self.fds: list[int] = []
         """Descriptors that came with messages and were not taken yet."""
-        self._decode: MessageDecoder[M] = MessageDecoder(takes)
+        self._decode: MessageDecoder[M | Refusal] = MessageDecoder(takes | Refusal)
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._shutting = threading.Lock()
@@ -107,8 +110,15 @@ class Link(Generic[M]):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         return self.connection.sendmsg([data], rights)
 
+    def refuse(self, error: Exception, *, timeout_s: float = 1.0) -> None:
+        """Send the reason, if the other end listens, and end the connection. After an OSError it may call again."""
+        if self._seal is None or self._seal.met:
+            with suppress(OSError, WireError):
+                self.send(Refusal(sendable(str(error)), isinstance(error, OSError)), timeout_s=timeout_s)
+        self.shut()
+
     def receive(self, timeout_s: float | None) -> M:
-        """Return the next message, or raise PeerGoneError, WireError or TimeoutError.
+        """Return the next message, or raise PeerGoneError, RefusedError, WireError or TimeoutError.
 
         A `timeout_s` of None waits as long as the other end lives.
         """
@@ -118,7 +128,10 @@ class Link(Generic[M]):
         frame = self._frame(until)
         if self._seal is not None:
             frame = self._seal.open(frame)
-        return self._decode(frame)
+        message = self._decode(frame)
+        if isinstance(message, Refusal):
+            raise (PeerGoneError if message.again else RefusedError)(message.text)
+        return message
 
     def _frame(self, until: float | None) -> bytes:
         while (frame := self._frames.next()) is None:
@@ -202,33 +215,6 @@ def _end(error: OSError) -> str:
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
         return "closed the connection"
     return f"is out of reach: {error.strerror}"
-
-
-def accept(server: socket.socket, takes: Any) -> Link[Any] | None:
-    """Return the next connection to a Unix server, or None for one of another user, which is refused.
-
-    Raises OSError once the server is closed.
-    """
-    connection, _ = server.accept()
-    try:
-        refuse_strangers(connection)
-        return Link(connection, takes)
-    except OSError:
-        connection.close()
-        return None
-
-
-def accepting(server: socket.socket, takes: Any, is_over: Callable[[], bool]) -> Iterator[Link[Any]]:
-    """Yield connections until `is_over`; whoever ends it closes the server too."""
-    while not is_over():
-        try:
-            link = accept(server, takes)
-        except OSError:
-            if not is_over():  # out of descriptors: a shortage that passes
-                time.sleep(PAUSE_S)
-            continue
-        if link is not None:
-            yield link
 
 
 def _watched(pid: int) -> tuple[int | None, bool]:

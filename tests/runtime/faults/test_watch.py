@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace as replace_dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from tests.support.patience import PATIENT_S
+from tests.support.patience import PATIENT_S, SOON_S
 from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, Snapshot
@@ -45,6 +47,7 @@ from treadle.runtime.faults.watch.transport import Transport
 from treadle.runtime.faults.watch.watchdog import Watchdog
 from treadle.wire.errors import WireError
 from treadle.wire.frames import FIRST_BYTES, Frames
+from treadle.wire.listeners import PAUSE_S
 
 TOKEN = bytes(range(16))
 
@@ -224,7 +227,7 @@ def open_transport() -> Iterator[Opened]:
     ears, listener = Ears(), open_listener("127.0.0.1")
     transport = Transport(ears, [Neighbour(contact(3), None)], listener, TOKEN)
     transport.open({})
-    yield transport, ears, listener.getsockname()
+    yield transport, ears, listener.server.getsockname()
     transport.close()
 
 
@@ -316,6 +319,55 @@ def test_a_neighbour_that_hangs_up_is_missed_after_its_last_words(
         transport.turn(0.1)
     assert ears.heard == [StateRequest(3, 1, WaitFailure.CLOSED)]
     assert ears.missed == [(3, True)]
+
+
+def test_a_turn_without_descriptors_does_not_spin(open_transport: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller stays in the queue, so the selector reports it at once, turn after turn."""
+    transport, ears, address = open_transport
+
+    def too_many(server: socket.socket) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as short, socket.create_connection(address) as friend:
+        friend.sendall(encode(Greeting(TOKEN, 3)))
+        short.setattr(socket.socket, "accept", too_many)
+        for _ in range(3):
+            before = time.monotonic()
+            transport.turn(PATIENT_S)
+            assert time.monotonic() - before >= PAUSE_S
+        short.undo()
+        for _ in range(10):
+            transport.turn(0.01)
+        assert transport.met.is_set()
+    assert ears.heard == []
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_forked_child_keeps_no_connection_open(open_transport: Opened, greets: bool) -> None:
+    """The end of a rank on another host is seen by the end of its connections alone."""
+    transport, _, address = open_transport
+    with socket.create_connection(address) as friend:
+        if greets:
+            friend.sendall(encode(Greeting(TOKEN, 3)))
+        transport.turn(PATIENT_S)  # the call
+        if greets:
+            transport.turn(PATIENT_S)
+        assert transport.met.is_set() == greets
+        over, end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(over, 1)
+            os._exit(0)
+        try:
+            time.sleep(0.05)  # the child closes its copies when it begins
+            transport.close()
+            friend.settimeout(SOON_S)
+            assert friend.recv(1) == b""
+        finally:
+            os.close(end)
+            os.close(over)
+            os.waitpid(child, 0)
 
 
 # Small things.

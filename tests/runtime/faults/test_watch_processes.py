@@ -22,7 +22,8 @@ from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Outcome, check, run_ranks
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.progress_page import OP, OUTSIDE, STEP, WAITS_FOR, namespace_id
-from treadle.runtime.faults.watch import EXIT_LOST, RankLostError, Watch, waits_for_group
+from treadle.runtime.faults.progress.wait_target import waits_for_group
+from treadle.runtime.faults.watch import EXIT_LOST, RankLostError, Watch
 from treadle.runtime.faults.watch import watch as watch_module
 
 pytestmark = pytest.mark.slow

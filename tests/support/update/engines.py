@@ -96,15 +96,14 @@ def eventually(so: Callable[[], bool]) -> bool:
 
 
 def out_of_descriptors(real: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
-    """`accept` that fails once for each entry of `times`, as where a process has too many files open."""
+    """`socket.accept` that fails once for each entry of `times`, as where a process has too many files open."""
 
     def accepting(*args: Any) -> Any:
-        link = real(*args)
+        connection, peer = real(*args)
         if times:
             times.pop()
-            if link is not None:
-                link.close()
+            connection.close()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return link
+        return connection, peer
 
     return accepting

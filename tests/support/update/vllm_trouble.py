@@ -40,7 +40,7 @@ def _act(endpoint: Endpoint, act: str, hang_s: float) -> None:
     elif act == "hang":
         time.sleep(hang_s)
     elif act == "socket":
-        for link in list(endpoint._links):
+        for link in list(endpoint._links.links):
             link.shut()
     else:
         raise RuntimeError("trouble")

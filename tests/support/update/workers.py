@@ -79,7 +79,7 @@ class Troubled(Plain):
             time.sleep(trouble.hang_s)
         elif trouble.act == "socket":
             assert self.endpoint is not None
-            for link in list(self.endpoint._links):
+            for link in list(self.endpoint._links.links):
                 link.shut()
         else:
             raise RuntimeError(f"trouble in {method}")

@@ -20,9 +20,9 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.faults.watch import RankLostError
 from treadle.runtime.faults.watch.contacts import beside
+from treadle.runtime.faults.watch.loss_messages import MOST_TEXT
 
 _HERE, _LOST = "here ", "lost "
-_MOST_TEXT = 600
 
 
 class Arrivals:
@@ -46,7 +46,7 @@ class Arrivals:
                 if isinstance(error, OSError):
                     lost = self._given_up({rank: self._read(rank) for rank in self._arrived()})
                 text = f"{type(error).__name__}: {error}" if lost is None else f"{_LOST}{lost.rank} {lost.kind} {lost}"
-                self._store.set(str(self._position.rank), text[:_MOST_TEXT])
+                self._store.set(str(self._position.rank), text[:MOST_TEXT])
             if lost is not None and lost is not error:
                 raise lost from error
             raise

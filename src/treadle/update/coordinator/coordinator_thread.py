@@ -20,7 +20,7 @@ from treadle.update.protocol import coordinator_decisions as protocol
 from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Fault, ToCoordinator
 from treadle.wire.codec import encode
-from treadle.wire.errors import MalformedError, WireError, WrongKeyError
+from treadle.wire.errors import MalformedError, WireError
 from treadle.wire.listeners import Listener
 
 GRACE_S = 1.0
@@ -30,7 +30,7 @@ GRACE_S = 1.0
 class Coordinator:
     """Runs until it is closed. `deadline_s`: how long after the first rank the last may report in a phase."""
 
-    def __init__(self, listener: Listener, ledger: CommitLog, world: int, deadline_s: float) -> None:
+    def __init__(self, listener: Listener[RankLink], ledger: CommitLog, world: int, deadline_s: float) -> None:
         self.listener, self.ledger, self.world, self.deadline_s = listener, ledger, world, deadline_s
         self.links = RankLinks(listener, world)
         self._state = protocol.CoordinatorState(world, Attempt(world), str(ledger.directory))
@@ -72,22 +72,20 @@ class Coordinator:
                 return
             except MalformedError as error:
                 if rank is None:
-                    self._lose(link, str(error))
+                    self._lose(link, error)
                     return
                 who = f"update rank {rank} ({link.peer})"
                 self._carry_out(protocol.malformed(self._state, rank, who, str(error), self.ledger.record))
                 continue
             except (OSError, WireError) as error:
-                if isinstance(error, WrongKeyError):
-                    self.links.turn_away(link, error)
-                self._lose(link, str(error))
+                self._lose(link, error)
                 return
             self._take(rank, message)
 
-    def _lose(self, link: RankLink, text: str) -> None:
-        rank = self.links.drop(link)
+    def _lose(self, link: RankLink, error: Exception) -> None:
+        rank = self.links.drop(link, error)
         if rank is not None:
-            self._carry_out(protocol.lost(self._state, rank, f"update rank {rank} ({link.peer})", text))
+            self._carry_out(protocol.lost(self._state, rank, f"update rank {rank} ({link.peer})", str(error)))
 
     def _take(self, rank: int, message: ToCoordinator) -> None:
         if not isinstance(message, Fault) or message.epoch != self._state.attempt.epoch or not message.epoch:
@@ -162,7 +160,8 @@ class Coordinator:
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _check_time(self) -> None:
-        self.links.drop_late_strangers()
+        for stranger, why in self.listener.overdue():
+            self.links.drop(stranger, why)
         self._judge()
         if any(time.monotonic() > until for until in self._phase_deadlines):
             who, text = late_ranks(self._state.missing, self.links, self.deadline_s)

@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -25,9 +25,7 @@ MOST_PLANS = 8
 State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
-Reason: TypeAlias = Literal[
-    "malformed", "order", "stale", "busy", "late", "taken", "closed", "failed", "corrupt", "memory", "foreign"
-]
+Reason: TypeAlias = Literal["order", "stale", "busy", "taken", "closed", "failed", "corrupt", "memory", "foreign"]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):

@@ -16,7 +16,8 @@ from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import PAUSE_S, Link
+from treadle.wire.link import Link
+from treadle.wire.listeners import PAUSE_S
 
 WHY_S = 1.0
 
@@ -124,8 +125,6 @@ def _try_to_join(rendezvous: Rendezvous, join: Join, until: float) -> tuple[Link
         link.trust()
         link.send(join)
         answer = link.receive(max(0.1, until - time.monotonic()))
-        if isinstance(answer, Stop):
-            raise UpdateError(answer.fault)
         if not isinstance(answer, Joined):
             raise WireError(f"{type(answer).__name__} came where Joined was expected")
     except BaseException as error:

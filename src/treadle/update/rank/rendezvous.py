@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from treadle.dist.addresses import own_address
 from treadle.dist.clock import host_number
 from treadle.host.pressure import short_of_cores
-from treadle.update.protocol.control import FromCoordinator
+from treadle.update.protocol.control import FromCoordinator, ToCoordinator
 from treadle.wire.link import Link
-from treadle.wire.listeners import KeyedListener, Listener, UnixListener, call_path, call_port
+from treadle.wire.listeners import Listener, call_path, call_port, listen_at_path, listen_at_port
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,16 +73,16 @@ class Rendezvous:
         key = f"{self.name} failed"
         return msgspec.json.decode(self._store.get(key), type=StartFailure) if self._store.check([key]) else None
 
-    def host(self, make: Callable[[Listener], Any]) -> Any:
+    def host(self, make: Callable[[Listener[Link[Any]]], Any]) -> Any:
         """On rank 0: open the listener, make the coordinator, and publish the contact."""
-        listener: Listener = self._listener()
+        address, listener = self._listener()
         try:
             made = make(listener)
         except BaseException:
             listener.close()
             raise
-        where = (listener.address, listener.port) if isinstance(listener, KeyedListener) else ("", 0)
-        self._publish(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), *where))
+        port = listener.server.getsockname()[1] if self.key is not None else 0
+        self._publish(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), address, port))
         return made
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
@@ -104,10 +104,13 @@ class Rendezvous:
             )
         return call_path(self.path, FromCoordinator, deadline_s), f"{name})"
 
-    def _listener(self) -> Listener:
+    def _listener(self) -> tuple[str, Listener[Link[Any]]]:
+        """Return the listener and its address, empty for a Unix socket. All ranks may call at once."""
+        world = dist.get_world_size()
         if self.key is None:
-            return UnixListener(self.path)
-        return KeyedListener(self.address if self.address is not None else own_address(), self.key)
+            return "", listen_at_path(self.path, ToCoordinator, expected=world)
+        address = self.address if self.address is not None else own_address()
+        return address, listen_at_port(address, self.key, ToCoordinator, expected=world)
 
     def _publish(self, contact: CoordinatorContact) -> None:
         self._store.set(self.name, msgspec.json.encode(contact).decode())

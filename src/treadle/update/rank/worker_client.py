@@ -36,8 +36,8 @@ from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.update_options import UpdateOptions
 from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import PeerGoneError, WireError
-from treadle.wire.link import PAUSE_S, Link
-from treadle.wire.listeners import call_path
+from treadle.wire.link import Link
+from treadle.wire.listeners import PAUSE_S, call_path
 
 M = TypeVar("M", bound=FromWorker)
 
@@ -109,8 +109,6 @@ class WorkerClient:
         if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
             return link, welcome
         link.close()
-        if isinstance(welcome, Refused) and welcome.code in ("busy", "late"):
-            raise PeerGoneError(welcome.text)
         raise self._missed(f"speaks another protocol at {self.path}: {welcome}")
 
     def _missed(self, text: str) -> UpdateError:

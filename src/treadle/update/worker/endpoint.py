@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from treadle.host.sockets import close_server, listen, place_of
+from treadle.host.sockets import place_of
 from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
@@ -18,7 +17,6 @@ from treadle.update.protocol.update_messages import (
     GetStatus,
     Hello,
     Map,
-    Reason,
     Refused,
     ToWorker,
     Welcome,
@@ -28,16 +26,14 @@ from treadle.update.worker.gate import ClosedError
 from treadle.update.worker.slot import Slot
 from treadle.update.worker.worker import Worker
 from treadle.wire.codec import sendable
-from treadle.wire.errors import PeerGoneError, WireError
+from treadle.wire.errors import PeerGoneError, RefusedError, WireError
 from treadle.wire.frames import FIRST_BYTES, MOST_BYTES
-from treadle.wire.link import HELLO_S, Link, accepting
+from treadle.wire.link import Link
+from treadle.wire.listeners import HELLO_S, LinkThreads, listen_at_path
 
 MOST_ASKERS = 32
 MOST_ASK_BYTES = 4 << 20
 """The largest question of an asker: a million tokens of four bytes. All askers together hold 128 MiB at most."""
-
-MOST_STRANGERS = 32
-"""Connections that are held before they say who they are; one more closes the oldest. An update rank calls again."""
 
 WATCH_S = 0.1
 """Seconds between two looks at whether another process has taken the worker's place, or left it."""
@@ -73,20 +69,14 @@ class Endpoint:
         self.worker = Worker(adapter, worker, spill)
         self.answer = answer
         self.path = worker_path(directory, worker)
-        self._server = listen(self.path)
-        self._place = place_of(self.path)
+        self._listener = listen_at_path(self.path, ToWorker)
         self._slot = Slot(self.path.with_suffix(".slot"))
         self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
         self.worker.place(holds_slot=self._slot.held)
-        self._links: set[Link[ToWorker]] = set()
-        self._strangers: dict[Link[ToWorker], None] = {}
-        """In the order in which they came."""
         self._askers: set[Link[ToWorker]] = set()
         self._master: Link[ToWorker] | None = None
         self._guard = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name=f"treadle worker {worker}", daemon=True)
-        self._thread.start()
+        self._links = LinkThreads(self._listener, self._serve, f"treadle worker {worker}")
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._watch_place, name=f"treadle slot {worker}", daemon=True)
         self._watch.start()
@@ -106,23 +96,13 @@ class Endpoint:
         """Stop listening, and take a load back. A worker that serves keeps its slot until its process ends."""
         self._over.set()
         self._watch.join(2 * RETIRE_S)  # an engine that hangs keeps the thread
-        self._leave()
+        self._links.close()
         if self.worker.depart(2 * RETIRE_S):
             self._slot.give_back()
 
-    def _leave(self) -> None:
-        """Close the socket and all connections."""
-        self._closing = True
-        close_server(self._server, self.path, self._place)
-        self._thread.join()
-        with self._guard:
-            links = list(self._links)
-        for link in links:
-            link.shut()
-
     def _watch_place(self) -> None:
         while not self._over.wait(WATCH_S):
-            if place_of(self.path) not in (None, self._place):  # a path that is gone is not taken
+            if place_of(self.path) not in (None, self._listener.place):  # a path that is gone is not taken
                 if self.worker.retire(RETIRE_S):
                     self._slot.give_back()
                     self._stop_updates()
@@ -136,54 +116,25 @@ class Endpoint:
         with self._guard:
             master, self._master = self._master, None
         if master is not None:
-            self._dismiss(master, "taken", f"another process has taken the place of worker {self.worker.worker}")
-            master.shut()
-
-    def _accept(self) -> None:
-        for link in accepting(self._server, ToWorker, lambda: self._closing):
-            with self._guard:
-                oldest = next(iter(self._strangers)) if len(self._strangers) >= MOST_STRANGERS else None
-                if oldest is not None:
-                    del self._strangers[oldest]
-                self._links.add(link)
-                self._strangers[link] = None
-            if oldest is not None:
-                text = f"{MOST_STRANGERS} others came that have not said yet who they are; try again"
-                self._dismiss(oldest, "busy", text)
-                oldest.shut()
-            threading.Thread(target=self._serve, args=(link,), name="treadle link", daemon=True).start()
+            master.refuse(RefusedError(f"another process has taken the place of worker {self.worker.worker}"))
 
     def _serve(self, link: Link[ToWorker]) -> None:
         try:
             self._converse(link)
-        except WireError as error:
-            self._dismiss(link, "malformed", str(error))
-        except TimeoutError as error:
-            self._dismiss(link, "late", str(error))
-        except OSError:
-            pass  # the other end is gone
+        except (WireError, OSError) as error:
+            link.refuse(error)  # first: to go back may take a while
         finally:
             with self._guard:
-                self._strangers.pop(link, None)
-                for links in (self._links, self._askers):
-                    links.discard(link)
+                self._askers.discard(link)
                 was_master, self._master = self._master is link, None if self._master is link else self._master
-            link.close()
             if was_master:
                 self.worker.release(lambda: self._master is not None)
-
-    def _dismiss(self, link: Link[ToWorker], code: Reason, text: str) -> None:
-        """Send the reason for which a connection is about to end, if the peer still listens."""
-        with suppress(OSError, WireError):
-            link.send(Refused(code, text), timeout_s=1.0)
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)
         if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
             raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
-        if not self._admit(link, hello):
-            link.send(Refused("busy", f"{MOST_ASKERS} others ask this worker already; close connections, or share one"))
-            return
+        self._admit(link, hello)
         link.trust(MOST_BYTES if hello.role == "update" else MOST_ASK_BYTES + FIRST_BYTES)
         link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.can_export, tuple(self.worker.plans)))
         while True:
@@ -192,23 +143,20 @@ class Endpoint:
             link.drop_fds()
             link.send(answer)
 
-    def _admit(self, link: Link[ToWorker], hello: Hello) -> bool:
-        """Give a connection its place, now that it has said who it is; False where there is none."""
+    def _admit(self, link: Link[ToWorker], hello: Hello) -> None:
+        """Give a connection its place, now that it has said who it is. Raises PeerGoneError where there is none."""
         with self._guard:
-            if link not in self._strangers:
+            if not self._listener.discard(link):
                 raise PeerGoneError("closed as the oldest of too many that had not said who they are")
-            del self._strangers[link]
             if hello.role != "update":
-                full = len(self._askers) >= MOST_ASKERS
-                if not full:
-                    self._askers.add(link)
-                return not full
+                if len(self._askers) >= MOST_ASKERS:
+                    raise PeerGoneError(f"{MOST_ASKERS} others ask this worker; close connections, or share one")
+                self._askers.add(link)
+                return
             before, self._master = self._master, link  # the end of an older connection means nothing any more
         if before is not None:
             who = f"update rank {hello.rank} of process {link.pid}"
-            self._dismiss(before, "taken", f"{who} has taken worker {self.worker.worker} over")
-            before.shut()
-        return True
+            before.refuse(RefusedError(f"{who} has taken worker {self.worker.worker} over"))
 
     def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
         if isinstance(message, GetStatus):

@@ -16,14 +16,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from treadle.runtime.faults.progress.wait_target import NOBODY
+
 OP, WAITS_FOR, STEP = range(3)
 """The slots that the main thread writes: the number of its op, its wait target, the number of the step."""
 
 OUTSIDE = -1
 """In slot OP: the rank is not in a step."""
-
-COMPUTING = -1
-"""In slot WAITS_FOR: the rank waits for no other."""
 
 _NUM_SLOTS = 4  # the last holds the mark
 _SIZE_BYTES = 8 * _NUM_SLOTS
@@ -44,7 +43,7 @@ class ProgressPage:
         self.fd = os.memfd_create("treadle-progress")
         os.ftruncate(self.fd, _SIZE_BYTES)
         page = memoryview(mmap.mmap(self.fd, _SIZE_BYTES)).cast("q")
-        page[OP], page[WAITS_FOR], page[STEP], page[3] = OUTSIDE, COMPUTING, -1, mark
+        page[OP], page[WAITS_FOR], page[STEP], page[3] = OUTSIDE, NOBODY, -1, mark
         self.slots = page[:3]
 
     def look(self) -> Snapshot:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from treadle.runtime.faults.watch import waits_for_group
-
 NOBODY = -1
 """The wait target of computation."""
+
+
+def waits_for_group(index: int) -> int:
+    """Returns the wait target of a wait for all other ranks of a watch's `waited[index]`, as in a collective."""
+    return -2 - index
+
 
 ALIKE, ALL, TIED = map(waits_for_group, range(3))
 """ALIKE: the ranks with the same parameters, as a reduction waits for. TIED: those that share one of this rank's

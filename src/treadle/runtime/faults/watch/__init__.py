@@ -12,6 +12,6 @@ loss           RankLostError and its words
 """
 
 from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
-from treadle.runtime.faults.watch.watch import Watch, waits_for_group
+from treadle.runtime.faults.watch.watch import Watch
 
-__all__ = ["EXIT_LOST", "RankLostError", "Watch", "waits_for_group"]
+__all__ = ["EXIT_LOST", "RankLostError", "Watch"]

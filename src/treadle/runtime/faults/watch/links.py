@@ -11,8 +11,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
-from treadle.host.tcp import connect_to, listen_at
-from treadle.runtime.faults.progress.progress_page import COMPUTING, OUTSIDE, PageReader, Snapshot
+from treadle.host.sockets import close_in_children
+from treadle.host.tcp import connect_to, listen_at, send_at_once
+from treadle.runtime.faults.progress.progress_page import OUTSIDE, PageReader, Snapshot
+from treadle.runtime.faults.progress.wait_target import NOBODY
 from treadle.runtime.faults.watch.contacts import Contact
 from treadle.runtime.faults.watch.loss_messages import (
     MOST_MESSAGE_BYTES,
@@ -25,12 +27,10 @@ from treadle.runtime.faults.watch.loss_messages import (
 )
 from treadle.wire.errors import WireError
 from treadle.wire.frames import FIRST_BYTES, Frames
+from treadle.wire.listeners import Listener
 
 MOST_PENDING_BYTES = 4 << 20
 """Bytes kept for a neighbour that does not read; further messages to it are dropped."""
-
-MOST_UNIDENTIFIED = 64
-"""Connections without a greeting that are held at once; one more closes the oldest."""
 
 CONNECT_S = 10.0
 
@@ -91,7 +91,7 @@ class Neighbour:
         self.link: NeighbourLink | None = None
         self.heard = 0.0
         self.left = False
-        self._last = Snapshot(OUTSIDE, COMPUTING, -1)
+        self._last = Snapshot(OUTSIDE, NOBODY, -1)
 
     def hear(self, slots: Snapshot, now: float) -> None:
         """Notes a sign of life, and the slots that came with it."""
@@ -110,6 +110,8 @@ class PendingConnection:
     """An accepted connection whose greeting has not come. It can send no more than FIRST_BYTES."""
 
     def __init__(self, connection: socket.socket) -> None:
+        _prepare(connection)
+        send_at_once(connection)
         self.socket, self.frames = connection, Frames(FIRST_BYTES)
 
     def identify(self, token: bytes) -> tuple[Greeting | None, bool]:
@@ -130,13 +132,13 @@ class PendingConnection:
         return None, False
 
 
-def open_listener(address: str) -> socket.socket:
-    """Returns a non-blocking server at this address only."""
+def open_listener(address: str) -> Listener[PendingConnection]:
+    """Returns a non-blocking listener at this address only."""
     try:
-        listener = listen_at(address, backlog=MOST_UNIDENTIFIED)
+        listener = Listener(listen_at(address), PendingConnection)
     except OSError as error:
         raise ValueError(f"cannot listen at {address} ({error}); give an address of this host with address=") from error
-    listener.setblocking(False)
+    listener.server.setblocking(False)
     return listener
 
 
@@ -151,8 +153,14 @@ def call(contact: Contact, rank: int) -> socket.socket:
             f"rank {rank} cannot reach rank {contact.rank} at {where} ({error}); "
             f"does rank {contact.rank} need address=?"
         ) from error
-    connection.setblocking(False)
+    _prepare(connection)
     return connection
+
+
+def _prepare(connection: socket.socket) -> None:
+    """A child that is forked closes its copy: it would keep the connection open beyond this rank's death."""
+    connection.setblocking(False)
+    close_in_children(connection)
 
 
 def _bodies(frames: Frames) -> Iterator[bytes]:

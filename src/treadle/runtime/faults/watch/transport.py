@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from treadle.host.tcp import send_at_once
 from treadle.host.waker import Waker
 from treadle.runtime.faults.progress.progress_page import Snapshot
-from treadle.runtime.faults.watch.links import MOST_UNIDENTIFIED, Neighbour, NeighbourLink, PendingConnection
+from treadle.runtime.faults.watch.links import Neighbour, NeighbourLink, PendingConnection
 from treadle.runtime.faults.watch.loss_messages import Goodbye, Message, encode
 from treadle.wire.errors import WireError
+from treadle.wire.listeners import Listener
 
 PARTING_S = 0.5
 """How long a rank waits at its end for neighbours to read its goodbye."""
@@ -36,16 +36,19 @@ class MessageHandler(Protocol):
 
 
 class Transport:
-    """The connections of one rank. Only `wake` and `forget` may be called by other threads than the watch's."""
+    """The connections of one rank. Only `wake` may be called by other threads than the watch's."""
 
     def __init__(
-        self, owner: MessageHandler, neighbours: Sequence[Neighbour], listener: socket.socket, token: bytes
+        self,
+        owner: MessageHandler,
+        neighbours: Sequence[Neighbour],
+        listener: Listener[PendingConnection],
+        token: bytes,
     ) -> None:
         self._owner, self._token = owner, token
         self.neighbours = {neighbour.rank: neighbour for neighbour in neighbours}
         self.met = threading.Event()
-        self._listener: socket.socket | None = listener
-        self._unidentified: dict[socket.socket, PendingConnection] = {}
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
         self._parting = False
@@ -53,8 +56,7 @@ class Transport:
     def open(self, called: Mapping[int, socket.socket]) -> None:
         """Starts with the connections to neighbours that this rank called; the other neighbours call this rank."""
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker.clear)
-        if self._listener is not None:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._listener.server, selectors.EVENT_READ, self._accept)
         for neighbour in self.neighbours.values():
             if neighbour.page_reader is not None:
                 self._selector.register(neighbour.page_reader.pidfd, selectors.EVENT_READ, self._ended_of(neighbour))
@@ -76,6 +78,8 @@ class Transport:
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int)):
             if key.fd in self._selector.get_map():  # not dropped while another event was handled
                 key.data()
+        for pending, _ in self._listener.overdue():
+            self._refuse(pending)
 
     def spread(self, message: Message, source: Neighbour | None = None) -> None:
         """Sends a message to all neighbours but its source."""
@@ -110,29 +114,13 @@ class Transport:
             if neighbour.page_reader is not None:
                 neighbour.page_reader.close()
 
-    def forget(self) -> None:
-        """Closes a forked child's copies of the sockets, which would keep connections open beyond this rank's death.
-
-        Nothing is unregistered: child and parent share the selector's part in the kernel.
-        """
-        for _, link in self._linked():
-            link.socket.close()
-        if self._listener is not None:
-            self._listener.close()
-
     def _linked(self) -> list[tuple[Neighbour, NeighbourLink]]:
         return [(each, each.link) for each in self.neighbours.values() if each.link is not None]
 
     def _accept(self) -> None:
-        assert self._listener is not None
-        with suppress(OSError):  # the caller is gone already
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            send_at_once(connection)
-            if len(self._unidentified) >= MOST_UNIDENTIFIED:
-                self._refuse(next(iter(self._unidentified.values())))
-            pending = self._unidentified[connection] = PendingConnection(connection)
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._identify(pending))
+        pending = self._listener.accept()
+        if pending is not None:
+            self._selector.register(pending.socket, selectors.EVENT_READ, lambda: self._identify(pending))
 
     def _identify(self, pending: PendingConnection) -> None:
         greeting, stays = pending.identify(self._token)
@@ -141,7 +129,7 @@ class Transport:
             self._refuse(pending)
         elif neighbour is not None:
             self._selector.unregister(pending.socket)
-            del self._unidentified[pending.socket]
+            self._listener.discard(pending)
             link = NeighbourLink(pending.socket, pending.frames)
             self._take(neighbour, link)
             self._close_listener_if_met()  # first: a goodbye behind the greeting drops the link
@@ -149,7 +137,7 @@ class Transport:
 
     def _refuse(self, pending: PendingConnection) -> None:
         self._unregister(pending.socket)
-        self._unidentified.pop(pending.socket, None)
+        self._listener.discard(pending)
         pending.socket.close()
 
     def _take(self, neighbour: Neighbour, link: NeighbourLink) -> None:
@@ -162,11 +150,9 @@ class Transport:
             self.met.set()
 
     def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._unregister(self._listener)
-            self._listener.close()
-            self._listener = None
-        for pending in list(self._unidentified.values()):
+        self._unregister(self._listener.server)
+        self._listener.close()
+        for pending in list(self._listener.strangers):
             self._refuse(pending)
 
     def _read(self, neighbour: Neighbour) -> bool:

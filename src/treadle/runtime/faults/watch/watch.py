@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
@@ -27,7 +26,8 @@ from multiprocessing.util import Finalize
 from treadle.dist.addresses import own_address
 from treadle.dist.errors import OWN_ERRORS
 from treadle.host.processes import ended
-from treadle.runtime.faults.progress.progress_page import COMPUTING, PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, namespace_id
+from treadle.runtime.faults.progress.wait_target import NOBODY
 from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
 from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
 from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, rank_lost, timed_out
@@ -62,11 +62,6 @@ TELL_S = 1.0
 """How long a rank waits until its own error has been handed to its neighbours."""
 
 
-def waits_for_group(index: int) -> int:
-    """Returns the value of slot WAITS_FOR for a wait for all other ranks of `waited[index]`, as in a collective."""
-    return -2 - index
-
-
 class Watch:
     """One rank's watch over the others."""
 
@@ -75,7 +70,6 @@ class Watch:
         self.slots = progress.slots
         # Also at exit, of a multiprocessing child too, so that a normal end is not taken for a death.
         self._close = Finalize(self, _close, args=(watchdog, progress), exitpriority=100)
-        _close_copies_in_children(transport)
 
     @classmethod
     def join(
@@ -101,7 +95,7 @@ class Watch:
         listener = open_listener(address if address is not None else own_address())
         called: dict[int, socket.socket] = {}
         try:
-            host, port = listener.getsockname()[:2]
+            host, port = listener.server.getsockname()[:2]
             ids = namespace_id("pid"), namespace_id("net")
             own = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
             contacts = exchange(groups, own)
@@ -113,8 +107,9 @@ class Watch:
                         raise
         except BaseException:
             progress.close()
-            for opened in (listener, *called.values()):
-                opened.close()
+            listener.close()
+            for connection in called.values():
+                connection.close()
             raise
         neighbours = [Neighbour(other, _page_reader(own, other)) for other in contacts.values()]
         describe = _Describe(rank, progress, name, deadline_s)
@@ -152,7 +147,7 @@ class Watch:
         A rank at an op that waits for no other has waited for itself; it reports that before it leaves.
         """
         cause = WaitFailure.TIMED_OUT if timed_out(error) else WaitFailure.CLOSED
-        if cause is WaitFailure.TIMED_OUT and self._progress.look().waits_for == COMPUTING:
+        if cause is WaitFailure.TIMED_OUT and self._progress.look().waits_for == NOBODY:
             cause = WaitFailure.STUCK
         self._find_out(cause)
         self._watchdog.acknowledged = True
@@ -191,7 +186,7 @@ class Watch:
         """
         watchdog = self._watchdog
         watchdog.failed = WaitState.CLOSED if cause is WaitFailure.CLOSED else WaitState.TIMED_OUT
-        waits = self._progress.look().waits_for != COMPUTING
+        waits = self._progress.look().waits_for != NOBODY
         until = time.monotonic() + (3 * ANSWER_S + (watchdog.deadline_s if waits else 0.0))
         if cause is WaitFailure.CLOSED and watchdog.is_alive:
             watchdog.alarmed.wait(REPORT_S)
@@ -262,13 +257,3 @@ def _close(watchdog: Watchdog, progress: ProgressPage) -> None:
     watchdog.acknowledged = True
     watchdog.leave()
     progress.close()
-
-
-def _close_copies_in_children(transport: Transport) -> None:
-    known = weakref.ref(transport)
-
-    def forget() -> None:
-        if (copy := known()) is not None:
-            copy.forget()
-
-    os.register_at_fork(after_in_child=forget)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from treadle.runtime.faults.progress.progress_page import OUTSIDE, ProgressPage
 from treadle.runtime.faults.watch.incident import Incident
-from treadle.runtime.faults.watch.links import Neighbour
+from treadle.runtime.faults.watch.links import Neighbour, PendingConnection
 from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
 from treadle.runtime.faults.watch.loss_messages import (
     Condition,
@@ -33,6 +33,7 @@ from treadle.runtime.faults.watch.loss_messages import (
     WaitState,
 )
 from treadle.runtime.faults.watch.transport import PARTING_S, Transport
+from treadle.wire.listeners import Listener
 
 BEAT_S = 0.2
 
@@ -83,7 +84,7 @@ class Watchdog:
     def start(
         self,
         neighbours: Sequence[Neighbour],
-        listener: socket.socket,
+        listener: Listener[PendingConnection],
         token: bytes,
         called: Mapping[int, socket.socket],
     ) -> Transport:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from treadle.host.sockets import close_server, listen
 from treadle.update.adapters.vllm.engine_messages import Attach, FromVllm, Reply
 from treadle.wire.errors import WireError
-from treadle.wire.link import HELLO_S, Link, accepting
+from treadle.wire.link import Link
+from treadle.wire.listeners import HELLO_S, LinkThreads, listen_at_path
 
 
 class Listening:
@@ -18,39 +17,25 @@ class Listening:
     def __init__(
         self, path: Path, answer: Callable[[int, int, FromVllm], str | None], lose: Callable[[int, str], None]
     ) -> None:
-        self.path, self._answer, self._lose = path, answer, lose
-        self._closing = False
-        self._links: set[Link[FromVllm]] = set()
-        self._server = listen(path)
-        self._thread = threading.Thread(target=self._accept, name="treadle replica", daemon=True)
-        self._thread.start()
+        self._answer, self._lose = answer, lose
+        self._listener = listen_at_path(path, FromVllm)
+        self._links = LinkThreads(self._listener, self._serve, "treadle replica")
 
     def close(self) -> None:
         """Close all connections; `lose` is not called any more."""
-        self._closing = True
-        close_server(self._server, self.path)
-        self._thread.join()  # the last connection that it accepted is among them
-        for link in list(self._links):
-            link.shut()
-
-    def _accept(self) -> None:
-        for link in accepting(self._server, FromVllm, lambda: self._closing):
-            self._links.add(link)
-            threading.Thread(target=self._serve, args=(link,), name="treadle line", daemon=True).start()
+        self._links.close()
 
     def _serve(self, link: Link[FromVllm]) -> None:
-        worker, why = -1, ""
+        worker = -1
         try:
             message = link.receive(HELLO_S)
-            if not isinstance(message, Attach):
+            if not isinstance(message, Attach) or not self._listener.discard(link):
                 raise WireError(f"a line begins with Attach, got {message}")
             worker = message.worker
             while True:
                 link.send(Reply(self._answer(worker, link.pid, message)))
                 message = link.receive(None)
         except (WireError, OSError) as error:
-            why = str(error)
-        self._links.discard(link)
-        link.close()
-        if worker >= 0 and not self._closing:
-            self._lose(worker, why)
+            if worker >= 0 and not self._listener.closed:
+                self._lose(worker, str(error))
+            raise
