@@ -89,7 +89,7 @@ def with_step_end(
 
 
 def _in_order(ops: Ints, layout: Layout) -> list[list[tuple[int, int]]]:
-    """Return each rank's (chunk, bucket) in the order of these ops; of two ranks with the same stages the first's counts.
+    """Return each rank's (chunk, bucket) in the order of these ops; of two with the same stages, in the first's order.
 
     `ops[rank, chunk, bucket]` is what one follows, or what waits for it.
     """

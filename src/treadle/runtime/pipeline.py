@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,8 @@ from treadle.dist.boundary import Boundary
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
 from treadle.dist.device import StreamDevice, device_of
-from treadle.dist.groups import next_name
+from treadle.dist.gathering import gather_json
+from treadle.dist.groups import Group, next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY, Download, upload
@@ -29,27 +31,30 @@ from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.lowering.running import host_order, join_halves
 from treadle.passes.mesh import spread
-from treadle.passes.step_end import reduces
+from treadle.passes.step_end import Buckets, reduces
 from treadle.runtime.agreement import raise_for_all
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
+from treadle.runtime.held_parameters import HeldParameter, parameters_held
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
+from treadle.runtime.model.parameter_bucket import DividedBuckets, ParameterBucket
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import drawing, generator_of, step_seed
 from treadle.runtime.model.side import Side, refuse_unread
-from treadle.runtime.model.tied import stages_of_reductions
+from treadle.runtime.model.tied import Tie, stages_of_reductions
 from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
 from treadle.runtime.pipeline_options import LanesName, RunOptions, RunOptionsChanges, facts_of
 from treadle.runtime.rank_part import (
     StageRecipe,
+    StepEnds,
     bind,
     build_stages,
     check_arguments,
@@ -157,12 +162,14 @@ class Pipeline:
             raise
         self._step = 0
         self._parameters = Parameters(self._modules)
+        self._executors: dict[tuple[bool, bool], Executor] = {}
         self._evaluating: dict[int, Chunk] = {}
         self._evaluated: dict[int, Boundary] = {}
         self._input_shapes = InputShapes()
         self._last: Executor | None = None
         self._closed = False
         self._syncs = True
+        self._is_stale = False
         self.report: StepReport | None = None
 
     # -- making it ---------------------------------------------------------------------------------------------------
@@ -215,9 +222,17 @@ class Pipeline:
         """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
         self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         self._shape = shape_of(met, self.schedule, self.options)
-        reduce = reduces(schedule.placement, self.position.dp)
-        tied = stages_of_reductions(self._ties)
-        self.program, self._ticks = plan(self.schedule, self._shape, self.options.costs, reduce=reduce, tied=tied)
+        self._divided: DividedBuckets | None = None
+        self._buckets: Buckets = ()
+        self._exchanges_ties = False
+        self.program, _ = self._plan_step(reduce=True, gather=False)
+
+    def _plan_step(self, *, reduce: bool, gather: bool) -> tuple[Program, Longs]:
+        """Return the Program of a step that reduces gradients, or gathers parameters first, and its ticks."""
+        tied = stages_of_reductions(self._ties) if reduce else ()
+        reduce = reduce and reduces(self.schedule.placement, self.position.dp)
+        ends = StepEnds(reduce=reduce, gather=gather, tied=tied, buckets=self._buckets)
+        return plan(self.schedule, self._shape, self.options.costs, ends)
 
     def _connect(self) -> None:
         """Make the channels of the Program, and give exchanges their group."""
@@ -261,14 +276,12 @@ class Pipeline:
         self.stages = build_stages(self._modules, self._recipe)
         self._boundaries = known_inputs(self.stages, self._recipe)
 
-    @cached_property
-    def _with_reduce(self) -> Executor:
-        return self._make_executor(self.program, self._ticks, self.stages, self._boundaries)
-
-    @cached_property
-    def _without_reduce(self) -> Executor:
-        planned = plan(self.schedule, self._shape, self.options.costs, reduce=False)
-        return self._make_executor(*planned, self.stages, self._boundaries)
+    def _executor(self, *, reduce: bool, gather: bool) -> Executor:
+        """Return what a step runs that reduces gradients, or gathers parameters first."""
+        if (reduce, gather) not in self._executors:
+            planned = self._plan_step(reduce=reduce, gather=gather)
+            self._executors[reduce, gather] = self._make_executor(*planned, self.stages, self._boundaries)
+        return self._executors[reduce, gather]
 
     @cached_property
     def _forward(self) -> Executor:
@@ -308,6 +321,7 @@ class Pipeline:
             self.groups.incoming,
             self.gradients,
             self.position.neighbour,
+            self._divided.parameters if self._divided is not None else {},
             boundaries,
         )
 
@@ -340,14 +354,15 @@ class Pipeline:
         self._refuse_closed()
         reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
-        chosen = self._with_reduce if reduce or not self.gradients.reduces else self._without_reduce
+        reduces, gathers = reduce or not self.gradients.reduces, self._is_stale
+        chosen = self._executor(reduce=reduces, gather=gathers)
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True):
             self._begin(chosen, self.stages, scale)
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
-            self._announce("step()" if reduce or not self.gradients.reduces else "step() in no_sync()")
+            self._announce("step()" + " in no_sync()" * (not reduces) + " after an update" * gathers)
             self._agree_on_shapes(self.stages, self._input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if self._store is not None:
@@ -357,7 +372,7 @@ class Pipeline:
             saved = self._store.report() if self._store is not None else None
             report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
             self.gradients.keep()
-        self.report, self._last = report, chosen
+        self.report, self._last, self._is_stale = report, chosen, False  # a step that failed gathers once more
         self._step += 1
         return report.loss
 
@@ -389,7 +404,7 @@ class Pipeline:
         Leaves `.grad`, the random state, the next step's randomness, and the modules' train or eval mode as they are;
         auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
-        self._refuse_closed()
+        self.gather_parameters()
         chosen, stages = self._forward, self._evaluating
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True), torch.no_grad():
@@ -458,9 +473,10 @@ class Pipeline:
         self._input_shapes = InputShapes()
 
     def _close_executors(self) -> None:
-        for name in ("_with_reduce", "_without_reduce", "_forward"):
-            if name in self.__dict__:
-                self.__dict__.pop(name).close()
+        evaluates = [self.__dict__.pop("_forward")] if "_forward" in self.__dict__ else []
+        for executor in (*self._executors.values(), *evaluates):
+            executor.close()
+        self._executors.clear()
         self._last = None
 
     def _refuse_closed(self) -> None:
@@ -623,6 +639,94 @@ class Pipeline:
             return self.gradients.shards()
         return [param.grad for _, _, param in counted if param.grad is not None]
 
+    def clear_gradients(self) -> None:
+        """Forget the gradients of this rank's parameters."""
+        self.gradients.clear()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply this rank's shards of the gradients."""
+        for shard in self.gradients.shards():
+            shard.mul_(factor.to(shard.dtype))
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """False if the last step left each rank its share of the sums (`no_sync`)."""
+        return self.gradients.reduced
+
+    # -- parameters that ranks divide ----------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """The modules of this rank, by the number of the stage."""
+        return {stage.number: self._modules[chunk] for chunk, stage in self.stages.items()}
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that stages share, in one order on all ranks."""
+        return self._ties
+
+    @property
+    def reduce_group(self) -> Group | None:
+        """The ranks with the same stages, which sum the gradients; None where this one is alone."""
+        return self.groups.reduce_group
+
+    def held_parameters(self) -> dict[nn.Parameter, HeldParameter]:
+        """Return where this rank has each parameter that trains, and which ranks divide it."""
+        return dict(parameters_held(self._modules, self.schedule.placement, self.position, self.gradients, self._shape))
+
+    def refuse(self, reason: str | None) -> None:
+        """Raise ValueError on all ranks if one has a reason. All ranks call it."""
+        raise_for_all(self.groups, reason)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each rank of this pipeline says, in JSON. All ranks call it."""
+        return gather_json(self.groups.pp_group, value)
+
+    def exchange_with_replicas(self, value: Any) -> dict[int, Any]:
+        """Return what each rank with the same stages says, in JSON; nothing where there are no others."""
+        group = self.groups.replica_group
+        return dict(zip(group.ranks, gather_json(group, value), strict=True)) if group is not None else {}
+
+    def divide(self, buckets: DividedBuckets) -> None:
+        """Reduce gradients into the shards of these buckets, and gather their parameters after an update.
+
+        Both are ops of the Program from then on: REDUCE_SCATTER and GATHER_PARAMS. All ranks call it.
+        """
+        placement, rank = self.schedule.placement, self.position.pp_rank
+        mine = [[placement.stage(rank, chunk), list(firsts)] for chunk, firsts in buckets.firsts.items()]
+        told = self.exchange([mine, bool(buckets.tied_parameters)])
+        firsts = {stage: tuple(of_stage) for rows, _ in told for stage, of_stage in rows}
+        self._exchanges_ties = any(ties for _, ties in told)
+        if reduces(placement, self.position.dp):
+            self._buckets = tuple(firsts[stage] for stage in range(placement.num_stages))
+        self._divided = buckets
+        self.gradients.divide(buckets)
+        self._close_executors()
+        self.program, _ = self._plan_step(reduce=True, gather=bool(self._buckets))
+
+    def parameters_updated(self) -> None:
+        """Each rank has updated its part of the parameters: the others get it in the next step. All ranks call it.
+
+        Tied parameters are exchanged at once.
+        """
+        if self._divided is not None and self._exchanges_ties:
+            with self.together("the exchange of parameters"):
+                _exchange(self._divided.tied_parameters)
+        self._is_stale = bool(self._buckets)
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Make the parameters whole now, not in the next step, for who reads them between steps. All ranks call it.
+
+        Does nothing where they are whole. `evaluate`, checkpoints and `close` call it.
+        """
+        self._refuse_closed()
+        if self._is_stale and self._divided is not None:
+            with self.together("the exchange of parameters"):
+                for buckets in self._divided.parameters.values():
+                    _exchange(buckets)
+            self._is_stale = False
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Watches over what all ranks do together between steps: one that is lost meanwhile is named on all others.
@@ -672,6 +776,7 @@ class Pipeline:
         """
         if self._closed:
             return
+        self._gather_for_good()
         self._closed = True
         self._guard.close()
         if self._guard.is_lost:
@@ -679,6 +784,14 @@ class Pipeline:
         self._close_executors()
         self._give_back_modules()
         self.groups.close()
+
+    def _gather_for_good(self) -> None:
+        """Leave whole parameters, where the other ranks are there to give them."""
+        if self._is_stale and not self._guard.is_lost:
+            try:
+                self.gather_parameters()
+            except Exception as error:
+                warnings.warn(f"parameters of this rank lack the last update of other ranks: {error}", stacklevel=3)
 
     def _give_back_modules(self) -> None:
         """Take from the modules what this Pipeline has put on them, also one whose making failed."""
@@ -688,6 +801,12 @@ class Pipeline:
             split.restore(module)
         if hasattr(self, "groups"):
             unbind(self._modules, self.groups)
+
+
+def _exchange(buckets: Iterable[ParameterBucket]) -> None:
+    for bucket in buckets:
+        bucket.launch()
+        bucket.arrive()
 
 
 def _cut_off(microbatch: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from treadle.ir.ops import BLOCK_FORWARD, WEIGHT_OF, WEIGHTS, OpKind
 from treadle.ir.program import Longs, Op, Program
 from treadle.lowering.options import LoweringOptions
 from treadle.lowering.running import expected, forward_only, lower_running, lower_weaving
+from treadle.passes.step_end import Buckets
 from treadle.runtime.handshake import Handshake, RankStages
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.calling import layers_of
@@ -230,23 +231,30 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
     )
 
 
+class StepEnds(NamedTuple):
+    """What a step's Program has besides the cells of its schedule; `tied` are the stages of each tie."""
+
+    reduce: bool
+    gather: bool = False
+    tied: tuple[tuple[int, ...], ...] = ()
+    buckets: Buckets = ()
+
+
 def plan(
     schedule: Schedule,
     shape: LoweringOptions | None,
     costs: Costs,
-    *,
-    reduce: bool,
-    tied: tuple[tuple[int, ...], ...] = (),
+    ends: StepEnds,
 ) -> tuple[Program, Longs]:
-    """The Program that is run, verified, and the ticks under which it is ordered. `tied` are the stages of each tie."""
+    """The Program that is run, verified, and the ticks under which it is ordered."""
     report = verify_schedule(schedule)
     if not report.clean:
         raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
     if shape is None:
-        program = lower_running(schedule, reduce=reduce, tied=tied)
+        program = lower_running(schedule, **ends._asdict())
         ticks = expected(program)
     else:
-        program = lower_weaving(schedule, costs, shape, reduce=reduce, tied=tied)
+        program = lower_weaving(schedule, costs, shape, **ends._asdict())
         ticks = durations(program, costs)
     report = verify_program(program, ticks)
     if not report.clean:

@@ -111,6 +111,15 @@ def blocks_of(module: nn.Module, stage: int, num_stages: int) -> str:
     return embedding + layers + "m" * len(parts.mtp) + ("L" if stage == num_stages - 1 else "")
 
 
+def modules_of_blocks(module: nn.Module, stage: int, num_stages: int) -> list[list[nn.Module]]:
+    """Returns the modules of each block of a stage, in the order of its letters."""
+    parts = parts_of(module, stage)
+    alone = [[part] for part in (*parts.layers, *parts.mtp)]
+    return [*([parts.embedding] if parts.embedding and stage == 0 else []), *alone] + (
+        [parts.head] if stage == num_stages - 1 else []
+    )
+
+
 def segments_of(layer: Any, where: str) -> tuple[str, ...]:
     """Returns the names of a layer's segments. Raises ValueError where they cannot run."""
     return tuple(Plan.of(layer, where).segments)
