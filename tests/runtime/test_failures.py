@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -23,15 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import treadle
 from tests.support.cases import nearest, refusal, replica_of, take_step
 from tests.support.grid import pairs
-from tests.support.injections import InjectedError, Injections, Tripwire
+from tests.support.injections import InjectedError, InjectedPipeline, Injections, Tripwire
 from tests.support.oracle import chunks_of, make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.moe import MoELayer
-from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime import rank_part, step_plan
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.weight_grad import SplitForward
 from treadle.runtime.norm import share_of_norm
+from treadle.runtime.stage_recipe import StageRecipe
 from treadle.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
@@ -108,10 +109,15 @@ class Place:
     def pipeline(self) -> treadle.Pipeline:
         loss_fn = partial(loss_of, self.injections)
         options = self.model.options
-        pipe = treadle.Pipeline(
-            self.own, self.model.schedule, mesh=self.mesh, loss_fn=loss_fn, deadline_s=PATIENT_S, **options
+        pipe = InjectedPipeline(
+            self.injections,
+            self.own,
+            self.model.schedule,
+            mesh=self.mesh,
+            loss_fn=loss_fn,
+            deadline_s=PATIENT_S,
+            **options,
         )
-        pipe.handlers = self.injections.handlers()
         self.injections.watch(pipe.gradients, "begin", "finish", "num_bad")
         self.injections.watch(pipe, "_feed", "_finish", "counted_parameters")
         return pipe
@@ -245,8 +251,7 @@ def draw_without_seed(rank: int) -> list[bool]:
     del rank
     place, kept = Place(Model("1f1b"), make_mesh(1)), []
     schedule, loss_fn = place.model.schedule, partial(loss_of, place.injections)
-    pipe = treadle.Pipeline(place.own, schedule, mesh=place.mesh, loss_fn=loss_fn, seed=None)
-    pipe.handlers = place.injections.handlers()
+    pipe = InjectedPipeline(place.injections, place.own, schedule, mesh=place.mesh, loss_fn=loss_fn, seed=None)
     for site in ("loss", "B launch after"):
         before = torch.get_rng_state()
         place.injections.arm(site, 1)
@@ -412,17 +417,16 @@ def test_a_number_of_tokens_that_divides_to_nothing_is_refused_before_the_step()
 # -- a Pipeline that could not be made ---------------------------------------------------------------------------------
 
 
-MAKING = (
-    "check_arguments",
-    "check_modules",
-    "examine",
-    "agree_on_ties",
-    "plan",
-    "bind",
-    "check_copies",
-    "make_store",
-    "build_stages",
-    "known_inputs",
+MAKING: tuple[tuple[object, str], ...] = (
+    (rank_part, "check_arguments"),
+    (rank_part, "check_modules"),
+    (rank_part, "examine"),
+    (rank_part, "agree_on_ties"),
+    (step_plan, "plan"),
+    (rank_part, "bind"),
+    (rank_part, "check_copies"),
+    (rank_part, "make_store"),
+    (StageRecipe, "build"),
 )
 """What the making of a Pipeline calls, in this order."""
 
@@ -435,12 +439,12 @@ def fail_to_make(rank: int, model: Model) -> list[str]:
     mesh, wrong = make_mesh(2), list[str]()
     wanted = undisturbed(model, mesh, "nothing")
     place = Place(model, mesh)
-    for number, name in enumerate(MAKING):
+    for number, (owner, name) in enumerate(MAKING):
         for error in (InjectedError("no"), *([] if name in AGREED else [ValueError("no")])):
-            real, victim = getattr(pipeline_module, name), number % 2
+            real, victim = getattr(owner, name), number % 2
             fails = partial(raise_after, error, real, name not in ("check_arguments", "check_modules", "examine"))
             made: list[treadle.Pipeline] = []
-            with mock.patch.object(pipeline_module, name, fails if rank == victim else real):
+            with mock.patch.object(owner, name, in_place_of(real, fails if rank == victim else real)):
                 got = raised_by(lambda made=made: made.append(place.pipeline()))  # type: ignore[misc]
             for pipe in made:  # where nobody waits for the victim any more
                 pipe.close()
@@ -454,6 +458,16 @@ def fail_to_make(rank: int, model: Model) -> list[str]:
                 wrong.append(f"the step after {name} is another")
             pipe.close()
     return wrong
+
+
+def in_place_of(real: Callable[..., object], other: Callable[..., object]) -> Callable[..., object]:
+    """A function, so that a class binds it as a method."""
+
+    @wraps(real)
+    def call(*args: Any, **kwargs: Any) -> object:
+        return other(*args, **kwargs)
+
+    return call
 
 
 def raise_after(error: Exception, real: Callable[..., object], calls: bool, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,9 @@ from treadle.dist.channel import Channel
 from treadle.dist.communicators import make_communicator
 from treadle.dist.rank_groups import Groups
 from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime import rank_part, step_plan
 from treadle.runtime.faults.arrivals import Arrivals
+from treadle.runtime.stage_recipe import StageRecipe
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +94,7 @@ def absent(rank: int, how: str) -> str:
         dist.barrier()
         return "absent"
     if rank == 3:
-        pipeline_module.check_tied = give_up  # type: ignore[assignment, attr-defined]
+        rank_part.check_tied = give_up  # type: ignore[assignment, attr-defined]
     try:
         treadle.Pipeline({0: nn.Linear(8, 8)}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=6.0)
     except (treadle.RankLostError, ValueError) as error:
@@ -124,11 +126,11 @@ LOST = 2
 WHERE: dict[str, tuple[object, str]] = {
     "as it has arrived": (Arrivals, "_refuse_given_up"),
     "before the first groups": (Groups, "make"),
-    "at the handshake": (pipeline_module, "meet"),
-    "at the plan": (pipeline_module, "plan"),
+    "at the handshake": (rank_part, "meet"),
+    "at the plan": (step_plan, "plan"),
     "before its channels": (Groups, "connect"),
-    "at the check of copies": (pipeline_module, "check_copies"),
-    "as it builds its stages": (pipeline_module, "build_stages"),
+    "at the check of copies": (rank_part, "check_copies"),
+    "as it builds its stages": (StageRecipe, "build"),
 }
 
 

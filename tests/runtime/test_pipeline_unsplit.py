@@ -68,7 +68,8 @@ def step_unsplit(rank: int, name: str, what: str) -> tuple[float, Grads, dict[in
     pipe = pipeline(schedule, run, mesh)
     loss = pipe.step(*make_batch(8))
     splits = {
-        schedule.placement.stage(mesh.get_local_rank("pp"), chunk): str(split) for chunk, split in pipe.splits.items()
+        schedule.placement.stage(mesh.get_local_rank("pp"), chunk): str(split)
+        for chunk, split in pipe._part.agreed.splits.items()
     }
     kinds = [[kinds_of(pipe, r, c) for c in range(schedule.vpp)] for r in range(pp)]
     return float(loss), own_grads(schedule, mesh, stages), splits, kinds

@@ -24,7 +24,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import Outcome
 from treadle.host.pressure import short_of_cores
 from treadle.ir.program import Op
-from treadle.runtime import pipeline as pipeline_module
+from treadle.runtime import step_report
 from treadle.runtime.run.handlers import HANDLERS, Call, Handler, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
@@ -89,7 +89,7 @@ class Faults:
             if fault.rank != rank:
                 continue
             if fault.op == AGREEMENT:
-                pipeline_module.agree = self._faulty(fault, pipeline_module.agree)  # type: ignore[attr-defined]
+                step_report.agree = self._faulty(fault, step_report.agree)
                 continue
             for kind, handler in list(HANDLERS.items()):
                 HANDLERS[kind] = self._with_fault(fault, handler)

@@ -1,7 +1,7 @@
 """Errors put into a step at any call of it, in the process that runs it: each raises once.
 
     injections = Injections()
-    pipe.handlers = injections.handlers()       # before its first step
+    pipe = InjectedPipeline(injections, stages, schedule, mesh=mesh, loss_fn=loss_fn)
     model = nn.Sequential(nn.Linear(4, 4), Tripwire(injections))
     injections.arm("W launch", turn=2)          # the third time in a step
 
@@ -12,15 +12,18 @@ or a method that `watch` was given. An error comes before the call, or after it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import treadle
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Op
-from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
+from treadle.runtime.rank_part import RankPart
+from treadle.runtime.run.handlers import Handler, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
 
@@ -48,9 +51,9 @@ class Injections:
             self._armed = None
             raise InjectedError(site)
 
-    def handlers(self) -> dict[OpKind, Handler]:
+    def handlers(self, handlers: Mapping[OpKind, Handler]) -> dict[OpKind, Handler]:
         """Returns the handlers of all ops, with sites around their calls."""
-        return {kind: self._around(handler) for kind, handler in HANDLERS.items()}
+        return {kind: self._around(handler) for kind, handler in handlers.items()}
 
     def watch(self, owner: object, *names: str) -> None:
         """Puts sites around methods of an object."""
@@ -74,6 +77,18 @@ class Injections:
             return made
 
         return sited
+
+
+class InjectedPipeline(treadle.Pipeline):
+    """A Pipeline with sites around the calls of its ops."""
+
+    def __init__(self, injections: Injections, *args: Any, **given: Any) -> None:
+        self._injections = injections
+        super().__init__(*args, **given)
+
+    def instrument(self, part: RankPart) -> RankPart:
+        """Returns the part with sites."""
+        return replace(part, handlers=self._injections.handlers(part.handlers))
 
 
 class Tripwire(nn.Module):

@@ -114,11 +114,12 @@ PLANTS = {
     ),
     "bucket-reduced-early": Plant(
         "a bucket is reduced before its last weight gradient",
-        "treadle.passes.step_end",
+        "treadle.runtime.run.run_layers",
         (
             (
-                "waits = [(reduces, last[_places(program, reduces)])]",
-                "waits = [(reduces, last[_places(program, reduces)] - 2)]",
+                "self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]",
+                "self._after = [\n            [place[dep] for dep in program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER']\n"
+                "            for op in self.own\n        ]",
             ),
         ),
         "kind=sharded,layered=True,num_layers=2,dropout=False",

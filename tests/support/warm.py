@@ -10,7 +10,7 @@ from treadle.costs import UNIT_COSTS
 from treadle.ir import kernel
 from treadle.ir.ops import OpKind
 from treadle.lowering.options import LoweringOptions
-from treadle.runtime.rank_part import StepEnds, plan, plan_forward
+from treadle.runtime.step_plan import StepEnds, plan, plan_forward
 from treadle.schedules import generate
 
 SPLIT = (OpKind.MLP_W, OpKind.ATTN_W)

@@ -1,6 +1,8 @@
 """Running schedules on torch.distributed: `Pipeline`, what a stage may return, and the stream checker.
 
-    pipeline, rank_part, agreement, handshake   what a user calls; how a rank's part is made, and agreed on
+    pipeline   what a user calls                     agreement, handshake, ties   what ranks compare before it runs
+    rank_part  making it, to a frozen value; by module_checks, step_plan and stage_recipe
+    executors  running it, on the part that was made; with feed and step_report
     model/     a rank's stages as autograd sees them      checker/   streams and an allocator that record
     run/       the executors and lane backends            faults/    which rank failed first, at which op
 

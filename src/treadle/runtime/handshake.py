@@ -15,7 +15,11 @@ from treadle.dist.streams import HOST_MEMORY
 from treadle.ir import Schedule
 from treadle.ir.placement import Placement
 from treadle.runtime.agreement import Facts, agree_to_start, difference, digest_of, raise_for_all
+from treadle.runtime.model.calling import layers_of
 from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.segments import is_segmented
+from treadle.runtime.model.stage_blocks import blocks_of, children_of, is_layered, side_names
+from treadle.runtime.model.weight_grad import WeightGradSplit
 
 _PIECE = 1 << 16  # elements of a parameter that are read at once, so that reading takes little memory
 _LONG = (1 << 64) - 1
@@ -66,6 +70,32 @@ class RankStages:
     def agrees_with(self, other: RankStages) -> bool:
         """True if the stages are alike but for `can_split`, in which replicas may differ."""
         return replace(self, can_split=other.can_split) == other
+
+
+def _depth_of(module: nn.Module) -> int:
+    """Return how many layers a stage has: of those that name their segments, else of any."""
+    named = [is_segmented(child) for child in children_of(module)]
+    return sum(named) if is_layered(module) else len(layers_of(module))
+
+
+def stages_of(
+    modules: Mapping[int, nn.Module], schedule: Schedule, pp_rank: int, splits: Mapping[int, WeightGradSplit]
+) -> RankStages:
+    """Return the facts about this rank's stages that other ranks need; of chunks without a module nothing."""
+    chunks, placement = range(schedule.vpp), schedule.placement
+    layers = [child for module in modules.values() for child in children_of(module)]
+    named = [[segment.name for segment in layer.segments()] for layer in layers if is_segmented(layer)]
+    return RankStages(
+        can_split=[splits[c].possible if c in splits else True for c in chunks],
+        num_layers=[_depth_of(modules[c]) if c in modules else 0 for c in chunks],
+        layered=[c in modules and is_layered(modules[c]) for c in chunks],
+        blocks=[
+            blocks_of(modules[c], placement.stage(pp_rank, c), placement.num_stages) if c in modules else ""
+            for c in chunks
+        ],
+        segments=next((names for names in named if "dispatch" in names), []),
+        side=sorted({name for layer in layers for name in side_names(layer)}),
+    )
 
 
 def meet(

@@ -4,98 +4,46 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from functools import cached_property, partial
-from typing import Any, TypeAlias, Unpack
+from functools import cached_property
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from treadle.dist.backends import is_dry
-from treadle.dist.boundary import Boundary
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
-from treadle.dist.device import StreamDevice, device_of
 from treadle.dist.gathering import gather_json
-from treadle.dist.groups import Group, next_name
-from treadle.dist.mesh_position import mesh_position
-from treadle.dist.rank_groups import Groups
+from treadle.dist.groups import Group
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
-from treadle.ir.ops import OpKind
-from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.lowering.running import host_order, join_halves
 from treadle.passes.mesh import spread
-from treadle.passes.step_end import Buckets, reduces
 from treadle.runtime.agreement import raise_for_all
-from treadle.runtime.faults.arrivals import Arrivals
-from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet
+from treadle.runtime.executors import Executor, RankExecutors
+from treadle.runtime.feed import feed
 from treadle.runtime.held_parameters import HeldParameter, parameters_held
-from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
-from treadle.runtime.model.gradients import Gradients
 from treadle.runtime.model.input_shapes import InputShapes
-from treadle.runtime.model.layered import LayeredStage
-from treadle.runtime.model.losses import AUX_LOSS, MAIN
-from treadle.runtime.model.parameter_bucket import DividedBuckets, ParameterBucket
+from treadle.runtime.model.parameter_bucket import DividedBuckets, exchange_all
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import drawing, generator_of, step_seed
-from treadle.runtime.model.side import Side, refuse_unread
-from treadle.runtime.model.tied import Tie, stages_of_reductions
-from treadle.runtime.model.weight_grad import WeightGradSplit
+from treadle.runtime.model.side import Side
+from treadle.runtime.model.tied import Tie
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
-from treadle.runtime.pipeline_options import LanesName, RunOptions, RunOptionsChanges, facts_of
-from treadle.runtime.rank_part import (
-    StageRecipe,
-    StepEnds,
-    bind,
-    build_stages,
-    check_arguments,
-    check_modules,
-    check_shapes,
-    depths,
-    device_in,
-    examine,
-    know_shapes,
-    known_inputs,
-    make_lanes,
-    make_store,
-    plan,
-    plan_forward,
-    reduce_order,
-    shape_of,
-    stages_of,
-    unbind,
-)
-from treadle.runtime.run.handlers import HANDLERS, Handler
-from treadle.runtime.run.rank_program import RankProgram
+from treadle.runtime.pipeline_options import RunOptions, RunOptionsChanges
+from treadle.runtime.rank_part import RankPart, make_rank_part
 from treadle.runtime.run.recorder import merge
-from treadle.runtime.run.run_cells import CellExecutor
-from treadle.runtime.run.run_layers import LayerExecutor
-from treadle.runtime.run.unequal_shapes import UnequalCells
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
-from treadle.runtime.step_report import (
-    Counts,
-    StepReport,
-    agree,
-    agree_by_name,
-    microbatches,
-    refuse_graph,
-    sides_of,
-    targets_of,
-)
-from treadle.runtime.ties import Tied, agree_on_ties, check_tied
+from treadle.runtime.step_report import StepReport, report_of
+from treadle.runtime.ties import Tied
 
 DEFAULTS = RunOptions()
-
-Executor: TypeAlias = CellExecutor | LayerExecutor | UnequalCells
 
 
 class Pipeline:
@@ -144,186 +92,24 @@ class Pipeline:
         options: RunOptions = DEFAULTS,
         **changes: Unpack[RunOptionsChanges],
     ) -> None:
-        self.position = mesh_position(mesh)
-        self._modules: dict[int, nn.Module] = {}
-        self._guard = Guard()
-        name = next_name(self.position)  # also where it fails: all ranks count alike
-        arrivals = Arrivals(name, self.position)
-        try:
-            with arrivals.making():
-                check_arguments(stages, schedule, loss_fn)
-                check_tied(tied)
-                self.options, self._modules = replace(options, **changes), dict(stages)
-                self._choose_devices(mesh)
-                self._join(arrivals)
-            self._make(name, schedule, loss_fn, tied)
-        except BaseException:
-            self._give_back_modules()
-            raise
+        part = self.instrument(make_rank_part(stages, schedule, mesh, loss_fn, tied, options, changes))
+        self._part, self._guard, self._waits = part, part.joined.guard, part.joined.waits
+        self.position, self.options, self.device = part.joined.position, part.joined.options, part.joined.device
+        self.groups, self.gradients, self.stages = part.agreed.groups, part.gradients, part.stages
+        self.schedule, self.program = part.agreed.plan.schedule, part.agreed.plan.step.program
+        self._modules, self._parameters = part.joined.modules, Parameters(part.joined.modules)
+        self._executors = RankExecutors(part)
         self._step = 0
-        self._parameters = Parameters(self._modules)
-        self._executors: dict[tuple[bool, bool], Executor] = {}
-        self._evaluating: dict[int, Chunk] = {}
-        self._evaluated: dict[int, Boundary] = {}
-        self._input_shapes = InputShapes()
         self._last: Executor | None = None
         self._closed = False
         self._syncs = True
-        self._is_stale = False
+        self._divided: DividedBuckets | None = None
+        self._is_stale = self._exchanges_ties = False
         self.report: StepReport | None = None
 
-    # -- making it ---------------------------------------------------------------------------------------------------
-
-    def _join(self, arrivals: Arrivals) -> None:
-        """Join the watch over all ranks."""
-        if not is_dry():
-            self._guard.join(arrivals, self.position, self.options.deadline_s, self.options.address)
-            self._device.observe(self._guard)
-
-    def _make(self, name: str, schedule: Schedule, loss_fn: LossFn, tied: Tied | None) -> None:
-        """Make this rank's part together with all other ranks."""
-        guard = self._guard
-        with guard.making(all_refuse=True):
-            self.groups = guard.unless_lost(partial(Groups.make, name, self.position, self._deadline))
-            guard.break_off_on_alarm(self.groups)
-            met = self._meet(schedule)
-            self._ties = agree_on_ties(self.groups, schedule.placement, self._modules, tied)
-            self._side_names = met.side
-            self._plan(schedule, met)
-            raise_for_all(self.groups, None)  # all have come so far: to connect to one that has not would block
-        with guard.making():
-            self._connect()
-        with guard.making(all_refuse=True):
-            self._prepare_gradients()
-        with guard.making():
-            self._build(loss_fn, depths(met, schedule))
-
-    def _choose_devices(self, mesh: DeviceMesh) -> None:
-        """Find where the modules are, and how waits on that device end."""
-        self.device = device_in(self._modules, mesh)
-        self._deadline = timedelta(seconds=self.options.deadline_s)
-        self._device = device_of(self.device, self._deadline)
-
-    def _meet(self, schedule: Schedule) -> Handshake:
-        """Check this rank's modules against the schedule, and exchange what ranks have."""
-        self.splits: dict[int, WeightGradSplit] = {}
-        problem: ValueError | None = None
-        stages = RankStages([], [], [], [], [], [])
-        try:
-            check_shapes(self.options.shapes)
-            check_modules(self._modules, schedule, self.position)
-            self.splits = examine(self._modules, schedule)
-            stages = stages_of(self._modules, schedule, self.position.pp_rank, self.splits)
-        except ValueError as error:
-            problem = error
-        return meet(self.groups, schedule, facts_of(self.options), stages, problem)
-
-    def _plan(self, schedule: Schedule, met: Handshake) -> None:
-        """Lower the schedule to the Program that steps run: whole backwards where a module cannot split them."""
-        self.schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
-        self._shape = shape_of(met, self.schedule, self.options)
-        self._divided: DividedBuckets | None = None
-        self._buckets: Buckets = ()
-        self._exchanges_ties = False
-        self.program, _ = self._plan_step(reduce=True, gather=False)
-
-    def _plan_step(self, *, reduce: bool, gather: bool) -> tuple[Program, Longs]:
-        """Return the Program of a step that reduces gradients, or gathers parameters first, and its ticks."""
-        tied = stages_of_reductions(self._ties) if reduce else ()
-        reduce = reduce and reduces(self.schedule.placement, self.position.dp)
-        ends = StepEnds(reduce=reduce, gather=gather, tied=tied, buckets=self._buckets)
-        return plan(self.schedule, self._shape, self.options.costs, ends)
-
-    def _connect(self) -> None:
-        """Make the channels of the Program, and give exchanges their group."""
-        self._guard.program = self.program
-        connect = partial(self.groups.connect, self.program, self.device, self._device.wait)
-        self._guard.unless_lost(connect)
-        self._guard.connected(self.groups)
-        raise_for_all(self.groups, None)  # one that goes on could end while another still connects to it
-        bind(self._modules, self.groups, self._device)
-
-    def _prepare_gradients(self) -> None:
-        """Put sums and hooks on the parameters; replicas whose parameters differ are refused."""
-        order = [c for c in reduce_order(self.program, self.position.pp_rank) if c in self._modules]
-        self.gradients = Gradients(
-            self._modules,
-            order,
-            self.groups.reduce_group,
-            self.groups.expert_dp_group,
-            self.position.ep,
-            self._ties,
-            self.groups.tied_groups,
-        )
-        check_copies(self.groups, self.schedule.placement, self._modules, self.gradients)
-
-    def _build(self, loss_fn: LossFn, depths: tuple[int, ...]) -> None:
-        """Make the rank's stages, and the store that their saved tensors go through."""
-        options = self.options
-        self._store = make_store(self._modules, options.saved, self.device, options.pool_directory)
-        self._recipe = StageRecipe(
-            schedule=self.schedule,
-            position=self.position,
-            shape=self._shape,
-            splits=self.splits,
-            depths=depths,
-            device=self.device,
-            seed=options.seed,
-            loss_fn=loss_fn,
-            boundaries=options.boundaries or {},
-            store=self._store,
-        )
-        self.stages = build_stages(self._modules, self._recipe)
-        self._boundaries = known_inputs(self.stages, self._recipe)
-
-    def _executor(self, *, reduce: bool, gather: bool) -> Executor:
-        """Return what a step runs that reduces gradients, or gathers parameters first."""
-        if (reduce, gather) not in self._executors:
-            planned = self._plan_step(reduce=reduce, gather=gather)
-            self._executors[reduce, gather] = self._make_executor(*planned, self.stages, self._boundaries)
-        return self._executors[reduce, gather]
-
-    @cached_property
-    def _forward(self) -> Executor:
-        """What an evaluation runs. Boundaries are its own: its micro-batches may be of another size than a step's."""
-        planned = plan_forward(self.schedule, self._shape, self.options.costs, self.program)
-        self._evaluating = build_stages(self._modules, self._recipe.evaluating())
-        return self._make_executor(*planned, self._evaluating, self._evaluated)
-
-    def _make_executor(
-        self, program: Program, ticks: Longs, stages: dict[int, Chunk], boundaries: dict[int, Boundary]
-    ) -> Executor:
-        part = self.rank_program(program, stages, boundaries)
-        on_lanes = partial(self._make_lanes, part, ticks)
-        if self._shape is not None:
-            return on_lanes(self.options.lanes)
-        cells = CellExecutor(part, self._device, self.handlers)
-        if self.options.shapes == "same" or isinstance(self._device, StreamDevice):
-            return cells
-        return UnequalCells(part, cells, partial(on_lanes, "thread"))
-
-    def _make_lanes(self, part: RankProgram, ticks: Longs, lanes: LanesName) -> LayerExecutor:
-        make = partial(make_lanes, lanes, self._device, ticks, self.options.deadline_s)
-        by_start = isinstance(self._device, StreamDevice)
-        order = host_order(part.program, ticks, by_start=by_start)[part.pp_rank]
-        return LayerExecutor(part, order, make, self.handlers)
-
-    handlers: Mapping[OpKind, Handler] = HANDLERS
-    """The calls that run each kind of op; a subclass may have its own, to measure them."""
-
-    def rank_program(self, program: Program, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> RankProgram:
-        """Return what the handlers of a Program's ops work on; a subclass may have its own channels."""
-        return RankProgram(
-            program,
-            self.position.pp_rank,
-            stages,
-            self.groups.outgoing,
-            self.groups.incoming,
-            self.gradients,
-            self.position.neighbour,
-            self._divided.parameters if self._divided is not None else {},
-            boundaries,
-        )
+    def instrument(self, part: RankPart) -> RankPart:
+        """Return the part that runs; a subclass may put handlers and channels of its own into it, to measure them."""
+        return part
 
     # -- running it --------------------------------------------------------------------------------------------------
 
@@ -354,8 +140,9 @@ class Pipeline:
         self._refuse_closed()
         reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
+        executors, store = self._executors, self._part.recipe.store
         reduces, gathers = reduce or not self.gradients.reduces, self._is_stale
-        chosen = self._executor(reduce=reduces, gather=gathers)
+        chosen = executors.step(reduces=reduces, gathers=gathers)
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True):
             self._begin(chosen, self.stages, scale)
@@ -363,13 +150,13 @@ class Pipeline:
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
             self._announce("step()" + " in no_sync()" * (not reduces) + " after an update" * gathers)
-            self._agree_on_shapes(self.stages, self._input_shapes)
+            self._agree_on_shapes(self.stages, executors.input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
-            if self._store is not None:
-                self._store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
+            if store is not None:
+                store.begin([mb.given() for stage in self.stages.values() for mb in stage.microbatches()])
             self._run(chosen, self.stages)
             self.gradients.finish(reduce=reduce)
-            saved = self._store.report() if self._store is not None else None
+            saved = store.report() if store is not None else None
             report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
             self.gradients.keep()
         self.report, self._last, self._is_stale = report, chosen, False  # a step that failed gathers once more
@@ -405,14 +192,11 @@ class Pipeline:
         auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
         self.gather_parameters()
-        chosen, stages = self._forward, self._evaluating
+        chosen, stages = self._executors.evaluation, self._executors.evaluated_stages
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True), torch.no_grad():
             self._begin(chosen, stages, scale)
-            chosen.forget_shapes()
-            self._evaluated.clear()
-            for stage in stages.values():
-                stage.forget_shape()
+            self._executors.forget_evaluated()
             self._feed(stages, inputs, targets, side or {})
             self._guard.raise_known()
             with self._guard.together("the agreement on the call"):
@@ -464,20 +248,8 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Forget what a step that failed has begun and learned: the next one is as the first."""
-        self._close_executors()
-        self._evaluating = {}
-        self._evaluated.clear()
-        for stage in self.stages.values():
-            know_shapes(stage, self._recipe)
-        self._boundaries = known_inputs(self.stages, self._recipe)
-        self._input_shapes = InputShapes()
-
-    def _close_executors(self) -> None:
-        evaluates = [self.__dict__.pop("_forward")] if "_forward" in self.__dict__ else []
-        for executor in (*self._executors.values(), *evaluates):
-            executor.close()
-        self._executors.clear()
-        self._last = None
+        self._executors.close()
+        self._executors, self._last = RankExecutors(self._part), None
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -499,44 +271,14 @@ class Pipeline:
         self._parameters.check()
 
     def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any, side: Side) -> None:
-        """Gives the first and the last stages their micro-batches, and all stages the side values."""
-        placement, num = self.schedule.placement, self.schedule.num_microbatches
-        refuse_unread(side, self._side_names)
-        beside = sides_of(side, num)
-        per_pipe = self.schedule.microbatches_per_pipe
-        last = placement.num_stages - 1
-        for chunk, stage in stages.items():
-            first_mb = placement.pipes[chunk] * per_pipe
-            stage.check_module()
-            stage.check_side(side)
-            if stage.trains:
-                refuse_graph(side, "side values")
-            for mb, values in enumerate(beside[first_mb : first_mb + per_pipe]):
-                stage.at(mb).side = values
-            if stage.number == 0:
-                if stage.trains:
-                    refuse_graph(inputs, "inputs")
-                mine = microbatches(inputs, num, "inputs")[first_mb : first_mb + per_pipe]
-                for mb, x in enumerate(mine):
-                    stage.at(mb).put_inputs(_cut_off(x))
-            mtp = stage.mtp if isinstance(stage, LayeredStage) else []
-            if mtp and targets is None:
-                raise ValueError(
-                    f"stage {stage.number} has an MTP block ({type(mtp[0]).__name__}), which predicts from targets, "
-                    "got NoneType; give targets on the ranks that hold it, as on those that hold the last stage"
-                )
-            if stage.number == last or mtp:
-                if stage.trains:
-                    refuse_graph(targets, "targets")
-                for mb, target in enumerate(targets_of(targets, num)[first_mb : first_mb + per_pipe]):
-                    stage.at(mb).put_target(target)
+        feed(stages, self.schedule, inputs, targets, side, self._part.agreed.side_names)
 
     def _agree_on_shapes(self, stages: dict[int, Chunk], shapes: InputShapes) -> None:
         """Lets all ranks of the pipeline know whether headers come in this step, where they may come."""
         if self.options.shapes == "same":
             return
         shapes.take(stages)
-        blind = exchanges_blindly(self._modules.values(), self._shape, self.position.ep)
+        blind = exchanges_blindly(self._modules.values(), self._part.agreed.plan.shape, self.position.ep)
         with self._guard.together("the agreement on shapes"):
             differ, mixed = agree_on_shapes(self.groups, shapes, blind=blind)
         if mixed:
@@ -553,51 +295,11 @@ class Pipeline:
             for stage in stages.values():
                 assert stage.seeds is not None
                 stage.seeds.begin_step(base)
-        with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is self._evaluating):
+        with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is not self.stages):
             chosen.run(self._guard)
 
     def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> StepReport:
-        """Agrees with all ranks on the loss, and returns the report."""
-        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
-        home = self.device if self.device.type != "meta" else HOST_MEMORY  # a dry run's meta tensors carry no numbers
-        num, tokens = self.schedule.num_microbatches, self._scale(None) / scale  # of a micro-batch, on average
-        losses = torch.zeros(num + 1, dtype=torch.float64, device=home)  # and behind them the auxiliary ones in all
-        num_aux = 0
-        for chunk, stage in stages.items():
-            for microbatch in stage.microbatches() if self.device.type != "meta" else ():
-                for own in microbatch.losses:
-                    part = own.loss.double() * tokens if own.aux else own.loss
-                    losses[placement.pipes[chunk] * per_pipe + microbatch.mb] += part
-                    if own.aux:
-                        losses[num] += part
-                        num_aux += 1
-        told = Download(losses).tensor(self._device.await_event)
-        named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
-        num_named = sum(name != MAIN for name, _ in named)
-        with self._guard.together("the agreement on the loss"):
-            agreed = agree(self.groups, told, scale, Counts(num_bad, num_named, num_aux))
-        if not agreed.alike:
-            raise ValueError(
-                "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
-            )
-        finite = agreed.num_bad == 0 and bool(agreed.loss.isfinite())
-        loss, losses = agreed.loss.to(home), agreed.losses.to(home)
-        by_name = self._by_name(named, scale, home) if agreed.num_named else {}
-        if agreed.num_aux:
-            by_name = {MAIN: loss - agreed.aux_loss.to(home), **by_name, AUX_LOSS: agreed.aux_loss.to(home)}
-        self._guard.resume()
-        return StepReport(loss, losses, finite, self.gradients.reduced, saved, by_name)
-
-    def _by_name(self, named: list[tuple[str, Tensor]], scale: float, home: torch.device) -> dict[str, Tensor]:
-        """Adds the losses that have names up over all ranks."""
-        names = list(dict.fromkeys(name for name, _ in named))
-        sums = torch.zeros(len(names), dtype=torch.float64, device=home)
-        for name, loss in named if self.device.type != "meta" else ():
-            sums[names.index(name)] += loss
-        mine = dict(zip(names, Download(sums).tensor(self._device.await_event).tolist(), strict=True))
-        with self._guard.together("the agreement on the loss"):
-            by_name = agree_by_name(self.groups, mine, scale)
-        return {name: torch.tensor(loss, dtype=torch.float64, device=home) for name, loss in by_name.items()}
+        return report_of(self._part, stages, scale, self._scale(None), num_bad, saved)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -627,7 +329,7 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float64, device=HOST_MEMORY)  # a dry run has no numbers
         with self._guard.step(self._step):
             grads = self._counted_gradients()
-            share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._device.await_event)
+            share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._waits.await_event)
             with self._guard.together("the norm of the gradients"):
                 self._announce("grad_norm()")
                 return norm_over(self.groups, share, norm_type).to(self.device)
@@ -663,7 +365,7 @@ class Pipeline:
     @property
     def ties(self) -> tuple[Tie, ...]:
         """The parameters that stages share, in one order on all ranks."""
-        return self._ties
+        return self.gradients.ties
 
     @property
     def reduce_group(self) -> Group | None:
@@ -672,18 +374,19 @@ class Pipeline:
 
     def held_parameters(self) -> dict[nn.Parameter, HeldParameter]:
         """Return where this rank has each parameter that trains, and which ranks divide it."""
-        return dict(parameters_held(self._modules, self.schedule.placement, self.position, self.gradients, self._shape))
+        placement, shape = self.schedule.placement, self._part.agreed.plan.shape
+        return dict(parameters_held(self._modules, placement, self.position, self.gradients, shape))
 
     def refuse(self, reason: str | None) -> None:
         """Raise ValueError on all ranks if one has a reason. All ranks call it."""
         raise_for_all(self.groups, reason)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what each rank of this pipeline says, in JSON. All ranks call it."""
+        """Return what each rank of this pipeline gives, in JSON. All ranks call it."""
         return gather_json(self.groups.pp_group, value)
 
     def exchange_with_replicas(self, value: Any) -> dict[int, Any]:
-        """Return what each rank with the same stages says, in JSON; nothing where there are no others."""
+        """Return what each rank with the same stages gives, in JSON; nothing where there are no others."""
         group = self.groups.replica_group
         return dict(zip(group.ranks, gather_json(group, value), strict=True)) if group is not None else {}
 
@@ -692,17 +395,16 @@ class Pipeline:
 
         Both are ops of the Program from then on: REDUCE_SCATTER and GATHER_PARAMS. All ranks call it.
         """
-        placement, rank = self.schedule.placement, self.position.pp_rank
+        part, placement, rank = self._part, self.schedule.placement, self.position.pp_rank
         mine = [[placement.stage(rank, chunk), list(firsts)] for chunk, firsts in buckets.firsts.items()]
         told = self.exchange([mine, bool(buckets.tied_parameters)])
         firsts = {stage: tuple(of_stage) for rows, _ in told for stage, of_stage in rows}
+        plan = part.agreed.plan.by_bucket(tuple(firsts[stage] for stage in range(placement.num_stages)))
         self._exchanges_ties = any(ties for _, ties in told)
-        if reduces(placement, self.position.dp):
-            self._buckets = tuple(firsts[stage] for stage in range(placement.num_stages))
-        self._divided = buckets
+        self._divided, self.program = buckets, plan.step.program
         self.gradients.divide(buckets)
-        self._close_executors()
-        self.program, _ = self._plan_step(reduce=True, gather=bool(self._buckets))
+        self._part = replace(part, agreed=replace(part.agreed, plan=plan), parameters=buckets.parameters)
+        self._forget()
 
     def parameters_updated(self) -> None:
         """Each rank has updated its part of the parameters: the others get it in the next step. All ranks call it.
@@ -711,8 +413,8 @@ class Pipeline:
         """
         if self._divided is not None and self._exchanges_ties:
             with self.together("the exchange of parameters"):
-                _exchange(self._divided.tied_parameters)
-        self._is_stale = bool(self._buckets)
+                exchange_all(self._divided.tied_parameters)
+        self._is_stale = self._part.agreed.plan.ends.gather
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -721,11 +423,19 @@ class Pipeline:
         Does nothing where they are whole. `evaluate`, checkpoints and `close` call it.
         """
         self._refuse_closed()
-        if self._is_stale and self._divided is not None:
+        if self._is_stale:
             with self.together("the exchange of parameters"):
-                for buckets in self._divided.parameters.values():
-                    _exchange(buckets)
+                for buckets in self._part.parameters.values():
+                    exchange_all(buckets)
             self._is_stale = False
+
+    def _gather_for_good(self) -> None:
+        """Leave whole parameters, where the other ranks are there to give them."""
+        if self._is_stale and not self._guard.is_lost:
+            try:
+                self.gather_parameters()
+            except Exception as error:
+                warnings.warn(f"parameters of this rank lack the last update of other ranks: {error}", stacklevel=3)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -781,35 +491,6 @@ class Pipeline:
         self._guard.close()
         if self._guard.is_lost:
             self.groups.break_off()  # or a thread that still waits for a lost rank would be waited for
-        self._close_executors()
-        self._give_back_modules()
+        self._executors.close()
+        self._part.given_back.close()
         self.groups.close()
-
-    def _gather_for_good(self) -> None:
-        """Leave whole parameters, where the other ranks are there to give them."""
-        if self._is_stale and not self._guard.is_lost:
-            try:
-                self.gather_parameters()
-            except Exception as error:
-                warnings.warn(f"parameters of this rank lack the last update of other ranks: {error}", stacklevel=3)
-
-    def _give_back_modules(self) -> None:
-        """Take from the modules what this Pipeline has put on them, also one whose making failed."""
-        if hasattr(self, "gradients"):
-            self.gradients.close()
-        for module in self._modules.values() if hasattr(self, "_recipe") else ():
-            split.restore(module)
-        if hasattr(self, "groups"):
-            unbind(self._modules, self.groups)
-
-
-def _exchange(buckets: Iterable[ParameterBucket]) -> None:
-    for bucket in buckets:
-        bucket.launch()
-        bucket.arrive()
-
-
-def _cut_off(microbatch: Any) -> tuple[Any, ...]:
-    """The arguments of the first stage, without a graph behind them."""
-    given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)

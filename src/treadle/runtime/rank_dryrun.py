@@ -25,14 +25,15 @@ from treadle.dist.channel import Channel, Posted
 from treadle.ir import Schedule
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Op, Program
-from treadle.runtime.model.chunk import Chunk, LossFn
+from treadle.runtime.model.chunk import LossFn
 from treadle.runtime.model.gradient_bucket import main_dtype
 from treadle.runtime.model.meta_bytes import MetaBytes, OpBytes
 from treadle.runtime.model.saved import LiveBytes, SavedTensors
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.pipeline import Pipeline
 from treadle.runtime.pipeline_options import RunOptions
-from treadle.runtime.run.handlers import HANDLERS, Call, Handler, OpCalls
+from treadle.runtime.rank_part import RankPart
+from treadle.runtime.run.handlers import Call, Handler, OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
 
@@ -102,7 +103,7 @@ class Rehearsal:
 
 
 class RehearsalRecorder:
-    """Counts what a rank's ops send, receive, save and hold. `handlers` and `channels` stand in for the runtime's."""
+    """Counts what a rank's ops send, receive, save and hold, in the part that `instrument` returns."""
 
     def __init__(self, pp_rank: int, stages: Mapping[int, nn.Module]) -> None:
         self.pp_rank = pp_rank
@@ -113,19 +114,16 @@ class RehearsalRecorder:
         """The memory of each call of an op, in the order in which they ran."""
         self.peak_bytes, self.peak_at = 0, ""
 
-    def channels(self, part: RankProgram) -> RankProgram:
-        """Return the same with channels that count."""
+    def instrument(self, part: RankPart) -> RankPart:
+        """Return the same with calls and channels that count."""
         here = self.pp_rank
         outgoing = {peer: self._channel(channel, (here, peer)) for peer, channel in part.outgoing.items()}
         incoming = {peer: self._channel(channel, (peer, here)) for peer, channel in part.incoming.items()}
-        return replace(part, outgoing=outgoing, incoming=incoming)
+        handlers = {kind: partial(self._calls, handler) for kind, handler in part.handlers.items()}
+        return replace(part, outgoing=outgoing, incoming=incoming, handlers=handlers)
 
     def _channel(self, channel: Channel, key: tuple[int, int]) -> Channel:
         return _CountingChannel(channel, self.traffic.setdefault(key, []), self.buffers)
-
-    def handlers(self) -> dict[OpKind, Handler]:
-        """Return the runtime's handlers, whose calls are counted."""
-        return {kind: partial(self._calls, handler) for kind, handler in HANDLERS.items()}
 
     def _calls(self, handler: Handler, part: RankProgram, op: Op) -> OpCalls:
         calls = handler(part, op)
@@ -172,17 +170,16 @@ class _CountingChannel(Channel):
 
 
 class _RehearsedPipeline(Pipeline):
-    """A Pipeline whose ops and channels tell a recorder."""
+    """A Pipeline whose ops and channels report to a recorder."""
 
     def __init__(
         self, recorder: RehearsalRecorder, stages: Mapping[int, nn.Module], schedule: Schedule, **given: Any
     ) -> None:
         self._recorder = recorder
-        self.handlers = recorder.handlers()
         super().__init__(stages, schedule, **given)
 
-    def rank_program(self, program: Program, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> RankProgram:
-        return self._recorder.channels(super().rank_program(program, stages, boundaries))
+    def instrument(self, part: RankPart) -> RankPart:
+        return self._recorder.instrument(part)
 
 
 @contextmanager

@@ -1,59 +1,23 @@
-"""Cuts a batch into micro-batches; adds the losses of a step up over all ranks."""
+"""The result of a step, agreed on by all ranks: losses added up over them, and whether all is finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from treadle.dist.gathering import gather_json
 from treadle.dist.rank_groups import Groups
-from treadle.runtime.model.chunk import tensors_within
+from treadle.dist.streams import HOST_MEMORY, Download
+from treadle.runtime.model.chunk import Chunk
+from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.saved import SavedReport
+from treadle.runtime.rank_part import RankPart
 
 _PRIME = 65521  # sums of squares of remainders by it are exact in float64
-
-
-def microbatches(given: Any, num: int, what: str) -> list[Any]:
-    """Returns the micro-batches of a batch: a list, or a tensor that is cut along its first dimension."""
-    if isinstance(given, Tensor):
-        if given.dim() == 0 or given.shape[0] % num or given.shape[0] == 0:
-            size = given.shape[0] if given.dim() else "no dimension to cut"
-            raise ValueError(
-                f"{what} of {num} micro-batches are a batch that {num} divides, got {size}; "
-                f"give a multiple of {num}, or a list of {num}"
-            )
-        return list(given.chunk(num))
-    if isinstance(given, Sequence) and not isinstance(given, tuple):  # a tuple is one micro-batch of several tensors
-        if len(given) != num:
-            raise ValueError(f"the schedule has {num} micro-batches, got {len(given)} {what}")
-        return list(given)
-    raise ValueError(f"{what} are a tensor, or a list with one entry a micro-batch, got {type(given).__name__}")
-
-
-def targets_of(given: Any, num: int) -> list[Any]:
-    """Returns the targets of each micro-batch; None for each if there are none, as a loss function may ignore them."""
-    return [None] * num if given is None else microbatches(given, num, "targets")
-
-
-def sides_of(side: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
-    """Returns the side values of each micro-batch."""
-    cut = {name: microbatches(values, num, f"side values {name!r}") for name, values in side.items()}
-    return [{name: values[mb] for name, values in cut.items()} for mb in range(num)]
-
-
-def refuse_graph(given: Any, what: str) -> None:
-    """Refuses inputs or targets that require a gradient: none would come back for them."""
-    for tensor in tensors_within(given):
-        if tensor.requires_grad:
-            made_by = f"made by {tensor.grad_fn.name()}" if tensor.grad_fn is not None else "a leaf that requires one"
-            raise ValueError(
-                f"{what} require a gradient ({made_by}), but gradients do not leave a pipeline: what made them would "
-                "not train; make it part of the first or the last stage, or give them as detach()"
-            )
 
 
 @dataclass(frozen=True)
@@ -104,7 +68,7 @@ class Counts(NamedTuple):
 
 
 def agree(groups: Groups, losses: Tensor, scale: float, counts: Counts) -> AgreedLosses:
-    """Returns what all ranks have in common behind a step.
+    """Return what all ranks have in common behind a step.
 
     It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU,
     one a micro-batch and then the sum of the auxiliary ones among them.
@@ -125,7 +89,7 @@ def agree(groups: Groups, losses: Tensor, scale: float, counts: Counts) -> Agree
 
 
 def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> dict[str, float]:
-    """Returns the losses of the global batch by name; `named` are the sums of those that this rank has."""
+    """Return the losses of the global batch by name; `named` are the sums of those that this rank has."""
     sums = dict(named)
     for group in (groups.pp_group, groups.replica_group):
         if group is None:
@@ -136,3 +100,58 @@ def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> d
             sums[name] = sums.get(name, 0.0) + value
     each = 2 if groups.copies_group is not None else 1  # as in `agree`
     return {name: sums[name] * scale / each for name in sorted(sums)}
+
+
+def report_of(
+    part: RankPart, stages: Mapping[int, Chunk], scale: float, mean: float, num_bad: int, saved: SavedReport | None
+) -> StepReport:
+    """Agree with all ranks on the loss, and return the report. `mean` is the scale of the mean over micro-batches."""
+    home = part.joined.device if part.joined.device.type != "meta" else HOST_MEMORY  # meta tensors carry no numbers
+    own, num_aux = _own_losses(part, stages, mean / scale, home)
+    named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
+    counts = Counts(num_bad, sum(name != MAIN for name, _ in named), num_aux)
+    own = Download(own).tensor(part.joined.waits.await_event)
+    with part.joined.guard.together("the agreement on the loss"):
+        agreed = agree(part.agreed.groups, own, scale, counts)
+    if not agreed.alike:
+        raise ValueError(
+            "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
+        )
+    finite = agreed.num_bad == 0 and bool(agreed.loss.isfinite())
+    loss, losses = agreed.loss.to(home), agreed.losses.to(home)
+    by_name = _by_name(part, named, scale, home) if agreed.num_named else {}
+    if agreed.num_aux:
+        by_name = {MAIN: loss - agreed.aux_loss.to(home), **by_name, AUX_LOSS: agreed.aux_loss.to(home)}
+    part.joined.guard.resume()
+    return StepReport(loss, losses, finite, part.gradients.reduced, saved, by_name)
+
+
+def _own_losses(part: RankPart, stages: Mapping[int, Chunk], tokens: float, home: torch.device) -> tuple[Tensor, int]:
+    """Return this rank's losses, one a micro-batch and then the sum of the auxiliary ones, and how many these are.
+
+    `tokens` are those of a micro-batch, on average.
+    """
+    schedule, num_aux = part.agreed.plan.schedule, 0
+    num, per_pipe = schedule.num_microbatches, schedule.microbatches_per_pipe
+    losses = torch.zeros(num + 1, dtype=torch.float64, device=home)
+    for chunk, stage in stages.items():
+        for microbatch in stage.microbatches() if part.joined.device.type != "meta" else ():
+            for own in microbatch.losses:
+                share = own.loss.double() * tokens if own.aux else own.loss
+                losses[schedule.placement.pipes[chunk] * per_pipe + microbatch.mb] += share
+                if own.aux:
+                    losses[num] += share
+                    num_aux += 1
+    return losses, num_aux
+
+
+def _by_name(part: RankPart, named: list[tuple[str, Tensor]], scale: float, home: torch.device) -> dict[str, Tensor]:
+    """Add the losses that have names up over all ranks."""
+    names = list(dict.fromkeys(name for name, _ in named))
+    sums = torch.zeros(len(names), dtype=torch.float64, device=home)
+    for name, loss in named if part.joined.device.type != "meta" else ():
+        sums[names.index(name)] += loss
+    own = dict(zip(names, Download(sums).tensor(part.joined.waits.await_event).tolist(), strict=True))
+    with part.joined.guard.together("the agreement on the loss"):
+        by_name = agree_by_name(part.agreed.groups, own, scale)
+    return {name: torch.tensor(loss, dtype=torch.float64, device=home) for name, loss in by_name.items()}

@@ -37,7 +37,7 @@ from treadle.ir.ops import OpKind
 from treadle.ir.program import Op, Program
 from treadle.lowering.running import lower_running
 from treadle.runtime import pipeline as pipeline_module
-from treadle.runtime import rank_part as assembly
+from treadle.runtime import rank_part, stage_recipe
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
 from treadle.runtime.run.instructions import instructions
@@ -370,7 +370,7 @@ def in_making(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     note(directory, rank, "pid", str(os.getpid()))
     if rank == VICTIM:
         # A stage is made by this rank alone; what check_copies raises, all others raise too.
-        module, name = (assembly, "Stage") if kind == "raise" else (pipeline_module, "check_copies")
+        module, name = (stage_recipe, "Stage") if kind == "raise" else (rank_part, "check_copies")
         setattr(module, name, lambda *_: meet_with(kind, rank, directory))
     with timed():
         run_steps(make_pipe("1f1b", 2, 2, deadline_s), 2)

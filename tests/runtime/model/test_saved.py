@@ -333,8 +333,8 @@ def many_steps(rank: int, num_steps: int) -> tuple[list[int], set[int], int]:
     """What each step but the first quarter of them leaves: memory of the process, the pool, and bytes at the end."""
     pipe, x = make(rank, Case("interleaved-overlap", ep=1), "offload")
     memory, pools = [], set()
-    assert pipe._store is not None
-    pipe._store.live = Watchful()
+    assert pipe._part.recipe.store is not None
+    pipe._part.recipe.store.live = Watchful()
     for step in range(num_steps):
         pipe.step(x, x)
         if step >= num_steps // 4:
@@ -342,7 +342,7 @@ def many_steps(rank: int, num_steps: int) -> tuple[list[int], set[int], int]:
             assert pipe.report is not None
             assert pipe.report.saved is not None
             pools.add(pipe.report.saved.pool)
-    live = pipe._store.live.live_bytes
+    live = pipe._part.recipe.store.live.live_bytes
     pipe.close()
     return memory, pools, live
 

@@ -23,7 +23,7 @@ from treadle.runtime.handshake import Handshake, RankStages, _refuse_mixed
 from treadle.runtime.model.segments import Segment, compute
 from treadle.runtime.model.stage_blocks import blocks_of
 from treadle.runtime.pipeline_options import RunOptions
-from treadle.runtime.rank_part import shape_of
+from treadle.runtime.step_plan import shape_of
 from treadle.schedules import SCHEDULES
 
 BOTH = "attn+mlp"

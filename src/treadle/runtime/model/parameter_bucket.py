@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,6 +44,13 @@ class ParameterBucket:
                 for run in runs:
                     run.copy_(values[: len(run)])
                     values = values[len(run) :]
+
+
+def exchange_all(buckets: Iterable[ParameterBucket]) -> None:
+    """Exchange buckets now, one after the other."""
+    for bucket in buckets:
+        bucket.launch()
+        bucket.arrive()
 
 
 @dataclass(frozen=True)
