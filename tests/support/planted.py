@@ -118,8 +118,8 @@ PLANTS = {
         (
             (
                 "self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]",
-                "self._after = [\n            [place[dep] for dep in program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER']\n"
-                "            for op in self.own\n        ]",
+                "self._after = [[place[dep] for dep in program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER'] "
+                "for op in self.own]",
             ),
         ),
         "kind=sharded,layered=True,num_layers=2,dropout=False",
