@@ -10,8 +10,8 @@ one after the other:
     by bucket   a step that gathers parameters and reduce-scatters gradients, bucket by bucket, after an update
 
     hidden               1 - (by bucket - alone) / (at the end - alone)
-    bytes_per_parameter  of all tensors that a rank has after a step by bucket, the most of any rank: 2 of a parameter, 4
-                         of its main gradient, and half of 12, as two replicas share moments and master
+    bytes_per_parameter  of all tensors that a rank has after a step by bucket, the most of any rank: 2 of a parameter,
+                         4 of its main gradient, and half of 12, as two replicas share moments and master
     step_over_predicted  by bucket over its simulation, less 1; what a bucket takes on the link is from a step before
 
 The last line is JSON, medians over rounds. Needs root for the namespaces; without, the numbers are null.
@@ -105,11 +105,8 @@ def pipeline(rank: int, given: Namespace) -> treadle.Pipeline:
 def tensor_bytes() -> int:
     """The memory of all tensors of this process."""
     gc.collect()
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if isinstance(tensor, Tensor)
-    }
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
@@ -175,8 +172,8 @@ def rank_main(rank: int, given: Namespace) -> None:
         over.append(bucketed / predicted - 1)
         if rank == 0:
             print(
-                f"alone {alone:.3f} s, at the end {at_end:.3f} s, by bucket {bucketed:.3f} s ({predicted:.3f} predicted): "
-                f"{hidden[-1]:.1%} hidden",
+                f"alone {alone:.3f} s, at the end {at_end:.3f} s, by bucket {bucketed:.3f} s "
+                f"({predicted:.3f} predicted): {hidden[-1]:.1%} hidden",
                 flush=True,
             )
     most = torch.tensor([held], dtype=torch.float64)

@@ -191,6 +191,7 @@ class Pipeline:
         Leaves `.grad`, the random state, the next step's randomness, and the modules' train or eval mode as they are;
         auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
+        self._refuse_closed()
         self.gather_parameters()
         chosen, stages = self._executors.evaluation, self._executors.evaluated_stages
         scale = self._scale(num_tokens)
@@ -422,8 +423,8 @@ class Pipeline:
 
         Does nothing where they are whole. `evaluate`, checkpoints and `close` call it.
         """
-        self._refuse_closed()
         if self._is_stale:
+            self._refuse_closed()
             with self.together("the exchange of parameters"):
                 for buckets in self._part.parameters.values():
                     exchange_all(buckets)

@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treadle.ir.ops import OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Program
 from treadle.lowering.running import expected, host_order
 from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.rank_program import RankProgram
 
-_COLLECTIVES = {
-    OpKind.REDUCE_GRAD: ALIKE,
-    OpKind.REDUCE_SCATTER: ALIKE,
-    OpKind.GATHER_PARAMS: ALIKE,
-    OpKind.REDUCE_TIED: TIED,
-}
-"""The ranks that collectives wait for."""
+_COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED}
+"""The ranks that the ops of these lanes wait for."""
 
 
 class Instruction(NamedTuple):
@@ -46,8 +41,8 @@ def instructions(part: RankProgram, handlers: Mapping[OpKind, Handler] = HANDLER
         peer = NOBODY
         if op.kind.is_recv or op.kind.is_send:
             peer = part.global_rank(op.lane.peer)
-        elif op.kind in _COLLECTIVES:
-            peer = _COLLECTIVES[op.kind]
+        elif op.lane.kind in _COLLECTIVES:
+            peer = _COLLECTIVES[op.lane.kind]
         else:
             made += [arrivals.pop(needed) for needed in program.deps(op.index) if needed in arrivals]
         if calls.prepare is not None:
