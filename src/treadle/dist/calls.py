@@ -5,6 +5,8 @@ from __future__ import annotations
 CALLS = (
     "step()",
     "step() in no_sync()",
+    "step() after an update",
+    "step() in no_sync() after an update",
     "evaluate()",
     "grad_norm()",
     "gather_trace()",
