@@ -74,7 +74,7 @@ def rank_main(rank: int, port: int) -> None:
             print(f"with {took['noting'][-1]:.4f} s, without {took['silent'][-1]:.4f} s", flush=True)
     if rank == 0:
         ratios = [a / b - 1 for a, b in zip(took["noting"], took["silent"], strict=True)]
-        step_s, notes = statistics.median(took["silent"]), len(pipe._executors.step.listed) + 1
+        step_s, notes = statistics.median(took["silent"]), len(pipe._executors.step(reduces=True).listed) + 1
         result = {
             "trace_overhead": round(statistics.median(ratios), 4),
             "spread": [round(q, 4) for q in statistics.quantiles(ratios, n=4)[::2]],

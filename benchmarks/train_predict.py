@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -144,14 +143,14 @@ def _from_readiness(trace: Any) -> Any:
 
 def measure(size: str, steps: int, parallel: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Run the ranks of a size; return what is predicted and what was measured."""
+    from torch._C._distributed_c10d import TCPStore
+
     world = 2 * int(parallel["ep"])
     output = directory / size
     output.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: nobody can take its port
     environment = {**tensor_bytes.counting(directory), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, __file__, "--rank", size, str(output), str(steps), json.dumps(parallel)]
     ranks = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})

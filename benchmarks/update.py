@@ -165,9 +165,22 @@ class Bare:
             pending -= 1
 
 
+def store_of(directory: Path, rank: int, ranks: int) -> dist.TCPStore:
+    """The store, at a port that rank 0 opens and notes: it may be in a network namespace of its own."""
+    address, noted, part = os.environ["MASTER_ADDR"], directory / "port", directory / "port.part"
+    if rank == 0:
+        store = dist.TCPStore(address, 0, ranks, is_master=True, wait_for_workers=False)
+        part.write_text(str(store.port))
+        part.rename(noted)
+        return store
+    while not noted.exists():  # whoever started this rank ends it where rank 0 fails
+        time.sleep(0.05)
+    return dist.TCPStore(address, int(noted.read_text()), ranks, is_master=False)
+
+
 def be_rank(directory: Path, rank: int, given: argparse.Namespace) -> None:
     ranks, rounds, bucket = given.ranks, given.rounds, given.bucket
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0)
+    store = store_of(directory, rank, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     have, want = layouts(ranks, given.total, replicated=given.replicated)
@@ -255,9 +268,6 @@ def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | No
     with tempfile.TemporaryDirectory(prefix="treadle-b") as name:
         directory = Path(name)
         directory.chmod(0o700)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         sizes = [f"--ranks={ranks}", f"--total={total}", f"--bucket={bucket}", f"--directory={directory}", *more]
         processes = []
         try:
@@ -268,7 +278,7 @@ def play(ranks: int, rounds: int, total: int, bucket: int, link: ShapedLink | No
             for rank in range(ranks):
                 address = "127.0.0.1" if link is None else link.address(0)
                 device = "lo" if link is None else link.interface(rank)
-                place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": device}
+                place = {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": device}
                 inside = [] if link is None else link.command(rank, [])
                 processes.append(start(["--rank", str(rank), str(rounds), *sizes], place, inside))
             for process in processes[ranks:]:

@@ -141,7 +141,8 @@ EVERY_FIELD = Layout(
     stage_scale=(1.0, 2.0, 0.5, 1.0),
     mb_scale=(1.0, 1.5),
     tied=((0, 3), (0, 1, 3)),
-    step_end=(OpKind.CLIP, OpKind.OPTIMIZER, OpKind.GATHER_PARAMS),
+    step_end=(OpKind.CLIP, OpKind.OPTIMIZER),
+    buckets=((1, 0), (1, 0), (0,), (1, 0)),
 )
 
 

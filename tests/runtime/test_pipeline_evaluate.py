@@ -24,7 +24,7 @@ from tests.support.oracle import (
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
-from treadle.runtime.step_plan import plan_forward
+from treadle.runtime.step_plan import StepEnds, plan_forward
 from treadle.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_an_evaluation_has_the_loss_of_one_process(pp: int, dp: int, names: list
 def test_an_evaluation_runs_the_forwards_alone(name: str, layers: int | None) -> None:
     schedule = treadle.generate(name, pp=2, microbatches=6)
     shape = treadle.LoweringOptions(layers=layers, moe=True) if layers is not None else None
-    trained, _ = treadle.runtime.step_plan.plan(schedule, shape, treadle.costs.UNIT_COSTS, reduce=True)
+    trained, _ = treadle.runtime.step_plan.plan(schedule, shape, treadle.costs.UNIT_COSTS, StepEnds(reduce=True))
     program, _ = plan_forward(schedule, shape, treadle.costs.UNIT_COSTS, trained)
     forwards = {*program.layout.forward, OpKind.SEND_F, OpKind.RECV_F}
     assert {OpKind(int(kind)) for kind in program.kind} == forwards

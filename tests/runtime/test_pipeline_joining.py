@@ -82,7 +82,7 @@ def test_an_interrupt_is_told_at_once(how: str) -> None:
     for rank in (0, 2):
         what, op, said, took_s = outcomes[rank]
         assert what == "lost 1", said
-        assert op == ("the trace" if how == "trace" else "F2.0")
+        assert op == ("gather_trace()" if how == "trace" else "F2.0")
         assert f"rank 1 was lost first: interrupted by {error} at {op}" in said
         assert took_s < LONG_S / 2
 

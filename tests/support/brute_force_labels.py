@@ -36,6 +36,17 @@ COMPUTES_AGAIN = {OpKind.ATTN_R: OpKind.ATTN_F, OpKind.MLP_R: OpKind.MLP_F}
 MAY_MAKE_GRADIENTS = (OpKind.MLP_B, OpKind.ATTN_B, OpKind.MTP_B, OpKind.HEAD_B, OpKind.B, OpKind.EMBED_B)
 
 
+OPS_OF_BLOCKS = {
+    "E": (OpKind.EMBED_F, OpKind.EMBED_B),
+    "m": (OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W),
+    "L": (OpKind.HEAD_F, OpKind.HEAD_B, OpKind.HEAD_W),
+    "dt": (*COMPUTING, OpKind.MLP_W, OpKind.ATTN_W),
+}
+"""The ops on a compute lane that read a block's parameters or may make gradients of them."""
+
+OF_BUCKETS = (OpKind.REDUCE_SCATTER, OpKind.GATHER_PARAMS)
+
+
 class Name(NamedTuple):
     """The label of an op. A message's chunk is its reader's."""
 
@@ -150,11 +161,27 @@ class Rules:
         """The chunks of a rank whose stages are in a tie."""
         return [chunk for chunk in self.chunks if self.stage(rank, chunk) in self.layout.tied[tie]]
 
+    def buckets(self, rank: int, chunk: int) -> tuple[int, ...]:
+        """The first blocks of the buckets of a chunk that there is."""
+        stage = self.stage(rank, chunk)
+        assert stage is not None
+        return self.layout.buckets[stage] if self.layout.buckets else ()
+
+    def block(self, name: Name) -> int:
+        """The place of an op's block in the row of its stage; a cell is of all of them, so of the first."""
+        stage = self.stage(name.rank, name.chunk)
+        assert stage is not None
+        if not self.by_layer:
+            return 0
+        letters = next(of for of, kinds in OPS_OF_BLOCKS.items() if name.kind in kinds)
+        places = [place for place, letter in enumerate(self.layout.blocks[stage]) if letter in letters]
+        return places[name.layer]
+
     def knows(self, name: Name, lane: LaneKind, peer: int) -> bool:
         kind, rank, chunk, mb, layer = name
         if self.stage(rank, chunk) is None or lane != kind.lane:
             return False
-        if kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, *STEP_ENDS):
+        if kind in (OpKind.REDUCE_GRAD, OpKind.REDUCE_SCATTER, OpKind.REDUCE_TIED, *STEP_ENDS):
             return mb == -1 and self._knows_end(name)
         if mb not in self.mbs:
             return False
@@ -170,8 +197,10 @@ class Rules:
         kind, rank, chunk, _, layer = name
         if kind == OpKind.REDUCE_TIED:
             return layer in range(len(self.layout.tied)) and self.tied_chunks(rank, layer)[:1] == [chunk]
+        if self.layout.buckets and kind in OF_BUCKETS:
+            return layer in range(len(self.buckets(rank, chunk)))
         if kind == OpKind.REDUCE_GRAD:
-            return layer == 0
+            return layer == 0 and not self.layout.buckets
         return kind in self.layout.step_end and chunk == layer == 0
 
     def _feeder(self, name: Name, peer: int) -> Holder:

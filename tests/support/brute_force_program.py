@@ -15,14 +15,23 @@ from itertools import combinations, pairwise, product
 from math import ceil
 from typing import TypeAlias
 
-from tests.support.brute_force_labels import COPIES, MESSAGES, RECEIVES, SENDS, STEP_ENDS, Name, Rules
+from tests.support.brute_force_labels import (
+    COPIES,
+    MESSAGES,
+    OF_BUCKETS,
+    RECEIVES,
+    SENDS,
+    STEP_ENDS,
+    Name,
+    Rules,
+)
 from tests.support.brute_force_memory import Memory
 from treadle.ir.ops import COMMUNICATION, LaneKind, OpKind
 from treadle.ir.program import Program
 
 FORWARD_MESSAGES = (OpKind.SEND_F, OpKind.RECV_F)
 CHANNEL_LANES = (LaneKind.SEND, LaneKind.RECV)
-REDUCTIONS = (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED)
+REDUCTIONS = ((OpKind.REDUCE_GRAD, OpKind.REDUCE_SCATTER), (OpKind.REDUCE_TIED,))
 
 MOST_STUCK_NOTED = 20
 
@@ -299,6 +308,10 @@ def _miscounted_reductions(machine: Machine, counts: Counter[tuple[Name, int]]) 
     required: list[Name] = []
     if any(name.kind == OpKind.REDUCE_GRAD for name, _ in counts):
         required += (Name(OpKind.REDUCE_GRAD, *holder, -1, 0) for holder in product(rules.ranks, rules.chunks))
+    for kind in OF_BUCKETS if rules.layout.buckets else ():
+        if any(name.kind == kind for name, _ in counts):
+            for holder in product(rules.ranks, rules.chunks):
+                required += (Name(kind, *holder, -1, number) for number in range(len(rules.buckets(*holder))))
     if any(rules.is_backward(name.kind) for name, _ in counts):
         required += rules.required_once_a_step()
     yield from (("missing", str(name)) for name in required if (name, -1) not in counts)
@@ -354,16 +367,38 @@ def _once_a_step_needs(machine: Machine, op: Op) -> Iterator[Op | None]:
     rank, step_end = op.name.rank, machine.rules.layout.step_end
     if op.kind == OpKind.REDUCE_GRAD:
         yield _last(_gradients(machine, rank, op.name.chunk))
+    elif op.kind == OpKind.REDUCE_SCATTER:
+        first = machine.rules.buckets(rank, op.name.chunk)[op.name.layer]
+        yield _last([it for it in _gradients(machine, rank, op.name.chunk) if machine.rules.block(it.name) >= first])
+    elif (op.kind, op.name.layer) in machine.rules.chains(rank, op.name.chunk).forward:
+        yield from _gathers_needed(machine, op)
     elif op.kind == OpKind.REDUCE_TIED:
         for chunk in machine.rules.tied_chunks(rank, op.name.layer):
             yield _last(_gradients(machine, rank, chunk))
     elif op.kind == OpKind.CLIP or (op.kind == OpKind.OPTIMIZER and OpKind.CLIP not in step_end):
         every = [gradient for chunk in machine.rules.chunks for gradient in _gradients(machine, rank, chunk)]
-        reductions = ([it for it in _known(machine, rank) if it.kind == kind] for kind in REDUCTIONS)
+        reductions = ([it for it in _known(machine, rank) if it.kind in kinds] for kinds in REDUCTIONS)
         yield from (_last(ops) for ops in (every, *reductions) if ops)
-    elif op.kind in (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS):
+    elif op.kind in (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS) and op.kind in step_end:
         wanted = OpKind.CLIP if op.kind == OpKind.OPTIMIZER else OpKind.OPTIMIZER
         yield next((it for it in _known(machine, rank) if it.kind == wanted), None)
+
+
+def _gathers_needed(machine: Machine, op: Op) -> Iterator[Op]:
+    """The gathers of the buckets that a forward op is the first to read."""
+    rules, (rank, chunk) = machine.rules, (op.name.rank, op.name.chunk)
+    if op.lane.kind != LaneKind.COMPUTE:
+        return
+    chain = rules.chains(rank, chunk).forward
+    readers = [
+        it
+        for it in _known(machine, rank)
+        if it.name.chunk == chunk and (it.kind, it.name.layer) in chain and it.lane.kind == LaneKind.COMPUTE
+    ]
+    for number, first in enumerate(rules.buckets(rank, chunk)):
+        if op.index == min((it.index for it in readers if rules.block(it.name) >= first), default=-1):
+            wanted = Name(OpKind.GATHER_PARAMS, rank, chunk, -1, number)
+            yield from [it for it in _known(machine, rank) if it.name == wanted][:1]
 
 
 def _known(machine: Machine, rank: int) -> list[Op]:
@@ -397,6 +432,7 @@ def _message_label(op: Op) -> tuple[str, int, int]:
 
 def _group_label(rules: Rules, op: Op) -> tuple[int, int, int | None]:
     of_no_stage = op.kind in (OpKind.REDUCE_TIED, *STEP_ENDS)
+    of_no_stage &= not (rules.layout.buckets and op.kind in OF_BUCKETS)
     stage = None if of_no_stage else rules.stage(op.name.rank, op.name.chunk)
     return op.name.mb, op.name.layer, stage
 

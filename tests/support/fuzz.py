@@ -57,6 +57,12 @@ from tests.support.fuzz_models import (
 )
 from tests.support.planted import PLANTS, apply
 from tests.support.ranks import Outcome, run_ranks
+from treadle.models.views import NamedView
+from treadle.train.optim import OptimizerConfig, ShardedOptimizer
+
+LR = 1e-2
+UPDATES = OptimizerConfig(eps=0.1, weight_decay=0.0, bucket_mb=0.0001)
+"""Of a sharded draw. With so large an eps an update is near linear in the gradient, where its sign is rounding."""
 
 LATEST_S = 0.3
 """By how much a rank may come too late to the making of its pipeline."""
@@ -131,6 +137,13 @@ class Runner:
             shapes="each" if config.unequal else "same",
             recompute=tuple(config.recompute.split("+")) if config.recompute else (),
         )
+        self.optimizer = ShardedOptimizer(self.pipe, self._views(), UPDATES) if config.kind == "sharded" else None
+
+    def _views(self) -> list[NamedView]:
+        named = (
+            (chunk, name, param) for chunk, stage in self.stages.items() for name, param in stage.named_parameters()
+        )
+        return [NamedView(f"{self.numbers[chunk]}.{name}", param) for chunk, name, param in named]
 
     def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
         """The loss and this rank's gradients, by their names in the whole model, for a batch."""
@@ -138,11 +151,32 @@ class Runner:
             for param in stage.parameters():
                 param.grad = None
         loss = float(self.pipe.step(*(batch or make_batch(self.config, number, self.replica))))
+        if self.optimizer is not None:
+            grads = self._whole_gradients(self.optimizer)
+            self.optimizer.step(LR)
+            self.optimizer.zero_grad()
+            return loss, grads
         return loss, {
             f"{self.numbers[chunk]}.{whole_name(name, self.config, self.ep_rank)}": grad
             for chunk, stage in self.stages.items()
             for name, grad in named_grads(stage)
         }
+
+    def _whole_gradients(self, optimizer: ShardedOptimizer) -> Grads:
+        """The gradients of all parameters, from the shards of the ranks that divide them."""
+        flat = {view.name: torch.zeros(view.tensor.numel(), dtype=torch.float64) for view in self._views()}
+        used = dict.fromkeys(flat, 0.0)
+        for piece in optimizer.pieces():
+            if piece.gradient is not None:
+                flat[piece.view.name][piece.run.first : piece.run.last] = piece.gradient
+                used[piece.view.name] = 1.0
+        group, found = self.pipe.reduce_group, Grads()
+        for view in self._views():
+            whole = torch.cat([flat[view.name], torch.tensor([used[view.name]], dtype=torch.float64)])
+            if group is not None:
+                group.all_reduce(whole)
+            found[view.name] = whole[:-1].view(view.tensor.shape) if whole[-1] else None
+        return found
 
 
 class Wanted(NamedTuple):
@@ -161,14 +195,39 @@ class References:
     def __init__(self, life: Life, rank: int) -> None:
         self.config, self.serial = life.config, Runner(life, rank, "serial")
         self.whole = make_model(life.config)
+        self._updates = Updates(self.whole) if life.config.kind == "sharded" else None
         self._known: dict[int, Wanted] = {}
 
     def of(self, number: int, step: int) -> Wanted:
         """Both, for a batch; steps are asked for one after the other."""
-        if number not in self._known or self.config.dropout:
+        if number not in self._known or self.config.dropout or self._updates is not None:
             loss, whole, sizes = run_whole(self.config, self.whole, number, step)
+            if self._updates is not None:
+                self._updates.step(whole)
             self._known[number] = Wanted(*self.serial.step(number), loss, whole, sizes)
         return self._known[number]
+
+
+class Updates:
+    """AdamW in one process, with float32 masters of two-byte parameters."""
+
+    def __init__(self, model: list[nn.Sequential]) -> None:
+        named = [(f"{at}.{name}", param) for at, stage in enumerate(model) for name, param in stage.named_parameters()]
+        self._params = dict(named)
+        low = (torch.bfloat16,)
+        self._masters = {n: p.detach().float() if p.dtype in low else p.detach().clone() for n, p in named}
+        self._adamw = torch.optim.AdamW(
+            self._masters.values(), lr=LR, betas=UPDATES.betas, eps=UPDATES.eps, weight_decay=0.0
+        )
+
+    @torch.no_grad()
+    def step(self, grads: Grads) -> None:
+        for name, master in self._masters.items():
+            grad = grads[name]
+            master.grad = grad.to(master.dtype) if grad is not None else None
+        self._adamw.step()
+        for name, param in self._params.items():
+            param.copy_(self._masters[name])
 
 
 def live(rank: int, life: Life) -> Record:

@@ -26,7 +26,7 @@ from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
 from treadle.runtime.model.segments import COMPUTE, Segment, compute, reference_forward
 from treadle.schedules import SCHEDULES
 
-KINDS = ("cells", "layers", "tied", "offload", "dp")
+KINDS = ("cells", "layers", "tied", "offload", "dp", "sharded")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MOST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 6e-2, "float64": 1e-10}
 """Of a gradient from one process's, relative to its size."""
@@ -46,7 +46,10 @@ largest at least: the gradient of a router that takes one expert is all rounding
 
 @dataclass(frozen=True)
 class Config:
-    """A pipeline. `kind` is cells, or layers with a head, tied to the embedding, offloaded, or of two replicas."""
+    """A pipeline. `kind` is cells, or layers with a head, tied to the embedding, offloaded, or of two replicas.
+
+    Those of kind sharded update by a sharded optimizer after each step, and gather parameters in the next.
+    """
 
     schedule: str
     kind: str
@@ -86,7 +89,7 @@ class Config:
     @property
     def dp(self) -> int:
         """Replicas, besides those of an expert group."""
-        return 2 if self.kind == "dp" else 1
+        return 2 if self.kind in ("dp", "sharded") else 1
 
     @property
     def world(self) -> int:
@@ -141,7 +144,7 @@ def draw_config(schedule: str, kind: str, dtype: str, only: dict[str, list[str]]
             raise ValueError(f"--only {name}={'|'.join(only[name])} leaves nothing of {', '.join(map(str, allowed))}")
         return rng.choice(wanted)
 
-    layered = kind in ("layers", "tied", "offload") or (kind == "dp" and pick("layered", True, False))
+    layered = kind in ("layers", "tied", "offload") or (kind in ("dp", "sharded") and pick("layered", True, False))
     return Config(
         schedule=schedule,
         kind=kind,

@@ -95,6 +95,35 @@ PLANTS = {
         ),
         "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",
     ),
+    "gather-not-waited-for": Plant(
+        "forwards read parameters before they are gathered",
+        "treadle.passes.step_end",
+        (("waits.append((reader[_places(program, gathers)], gathers))", "pass"),),
+        "kind=sharded,layered=True,num_layers=2,dropout=False",
+    ),
+    "gather-lands-late": Plant(
+        "gathered parameters are put in place before they have come",
+        "treadle.runtime.model.parameter_bucket",
+        (
+            (
+                "        self._group.wait(work)\n        for number",
+                "        rows = [row.clone() for row in rows]\n        self._group.wait(work)\n        for number",
+            ),
+        ),
+        "kind=sharded,num_classes=32000,dropout=False",
+    ),
+    "bucket-reduced-early": Plant(
+        "a bucket is reduced before its last weight gradient",
+        "treadle.runtime.run.run_layers",
+        (
+            (
+                "self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]",
+                "self._after = [[place[dep] for dep in program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER'] "
+                "for op in self.own]",
+            ),
+        ),
+        "kind=sharded,layered=True,num_layers=2,dropout=False",
+    ),
     "piece-given-back-first": Plant(
         "a piece of the pool is given back before it is read",
         "treadle.runtime.model.saved.saved_store",

@@ -422,7 +422,7 @@ spoil_recomputation = spoil(
         (1.0, unwait),
     ),
 )
-ENDS_OF_STEP = (OpKind.REDUCE_GRAD, OpKind.REDUCE_TIED, *STEP_END)
+ENDS_OF_STEP = (OpKind.REDUCE_GRAD, OpKind.REDUCE_SCATTER, OpKind.REDUCE_TIED, *STEP_END)
 spoil_step = spoil(
     ENDS_OF_STEP,
     tuple(LaneKind),
@@ -454,6 +454,14 @@ def misstate_layout(draft: Draft, random: Random) -> bool:
             {"step_end": random.choice(STEP_ENDS)},
             {"tied": layout.tied[1:] or ((0, stages - 1),)},
             {"tied": layout.tied[::-1]},
+            {"buckets": layout.buckets[::-1]},
+            {"buckets": random.choice(((), ((0,),) * stages))},
+            {
+                "buckets": tuple(
+                    random.choice((firsts, firsts[1:], (len(row) - 1, *firsts)))
+                    for row, firsts in zip(rows, layout.buckets, strict=False)
+                )
+            },
             {"weights": layout.weights[1:]},
         )
     )

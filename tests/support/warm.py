@@ -10,7 +10,7 @@ from treadle.costs import UNIT_COSTS
 from treadle.ir import kernel
 from treadle.ir.ops import OpKind
 from treadle.lowering.options import LoweringOptions
-from treadle.runtime.step_plan import plan, plan_forward
+from treadle.runtime.step_plan import StepEnds, plan, plan_forward
 from treadle.schedules import generate
 
 SPLIT = (OpKind.MLP_W, OpKind.ATTN_W)
@@ -24,7 +24,7 @@ def warm() -> None:
         for name in ("1f1b", "dualpipe", "interleaved-overlap"):
             schedule = generate(name, pp=2, microbatches=4)
             for shape in (None, layers):
-                program, _ = plan(schedule, shape, UNIT_COSTS, reduce=True)
+                program, _ = plan(schedule, shape, UNIT_COSTS, StepEnds(reduce=True))
                 plan_forward(schedule, shape, UNIT_COSTS, program)
     finally:
         kernel.SMALL = small

@@ -9,6 +9,7 @@ import copy
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class Layout:
     pp: int = 1
     ep: int = 1
     dp: int = 1
+    recompute: tuple[str, ...] = ()
+    saved: Literal["leave", "offload"] = "leave"
 
     @property
     def schedule(self) -> treadle.Schedule:
@@ -151,7 +154,16 @@ def place(rank: int, layout: Layout, dtype: torch.dtype = torch.float64) -> Plac
         tied = {}  # one rank has both, as one object
         for view in share_table(stages) if pp_rank == 0 else ():
             views = [view if each.name == view.name else each for each in views]
-    pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, deadline_s=PATIENT_S)
+    pipe = treadle.Pipeline(
+        stages,
+        schedule,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        tied=tied,
+        deadline_s=PATIENT_S,
+        recompute=layout.recompute,
+        saved=layout.saved,
+    )
     return Placed(pipe, stages, views, replica)
 
 

@@ -80,6 +80,7 @@ class Slow:
         self.starting, self.may_start = threading.Event(), threading.Event()
         self.may_start.set()
         self.break_s = 0.0
+        self.running: list[threading.Event] = []
 
     @property
     def scheduling(self) -> bool:
@@ -90,6 +91,8 @@ class Slow:
 
     def break_off(self) -> None:
         time.sleep(self.break_s)
+        for request in list(self.running):  # those that come later are queued until the next start
+            request.set()
         self.said.append("break off")
 
     def pause(self) -> None:
@@ -184,6 +187,30 @@ def test_breaking_off_does_not_outlive_a_close_that_failed(
         assert lines[0].ask(Shut("drain", 1.0), 10) is None
         time.sleep(0.5)
     assert engine.said[said:] == ["pause"], "requests of a later close were broken off"
+
+
+def test_a_request_that_reaches_the_engine_after_others_were_broken_off_ends_too(
+    slow: tuple[Slow, Replica, list[Line]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passed the gate before, and its prompt took a while."""
+    engine, replica, lines = slow
+    serve_all(lines, 1)
+    inside, ended = threading.Event(), threading.Event()
+
+    def request() -> None:
+        with replica.serving():
+            inside.set()
+            assert eventually(lambda: "break off" in engine.said)
+            engine.running.append(ended)
+            assert ended.wait(PATIENT_S)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(replica_module, "ENGINE_S", 10.0)
+        asking = pool.submit(request)
+        assert inside.wait(PATIENT_S)
+        assert lines[0].ask(Shut("abort", PATIENT_S), 2 * PATIENT_S) is None
+        asking.result()
+    assert replica.version is None
 
 
 def test_who_waits_at_a_gate_that_could_not_be_closed_is_let_in(slow: tuple[Slow, Replica, list[Line]]) -> None:

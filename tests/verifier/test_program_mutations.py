@@ -83,7 +83,9 @@ def random_program(family: Family, random: Random) -> Program:
     if random.random() < 0.3:
         program = random_cells(schedule, random)
     else:
-        program = lower_layers(schedule, random_shape(schedule, random), reduce=random.random() < 0.5)
+        shape = random_shape(schedule, random)
+        gather = bool(shape.buckets) and random.random() < 0.7
+        program = lower_layers(schedule, shape, reduce=random.random() < 0.5, gather=gather)
     if random.random() < 0.5:
         program = order_launches(program, random_durations(program, random))
     if program.num_ops <= MOST_OPS // 2 and random.random() < 0.8:
@@ -100,7 +102,14 @@ def random_cells(schedule: treadle.Schedule, random: Random) -> Program:
             program.layout, blocks=blocks, saved=SAVED, dense_saved=DENSE_SAVED, **random_scales(schedule, random)
         )
         program = replace(program, layout=sized)
-    return with_step_end(program, tied=random_ties(schedule, random), step_end=random.choice(STEP_ENDS))
+    tied, step_end = random_ties(schedule, random), random.choice(STEP_ENDS)
+    if random.random() < 0.5:
+        return with_step_end(program, tied=tied, step_end=step_end)
+    buckets = ((0,),) * schedule.placement.num_stages
+    of_step = tuple(kind for kind in step_end if kind != OpKind.GATHER_PARAMS)
+    return with_step_end(
+        program, tied=tied, step_end=of_step, buckets=buckets, reduce=True, gather=random.random() < 0.5
+    )
 
 
 def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
@@ -111,8 +120,11 @@ def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
         return tuple(kind for kind in kinds if flag())
 
     scales = random_scales(schedule, random)
+    blocks = random_blocks(schedule.placement.num_stages, random)
+    buckets = random_buckets(blocks, random) if flag() else ()
+    step_end = tuple(kind for kind in random.choice(STEP_ENDS) if not (buckets and kind == OpKind.GATHER_PARAMS))
     return Shape(
-        blocks=random_blocks(schedule.placement.num_stages, random),
+        blocks=blocks,
         moe=flag(),
         counts=flag(),
         split=random.choice(((), (OpKind.MLP_W,), (OpKind.MLP_W, OpKind.ATTN_W))) + some(OpKind.MTP_W, OpKind.HEAD_W),
@@ -126,7 +138,8 @@ def random_shape(schedule: treadle.Schedule, random: Random) -> Shape:
         moved=SIZES,
         kept=random.choice((0.0, 1.0) if any(scales.values()) else (0.0, 0.5, 1.0)),
         tied=random_ties(schedule, random),
-        step_end=random.choice(STEP_ENDS),
+        step_end=step_end,
+        buckets=buckets,
         **scales,
     )
 
@@ -138,6 +151,11 @@ def random_blocks(num_stages: int, random: Random) -> tuple[str, ...]:
     model = ends[0] + "".join(random.choice("dtt") for _ in range(num_layers)) + ends[1]
     cuts = sorted(random.sample(range(1, len(model)), num_stages - 1))
     return tuple(model[start:end] for start, end in pairwise((0, *cuts, len(model))))
+
+
+def random_buckets(blocks: tuple[str, ...], random: Random) -> tuple[tuple[int, ...], ...]:
+    """Cuts of each stage's row, at any of its blocks."""
+    return tuple((*(at for at in range(len(row) - 1, 0, -1) if random.random() < 0.5), 0) for row in blocks)
 
 
 def random_ties(schedule: treadle.Schedule, random: Random) -> tuple[tuple[int, ...], ...]:

@@ -74,6 +74,9 @@ class StepFlags:
     dense: Annotated[int | None, _option("dense", "Layers, from the first on, that are dense.")] = None
     mtp: Annotated[int | None, _option("mtp", "MTP blocks on the last stage; a --layout has its own.")] = None
     tied: Annotated[bool, _option("tied", "Embedding and head share a parameter, which is reduced by itself.")] = False
+    buckets: Annotated[
+        int | None, _option("buckets", "Blocks of a bucket: gradients reduced and parameters gathered by bucket.")
+    ] = None
     recompute: Annotated[
         str | None, _option("recompute", "Parts of a layer that are recomputed: attn, mlp or attn,mlp.")
     ] = None
@@ -113,6 +116,7 @@ class StepFlags:
             "dense": self.dense if self.layout is None else None,
             "mtp": self.mtp,
             "tied": ((0, -1),) if self.tied else None,
+            "buckets": self.buckets,
             "recompute": tuple(self.recompute.split(",")) if self.recompute is not None else None,
             "split": () if self.no_split else None,
             "hold": {Hold.AUTO: None, Hold.ALWAYS: True, Hold.NEVER: False}[self.hold],

@@ -33,6 +33,7 @@ OPTIONS = {
     "precision": "--precision",
     "ranks": "--ranks",
     "receives": "--receives",
+    "buckets": "--buckets",
     "recompute": "--recompute",
     "ring": "--ring",
     "schedules": "--schedule",

@@ -73,7 +73,7 @@ def ticks(program: Program, costs: Costs, *, slowness: npt.NDArray[np.float64] |
     layout = program.layout
     tables = _tables(layout, costs)
     _check_total(program, costs, tables, slowness)
-    odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_layers
+    odd = program.layer.min(initial=0) < 0 or program.layer.max(initial=0) >= layout.max_numbers
     if len(tables.ticks) > 1 or odd or costs.microbatch:
         return _each(program, costs, tables, slowness)
     factor = np.ones(program.num_ranks) if slowness is None else slowness
@@ -185,7 +185,7 @@ def _overlapped(costs: Costs, forward: str, backward: str) -> int:
 
 def _table(layout: Layout, costs: Costs, stage: _StageKind) -> Longs:
     """`[kind, layer]` -> ticks."""
-    table = np.zeros((len(OpKind), layout.max_layers), np.int64)
+    table = np.zeros((len(OpKind), layout.max_numbers), np.int64)
     held = layout.model_layers and not layout.by_layer
     for kind in ACTIONS:
         table[kind] = costs.of_stage(kind.cost_key, stage.row) if held else costs.cell(kind.cost_key)

@@ -97,6 +97,7 @@ def _lacks(costs: Costs) -> Iterator[Lack]:
         ("message", ("send",), "messages between stages take 0"),
         ("message", ("offload", "onload"), "taken as 0 with `offload`"),
         ("message", ("reduce_grad",), "taken as 0 with `dp` or `ep`"),
+        ("message", ("reduce_scatter",), "taken as 0 with `buckets`"),
         ("ends", ("embed_f", "head_f"), "no embedding, head and loss are simulated"),
     ):
         absent = [f"[{section_name}] {key}" for key in names if key not in getattr(costs, section_name)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 CALLS = (
     "step()",
     "step() in no_sync()",
+    "step() after an update",
+    "step() in no_sync() after an update",
     "evaluate()",
     "grad_norm()",
     "gather_trace()",
@@ -12,6 +14,15 @@ CALLS = (
     "the agreement on the next step",
 )
 """What a rank may be in. Calls of one name may meet."""
+
+TOGETHER = (
+    *CALLS,
+    "making the pipeline",
+    "the agreement on the call",
+    "the agreement on shapes",
+    "the agreement on the loss",
+)
+"""What ranks do together besides ops: calls, and what leads to them."""
 
 _RANK_BITS, _STEP_BITS = 20, 40
 

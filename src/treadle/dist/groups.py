@@ -73,10 +73,15 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
+        gathered, work = self.launch_all_gather(tensor)
+        self.wait(work)
+        return gathered
+
+    def launch_all_gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
+        """Launch an all-gather; the caller waits for it, and then every rank's tensor is there."""
         self.settle()
         gathered = [tensor.clone() for _ in self.ranks]  # the fake backend writes nothing: all ranks look like this one
-        self.wait(self.communicator.allgather([gathered], [tensor]))
-        return gathered
+        return gathered, self.communicator.allgather([gathered], [tensor])
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
         """Replace the tensor by the sum over all ranks, or by the largest."""

@@ -8,9 +8,9 @@ and of a Trace besides
     "clock": {"unit": "us", "ticks": 1000}, "about": "predicted with costs 'unit'", "measured": false
 
 `saved_unit` is in a layout whose `saved` counts something else than activations at the grain of cells, or bytes at the
-grain of layers; `recomputed`, `dense_saved`, `stage_scale`, `mb_scale`, `tied` and `step_end` are where they are not
-empty. Kinds of ops go by name, so that a file stays readable when a kind is added. Older files have `layers`, and
-`embedding` and `head`, in place of `blocks`.
+grain of layers; `recomputed`, `dense_saved`, `stage_scale`, `mb_scale`, `tied`, `step_end` and `buckets` are where they
+are not empty. Kinds of ops go by name, so that a file stays readable when a kind is added. Older files have `layers`,
+and `embedding` and `head`, in place of `blocks`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAYOUT_KEYS = ("placement", "num_mb", "forward", "backward", "weights", "ep", "
 _FORMER = ("layers", "embedding", "head")  # what files of before there were blocks have
 _KINDS = ("recomputed", "step_end")
 _SCALES = ("stage_scale", "mb_scale")
-_LATER = ("blocks", *_FORMER, "saved_unit", *_KINDS, *_SCALES, "dense_saved", "tied")
+_LATER = ("blocks", *_FORMER, "saved_unit", *_KINDS, *_SCALES, "dense_saved", "tied", "buckets")
 _MOST_RANKS = int(np.iinfo(np.int32).max)  # a lane's rank is an int32
 _MOST_LAYERS = int(np.iinfo(np.int16).max)  # an op's layer is an int16
 _SCALE = ListOf(Number(0, 1e12, above=True, below=True))
@@ -80,6 +80,7 @@ def _besides(layout: Layout) -> Object:
         "mb_scale": layout.mb_scale,
         "tied": layout.tied,
         "step_end": [kind.name for kind in layout.step_end],
+        "buckets": layout.buckets,
     }
 
 
@@ -121,6 +122,7 @@ def read_layout(fields: Fields) -> Layout:
             saved_unit=_saved_unit(fields, forward),
             dense_saved=_saved(fields.inner("dense_saved")) if "dense_saved" in fields else {},
             tied=_tied(fields),
+            buckets=_buckets(fields),
             recomputed=_kinds(fields, "recomputed") if "recomputed" in fields else (),
             step_end=_kinds(fields, "step_end") if "step_end" in fields else (),
             **{name: tuple(map(float, fields.get(name, _SCALE))) for name in _SCALES if name in fields},
@@ -161,6 +163,10 @@ def _tied(fields: Fields) -> tuple[tuple[int, ...], ...]:
     if "tied" not in fields:
         return ()
     return tuple(map(tuple, fields.get("tied", _ROWS)))
+
+
+def _buckets(fields: Fields) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, fields.get("buckets", _ROWS))) if "buckets" in fields else ()
 
 
 def read_timing(fields: Fields) -> Timing:

@@ -11,7 +11,7 @@ from treadle.ir.columns import LaneTable, OpLabels
 from treadle.ir.kernel import inlined, kernel
 from treadle.ir.ops import OpKind
 from treadle.ir.program import NEVER, Bytes, Ints, Longs, Program
-from treadle.ir.rule import LANES, REDUCE, STEP, TIED, Rule, Tables
+from treadle.ir.rule import FORWARD_PART, GATHER, LANES, REDUCE, STEP, TIED, Rule, Tables
 
 UNKNOWN = -2
 """Stands in `Index.key` for an op whose label the layout has no place for."""
@@ -27,15 +27,19 @@ class Index:
     `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction or an op that ends the step,
     which have no micro-batch.
     `first[place]` is the first op of a place, or NEVER.
-    `last_gradient[rank * vpp + chunk]` is the last op of a chunk that adds to a weight gradient, or NEVER.
-    `last_of_rank[rank]` are the last REDUCE_GRAD and the last REDUCE_TIED of a rank, and the first of each op that ends
-    its step, in their order; or NEVER.
+    `last_gradient[rank, chunk, bucket]` is the last op of a chunk that adds to a weight gradient of a block of the
+    bucket or after it, `first_reader[rank, chunk, bucket]` the first forward op of such a block, `gather[rank, chunk,
+    bucket]` the first GATHER_PARAMS of the bucket; or NEVER. Without buckets a chunk has one.
+    `last_of_rank[rank]` are the last REDUCE_GRAD or REDUCE_SCATTER and the last REDUCE_TIED of a rank, and the first of
+    each op that ends its step, in their order; or NEVER.
     """
 
     rule: Rule
     key: Longs
     first: Ints
     last_gradient: Ints
+    first_reader: Ints
+    gather: Ints
     last_of_rank: Ints
     num_unknown: int
     num_double: int
@@ -59,13 +63,16 @@ class Index:
 @kernel
 def _index(
     labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables
-) -> tuple[Longs, Ints, Ints, Ints, int, int]:
-    kind, chunk, makes_gradient = labels.kind, labels.chunk, tables.makes_gradient
+) -> tuple[Longs, Ints, Ints, Ints, Ints, Ints, int, int]:
+    kind, chunk, layer = labels.kind, labels.chunk, labels.layer
     num_chunks = tables.num_chunks
     num_places = tables.num_ranks * num_chunks * tables.num_mb * tables.num_layers * tables.num_slots
     key = np.empty(len(kind), np.int64)
     first = np.full(num_places, -1, np.int32)
-    last_gradient = np.full(tables.num_ranks * num_chunks, -1, np.int32)
+    of_buckets = tables.num_ranks, num_chunks, tables.bucket.shape[1]
+    last_gradient = np.full(of_buckets, -1, np.int32)
+    first_reader = np.full(of_buckets, -1, np.int32)
+    gather = np.full(of_buckets, -1, np.int32)
     last_of_rank = np.full((tables.num_ranks, 3 + tables.turn.max()), -1, np.int32)
     num_unknown, num_double = 0, 0
     for lane in range(len(lanes.rank)):
@@ -76,17 +83,36 @@ def _index(
             key[op] = place
             if place < 0:
                 num_unknown += place == UNKNOWN
-                if place == NEVER:
+                if place == NEVER and tables.role[kind[op]] == GATHER:
+                    if gather[rank, chunk[op], layer[op]] < 0:
+                        gather[rank, chunk[op], layer[op]] = op
+                elif place == NEVER:
                     _note_last(last_of_rank, tables, kind[op], rank, op)
                 continue
             if first[place] < 0:
                 first[place] = op
             else:
                 num_double += 1
-            if makes_gradient[kind[op]]:
-                of_all = rank * num_chunks + chunk[op]
-                last_gradient[of_all] = max(op, last_gradient[of_all])
-    return key, first, last_gradient, last_of_rank, num_unknown, num_double
+            if tables.makes_gradient[kind[op]] or tables.role[kind[op]] == FORWARD_PART:
+                _note_bucket(last_gradient, first_reader, labels, tables, op, rank, pp)
+    return key, first, last_gradient, first_reader, gather, last_of_rank, num_unknown, num_double
+
+
+@inlined
+def _note_bucket(
+    last_gradient: Ints, first_reader: Ints, labels: OpLabels, tables: Tables, op: int, rank: int, pp: int
+) -> None:
+    """Keep the last op that adds to the gradients of a bucket, and the first that reads its parameters."""
+    kind, chunk = labels.kind[op], labels.chunk[op]
+    stage = tables.stage[pp, chunk]
+    block = tables.block[tables.row[stage], kind, labels.layer[op]]
+    for number in range(tables.bucket.shape[1]):
+        if not 0 <= tables.bucket[stage, number] <= block:
+            continue
+        if tables.makes_gradient[kind]:
+            last_gradient[rank, chunk, number] = max(op, last_gradient[rank, chunk, number])
+        elif first_reader[rank, chunk, number] < 0:
+            first_reader[rank, chunk, number] = op
 
 
 @inlined
@@ -128,8 +154,8 @@ def _place(labels: OpLabels, tables: Tables, op: int, rank: int, pp: int, peer: 
 def _ends_step(tables: Tables, kind: int, pp: int, chunk: int, layer: int) -> bool:
     """True if a rank has such a reduction, or such an op at the end of its step."""
     role = tables.role[kind]
-    if role == REDUCE:
-        return layer == 0
+    if role in (REDUCE, GATHER):
+        return bool(layer < tables.bucket.shape[1] and tables.bucket[tables.stage[pp, chunk], layer] >= 0)
     if role == TIED:
         if layer >= len(tables.tied) or not tables.tied[layer, tables.stage[pp, chunk]]:
             return False

@@ -10,6 +10,8 @@
     offload, onload           the last forward part of its layer; its offload
     reduce_grad, reduce_tied  the last op of the chunk, or of the chunks that share a parameter, that makes a weight
                               gradient
+    reduce_scatter            the last op that makes a weight gradient of its bucket's blocks, or of those after them
+    first forward of a bucket's blocks   besides its gather_params, where there is one
     end of the step           all gradients and their reductions; then one after the other
 
 Lowering writes these down as dependencies; the verifier asks whether they are kept.
@@ -79,12 +81,14 @@ class _Known(NamedTuple):
     key: Longs
     first: Ints
     last_gradient: Ints
+    first_reader: Ints
+    gather: Ints
     last_of_rank: Ints
 
 
 def _arguments(program: Program, index: Index) -> tuple[LaneTable, _Known, Tables]:
     labels = OpLabels.of(program)
-    ends = index.last_gradient, index.last_of_rank
+    ends = index.last_gradient, index.first_reader, index.gather, index.last_of_rank
     known = _Known(labels.kind, labels.chunk, labels.layer, index.key, index.first, *ends)
     return LaneTable.of(program), known, index.rule.tables
 
@@ -94,7 +98,7 @@ def _list_waits(more_op: Ints, more: Ints, lanes: LaneTable, known: _Known, tabl
     num_ops, num_more = len(known.kind), len(more)
     ptr = np.zeros(num_ops + 1, np.int64)
     waits = np.empty(num_ops + num_more + 16, np.int32)
-    need = np.empty(max(_MOST_NEEDS, tables.num_chunks), np.int32)
+    need = np.empty(max(_MOST_NEEDS + tables.bucket.shape[1], tables.num_chunks), np.int32)
     total = at = 0
     for lane in range(len(lanes.rank)):
         rank, begin = lanes.rank[lane], lanes.ptr[lane]
@@ -119,7 +123,7 @@ def _list_unmet(
     joined: Bools | None, waits: Waits, lane_of: Ints, lanes: LaneTable, known: _Known, tables: Tables
 ) -> Ints:
     unmet = np.empty((1024, 2), np.int32)
-    need = np.empty(max(_MOST_NEEDS, tables.num_chunks), np.int32)
+    need = np.empty(max(_MOST_NEEDS + tables.bucket.shape[1], tables.num_chunks), np.int32)
     total = 0
     for lane in range(len(lanes.rank)):
         rank, begin = lanes.rank[lane], lanes.ptr[lane]
@@ -193,7 +197,7 @@ def _needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int
         return 0
     spot = _spot(known, tables, op, rank)
     if role == FORWARD_PART:
-        return _forward_needs(first, tables, spot, kind, need)
+        return _and_gathers(known, tables, op, rank, need, _forward_needs(first, tables, spot, kind, need))
     if role == BACKWARD_PART:
         return _backward_needs(first, tables, spot, kind, need)
     count = 1
@@ -214,15 +218,15 @@ def _needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int
 def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int:
     """Write the needs of reductions and of what ends a step, which belong to no micro-batch."""
     role = tables.role[known.kind[op]]
-    of_rank = rank * tables.num_chunks
     if role == REDUCE:
-        need[0] = known.last_gradient[of_rank + known.chunk[op]]
+        need[0] = known.last_gradient[rank, known.chunk[op], known.layer[op]]
         return 1
     count = 0
     if role == TIED:
         for chunk in range(tables.num_chunks):
-            if tables.tied[known.layer[op], tables.stage[rank // tables.num_replicas, chunk]]:
-                need[count] = known.last_gradient[of_rank + chunk]
+            stage = tables.stage[rank // tables.num_replicas, chunk]
+            if tables.tied[known.layer[op], stage]:
+                need[count] = _chunk_gradient(known, tables, rank, chunk, stage)
                 count += 1
         return count
     if role != STEP:
@@ -233,13 +237,35 @@ def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -
         return 1
     gradient = -1
     for chunk in range(tables.num_chunks):
-        gradient = max(gradient, known.last_gradient[of_rank + chunk])
+        stage = tables.stage[rank // tables.num_replicas, chunk]
+        gradient = max(gradient, _chunk_gradient(known, tables, rank, chunk, stage))
     if gradient >= 0:
         need[count] = gradient
         count += 1
     for reduction in range(2):
         if known.last_of_rank[rank, reduction] >= 0:
             need[count] = known.last_of_rank[rank, reduction]
+            count += 1
+    return count
+
+
+@inlined
+def _chunk_gradient(known: _Known, tables: Tables, rank: int, chunk: int, stage: int) -> int:
+    """Return the last op that makes a weight gradient of a chunk: of its last bucket, which begins at block 0."""
+    last = 0
+    for number in range(tables.bucket.shape[1]):
+        if tables.bucket[stage, number] >= 0:
+            last = number
+    return int(known.last_gradient[rank, chunk, last])
+
+
+@inlined
+def _and_gathers(known: _Known, tables: Tables, op: int, rank: int, need: Ints, count: int) -> int:
+    """Add the gathers of the buckets whose parameters this op reads first, and return how many ops are needed then."""
+    chunk = known.chunk[op]
+    for number in range(tables.bucket.shape[1]):
+        if known.first_reader[rank, chunk, number] == op and known.gather[rank, chunk, number] >= 0:
+            need[count] = known.gather[rank, chunk, number]
             count += 1
     return count
 

@@ -177,6 +177,7 @@ class OpKind(IntEnum):
     GATHER_PARAMS = 39, _DP, _STEP_END, None, None, "step", "G", "gather", "all-gather of parameters"
     GC = 40, _COMPUTE, _MEASURED, None, None, "", "X", "gc", "garbage collection"
     REDUCE_LAYERNORM = 41, LaneKind.TP, _MEASURED, None, None, "", "R", "layernorm", "sum of layer norms' gradients"
+    REDUCE_SCATTER = 42, _DP, _REDUCTION, None, None, "message", "R", "reduce", "reduce-scatter of gradients by bucket"
     # fmt: on
 
     @property
@@ -252,6 +253,8 @@ SENDS, RECEIVES = where(lane=LaneKind.SEND), where(lane=LaneKind.RECV)
 EXCHANGES = where(role=OpRole.EXCHANGE)
 COPIES = where(role=OpRole.COPY)
 REDUCTIONS = where(role=OpRole.REDUCTION)
+BUCKET_OPS = (OpKind.REDUCE_SCATTER, OpKind.GATHER_PARAMS)
+"""What is done to each bucket in a step that has buckets."""
 MOVES_BYTES = tuple(kind for kind in OpKind if kind.size_key or kind.role is OpRole.COPY)
 STEP_END = where(role=OpRole.STEP_END)
 STEP_ENDS = (

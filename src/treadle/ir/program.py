@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from treadle.ir.blocks import LAYERS, check_order
 from treadle.ir.notebook_forms import ShownInNotebooks
-from treadle.ir.ops import STEP_END, STEP_ENDS, LaneKind, OpKind, OpPhase, OpRole, where
+from treadle.ir.ops import BUCKET_OPS, STEP_END, STEP_ENDS, LaneKind, OpKind, OpPhase, OpRole, where
 from treadle.ir.placement import Placement
 
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -66,6 +67,8 @@ class Op:
     chunk: int
     layer: int
     cell: int
+    by_bucket: bool = False
+    """Whether gradients and parameters of its Program go by bucket, whose number is then the layer of such an op."""
 
     @property
     def label(self) -> str:
@@ -75,6 +78,8 @@ class Op:
             return f"{kind.name[-1]}{self.mb}.{self.chunk}"
         if kind.role is OpRole.UPDATE:
             return f"{name} {self.mb}.{self.layer}"
+        if self.by_bucket and kind in BUCKET_OPS:
+            return f"{name} .{self.chunk} b{self.layer}"
         if kind.role in (OpRole.STEP_END, OpRole.MEASURED):
             return name
         if kind.role is OpRole.REDUCTION:
@@ -110,6 +115,10 @@ class Layout:
 
     `tied` are the ties: the stages that share a parameter. `step_end` are the ops that end a step.
 
+    `buckets[stage]` are the first blocks of a stage's buckets, in the order of a backward: (3, 1, 0) are block 3 and
+    those after it, blocks 1 and 2, and block 0. Gradients are reduce-scattered by bucket then, and parameters gathered.
+    Empty: REDUCE_GRAD reduces a chunk at once, and GATHER_PARAMS, if there is one, ends the step.
+
     A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
     round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
     and `cell` the bucket's place in the order of broadcast.
@@ -132,6 +141,7 @@ class Layout:
     mb_scale: tuple[float, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
     step_end: tuple[OpKind, ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.saved_unit not in SAVED_UNITS:
@@ -167,6 +177,22 @@ class Layout:
         if self.step_end not in STEP_ENDS:
             allowed = ", ".join(kind.name for kind in STEP_END)
             raise ValueError(f"a step ends with these in order, OPTIMIZER among them: {allowed}; got {self.step_end}")
+        self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        if not self.buckets:
+            return
+        if len(self.buckets) != self.placement.num_stages:
+            raise ValueError(f"buckets are given of each of {self.placement.num_stages} stages, got {self.buckets}")
+        for row, firsts in zip(self.blocks, self.buckets, strict=True):
+            most = len(row) if self.by_layer else 1
+            if not firsts or firsts[-1] != 0 or firsts[0] >= most or any(a <= b for a, b in pairwise(firsts)):
+                raise ValueError(
+                    f"a stage's buckets are their first blocks, each below the one before and the last 0, of {most}, "
+                    f"got {firsts}"
+                )
+        if OpKind.GATHER_PARAMS in self.step_end:
+            raise ValueError("GATHER_PARAMS begins a step with buckets, and cannot end it; leave it out of step_end")
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -192,6 +218,11 @@ class Layout:
     def max_layers(self) -> int:
         """Layers, or MTP blocks, of the stage that has most of them; at the grain of cells 1."""
         return max(1, *self.layers, *(row.count("m") for row in self.blocks)) if self.by_layer else 1
+
+    @property
+    def max_numbers(self) -> int:
+        """How many numbers the layer of an op has: layers, or MTP blocks, buckets or ties, whichever are most."""
+        return max(self.max_layers, len(self.tied), *map(len, self.buckets))
 
     @property
     def model_layers(self) -> int:
@@ -333,6 +364,7 @@ class Program(ShownInNotebooks):
             int(self.chunk[index]),
             int(self.layer[index]),
             int(self.cell[index]),
+            bool(self.layout.buckets),
         )
 
     def deps(self, index: int) -> list[int]:

@@ -23,6 +23,7 @@ from treadle.ir.ops import (
     RECOMPUTE,
     SENDS,
     WEIGHT_OF,
+    LaneKind,
     OpKind,
     OpPhase,
     OpRole,
@@ -34,7 +35,7 @@ from treadle.ir.program import NEVER, Bools, Bytes, Ints, Layout
 LANES: Bytes = column(lambda kind: kind.lane, np.uint8)
 """`[kind]` -> the kind of lane it belongs on."""
 
-FORWARD_PART, BACKWARD_PART, FOLLOWS, AGAIN, SEND, ONLOAD, REDUCE, TIED, STEP, NOTHING = range(10)
+FORWARD_PART, BACKWARD_PART, FOLLOWS, AGAIN, SEND, ONLOAD, REDUCE, GATHER, TIED, STEP, NOTHING = range(11)
 """The roles of kinds: the numbers in `Tables.role`. FOLLOWS and AGAIN need the op in `before`; AGAIN an onload too.
 From REDUCE to STEP they belong to no micro-batch."""
 
@@ -96,6 +97,8 @@ class Tables(NamedTuple):
     role: Bytes
     tied: Bools
     turn: Ints
+    block: Ints
+    bucket: Ints
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ class Rule:
             role=self._role,
             tied=self.tied,
             turn=self.turn,
+            block=self.block,
+            bucket=self.bucket,
         )
 
     def _offset(self, label: Label) -> int:
@@ -265,9 +270,36 @@ class Rule:
         role[list(self.layout.recomputed)] = AGAIN
         role[list(SENDS)] = SEND
         role[OpKind.OFFLOAD], role[OpKind.ONLOAD] = FOLLOWS, ONLOAD
-        role[OpKind.REDUCE_GRAD], role[OpKind.REDUCE_TIED] = REDUCE, TIED
+        role[OpKind.REDUCE_SCATTER if self.layout.buckets else OpKind.REDUCE_GRAD] = REDUCE
+        role[OpKind.REDUCE_TIED] = TIED
         role[list(self.layout.step_end)] = STEP
+        if self.layout.buckets:
+            role[OpKind.GATHER_PARAMS] = GATHER
         return role
+
+    @property
+    def block(self) -> Ints:
+        """`[row, kind, layer]` -> the block whose parameters such an op reads, or whose gradients it adds to, or -1."""
+        block = np.full(self._table_shape, NEVER, np.int32)
+        for number, row in enumerate(self.rows):
+            count = dict.fromkeys((LAYERS, *BLOCK_FORWARD), 0)
+            for place, letter in enumerate(row if self.layout.by_layer else ""):
+                alike = LAYERS if letter in LAYERS else letter
+                block[number, [kind for kind in OpKind if letter in kind.blocks], count[alike]] = place
+                count[alike] += 1
+            if not self.layout.by_layer:
+                block[number, list(where(role=OpRole.ACTION)), 0] = 0
+        block[:, [kind for kind in OpKind if kind.lane is not LaneKind.COMPUTE]] = NEVER
+        return block
+
+    @property
+    def bucket(self) -> Ints:
+        """`[stage, bucket]` -> its first block, or -1; without buckets a stage's one begins at its first block."""
+        buckets = self.layout.buckets or ((0,),) * self.layout.placement.num_stages
+        table = np.full((len(buckets), max(map(len, buckets))), NEVER, np.int32)
+        for stage, firsts in enumerate(buckets):
+            table[stage, : len(firsts)] = firsts
+        return table
 
     @property
     def turn(self) -> Ints:

@@ -13,6 +13,7 @@ from treadle.costs.unequal import mb_saved
 from treadle.ir import Action, Cell, Schedule
 from treadle.ir.ops import (
     BLOCK_FORWARD,
+    BUCKET_OPS,
     COMPUTE_PARTS,
     KIND_OF,
     MOVES_BYTES,
@@ -60,7 +61,8 @@ def lower(schedule: Schedule, costs: Costs, options: LoweringOptions = WHOLE_CEL
         program = _with_blocks(lower_cells(schedule), schedule, costs, options)
     else:
         shape = choose(schedule, costs, options)
-        program = lower_layers(schedule, shape, reduce=reduces(schedule.placement, options.ep * options.dp))
+        reduce = reduces(schedule.placement, options.ep * options.dp)
+        program = lower_layers(schedule, shape, reduce=reduce, gather=reduce and bool(shape.buckets))
         program = order_launches(program, ticks(program, costs))
     return spread(program, ep=options.ep, dp=options.dp) if options.every_gpu else program
 
@@ -116,6 +118,7 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
     blocks = options.cut(schedule, costs)
     saved, dense, unit = _saved(costs, options, blocks)
     num_stages = schedule.placement.num_stages
+    buckets = options.cut_buckets(blocks)
     return Shape(
         blocks=blocks,
         moe=options.moe,
@@ -129,7 +132,8 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         kept=options.kept,
         saved_unit=unit,
         tied=tuple(tuple(sorted(stage % num_stages for stage in tie)) for tie in options.tied),
-        step_end=costs.step_end,
+        step_end=tuple(kind for kind in costs.step_end if not (buckets and kind in BUCKET_OPS)),
+        buckets=buckets,
         stage_scale=costs.stage_factors("saved_factor", num_stages) if unit == "bytes" else (),
         mb_scale=mb_saved(schedule.num_microbatches, costs) if unit == "bytes" else (),
     )

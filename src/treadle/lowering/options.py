@@ -24,7 +24,8 @@ class LoweringOptions:
     """How a schedule is lowered.
 
     Ops are whole cells, unless `layers` are given or an option works layer by layer: `by_layer`, `moe`, `padded`,
-    `tied`, `recompute`, `split`, `offload`, `hold`, `early` and an `ep` above 1. Then ops are parts of layers on lanes.
+    `tied`, `buckets`, `recompute`, `split`, `offload`, `hold`, `early` and an `ep` above 1. Then ops are parts of
+    layers on lanes.
 
     Raises:
         ValueError: a number is out of its range, or options exclude each other.
@@ -74,6 +75,11 @@ class LoweringOptions:
     tied: tuple[tuple[int, ...], ...] = ()
     """Stages that share a parameter, for each such parameter: ((0, 7),) if the embedding of stage 0 is the head of
     stage 7. Their gradients are reduced together, after the last of them. A negative stage counts from the last."""
+
+    buckets: int | tuple[tuple[int, ...], ...] | None = None
+    """Blocks of a bucket: gradients are reduce-scattered bucket by bucket, while the rest of the backward runs, and
+    parameters gathered in front of the first forward that reads them. Or the first blocks of each stage's buckets, from
+    the last to 0. None: a chunk is reduced at once, and parameters are gathered where the step ends."""
 
     recompute: tuple[str, ...] = ()
     """Parts of a layer, "attn" and "mlp", that keep only their inputs and are recomputed before their backward."""
@@ -128,6 +134,8 @@ class LoweringOptions:
         for name in ("ep", "dp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is a whole number from 1, got {getattr(self, name)}")
+        if isinstance(self.buckets, int) and self.buckets < 1:
+            raise ValueError(f"a bucket has at least 1 block, got {self.buckets}")
         if not 0 <= self.kept <= 1:
             raise ValueError(f"the fraction kept after the dgrad is from 0 to 1, got {self.kept}")
         if self.ep > 1 and not self.moe:
@@ -146,7 +154,7 @@ class LoweringOptions:
         return next(self._by_layer_fields(), None)
 
     def _by_layer_fields(self) -> Iterator[str]:
-        flags = ("by_layer", "moe", "padded", "tied", "recompute", "offload")
+        flags = ("by_layer", "moe", "padded", "tied", "buckets", "recompute", "offload")
         yield from (name for name in flags if getattr(self, name))
         yield from ("split",) if self.split != WEIGHTS else ()
         yield from (name for name in ("hold", "early", "early_recompute") if getattr(self, name) is not None)
@@ -193,6 +201,13 @@ class LoweringOptions:
         rows[0] = "E" * _has(self.embedding, "E", costs) + rows[0]
         rows[-1] += "m" * self._num_mtp(costs) + "L" * _has(self.head, "L", costs)
         return tuple(rows)
+
+    def cut_buckets(self, blocks: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the first blocks of each stage's buckets; those cut by size are whole from the last block on."""
+        size = self.buckets
+        if isinstance(size, int):
+            return tuple((*range(len(row) - size, 0, -size), 0) for row in blocks)
+        return size or ()
 
     def _num_mtp(self, costs: Costs) -> int:
         said = costs.model.get("mtp", 0)

@@ -15,7 +15,7 @@ import numpy as np
 from treadle.costs import Costs, durations
 from treadle.ir import Action, Cell, Kind, Schedule
 from treadle.ir.execute import execute, leaders
-from treadle.ir.ops import LaneKind, OpKind, OpRole, column
+from treadle.ir.ops import BUCKET_OPS, LaneKind, OpKind, OpRole, column
 from treadle.ir.program import NEVER, Ints, Longs, Program
 from treadle.lowering.lower import choose
 from treadle.lowering.options import LoweringOptions
@@ -24,13 +24,20 @@ from treadle.passes.edges import launch_edges
 from treadle.passes.launch import order_launches
 from treadle.passes.layer_lanes import lower_layers
 from treadle.passes.ring import with_ring
-from treadle.passes.step_end import with_step_end
+from treadle.passes.step_end import Buckets, with_step_end
 
-_TICKS = {OpRole.ACTION: 16, OpRole.REDUCTION: 8}  # a whole backward takes twice as long
+_TICKS = {OpRole.ACTION: 16, OpRole.REDUCTION: 8, OpRole.STEP_END: 8}  # a whole backward takes twice as long
 _MESSAGE = 1  # a message takes some time, or none would be posted before its reader is there
 
 
-def lower_running(schedule: Schedule, *, reduce: bool, tied: tuple[tuple[int, ...], ...] = ()) -> Program:
+def lower_running(
+    schedule: Schedule,
+    *,
+    reduce: bool,
+    gather: bool = False,
+    tied: tuple[tuple[int, ...], ...] = (),
+    buckets: Buckets = (),
+) -> Program:
     """Return the Program of one pipeline, as a rank with one compute thread runs it.
 
     The forward and the backward of an overlapped cell run one after the other. Each channel has as few receive buffers
@@ -38,7 +45,7 @@ def lower_running(schedule: Schedule, *, reduce: bool, tied: tuple[tuple[int, ..
     """
     program = lower_cells(schedule)
     program = replace(program, joined=np.zeros(program.num_ops, bool))
-    program = with_step_end(program, reduce=reduce, tied=tied)
+    program = with_step_end(program, reduce=reduce, gather=gather, tied=tied, buckets=buckets)
     return _bounded(program, expected(program), schedule)
 
 
@@ -48,14 +55,16 @@ def lower_weaving(
     options: LoweringOptions,
     *,
     reduce: bool,
+    gather: bool = False,
     tied: tuple[tuple[int, ...], ...] = (),
+    buckets: Buckets = (),
 ) -> Program:
     """Return the Program of one pipeline at the grain of layers, as a rank with a thread or a stream a lane runs it.
 
     It ends with the gradients: the optimizer's step is the caller's, whatever it costs.
     """
-    shape = replace(choose(schedule, costs, replace(options, tied=tied)), step_end=())
-    program = lower_layers(schedule, shape, reduce=reduce)
+    shape = replace(choose(schedule, costs, replace(options, tied=tied, buckets=buckets)), step_end=())
+    program = lower_layers(schedule, shape, reduce=reduce, gather=gather)
     return _bounded(program, durations(program, costs), schedule)
 
 
@@ -175,7 +184,9 @@ def _name_of(program: Program, ops: Ints) -> Longs:
     stage = np.array(program.layout.placement.stages, np.int64)[rank, program.chunk[ops]]
     kind = program.kind[ops]
     what = np.select(
-        [kind == OpKind.REDUCE_GRAD, kind == OpKind.REDUCE_TIED], [stage, program.layer[ops]], program.chunk[ops]
+        [np.isin(kind, (OpKind.REDUCE_GRAD, *BUCKET_OPS)), kind == OpKind.REDUCE_TIED],
+        [stage * program.layout.max_numbers + program.layer[ops], program.layer[ops]],
+        program.chunk[ops],
     )
     gradient = np.isin(program.kind[ops], (OpKind.SEND_B, OpKind.RECV_B))
     number: Longs = ((program.mb[ops].astype(np.int64) + 1) * 2 + gradient) * (stage.max(initial=0) + 1) + what

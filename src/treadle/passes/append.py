@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,29 +35,32 @@ class LaneColumns:
     group: Ints
 
 
+class StepOp(NamedTuple):
+    """An op that belongs to the step and to no micro-batch; `layer` is the number of its bucket or tie."""
+
+    kind: OpKind
+    chunk: int = 0
+    layer: int = 0
+
+
 def step_lanes(
     lane: LaneKind,
     ranks: Ints,
-    kinds: Sequence[OpKind],
+    ops: Sequence[Sequence[StepOp]],
     *,
-    chunk: npt.NDArray[np.integer[Any]] | int = 0,
-    layer: int = 0,
     peer: int = NEVER,
     group: npt.NDArray[np.integer[Any]] | int = NEVER,
 ) -> LaneColumns:
-    """Return a lane for each of `ranks` with ops of these kinds, which belong to the step and to no micro-batch.
-
-    `chunk` is one for all ops, or `[rank, op]`; `group` one for all lanes, or `[rank]`.
-    """
-    shape = len(ranks), len(kinds)
-    num_ops = shape[0] * shape[1]
+    """Return a lane for each of `ranks` with its ops; `group` is one for all lanes, or `[rank]`."""
+    columns = np.array([op for row in ops for op in row], np.int64).reshape(-1, 3)
+    num_ops = np.array([len(row) for row in ops], np.int64)
     return LaneColumns(
-        kind=np.tile(np.array(kinds, np.uint8), len(ranks)),
-        mb=np.full(num_ops, NEVER, np.int32),
-        chunk=np.broadcast_to(chunk, shape).reshape(-1).astype(np.int16),
-        layer=np.full(num_ops, layer, np.int16),
-        cell=np.full(num_ops, NEVER, np.int32),
-        num_ops=np.full(len(ranks), len(kinds), np.int64),
+        kind=columns[:, 0].astype(np.uint8),
+        mb=np.full(len(columns), NEVER, np.int32),
+        chunk=columns[:, 1].astype(np.int16),
+        layer=columns[:, 2].astype(np.int16),
+        cell=np.full(len(columns), NEVER, np.int32),
+        num_ops=num_ops,
         rank=ranks.astype(np.int32),
         lane=np.full(len(ranks), lane, np.uint8),
         peer=np.full(len(ranks), peer, np.int32),

@@ -32,10 +32,11 @@ _CELL_LANES = (LaneKind.COMPUTE, LaneKind.EP, LaneKind.HOST)
 """The lanes that templates lay their parts on."""
 
 
-def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> Program:
+def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False, gather: bool = False) -> Program:
     """Return the Program of a schedule at the grain of layers; one pipeline, before it is spread over a mesh.
 
-    `reduce`: gradients are summed with those of other ranks that hold the stage once a chunk has its last one.
+    `reduce`: gradients are summed with those of other ranks that hold the stage once a chunk, or a bucket of the shape,
+    has its last one. `gather`: parameters are gathered by bucket before they are read.
     """
     layout = shape.layout(schedule)
     cells = Cells.of(schedule, shape, layout)
@@ -54,8 +55,10 @@ def lower_layers(schedule: Schedule, shape: Shape, *, reduce: bool = False) -> P
     return with_step_end(
         program,
         reduce=reduce,
+        gather=gather,
         tied=shape.tied,
         step_end=shape.step_end,
+        buckets=shape.buckets,
         moved=shape.moved,
         index=index,
     )

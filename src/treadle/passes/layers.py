@@ -81,6 +81,7 @@ class Shape:
     mb_scale: tuple[float, ...] = ()
     tied: tuple[tuple[int, ...], ...] = ()
     step_end: tuple[OpKind, ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
 
     def layout(self, schedule: Schedule) -> Layout:
         """Make the Layout that the ops' labels refer to, before ties and the end of the step are there."""

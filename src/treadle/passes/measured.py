@@ -21,6 +21,7 @@ from treadle.ir.program import NEVER, Ints, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.append import (
     LaneColumns,
+    StepOp,
     add_waits,
     append_lanes,
     append_ops,
@@ -178,7 +179,9 @@ def _rank_lanes(program: Program, kind: OpKind, chunks: npt.NDArray[np.intp] | N
     ranks = np.arange(program.layout.placement.pp, dtype=np.int32)
     chunks = chunks if chunks is not None else np.zeros((len(ranks), 1), np.intp)
     group = 0 if kind is OpKind.CLIP else NEVER
-    return step_lanes(kind.lane, ranks, [kind] * chunks.shape[1], chunk=chunks, group=group)
+    return step_lanes(
+        kind.lane, ranks, [[StepOp(kind, chunk) for chunk in row] for row in chunks.tolist()], group=group
+    )
 
 
 def _tie_lanes(program: Program) -> LaneColumns:
@@ -187,7 +190,8 @@ def _tie_lanes(program: Program) -> LaneColumns:
     ends = np.isin(stages, (0, stages.max()))
     ranks = np.flatnonzero(ends.any(axis=1)).astype(np.int32)
     chunks = ends[ranks].argmax(axis=1).reshape(-1, 1)
-    return step_lanes(LaneKind.TIED, ranks, [OpKind.REDUCE_TIED], chunk=chunks, peer=0, group=0)
+    ops = [[StepOp(OpKind.REDUCE_TIED, int(chunk))] for chunk in chunks.reshape(-1)]
+    return step_lanes(LaneKind.TIED, ranks, ops, peer=0, group=0)
 
 
 def _ties_of_replicas(program: Program) -> Program:

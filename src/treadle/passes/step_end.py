@@ -1,19 +1,24 @@
-"""End a step: gradients are reduced and clipped, the optimizer runs, parameters are gathered.
+"""Begin and end a step: parameters are gathered; gradients are reduced and clipped, and the optimizer runs.
 
 REDUCE_GRAD   a chunk's gradients meet those of other pipelines once its last weight gradient is made, while other
               chunks are still at work. Where every stage lives on two ranks (DualPipe), the two ranks' DP lanes are a
               group, so that the copies' gradients meet, and both take their stages in the same order.
+REDUCE_SCATTER  of a bucket, a run of a stage's blocks, follows the last weight gradient of its blocks, and of those
+              after them: the rest of the backward hides it.
+GATHER_PARAMS of a bucket stands at the head of the DP lane, in the order in which forwards read the parameters; the
+              first forward that does waits for it, so the warm-up hides the others.
 REDUCE_TIED   a parameter that several stages share, as embedding and head do, is in no chunk's reduction. It has one of
               its own over all ranks that hold it, on a lane whose peer is the number of the tie.
 CLIP          waits for all gradients of its rank and their reductions; on all ranks together, as a norm over the whole
               model is.
-OPTIMIZER     follows it, and GATHER_PARAMS the optimizer.
+OPTIMIZER     follows it, and without buckets GATHER_PARAMS the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +26,10 @@ import numpy.typing as npt
 from treadle.ir.index import Index
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.placement import Placement
-from treadle.ir.program import NEVER, Ints, Layout, Program
+from treadle.ir.program import NEVER, Ints, Layout, Program, Shorts
 from treadle.passes.append import (
     LaneColumns,
+    StepOp,
     add_waits,
     append_lanes,
     append_ops,
@@ -32,6 +38,8 @@ from treadle.passes.append import (
     ranks_of,
     step_lanes,
 )
+
+Buckets: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def reduces(placement: Placement, replicas: int) -> bool:
@@ -43,66 +51,94 @@ def with_step_end(
     program: Program,
     *,
     reduce: bool = False,
+    gather: bool = False,
     tied: tuple[tuple[int, ...], ...] = (),
     step_end: tuple[OpKind, ...] = (),
+    buckets: Buckets = (),
     moved: Mapping[OpKind, int] | None = None,
     index: Index | None = None,
 ) -> Program:
-    """Append the ops that end a step to each rank of one pipeline.
+    """Append the ops that begin and end a step to each rank of one pipeline.
 
     Args:
         program: of any grain, with its compute lanes first.
-        reduce: add a REDUCE_GRAD for each chunk.
+        reduce: add a REDUCE_GRAD for each chunk; with buckets a REDUCE_SCATTER for each bucket.
+        gather: add a GATHER_PARAMS for each bucket.
         tied: add a REDUCE_TIED for each of these sets of stages that share a parameter.
         step_end: add these, one of `treadle.ir.ops.STEP_ENDS`.
+        buckets: the first blocks of each stage's buckets, as in a Layout.
         moved: the bytes of an op by kind.
         index: of the program, if it was made already.
 
     """
-    if not (reduce or tied or step_end):
+    assert buckets or not gather, "parameters are gathered by bucket"
+    if not (reduce or gather or tied or step_end):
         return program
-    layout = replace(program.layout, tied=tied, step_end=step_end)
-    last = (index or Index.of(program)).last_gradient.reshape(layout.placement.pp, layout.placement.vpp)
-    order = _order(last, layout)
-    program = append_lanes(replace(program, layout=layout), _lanes(layout, order if reduce else None), moved)
+    layout = replace(program.layout, tied=tied, step_end=step_end, buckets=buckets)
+    program = replace(program, layout=layout)
+    index = Index.of(program) if index is None or buckets else index
+    last, reader = index.last_gradient, index.first_reader
+    first_ops = _in_order(reader, layout) if gather else None
+    last_ops = _in_order(last, layout) if reduce else None
+    program = append_lanes(program, _lanes(layout, first_ops, last_ops), moved)
     if step_end:
         program = append_ops(program, lanes_of(program, LaneKind.COMPUTE), OpKind.OPTIMIZER)
-        last = np.where(last >= 0, last + np.arange(len(last))[:, None], last)  # one more op on each lane before
-    return _with_waits(program, last, np.take_along_axis(last, order, axis=1).reshape(-1))
+        before = np.arange(len(last))[:, None, None]  # one more op on each lane before
+        last, reader = (np.where(ops >= 0, ops + before, ops) for ops in (last, reader))
+    return _with_waits(program, last, reader)
 
 
-def _order(last: Ints, layout: Layout) -> npt.NDArray[np.intp]:
-    """Each rank's chunks in the order their gradients are done; two ranks with the same stages agree on the first's."""
-    order = np.argsort(last, axis=1, kind="stable")
-    if layout.placement.num_pipes == 1:
-        return order
-    stages = np.array(layout.placement.stages, np.int32)
-    for rank in range((layout.placement.pp + 1) // 2):
-        other = layout.placement.pp - 1 - rank
-        wanted = stages[rank][order[rank]]
-        order[other] = [int(np.flatnonzero(stages[other] == stage)[0]) for stage in wanted]
+def _in_order(ops: Ints, layout: Layout) -> list[list[tuple[int, int]]]:
+    """Return each rank's (chunk, bucket) in the order of these ops; of two with the same stages, in the first's order.
+
+    `ops[rank, chunk, bucket]` is what one follows, or what waits for it.
+    """
+    stages, buckets = layout.placement.stages, layout.buckets
+    order = [
+        sorted(
+            (
+                (chunk, number)
+                for chunk, stage in enumerate(held)
+                for number in range(len(buckets[stage]) if buckets else 1)
+            ),
+            key=lambda place, rank=rank: int(ops[rank, *place]),  # type: ignore[misc]
+        )
+        for rank, held in enumerate(stages)
+    ]
+    for rank in range((len(stages) + 1) // 2 if layout.placement.num_pipes > 1 else 0):
+        other = len(stages) - 1 - rank
+        order[other] = [(stages[other].index(stages[rank][chunk]), number) for chunk, number in order[rank]]
     return order
 
 
-def _lanes(layout: Layout, order: npt.NDArray[np.intp] | None) -> list[LaneColumns]:
-    """Return the lanes besides compute; those of reductions, in this order of chunks, end with GATHER_PARAMS."""
-    pp, vpp = layout.placement.pp, layout.placement.vpp
+def _lanes(
+    layout: Layout, gathers: list[list[tuple[int, int]]] | None, reductions: list[list[tuple[int, int]]] | None
+) -> list[LaneColumns]:
+    """Return the lanes besides compute; those of reductions begin with gathers by bucket, or end with GATHER_PARAMS."""
+    pp = layout.placement.pp
     ranks = np.arange(pp, dtype=np.int32)
-    gathers = [OpKind.GATHER_PARAMS] * (OpKind.GATHER_PARAMS in layout.step_end)
+    reduce = OpKind.REDUCE_SCATTER if layout.buckets else OpKind.REDUCE_GRAD
+    last = [StepOp(OpKind.GATHER_PARAMS)] * (OpKind.GATHER_PARAMS in layout.step_end)
+    dp = [
+        [
+            *(StepOp(OpKind.GATHER_PARAMS, *place) for place in (gathers[rank] if gathers else ())),
+            *(StepOp(reduce, *place) for place in (reductions[rank] if reductions else ())),
+            *last,
+        ]
+        for rank in range(pp)
+    ]
     lanes = []
-    if order is not None:
-        chunk = np.column_stack([order, *np.zeros((len(gathers), pp), np.int32)])
+    if gathers or reductions:
         copies = np.minimum(ranks, pp - 1 - ranks) if layout.placement.num_pipes > 1 else NEVER
-        lanes.append(step_lanes(LaneKind.DP, ranks, [OpKind.REDUCE_GRAD] * vpp + gathers, chunk=chunk, group=copies))
+        lanes.append(step_lanes(LaneKind.DP, ranks, dp, group=copies))
     for number, shares in enumerate(_shares(layout)):
         holders = np.flatnonzero(shares.any(axis=1)).astype(np.int32)
-        chunk = shares[holders].argmax(axis=1).reshape(-1, 1)
-        tie = step_lanes(LaneKind.TIED, holders, [OpKind.REDUCE_TIED], chunk=chunk, layer=number, peer=number, group=0)
-        lanes.append(tie)
+        ops = [[StepOp(OpKind.REDUCE_TIED, int(chunk), number)] for chunk in shares[holders].argmax(axis=1)]
+        lanes.append(step_lanes(LaneKind.TIED, holders, ops, peer=number, group=0))
     if OpKind.CLIP in layout.step_end:
-        lanes.append(step_lanes(LaneKind.WORLD, ranks, [OpKind.CLIP], group=0))
-    if gathers and order is None:
-        lanes.append(step_lanes(LaneKind.DP, ranks, gathers))
+        lanes.append(step_lanes(LaneKind.WORLD, ranks, [[StepOp(OpKind.CLIP)]] * pp, group=0))
+    if last and not (gathers or reductions):
+        lanes.append(step_lanes(LaneKind.DP, ranks, dp))
     return lanes
 
 
@@ -111,19 +147,20 @@ def _shares(layout: Layout) -> list[npt.NDArray[np.bool_]]:
     return [np.isin(layout.placement.stages, stages) for stages in layout.tied]
 
 
-def _with_waits(program: Program, last: Ints, last_in_order: Ints) -> Program:
-    """Make each op wait for what it needs, from the last gradients of each rank's chunks on."""
+def _with_waits(program: Program, last: Ints, reader: Ints) -> Program:
+    """Make each op wait for what it needs: reductions for each bucket's last gradient, first readers for gathers."""
     layout, pp = program.layout, program.layout.placement.pp
-    reduces, ties = ops_of(program, OpKind.REDUCE_GRAD), ops_of(program, OpKind.REDUCE_TIED)
+    reduces = ops_of(program, OpKind.REDUCE_SCATTER if layout.buckets else OpKind.REDUCE_GRAD)
+    ties, gathers = ops_of(program, OpKind.REDUCE_TIED), ops_of(program, OpKind.GATHER_PARAMS)
     clips, optimizers = ops_of(program, OpKind.CLIP), ops_of(program, OpKind.OPTIMIZER)
-    gathers = ops_of(program, OpKind.GATHER_PARAMS)
-    waits = [(reduces, last_in_order[: len(reduces)])]
+    of_chunk = last.max(axis=2)
+    waits = [(reduces, last[_places(program, reduces)])]
     holders, tie = ranks_of(program, ties), program.layer[ties]
     for number, shares in enumerate(_shares(layout)):
         op, rank = ties[tie == number], holders[tie == number]
-        waits.append((np.repeat(op, shares[rank].sum(axis=1)), last[rank][shares[rank]]))
+        waits.append((np.repeat(op, shares[rank].sum(axis=1)), of_chunk[rank][shares[rank]]))
     ends = np.full((pp, 3), NEVER, np.int32)  # the last gradient of each rank, its last reduction, that of a tie
-    ends[:, 0] = last.max(axis=1)
+    ends[:, 0] = of_chunk.max(axis=1)
     ends[ranks_of(program, reduces), 1] = reduces
     ends[holders, 2] = ties
     first = clips if len(clips) else optimizers
@@ -132,7 +169,14 @@ def _with_waits(program: Program, last: Ints, last_in_order: Ints) -> Program:
         waits.append((first[rank], ends[rank, which]))
     if len(clips):
         waits.append((optimizers, clips))
-    if len(gathers):
+    if layout.buckets:
+        waits.append((reader[_places(program, gathers)], gathers))
+    elif len(gathers):
         waits.append((gathers, optimizers))
     op, waits_for = (np.concatenate(column) for column in zip(*waits, strict=True))
     return add_waits(program, op, waits_for)
+
+
+def _places(program: Program, ops: Ints) -> tuple[Ints, Shorts, Shorts]:
+    """Return rank, chunk and bucket of reductions or gathers; a chunk without buckets is one."""
+    return ranks_of(program, ops), program.chunk[ops], program.layer[ops]

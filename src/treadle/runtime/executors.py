@@ -32,17 +32,15 @@ class RankExecutors:
             part.recipe.reset_shapes(stage)
         self._boundaries = part.recipe.known_inputs(part.stages)
         self._evaluated: dict[int, Boundary] = {}
+        self._steps: dict[tuple[bool, bool], Executor] = {}
         self.input_shapes = InputShapes()
 
-    @cached_property
-    def step(self) -> Executor:
-        """The executor of a step that reduces gradients."""
-        return self._make(self._plan.step, self._part.stages, self._boundaries)
-
-    @cached_property
-    def local_step(self) -> Executor:
-        """The executor of a step that leaves each rank its share of the gradient."""
-        return self._make(self._plan.without_reduction(), self._part.stages, self._boundaries)
+    def step(self, *, reduces: bool, gathers: bool = False) -> Executor:
+        """Return the executor of a step that reduces gradients, or that gathers parameters first."""
+        if (reduces, gathers) not in self._steps:
+            planned = self._plan.variant(reduces=reduces, gathers=gathers)
+            self._steps[reduces, gathers] = self._make(planned, self._part.stages, self._boundaries)
+        return self._steps[reduces, gathers]
 
     @cached_property
     def evaluated_stages(self) -> dict[int, Chunk]:
@@ -63,9 +61,10 @@ class RankExecutors:
 
     def close(self) -> None:
         """End the threads of all lanes."""
-        for name in ("step", "local_step", "evaluation"):
-            if name in self.__dict__:
-                self.__dict__.pop(name).close()
+        made = [*self._steps.values(), *([self.__dict__.pop("evaluation")] if "evaluation" in self.__dict__ else [])]
+        self._steps.clear()
+        for executor in made:
+            executor.close()
 
     def _make(self, planned: TimedProgram, stages: dict[int, Chunk], boundaries: dict[int, Boundary]) -> Executor:
         part, joined = self._part, self._part.joined
@@ -77,6 +76,7 @@ class RankExecutors:
             part.incoming,
             part.gradients,
             joined.position.neighbour,
+            part.parameters,
             boundaries,
         )
         on_lanes = partial(self._on_lanes, ranks, planned.ticks)

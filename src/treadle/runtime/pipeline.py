@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -15,18 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from treadle.dist.backends import is_dry
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
+from treadle.dist.gathering import gather_json
+from treadle.dist.groups import Group
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
+from treadle.runtime.agreement import raise_for_all
 from treadle.runtime.executors import Executor, RankExecutors
 from treadle.runtime.feed import feed
+from treadle.runtime.held_parameters import HeldParameter, parameters_held
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.input_shapes import InputShapes
+from treadle.runtime.model.parameter_bucket import DividedBuckets, exchange_all
 from treadle.runtime.model.parameters import Parameters
 from treadle.runtime.model.saved import SavedReport
 from treadle.runtime.model.seeding import drawing, generator_of, step_seed
 from treadle.runtime.model.side import Side
+from treadle.runtime.model.tied import Tie
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
 from treadle.runtime.pipeline_options import RunOptions, RunOptionsChanges
 from treadle.runtime.rank_part import RankPart, make_rank_part
@@ -95,6 +103,8 @@ class Pipeline:
         self._last: Executor | None = None
         self._closed = False
         self._syncs = True
+        self._divided: DividedBuckets | None = None
+        self._is_stale = self._exchanges_ties = False
         self.report: StepReport | None = None
 
     def instrument(self, part: RankPart) -> RankPart:
@@ -131,14 +141,15 @@ class Pipeline:
         reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
         executors, store = self._executors, self._part.recipe.store
-        chosen = executors.step if reduce or not self.gradients.reduces else executors.local_step
+        reduces, gathers = reduce or not self.gradients.reduces, self._is_stale
+        chosen = executors.step(reduces=reduces, gathers=gathers)
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True):
             self._begin(chosen, self.stages, scale)
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
-            self._announce("step()" if reduce or not self.gradients.reduces else "step() in no_sync()")
+            self._announce("step()" + " in no_sync()" * (not reduces) + " after an update" * gathers)
             self._agree_on_shapes(self.stages, executors.input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if store is not None:
@@ -148,7 +159,7 @@ class Pipeline:
             saved = store.report() if store is not None else None
             report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
             self.gradients.keep()
-        self.report, self._last = report, chosen
+        self.report, self._last, self._is_stale = report, chosen, False  # a step that failed gathers once more
         self._step += 1
         return report.loss
 
@@ -181,6 +192,7 @@ class Pipeline:
         auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
         self._refuse_closed()
+        self.gather_parameters()
         chosen, stages = self._executors.evaluation, self._executors.evaluated_stages
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True), torch.no_grad():
@@ -319,7 +331,7 @@ class Pipeline:
         with self._guard.step(self._step):
             grads = self._counted_gradients()
             share = Download(share_of_norm(grads, norm_type, self.device)).tensor(self._waits.await_event)
-            with self._guard.together("the norm of the gradients"):
+            with self._guard.together("grad_norm()"):
                 self._announce("grad_norm()")
                 return norm_over(self.groups, share, norm_type).to(self.device)
 
@@ -329,6 +341,102 @@ class Pipeline:
         if self.gradients.is_divided:
             return self.gradients.shards()
         return [param.grad for _, _, param in counted if param.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of this rank's parameters."""
+        self.gradients.clear()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply this rank's shards of the gradients."""
+        for shard in self.gradients.shards():
+            shard.mul_(factor.to(shard.dtype))
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """False if the last step left each rank its share of the sums (`no_sync`)."""
+        return self.gradients.reduced
+
+    # -- parameters that ranks divide ----------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """The modules of this rank, by the number of the stage."""
+        return {stage.number: self._modules[chunk] for chunk, stage in self.stages.items()}
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that stages share, in one order on all ranks."""
+        return self.gradients.ties
+
+    @property
+    def reduce_group(self) -> Group | None:
+        """The ranks with the same stages, which sum the gradients; None where this one is alone."""
+        return self.groups.reduce_group
+
+    def held_parameters(self) -> dict[nn.Parameter, HeldParameter]:
+        """Return where this rank has each parameter that trains, and which ranks divide it."""
+        placement, shape = self.schedule.placement, self._part.agreed.plan.shape
+        return dict(parameters_held(self._modules, placement, self.position, self.gradients, shape))
+
+    def refuse(self, reason: str | None) -> None:
+        """Raise ValueError on all ranks if one has a reason. All ranks call it."""
+        raise_for_all(self.groups, reason)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each rank of this pipeline gives, in JSON. All ranks call it."""
+        return gather_json(self.groups.pp_group, value)
+
+    def exchange_with_replicas(self, value: Any) -> dict[int, Any]:
+        """Return what each rank with the same stages gives, in JSON; nothing where there are no others."""
+        group = self.groups.replica_group
+        return dict(zip(group.ranks, gather_json(group, value), strict=True)) if group is not None else {}
+
+    def divide(self, buckets: DividedBuckets) -> None:
+        """Reduce gradients into the shards of these buckets, and gather their parameters after an update.
+
+        Both are ops of the Program from then on: REDUCE_SCATTER and GATHER_PARAMS. All ranks call it.
+        """
+        part, placement, rank = self._part, self.schedule.placement, self.position.pp_rank
+        mine = [[placement.stage(rank, chunk), list(firsts)] for chunk, firsts in buckets.firsts.items()]
+        told = self.exchange([mine, bool(buckets.tied_parameters)])
+        firsts = {stage: tuple(of_stage) for rows, _ in told for stage, of_stage in rows}
+        plan = part.agreed.plan.by_bucket(tuple(firsts[stage] for stage in range(placement.num_stages)))
+        self._exchanges_ties = any(ties for _, ties in told)
+        self._divided, self.program = buckets, plan.step.program
+        self.gradients.divide(buckets)
+        self._part = replace(part, agreed=replace(part.agreed, plan=plan), parameters=buckets.parameters)
+        self._forget()
+
+    def parameters_updated(self) -> None:
+        """Each rank has updated its part of the parameters: the others get it in the next step. All ranks call it.
+
+        Tied parameters are exchanged at once.
+        """
+        if self._divided is not None and self._exchanges_ties:
+            with self.together("the exchange of parameters"):
+                exchange_all(self._divided.tied_parameters)
+        self._is_stale = self._part.agreed.plan.ends.gather
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Make the parameters whole now, not in the next step, for who reads them between steps. All ranks call it.
+
+        Does nothing where they are whole. `evaluate`, checkpoints and `close` call it.
+        """
+        if self._is_stale:
+            self._refuse_closed()
+            with self.together("the exchange of parameters"):
+                for buckets in self._part.parameters.values():
+                    exchange_all(buckets)
+            self._is_stale = False
+
+    def _gather_for_good(self) -> None:
+        """Leave whole parameters, where the other ranks are there to give them."""
+        if self._is_stale and not self._guard.is_lost:
+            try:
+                self.gather_parameters()
+            except Exception as error:
+                warnings.warn(f"parameters of this rank lack the last update of other ranks: {error}", stacklevel=3)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -351,7 +459,7 @@ class Pipeline:
         program = spread(self._last.program, ep=self.position.ep, dp=self.position.dp // self.position.ep)
         times = torch.from_numpy(self._last.times())
         mine = times >= 0
-        with self._guard.step(self._step), self._guard.together("the trace"):
+        with self._guard.step(self._step), self._guard.together("gather_trace()"):
             self._announce("gather_trace()")
             times = torch.where(mine, times + self._clock_offset, 0)
             self.groups.pp_group.all_reduce(times)
@@ -379,6 +487,7 @@ class Pipeline:
         """
         if self._closed:
             return
+        self._gather_for_good()
         self._closed = True
         self._guard.close()
         if self._guard.is_lost:

@@ -6,9 +6,9 @@ any of these is reported to all ranks, and leaves the modules as they were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.parameter_bucket import BucketNumber, ParameterBucket
 from treadle.runtime.model.saved import SavedTensors, pool_for
 from treadle.runtime.model.stage_blocks import is_layered
 from treadle.runtime.model.tied import Tie, stages_of_reductions
@@ -91,6 +92,8 @@ class RankPart:
     incoming: Mapping[int, Channel]
     given_back: ExitStack
     handlers: Mapping[OpKind, Handler]
+    parameters: Mapping[BucketNumber, Sequence[ParameterBucket]] = field(default_factory=dict)
+    """What a step gathers where an optimizer updates parameters in parts."""
 
 
 def make_rank_part(

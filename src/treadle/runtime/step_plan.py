@@ -13,6 +13,7 @@ from treadle.ir.ops import BLOCK_FORWARD, WEIGHTS, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.lowering.options import LoweringOptions
 from treadle.lowering.running import expected, forward_only, join_halves, lower_running, lower_weaving
+from treadle.passes.step_end import Buckets
 from treadle.runtime.handshake import Handshake
 from treadle.runtime.model.segments import COMPUTE
 from treadle.runtime.pipeline_options import RunOptions
@@ -26,6 +27,18 @@ class TimedProgram(NamedTuple):
     ticks: Longs
 
 
+class StepEnds(NamedTuple):
+    """What a step's Program has besides the cells of its schedule, as `treadle.passes.step_end` takes it.
+
+    `tied` are the stages of each tie, `buckets` the first blocks of each stage's buckets.
+    """
+
+    reduce: bool = False
+    gather: bool = False
+    tied: tuple[tuple[int, ...], ...] = ()
+    buckets: Buckets = ()
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What a schedule is run as. `shape` is how it is lowered to layers, None where layers do not name their segments.
@@ -37,6 +50,7 @@ class StepPlan:
     shape: LoweringOptions | None
     depths: tuple[int, ...]
     costs: Costs
+    ends: StepEnds
     step: TimedProgram
 
     @classmethod
@@ -46,12 +60,21 @@ class StepPlan:
         """Return the plan of a schedule for stages that have met. `tied` are the stages of each tie."""
         schedule = join_halves(schedule, [place for place, can in met.splits.items() if not can])
         shape = shape_of(met, schedule, options)
-        step = plan(schedule, shape, options.costs, reduce=reduce, tied=tied)
-        return cls(schedule, shape, _depths(met, schedule), options.costs, step)
+        ends = StepEnds(reduce=reduce, tied=tied)
+        step = plan(schedule, shape, options.costs, ends)
+        return cls(schedule, shape, _depths(met, schedule), options.costs, ends, step)
 
-    def without_reduction(self) -> TimedProgram:
-        """Return the step that leaves each rank its share of the gradient."""
-        return plan(self.schedule, self.shape, self.costs, reduce=False)
+    def by_bucket(self, buckets: Buckets) -> StepPlan:
+        """Return the plan of steps that reduce gradients, and gather parameters, by these buckets."""
+        ends = self.ends._replace(gather=self.ends.reduce, buckets=buckets if self.ends.reduce else ())
+        return replace(self, ends=ends, step=plan(self.schedule, self.shape, self.costs, ends))
+
+    def variant(self, *, reduces: bool, gathers: bool) -> TimedProgram:
+        """Return the step that leaves each rank its share of the gradient, or finds parameters whole."""
+        if reduces and gathers == self.ends.gather:
+            return self.step
+        ends = self.ends._replace(gather=gathers)
+        return plan(self.schedule, self.shape, self.costs, ends if reduces else ends._replace(reduce=False, tied=()))
 
     def forwards(self) -> TimedProgram:
         """Return what an evaluation runs."""
@@ -113,19 +136,17 @@ def plan(
     schedule: Schedule,
     shape: LoweringOptions | None,
     costs: Costs,
-    *,
-    reduce: bool,
-    tied: tuple[tuple[int, ...], ...] = (),
+    ends: StepEnds,
 ) -> TimedProgram:
-    """Return the Program of a step, verified. `tied` are the stages of each tie."""
+    """Return the Program of a step, verified."""
     report = verify_schedule(schedule)
     if not report.clean:
         raise ValueError(f"the schedule is not sound: {report.findings[0]}; 'treadle verify' shows it all")
     if shape is None:
-        program = lower_running(schedule, reduce=reduce, tied=tied)
+        program = lower_running(schedule, **ends._asdict())
         ticks = expected(program)
     else:
-        program = lower_weaving(schedule, costs, shape, reduce=reduce, tied=tied)
+        program = lower_weaving(schedule, costs, shape, **ends._asdict())
         ticks = durations(program, costs)
     report = verify_program(program, ticks)
     if not report.clean:

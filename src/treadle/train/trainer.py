@@ -219,7 +219,8 @@ class Trainer:
 
         Args:
             after_step: is called on every rank with what the step reported, once the step is evaluated and
-                saved where that is due. The next step begins when it returns.
+                saved where that is due. The next step begins when it returns. If it reads parameters, it calls
+                `trainer.pipe.gather_parameters()` first, on every rank.
 
         Raises:
             SaveError: The checkpoint of the last step could not be saved.
@@ -240,6 +241,7 @@ class Trainer:
                 if after_step is not None:
                     after_step(told)
             if self.config.checkpoint.export and self.step == training.steps:
+                self.pipe.gather_parameters()
                 save_pretrained(self.stages, self.config.model, self.output / "model")
             self.checkpoints.wait()
         if stopped and self.step < training.steps:
@@ -330,7 +332,7 @@ class Trainer:
         rate = self.config.model.bias_update_rate
         if rate:
             with self.pipe.together("the exchange of parameters"):
-                update_bias(self.stages, rate, self.pipe.groups.reduce_group)
+                update_bias(self.stages, rate, self.pipe.reduce_group)
 
     def _measure(self) -> tuple[float | None, float | None]:
         """Return bubble and hidden communication of the step, on rank 0 where it is due; write the trace where due."""

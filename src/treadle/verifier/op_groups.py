@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.ir.columns import GroupTable
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.ops import LaneKind, OpKind, OpRole, column
+from treadle.ir.ops import BUCKET_OPS, LaneKind, OpKind, OpRole, column
 from treadle.ir.program import Bools, Bytes, Ints, Longs, Op, Program, Shorts
 from treadle.verifier.finding import MOST, Finding
 
@@ -23,6 +23,9 @@ _SURPLUS, _UNLIKE, _CROSSED = 0, 1, 2
 
 def check_groups(program: Program) -> Iterator[Finding]:
     """T202, T204, T205: too few on one side, different kinds or sizes, different labels."""
+    across = _ACROSS
+    if program.layout.buckets:
+        across = np.where(np.isin(np.arange(len(OpKind)), BUCKET_OPS), False, _ACROSS)
     meeting = _Meeting(
         program.kind,
         program.mb,
@@ -32,7 +35,7 @@ def check_groups(program: Program) -> Iterator[Finding]:
         program.lane_kind,
         program.lane_rank // program.layout.num_replicas,
         np.array(program.layout.placement.stages, np.int32),
-        _ACROSS,
+        across,
     )
     found, count = _check(meeting, program.lane_ptr, GroupTable.of(program), MOST)
     make = (_surplus, _unlike, _crossed)

@@ -9,7 +9,7 @@ import numpy as np
 
 from treadle.ir.index import UNKNOWN, Index
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.ops import BUCKET_OPS, LaneKind, OpKind
 from treadle.ir.program import NEVER, Bytes, Ints, Lane, Op, Program
 from treadle.ir.rule import Tables
 from treadle.verifier.finding import MOST, Finding
@@ -72,19 +72,24 @@ def _check_doubled_halves(program: Program, index: Index) -> Iterator[Finding]:
 
 
 def _check_reductions(program: Program, index: Index) -> Iterator[Finding]:
-    """REDUCE_GRAD of every chunk of every rank once, if there is any."""
-    ops = np.flatnonzero((program.kind == OpKind.REDUCE_GRAD) & (index.key == NEVER))
-    if not len(ops):
-        return
-    num_chunks, num_ranks = program.layout.placement.vpp, program.layout.num_ranks
-    key = program.lane_rank[program.lane_of[ops]] * num_chunks + program.chunk[ops]
-    count = np.bincount(key, minlength=num_ranks * num_chunks)
-    for where in np.flatnonzero(count == 0)[:MOST]:
-        rank, chunk = divmod(int(where), num_chunks)
-        yield Finding("T101", rank, None, f"reduce_grad .{chunk} is missing")
-    for where in np.flatnonzero(count > 1)[:MOST]:
-        op = program.op(int(ops[np.flatnonzero(key == where)[-1]]))
-        yield Finding.at("T102", op, f"{op} runs more than once")
+    """What is done to a chunk, or to a bucket, is done to every one of every rank once, if there is any."""
+    layout = program.layout
+    bucket = index.rule.bucket
+    stages = np.repeat(np.array(layout.placement.stages, np.int32), layout.num_replicas, axis=0)
+    there = bucket[stages] >= 0  # [rank, chunk, bucket]
+    for kind in BUCKET_OPS if layout.buckets else (OpKind.REDUCE_GRAD,):
+        ops = np.flatnonzero((program.kind == kind) & (index.key == NEVER))
+        if not len(ops):
+            continue
+        places = program.lane_rank[program.lane_of[ops]], program.chunk[ops], program.layer[ops]
+        key = np.ravel_multi_index(places, there.shape)
+        count = np.bincount(key, minlength=there.size).reshape(there.shape)
+        for rank, chunk, number in np.argwhere((count == 0) & there)[:MOST]:
+            of = f" b{number}" if layout.buckets else ""
+            yield Finding("T101", int(rank), None, f"{kind.name.lower()} .{chunk}{of} is missing")
+        for where in np.flatnonzero(count > 1)[:MOST]:
+            op = program.op(int(ops[np.flatnonzero(key == where)[-1]]))
+            yield Finding.at("T102", op, f"{op} runs more than once")
 
 
 def _check_step(program: Program, index: Index) -> Iterator[Finding]:

@@ -362,7 +362,7 @@ VICTIM = 1
 SIZES = [("1f1b", 2, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("dualpipev", 4, 1)]
 """What runs here: (schedule, pp, dp)."""
 
-MAKING, TRACE = "making the pipeline", "the trace"
+MAKING, TRACE = "making the pipeline", "gather_trace()"
 
 
 def in_making(rank: int, kind: str, deadline_s: float, directory: Path) -> None:

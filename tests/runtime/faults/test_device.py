@@ -85,7 +85,7 @@ def lose_a_replica(rank: int, wrap: Callable[[Any], Wrapped], control_too: bool)
         torch.manual_seed(0)
         batch = torch.randn(4, 4), torch.randn(4, 4)
         if rank == LOST:
-            pipe.gradients.reduce = lambda chunk: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            pipe.gradients.reduce = lambda *bucket: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         try:
             loss = pipe.step(*batch)
         except treadle.RankLostError as error:

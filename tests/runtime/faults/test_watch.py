@@ -6,9 +6,8 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace as replace_dataclass
 from typing import NoReturn, TypeAlias
 
 import pytest
@@ -22,7 +21,7 @@ from treadle.dist.addresses import own_address
 from treadle.dist.native_sockets import Sockets
 from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, Snapshot
 from treadle.runtime.faults.watch import RankLostError
-from treadle.runtime.faults.watch.contacts import Contact, beside
+from treadle.runtime.faults.watch.contacts import Contact, beside, exchange
 from treadle.runtime.faults.watch.links import Neighbour, open_listener
 from treadle.runtime.faults.watch.loss import from_network, rank_lost, timed_out
 from treadle.runtime.faults.watch.loss_messages import (
@@ -377,7 +376,7 @@ def test_a_forked_child_keeps_no_connection_open(open_transport: Opened, greets:
 def test_a_thread_that_is_quicker_to_leave_than_its_owner(delayed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`leave` asks the thread to end and wakes it: by then it may have closed everything."""
     progress = ProgressPage(mark=42)
-    watchdog = Watchdog(0, progress, [[0]], PATIENT_S, lambda lost: pytest.fail(str(lost)))
+    watchdog = Watchdog(0, progress, [[0]], PATIENT_S, lambda rank, op: str(op))
     transport = watchdog.start([], open_listener("127.0.0.1"), TOKEN, {})
     wake = transport.wake
 
@@ -391,7 +390,7 @@ def test_a_thread_that_is_quicker_to_leave_than_its_owner(delayed: str, monkeypa
     watchdog.leave()
     watchdog.leave()
     assert not watchdog.is_alive
-    assert not watchdog.do(lambda now: None).is_set()  # an errand for a thread that is gone
+    assert not watchdog.do(lambda: None).is_set()  # an errand for a thread that is gone
     progress.close()
 
 
@@ -402,8 +401,15 @@ def test_neighbours_in_a_ring() -> None:
 
 
 def test_contacts_come_back_whole() -> None:
-    one = replace_dataclass(contact(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
-    assert Contact.unpack(one.pack()) == one
+    texts: dict[int, str] = {}
+
+    def gather(text: str, ranks: Sequence[int]) -> list[str]:
+        return [texts.setdefault(rank, text) for rank in ranks]
+
+    one = replace(contact(7), address="fe80::1234:5678:9abc:def0", progress_fd=12)
+    assert exchange([[7]], one, gather) == {}
+    two = replace(one, rank=8)
+    assert exchange([[7, 8]], two, gather) == {7: one}
 
 
 def test_own_address_can_be_listened_at() -> None:

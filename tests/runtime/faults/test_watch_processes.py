@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.support.faults import HANGS, deadlines_for, hold_to
 from tests.support.patience import PATIENT_S, SOON_S
@@ -103,16 +104,11 @@ def meet_with(fault: str, watch: Watch) -> None:
             os._exit(0)
 
 
-class Gathering:
-    """A process group as the watch wants it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks = group, dist.get_process_group_ranks(group)
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        dist.all_gather(gathered, tensor, group=self.group)
-        return gathered
+def gather(text: str, ranks: Sequence[int]) -> list[str]:
+    """Every rank's text, through the store, as the runtime does."""
+    store = PrefixStore(f"contacts of {ranks}", _get_default_store())
+    store.set(str(dist.get_rank()), text)
+    return [store.get(str(rank)).decode() for rank in ranks]
 
 
 class Member:
@@ -126,7 +122,9 @@ class Member:
         own = [group for ranks, group in groups.items() if rank in ranks]
         self.lane, self.dp = own[0], own[1] if len(own) > 1 else None
         self.line = next(line for line in scene.lines if rank in line)
-        self.watch = Watch.join([Gathering(group) for group in own], rank=rank, name=name, deadline_s=scene.deadline_s)
+        self.watch = Watch.join(
+            [ring for ring in scene.rings if rank in ring], gather, rank=rank, name=name, deadline_s=scene.deadline_s
+        )
         self.wait_s = PATIENT_S if scene.patient else scene.deadline_s
         self.watch.on_alarm(sockets.shut)
 
@@ -259,14 +257,9 @@ def test_a_rank_of_another_host_is_stopped_and_comes_back(tmp_path: Path) -> Non
     assert outcomes[2].exitcode == EXIT_LOST, "nobody can kill it, but it must not go on"
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def goes_in_turn(rank: int) -> bool:
     """Each rank ends some time after the one before; the odd ones without closing."""
-    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=PATIENT_S)
+    watch = Watch.join([range(dist.get_world_size())], gather, rank=rank, name=name, deadline_s=PATIENT_S)
     time.sleep(0.3 * (rank + 1))
     is_well = watch.alarm is None
     if rank % 2 == 0:
@@ -281,7 +274,7 @@ def test_goodbyes_are_no_losses() -> None:
 
 def goes_on_between_steps(rank: int) -> str:
     """Rank 1 is killed while rank 0 is outside a step for longer than a main thread in a step would be given."""
-    watch = Watch.join([Gathering(world())], rank=rank, name=name, deadline_s=PATIENT_S)
+    watch = Watch.join([range(dist.get_world_size())], gather, rank=rank, name=name, deadline_s=PATIENT_S)
     dist.barrier()  # rank 0 has seen rank 1's page
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

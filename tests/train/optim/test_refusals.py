@@ -65,13 +65,14 @@ def lose_a_rank(rank: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         optimizer.step(0.1)
+        placed.step(1)
     except RankLostError as error:
         return str(error)
     return "not noticed"
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_before_its_update_is_named() -> None:
+def test_a_rank_that_is_killed_before_its_update_is_named_by_the_step_that_gathers_it() -> None:
     first, second = run_ranks(2, lose_a_rank)
     assert second.exitcode == -signal.SIGKILL
     assert first.ok, str(first)

@@ -11,13 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-import torch
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from treadle.dist.backends import is_dry
 from treadle.dist.mesh_position import MeshPosition
-from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.faults.watch import RankLostError
 from treadle.runtime.faults.watch.contacts import beside
 from treadle.runtime.faults.watch.loss_messages import MOST_TEXT
@@ -29,7 +26,7 @@ class Arrivals:
     """The arrivals for the pipeline called `name`. A rank waits for the ranks it will be connected to."""
 
     def __init__(self, name: str, position: MeshPosition) -> None:
-        self._position, self._deadline = position, timedelta()
+        self._position, self.deadline_s = position, 0.0
         self._store = PrefixStore(f"treadle/{name}/arrivals", _get_default_store())
 
     @contextmanager
@@ -51,17 +48,16 @@ class Arrivals:
                 raise lost from error
             raise
 
-    def rings(self, deadline: timedelta) -> list[ArrivalRing]:
-        """Returns the ranks of this pipeline, and those at this rank's position in others, as they arrive in time."""
-        self._deadline = deadline
-        rings = (self._position.pp_ranks, self._position.dp_ranks)
-        return [ArrivalRing(self, ranks) for ranks in rings if len(ranks) > 1]
+    @property
+    def rings(self) -> list[list[int]]:
+        """The ranks of this pipeline, and those at this rank's position in others; none alone."""
+        return [ranks for ranks in (self._position.pp_ranks, self._position.dp_ranks) if len(ranks) > 1]
 
     def arrive(self, contact: str, ranks: Sequence[int]) -> list[str]:
         """Records the arrival of this rank, and returns the contacts of these ranks when all have arrived."""
         self._store.set(str(self._position.rank), _HERE + contact)
         try:
-            self._store.wait([str(rank) for rank in ranks], self._deadline)
+            self._store.wait([str(rank) for rank in ranks], timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             missing = sorted({rank for row in self._position.ranks for rank in row}.difference(self._arrived()))
             if not missing:
@@ -73,7 +69,7 @@ class Arrivals:
     def refuse_lone_meeting(self) -> None:
         """Raises the loss if a neighbour in the rings, all of whose ranks have arrived, has given up since."""
         rank = self._position.rank
-        self._refuse_given_up([other for ring in self.rings(self._deadline) for other in beside(ring.ranks, rank)])
+        self._refuse_given_up([other for ring in self.rings for other in beside(ring, rank)])
 
     def _refuse_given_up(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns what ranks that have arrived recorded, read once: a rank may give up at any moment."""
@@ -95,7 +91,7 @@ class Arrivals:
         many = len(missing) > 1
         return RankLostError(
             f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
-            f"{self._deadline.total_seconds():g} s of rank {self._position.rank}: late, ended, or raised before "
+            f"{self.deadline_s:g} s of rank {self._position.rank}: late, ended, or raised before "
             "Pipeline(...); see what they wrote last, or give a longer deadline_s",
             rank=missing[0],
             kind="absent",
@@ -114,15 +110,3 @@ class Arrivals:
             _, number, kind, message = text.split(" ", 3)
             rank = int(number)
         return RankLostError(message, rank=rank, kind=kind, op=None, waiting_for="making the pipeline")
-
-
-class ArrivalRing:
-    """Ranks that gather through the store as they arrive, each its contact."""
-
-    def __init__(self, arrivals: Arrivals, ranks: list[int]) -> None:
-        self._arrivals, self.ranks = arrivals, ranks
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns every rank's tensor of bytes, in the order of `ranks`."""
-        contacts = self._arrivals.arrive(bytes(tensor.tolist()).hex(), self.ranks)
-        return [torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device=HOST_MEMORY) for text in contacts]

@@ -11,12 +11,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch
 
-from treadle.dist.calls import DifferentCallsError
+from treadle.dist.calls import TOGETHER, DifferentCallsError
 from treadle.dist.errors import OWN_ERRORS
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
@@ -27,8 +26,8 @@ from treadle.runtime.faults.watch import RankLostError, Watch
 
 T = TypeVar("T")
 
-_TOGETHER = 1 << 40
-"""The op number of the first of `Guard.AFTER`, beyond those of any Program."""
+_NO_OP = 1 << 40
+"""The op number of the first of TOGETHER, beyond those of any Program."""
 
 _LOOK_S = 0.05
 """How often a wait for a native call looks for a loss."""
@@ -40,19 +39,8 @@ _COME_OUT_S = 1.0
 class Guard:
     """A rank's watch and the progress that it shows to others. Without a watch, errors are raised unchanged.
 
-    Op numbers from `_TOGETHER` on stand for the activities in AFTER.
+    Op numbers from `_NO_OP` on stand for what ranks do TOGETHER.
     """
-
-    AFTER = (
-        "the agreement on the loss",
-        "the trace",
-        "making the pipeline",
-        "the agreement on shapes",
-        "the norm of the gradients",
-        "the exchange of parameters",
-        "the agreement on the next step",
-        "the agreement on the call",
-    )
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -67,8 +55,10 @@ class Guard:
         """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
         self.position = position
         everyone = sorted({*position.pp_ranks, *position.dp_ranks})
+        arrivals.deadline_s = deadline_s
         self.watch = Watch.join(
-            arrivals.rings(timedelta(seconds=deadline_s)),
+            arrivals.rings,
+            arrivals.arrive,
             rank=position.rank,
             name=self.name,
             deadline_s=deadline_s,
@@ -124,8 +114,8 @@ class Guard:
 
     def name(self, rank: int, op: int) -> str:
         """Returns the text of an op number of a rank. All pipelines number their ops alike."""
-        if op >= _TOGETHER:
-            return self.AFTER[op - _TOGETHER]
+        if op >= _NO_OP:
+            return TOGETHER[op - _NO_OP]
         assert self.program is not None
         named = self.program.op(op)
         if self.position is not None and (named.kind.is_send or named.kind.is_recv):
@@ -195,8 +185,8 @@ class Guard:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wraps an activity that all ranks do together, one of AFTER. What is raised behind it, all of them raise."""
-        self.slots[0] = _TOGETHER + self.AFTER.index(what)
+        """Wraps an activity that all ranks do together, one of TOGETHER. What is raised after it, all of them raise."""
+        self.slots[0] = _NO_OP + TOGETHER.index(what)
         self.slots[1] = ALL
         try:
             yield

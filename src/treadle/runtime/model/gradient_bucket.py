@@ -80,6 +80,7 @@ class GradientBucket:
         self._views: list[list[Tensor]] = []
         self._work: dist.Work | None = None
         self._used: Download | None = None
+        self._is_complete = False
         self._held: Tensor | None = None
         self._held_filled: list[bool] = []
 
@@ -137,7 +138,7 @@ class GradientBucket:
     def begin(self) -> BucketState:
         """Begin a step; return what `restore` takes. A shard goes on from what it has, whole sums begin at nothing."""
         before = BucketState(self.flat, list(self.filled), self.reduced)
-        self._held = None
+        self._held, self._is_complete = None, False
         if not self.is_sharded:
             self.flat = None
         elif not any(self.filled):
@@ -154,6 +155,11 @@ class GradientBucket:
 
     def add(self, number: int, grad: Tensor) -> None:
         """Add a gradient to a slot."""
+        if self._is_complete:
+            raise ValueError(
+                f"a parameter of shape {list(self.slots[number].params[0].shape)} got a gradient after the reduction "
+                "that it belongs to: a layer reads it that does not have it among its modules; register it there, too"
+            )
         self._allocate()
         slot, filled = self.slots[number], self.filled[number]
         self.filled[number] = True
@@ -166,7 +172,8 @@ class GradientBucket:
                 view.copy_(part)
 
     def complete(self) -> None:
-        """Fill in what this rank has no gradient for, on the stream that reduces."""
+        """Fill in what this rank has no gradient for, on the stream that reduces; the sums are final."""
+        self._is_complete = True
         keep(self._allocate())
         for views, filled in zip(self._views, self.filled, strict=True):
             for view in views if not filled else ():

@@ -2,9 +2,9 @@
 
 Main gradients stand in flat buckets (`gradient_bucket`), float32 for parameters of two bytes; whole backwards and
 weight gradients add into them. Without an optimizer of shards, `.grad` gets the whole sum at the end of a step, in the
-parameter's type. With one (`divide`), each rank keeps its shard, and `.grad` stays None. A parameter that no replica
-used has no gradient, as in a single process. Where no other rank holds a parameter, and its type is that of its sum,
-torch's own `.grad` is the sum.
+parameter's type, and a chunk has one reduction. With one (`divide`), a chunk has several, each rank keeps its shard,
+and `.grad` stays None. A parameter that no replica used has no gradient, as in a single process. Where no other rank
+holds a parameter, and its type is that of its sum, torch's own `.grad` is the sum.
 
 Tied parameters that the same ranks hold are reduced together, with no chunk, over those ranks. Several objects of one
 on a rank are one summand, and all of them get the sum.
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from treadle.dist.groups import Group
 from treadle.runtime.model.exchange import RankOwned
 from treadle.runtime.model.gradient_bucket import LOW, BucketState, GradientBucket, main_dtype
+from treadle.runtime.model.parameter_bucket import BucketNumber, DividedBuckets
 from treadle.runtime.model.tied import Tie
 
 BUCKET_SIZE = 40_000_000
@@ -108,14 +109,14 @@ class Gradients:
         """Return the ranks that sum the gradients of an untied parameter."""
         return self.expert_dp_group if param in self.owned else self.group
 
-    def _whole(self) -> Iterator[tuple[int, list[GradientBucket]]]:
+    def _whole(self) -> Iterator[tuple[BucketNumber, list[GradientBucket]]]:
         """Yield the buckets of each chunk whose sums every rank gets."""
         for chunk in self.order:
             alike: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, ...]]] = {}
             for param, of in self.chunk_of.items():
                 if of == chunk and param not in self.tied and (param.dtype in LOW or self.group_of(param) is not None):
                     alike.setdefault((main_dtype(param), param in self.owned), []).append((param,))
-            yield chunk, list(self._cut(alike.values()))
+            yield (chunk, 0), list(self._cut(alike.values()))
 
     def _whole_ties(self) -> Iterator[tuple[int, list[GradientBucket]]]:
         """Yield the buckets of each reduction of ties."""
@@ -138,15 +139,15 @@ class Gradients:
                 size += objects[0].numel()
             yield GradientBucket.whole(bucket, group)
 
-    def divide(self, chunks: Mapping[int, list[GradientBucket]], ties: Mapping[int, list[GradientBucket]]) -> None:
+    def divide(self, buckets: DividedBuckets) -> None:
         """Leave reduced gradients in the shards of these buckets, and not in `.grad`: an optimizer reads them there.
 
-        The buckets have all elements that train; those of a chunk, and of the reduction of a tie, are reduced with it.
+        The buckets have all elements that train.
         """
         assert self._before is None, "no step is under way"
-        self._use(dict(chunks), dict(ties))
+        self._use(dict(buckets.gradients), dict(buckets.tied_gradients))
 
-    def _use(self, chunks: dict[int, list[GradientBucket]], ties: dict[int, list[GradientBucket]]) -> None:
+    def _use(self, chunks: dict[BucketNumber, list[GradientBucket]], ties: dict[int, list[GradientBucket]]) -> None:
         self._of_chunk, self._of_tie = chunks, ties
         self.buckets = [*chain.from_iterable(chunks.values()), *chain.from_iterable(ties.values())]
         self._places: dict[Tensor, list[tuple[GradientBucket, int]]] = {}
@@ -230,9 +231,9 @@ class Gradients:
             return None
         return bucket.main(number) if bucket.filled[number] else None
 
-    def gather(self, chunk: int) -> None:
-        """Completes the sums of a chunk that are reduced."""
-        self._complete(self._of_chunk.get(chunk, ()))
+    def gather(self, chunk: int, number: int) -> None:
+        """Completes the sums of a chunk, or of one of its buckets, that are reduced."""
+        self._complete(self._of_chunk.get((chunk, number), ()))
 
     def gather_tied(self, number: int) -> None:
         """Completes this rank's sums of tied parameters."""
@@ -244,9 +245,9 @@ class Gradients:
             for bucket in buckets:
                 bucket.complete()
 
-    def reduce(self, chunk: int) -> None:
-        """Launches the reduction of a chunk's gradients."""
-        for bucket in self._of_chunk.get(chunk, ()):
+    def reduce(self, chunk: int, number: int) -> None:
+        """Launches the reduction of the gradients of a chunk, or of one of its buckets."""
+        for bucket in self._of_chunk.get((chunk, number), ()):
             bucket.launch()
 
     def reduce_tied(self, number: int) -> None:
@@ -254,9 +255,9 @@ class Gradients:
         for bucket in self._of_tie.get(number, ()):
             bucket.launch()
 
-    def arrive(self, chunk: int) -> None:
-        """Waits for the reduction of a chunk's gradients. The host reads at the end of the step which were used."""
-        for bucket in self._of_chunk.get(chunk, ()):
+    def arrive(self, chunk: int, number: int) -> None:
+        """Waits for a reduction. The host reads at the end of the step which parameters were used."""
+        for bucket in self._of_chunk.get((chunk, number), ()):
             bucket.arrive()
 
     def arrive_tied(self, number: int) -> None:

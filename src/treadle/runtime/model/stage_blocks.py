@@ -111,6 +111,21 @@ def blocks_of(module: nn.Module, stage: int, num_stages: int) -> str:
     return embedding + layers + "m" * len(parts.mtp) + ("L" if stage == num_stages - 1 else "")
 
 
+def modules_of_blocks(module: nn.Module, stage: int, num_stages: int) -> list[list[nn.Module]]:
+    """Returns the modules of each block of a stage whose parameters it is the first to read, in the order of letters.
+
+    An MTP block may read the head's, which comes after it.
+    """
+    parts = parts_of(module, stage)
+    embedding = [parts.embedding] if parts.embedding and stage == 0 else []
+    blocks = [*embedding, *([layer] for layer in parts.layers), *([block] for block in parts.mtp)]
+    if stage < num_stages - 1:
+        return blocks
+    if parts.mtp:
+        blocks[len(embedding) + len(parts.layers)] += parts.head
+    return [*blocks, parts.head]
+
+
 def segments_of(layer: Any, where: str) -> tuple[str, ...]:
     """Returns the names of a layer's segments. Raises ValueError where they cannot run."""
     return tuple(Plan.of(layer, where).segments)

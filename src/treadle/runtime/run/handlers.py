@@ -38,7 +38,8 @@ class OpCalls(NamedTuple):
     """The calls of one op, in order. At layer granularity its lane makes them one after the other.
 
     At cell granularity one thread does everything: `prepare` and `launch` come at the op's turn and do not wait for the
-    other rank; `finish` waits for it, just before the reader of a receive, at the end of the step for a reduction.
+    other rank; `finish` waits for it, just before the first reader of a receive or of gathered parameters, at the end
+    of the step for a reduction.
     """
 
     launch: Call
@@ -241,13 +242,28 @@ def _as_told(stage: Chunk, mb: int, grads: Grads, device: torch.device) -> Seque
 
 
 def reduce_grad(part: RankProgram, op: Op) -> OpCalls:
-    """REDUCE_GRAD: a chunk's gradients, summed over replicas."""
-    gradients, chunk = part.gradients, op.chunk
+    """REDUCE_GRAD, REDUCE_SCATTER: the gradients of a chunk, or of one of its buckets, summed over replicas."""
+    gradients, bucket = part.gradients, (op.chunk, op.layer)
     return OpCalls(
-        prepare=partial(gradients.gather, chunk),
-        launch=partial(gradients.reduce, chunk),
-        finish=partial(gradients.arrive, chunk),
+        prepare=partial(gradients.gather, *bucket),
+        launch=partial(gradients.reduce, *bucket),
+        finish=partial(gradients.arrive, *bucket),
     )
+
+
+def gather_params(part: RankProgram, op: Op) -> OpCalls:
+    """GATHER_PARAMS: the parameters of a bucket that other ranks have updated."""
+    buckets = part.parameters.get((op.chunk, op.layer), ())
+
+    def launch() -> None:
+        for bucket in buckets:
+            bucket.launch()
+
+    def arrive() -> None:
+        for bucket in buckets:
+            bucket.arrive()
+
+    return OpCalls(launch, arrive)
 
 
 def reduce_tied(part: RankProgram, op: Op) -> OpCalls:
@@ -270,6 +286,8 @@ HANDLERS: dict[OpKind, Handler] = {
     OpKind.SEND_F: send_forward,
     OpKind.SEND_B: send_gradient,
     OpKind.REDUCE_GRAD: reduce_grad,
+    OpKind.REDUCE_SCATTER: reduce_grad,
+    OpKind.GATHER_PARAMS: gather_params,
     OpKind.REDUCE_TIED: reduce_tied,
     **dict.fromkeys((*SEGMENT_OF, *COPIES), layer_part),
 }

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treadle.ir.ops import OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Program
 from treadle.lowering.running import expected, host_order
 from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.run.rank_program import RankProgram
 
-_REDUCTIONS = {OpKind.REDUCE_GRAD: ALIKE, OpKind.REDUCE_TIED: TIED}
-"""The ranks that reductions wait for."""
+_COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED}
+"""The ranks that the ops of these lanes wait for."""
 
 
 class Instruction(NamedTuple):
@@ -30,7 +30,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(part: RankProgram, handlers: Mapping[OpKind, Handler] = HANDLERS) -> list[Instruction]:
-    """Return the rank's calls in the order its thread makes them, with a wait before each reader of a message."""
+    """Return the rank's calls in the order its thread makes them, with a wait before each first reader."""
     program = part.program
     made: list[Instruction] = []
     last: list[Instruction] = []
@@ -41,20 +41,20 @@ def instructions(part: RankProgram, handlers: Mapping[OpKind, Handler] = HANDLER
         peer = NOBODY
         if op.kind.is_recv or op.kind.is_send:
             peer = part.global_rank(op.lane.peer)
-        elif op.kind in _REDUCTIONS:
-            peer = _REDUCTIONS[op.kind]
+        elif op.lane.kind in _COLLECTIVES:
+            peer = _COLLECTIVES[op.lane.kind]
         else:
             made += [arrivals.pop(needed) for needed in program.deps(op.index) if needed in arrivals]
         if calls.prepare is not None:
             made.append(Instruction(op.index, calls.prepare, NOBODY))
         made.append(Instruction(op.index, calls.launch, peer))
-        if calls.finish is not None and op.kind.is_recv:
+        if calls.finish is not None and (op.kind.is_recv or op.kind is OpKind.GATHER_PARAMS):
             arrivals[op.index] = Instruction(op.index, calls.finish, peer)
         elif calls.finish is not None:
             last.append(Instruction(op.index, calls.finish, peer))
         if op.kind.is_send and op.index + 1 in program.lane_ptr:  # the last of its channel
             last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
-    assert not arrivals, "every receive has a reader"
+    assert not arrivals, "every receive and every gather has a reader"
     return made + last
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from treadle.dist.boundary import Boundary
@@ -10,11 +10,13 @@ from treadle.dist.channel import Channel
 from treadle.ir.program import Program
 from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.gradients import Gradients
+from treadle.runtime.model.parameter_bucket import BucketNumber, ParameterBucket
 
 
 @dataclass
 class RankProgram:
-    """A rank's view of its Program: the stages it holds, the channels to its peers, the gradients it sums.
+    """A rank's view of its Program: the stages it holds, the channels to its peers, the gradients it sums, the
+    parameters it gathers.
 
     `outgoing` and `incoming` have the peers' ranks along pp as keys; `global_rank` turns those into ranks of the world.
     """
@@ -26,6 +28,7 @@ class RankProgram:
     incoming: Mapping[int, Channel]
     gradients: Gradients
     global_rank: Callable[[int], int]
+    parameters: Mapping[BucketNumber, Sequence[ParameterBucket]] = field(default_factory=dict)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """The shapes of a chunk's inputs, from the header of their first message on."""
 

@@ -6,7 +6,7 @@ matrices, so each is given to the rank that has the fewest elements so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,10 +40,13 @@ def divide_elements(sizes: Sequence[int], num_ranks: int, bucket: int) -> list[S
     return [_cut(sizes, tensors, num_ranks) for tensors in _buckets(sizes, range(len(sizes)), bucket)]
 
 
-def divide_whole(sizes: Sequence[int], num_ranks: int, bucket: int) -> list[Shares]:
-    """Give each tensor to one rank, the largest first, each to the rank with the fewest elements so far."""
+def divide_whole(sizes: Sequence[int], num_ranks: int, bucket: int, *, loads: list[int] | None = None) -> list[Shares]:
+    """Give each tensor to one rank, the largest first, each to the rank with the fewest elements so far.
+
+    `loads` are the elements that ranks have already, and have then.
+    """
     largest_first = sorted(range(len(sizes)), key=lambda tensor: (-sizes[tensor], tensor))
-    loads, divided = [0] * num_ranks, list[Shares]()
+    loads, divided = [0] * num_ranks if loads is None else loads, list[Shares]()
     for tensors in _buckets(sizes, largest_first, bucket):
         runs: list[list[Run]] = [[] for _ in range(num_ranks)]
         for tensor in tensors:
@@ -52,6 +55,25 @@ def divide_whole(sizes: Sequence[int], num_ranks: int, bucket: int) -> list[Shar
             runs[rank].append(Run(tensor, 0, sizes[tensor]))
         divided.append(tuple(map(tuple, runs)))
     return divided
+
+
+def cut_blocks(sizes: Mapping[int, int], bucket: int) -> tuple[int, ...]:
+    """Return the first blocks of a stage's buckets, from the last block to 0; all but the last have at least `bucket`.
+
+    `sizes` are those of the blocks that have any.
+
+    Example:
+        >>> cut_blocks({0: 10, 1: 6, 2: 5, 3: 5}, 10)
+        (2, 0)
+
+    """
+    firsts, size = list[int](), 0
+    for block in sorted(sizes, reverse=True):
+        size += sizes[block]
+        if size >= bucket and block > 0:
+            firsts.append(block)
+            size = 0
+    return (*firsts, 0)
 
 
 def _buckets(sizes: Sequence[int], order: Sequence[int], bucket: int) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,11 +17,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
-from treadle.runtime.agreement import raise_for_all
 
 _TIED = -1
 _Views: TypeAlias = dict[Tensor, list[NamedView]]
@@ -28,7 +27,7 @@ _Views: TypeAlias = dict[Tensor, list[NamedView]]
 
 @dataclass(frozen=True)
 class TensorFamily:
-    """Tensors of one type that the same ranks train, of a stage or a tie, sorted by name.
+    """Tensors of one type that the same ranks train, of a stage or a tie, from the last block to the first, by name.
 
     Without a group they are this rank's alone.
     """
@@ -40,9 +39,14 @@ class TensorFamily:
     """Their gradients are reduced with this chunk, or with the tie."""
 
     tie: int | None
+    is_shared: bool
+    """Several chunks read them."""
+
     group: Group | None
     dtype: torch.dtype
     views: tuple[NamedView, ...]
+    blocks: tuple[int, ...]
+    """For each view its block in the stage."""
 
     @property
     def num_ranks(self) -> int:
@@ -53,6 +57,11 @@ class TensorFamily:
     def number(self) -> int:
         """The number of this rank among them."""
         return self.group.group_rank if self.group is not None else 0
+
+    def cut(self, firsts: Sequence[int]) -> Iterator[list[NamedView]]:
+        """Yield the views of each bucket: of blocks from its first on, those of the bucket before it excepted."""
+        for first, end in zip(firsts, (math.inf, *firsts), strict=False):
+            yield [view for view, block in zip(self.views, self.blocks, strict=True) if first <= block < end]
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,12 @@ class Holdings:
 
         """
         named, reason = _by_tensor(views), _foreign(pipe, views)
-        raise_for_all(pipe.groups, reason)
+        pipe.refuse(reason)
         copies = _name_ties(pipe, named)
         found = tuple(view for of_tensor in named.values() for view in of_tensor)
-        raise_for_all(pipe.groups, _twice(found) or _uncovered(pipe, named, {copy for _, copy in copies}))
+        pipe.refuse(_twice(found) or _uncovered(pipe, named, {copy for _, copy in copies}))
         families = tuple(_families(pipe, named, {copy for _, copy in copies}))
-        raise_for_all(pipe.groups, _difference(pipe, families))
+        pipe.refuse(_difference(pipe, families))
         return cls(found, families, tuple(copies))
 
 
@@ -100,13 +109,13 @@ def _by_tensor(views: Iterable[NamedView]) -> _Views:
 
 def _own(pipe: Pipeline) -> Iterator[tuple[int, str, nn.Parameter]]:
     """Yield (stage, name, parameter) of this rank's modules."""
-    for chunk in pipe.stages.values():
-        for name, param in chunk.module.named_parameters():
-            yield chunk.number, name, param
+    for stage, module in pipe.modules.items():
+        for name, param in module.named_parameters():
+            yield stage, name, param
 
 
 def _foreign(pipe: Pipeline, views: Iterable[NamedView]) -> str | None:
-    own = {tensor for chunk in pipe.stages.values() for tensor in (*chunk.module.parameters(), *chunk.module.buffers())}
+    own = {tensor for module in pipe.modules.values() for tensor in (*module.parameters(), *module.buffers())}
     for view in views:
         if view.tensor not in own:
             return (
@@ -118,7 +127,7 @@ def _foreign(pipe: Pipeline, views: Iterable[NamedView]) -> str | None:
 
 def _name_ties(pipe: Pipeline, named: _Views) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Give each tied parameter its name in the lowest stage that names it; return (one object of it, another)."""
-    ties, stages = pipe.gradients.ties, {param: stage for stage, _, param in reversed(list(_own(pipe)))}
+    ties, stages = pipe.ties, {param: stage for stage, _, param in reversed(list(_own(pipe)))}
     if not ties:
         return []
     mine = {
@@ -127,7 +136,7 @@ def _name_ties(pipe: Pipeline, named: _Views) -> list[tuple[nn.Parameter, nn.Par
         if any(param in named for param in tie.params)
     }
     known: dict[str, list[tuple[int, list[str]]]] = {}
-    for told in gather_json(pipe.groups.pp_group, mine):
+    for told in pipe.exchange(mine):
         for name, (stage, names) in told.items():
             known.setdefault(name, []).append((stage, names))
     copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -177,37 +186,33 @@ def _uncovered(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> str 
 
 def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Iterator[TensorFamily]:
     """Yield families: by replicas and by the ranks with the same experts, stage by stage, and tie by tie."""
-    gradients = pipe.gradients
-    of_tie = {param: tie.number for tie in gradients.ties for param in tie.params}
-    found: dict[tuple[int, int, str], list[NamedView]] = {}
-    for param in dict.fromkeys(param for _, _, param in _own(pipe)):
-        if param.requires_grad and param not in copies:
-            tie = of_tie.get(param)
-            stage = pipe.stages[gradients.chunk_of[param]].number if tie is None else _TIED
-            kind = tie if tie is not None else int(param in gradients.owned)
-            found.setdefault((stage, kind, str(param.dtype)), []).extend(named[param])
-    for (stage, kind, dtype), views in sorted(found.items()):
-        by_name = sorted(views, key=lambda view: view.name)
-        first = by_name[0].tensor
-        assert isinstance(first, nn.Parameter)
-        is_tied = stage == _TIED
+    found: dict[tuple[int, int, bool, str], list[nn.Parameter]] = {}
+    holders = pipe.held_parameters()
+    for param, held in holders.items():
+        if param not in copies:
+            stage, kind = (_TIED, held.tie) if held.tie is not None else (held.stage, int(held.is_expert))
+            found.setdefault((stage, kind, held.is_shared, str(param.dtype)), []).append(param)
+    for (stage, kind, is_shared, dtype), params in sorted(found.items()):
+        views = [(-holders[param].block, view.name, view) for param in params for view in named[param]]
+        views.sort(key=lambda each: each[:2])
+        held = holders[params[0]]
         yield TensorFamily(
-            kind=f"{stage} {kind} {dtype}",
-            chunk=None if is_tied else gradients.chunk_of[first],
-            tie=kind if is_tied else None,
-            group=gradients.tied_groups.get(kind) if is_tied else gradients.group_of(first),
-            dtype=first.dtype,
-            views=tuple(by_name),
+            kind=f"{stage} {kind} {is_shared} {dtype}",
+            chunk=held.chunk if held.tie is None else None,
+            tie=held.tie,
+            is_shared=is_shared,
+            group=held.group,
+            dtype=params[0].dtype,
+            views=tuple(view for *_, view in views),
+            blocks=tuple(-block for block, *_ in views),
         )
 
 
 def _difference(pipe: Pipeline, families: Sequence[TensorFamily]) -> str | None:
     """Return a reason if a rank that holds the same tensors has other names or sizes for them."""
-    group, rank = pipe.groups.replica_group, pipe.position.rank
-    if group is None:
-        return None
+    rank = pipe.position.rank
     mine = {family.kind: _digest(family.views) for family in families if family.group is not None}
-    told: Mapping[int, Mapping[str, str]] = dict(zip(group.ranks, gather_json(group, mine), strict=True))
+    told: Mapping[int, Mapping[str, str]] = pipe.exchange_with_replicas(mine)
     for family in families:
         for other in family.group.ranks if family.group is not None else ():
             if other in told and told[other].get(family.kind) != mine[family.kind]:

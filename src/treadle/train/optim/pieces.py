@@ -1,17 +1,14 @@
-"""The pieces of a model's tensors that a rank updates, and how other ranks get them."""
+"""The pieces of a model's tensors that a rank updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from treadle.dist.groups import Group
 from treadle.models.views import NamedView
 from treadle.runtime.model.gradient_bucket import LOW, GradientBucket
-from treadle.train.optim.division import Run, Shares
+from treadle.train.optim.division import Run
 
 
 @dataclass(frozen=True)
@@ -65,25 +62,3 @@ def slice_of(view: NamedView, run: Run) -> Tensor:
     """Return a run of a view's elements, in the memory of its parameter."""
     begin = view.run[0]
     return view.tensor.detach().view(-1)[begin + run.first : begin + run.last]
-
-
-class ParameterBucket:
-    """Tensors of one type whose updated runs the ranks of a group exchange at once."""
-
-    def __init__(self, group: Group, shares: Shares, views: Sequence[NamedView]) -> None:
-        self._group = group
-        self._runs = [[slice_of(views[run.tensor], run) for run in runs] for runs in shares]
-        self._size = max(sum(len(run) for run in runs) for runs in shares)
-        self._like = views[0].tensor.detach()
-
-    def gather(self) -> None:
-        """Replace the other ranks' runs of the parameters by what those ranks have; all ranks call it."""
-        own = self._runs[self._group.group_rank]
-        room = self._like.new_zeros(self._size - sum(map(len, own)))
-        rows = self._group.all_gather(torch.cat([*own, room]).view(torch.uint8))  # bytes: any type, bit by bit
-        for number, (row, runs) in enumerate(zip(rows, self._runs, strict=True)):
-            if number != self._group.group_rank:
-                values = row.view(self._like.dtype)
-                for run in runs:
-                    run.copy_(values[: len(run)])
-                    values = values[len(run) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
 from treadle.runtime.model.gradient_bucket import GradientBucket, Owned
+from treadle.runtime.model.parameter_bucket import DividedBuckets, ParameterBucket
 from treadle.train.checkpoint.tensor_parts import State, TensorPart
-from treadle.train.optim.division import Run, divide_elements, divide_whole
+from treadle.train.optim.division import Run, cut_blocks, divide_elements, divide_whole
 from treadle.train.optim.holdings import Holdings, TensorFamily
 from treadle.train.optim.optimizer_config import OptimizerConfig
-from treadle.train.optim.pieces import OwnedPiece, ParameterBucket
+from treadle.train.optim.pieces import OwnedPiece
 
 PREFIX = "optim."
 """Names of the optimizer's state in a checkpoint: optim.exp_avg.model.norm.weight is of model.norm.weight."""
@@ -27,7 +29,8 @@ class ShardedOptimizer:
     """AdamW, or Muon for matrices, over a pipeline's parameters, whose gradients `pipe.step` has reduced.
 
     Ranks that hold the same parameters each update a part of them, and have reduced gradients, moments and float32
-    masters for that part only; then each gets the other parts. From then on `pipe.step` leaves `.grad` None: main
+    masters for that part only; the next step gathers the other parts, bucket by bucket, in front of the forwards that
+    read them. From then on `pipe.step` leaves `.grad` None: main
     gradients, float32 for parameters of two bytes, stay in the pipeline's buckets. The result is that of
     `torch.optim.AdamW` and `torch.optim.Muon` in one process, which do the arithmetic here, too. A parameter without a
     gradient is left as it is, as torch does.
@@ -68,38 +71,65 @@ class ShardedOptimizer:
         self.config = config if config is not None else OptimizerConfig()
         self._pipe = pipe
         self._holdings = Holdings.of(pipe, views)
-        self._buckets: list[ParameterBucket] = []
         self._by_adamw: list[OwnedPiece] = []
         self._by_muon: list[OwnedPiece] = []
-        chunks: dict[int, list[GradientBucket]] = {}
-        ties: dict[int, list[GradientBucket]] = {}
-        for family in self._holdings.families:
-            of, number = (chunks, family.chunk) if family.chunk is not None else (ties, family.tie)
-            assert number is not None, "a family is of a chunk or of a tie"
-            of.setdefault(number, []).extend(self._divide(family))
-        pipe.gradients.divide(chunks, ties)
+        self._loads: dict[int, list[int]] = {}
+        pipe.divide(self._divide_all())
         self._adamw, self._muon = self._make_adamw(), self._make_muon()
 
     # -- making it ---------------------------------------------------------------------------------------------------
 
-    def _divide(self, family: TensorFamily) -> Iterator[GradientBucket]:
-        """Divide a family's tensors into pieces, by elements for AdamW, by whole matrices for Muon; yield buckets."""
-        bucket = max(1, int(self.config.bucket_mb * 2**20) // family.views[0].tensor.itemsize)
-        whole = [self.config.by_muon(view.name, view.of(view.tensor).dim()) for view in family.views]
+    def _divide_all(self) -> DividedBuckets:
+        """Divide all tensors into buckets that follow the blocks of their stage, in the order of a backward."""
+        families = self._holdings.families
+        sizes: dict[int, dict[int, int]] = {stage: {} for stage in range(len(self._pipe.modules))}
+        for family in families:
+            for view, block in zip(family.views, family.blocks, strict=True) if family.chunk is not None else ():
+                of_chunk = sizes[family.chunk]  # type: ignore[index]
+                of_chunk[block] = of_chunk.get(block, 0) + view.of(view.tensor).numel() * view.tensor.itemsize
+        made = DividedBuckets({chunk: cut_blocks(sizes[chunk], self._bucket_bytes) for chunk in sizes})
+        for family in families:
+            firsts = made.firsts[family.chunk] if family.chunk is not None and not family.is_shared else (0,)
+            for number, views in enumerate(family.cut(firsts)):
+                gathered: list[ParameterBucket] = []
+                reduced = list(self._divide(family, views, gathered))
+                if family.chunk is None:
+                    made.tied_gradients.setdefault(family.tie or 0, []).extend(reduced)
+                else:
+                    place = family.chunk, len(made.firsts[family.chunk]) - 1 if family.is_shared else number
+                    made.gradients.setdefault(place, []).extend(reduced)
+                if family.chunk is None or family.is_shared:
+                    made.tied_parameters.extend(gathered)
+                else:
+                    made.parameters.setdefault((family.chunk, number), []).extend(gathered)
+        return made
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return max(1, int(self.config.bucket_mb * 2**20))
+
+    def _divide(
+        self, family: TensorFamily, held: Sequence[NamedView], gathered: list[ParameterBucket]
+    ) -> Iterator[GradientBucket]:
+        """Divide tensors of a family into pieces, by elements for AdamW, by whole matrices for Muon; yield buckets."""
+        bucket = max(1, self._bucket_bytes // family.dtype.itemsize)
+        whole = [self.config.by_muon(view.name, view.of(view.tensor).dim()) for view in held]
+        loads = self._loads.setdefault(id(family), [0] * family.num_ranks)
         for is_matrix, divide, pieces in (
             (False, divide_elements, self._by_adamw),
-            (True, divide_whole, self._by_muon),
+            (True, partial(divide_whole, loads=loads), self._by_muon),
         ):
-            views = [view for view, by_muon in zip(family.views, whole, strict=True) if by_muon is is_matrix]
+            views = [view for view, by_muon in zip(held, whole, strict=True) if by_muon is is_matrix]
             for shares in divide([view.of(view.tensor).numel() for view in views], family.num_ranks, bucket):
-                gradients = GradientBucket([self._elements(runs, views) for runs in shares], family.group)
+                rows = [self._elements(runs, views) for runs in shares]
+                gradients = GradientBucket(rows, family.group)
                 yield gradients
                 at = 0
                 for run in shares[family.number]:
                     pieces.append(OwnedPiece.of(views[run.tensor], run, gradients, at, is_matrix=is_matrix))
                     at += len(run)
                 if family.group is not None:
-                    self._buckets.append(ParameterBucket(family.group, shares, views))
+                    gathered.append(ParameterBucket(rows, family.group))
 
     def _elements(self, runs: Sequence[Run], views: Sequence[NamedView]) -> Owned:
         """Return the elements of runs, in their parameters; the objects of a tied parameter are one."""
@@ -155,14 +185,17 @@ class ShardedOptimizer:
             raise ValueError(f"max_norm is more than 0, math.inf to clip nothing, got {max_norm}")
         norm = self._pipe.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
-        for shard in self._pipe.gradients.shards():
-            shard.mul_(factor.to(shard.dtype))
+        self._pipe.scale_gradients(factor)
         return norm
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all parameters by their gradients. Every rank calls it, after a `pipe.step` that reduced."""
-        if not self._pipe.gradients.reduced:
+        """Update this rank's part of the parameters. Every rank calls it, after a `pipe.step` that reduced.
+
+        The next `pipe.step` gathers the others' parts, each bucket before its first forward; whoever reads parameters
+        before calls `pipe.gather_parameters()`.
+        """
+        if not self._pipe.has_whole_gradients:
             raise ValueError(
                 "step() updates by the whole gradient, and the last pipe.step left each rank its share (no_sync()); "
                 "update after a step that reduces"
@@ -182,14 +215,12 @@ class ShardedOptimizer:
         self._muon.step()  # type: ignore[no-untyped-call]
         for piece in self.pieces():
             piece.round()
-        with self._pipe.together("the exchange of parameters"):
-            for bucket in self._buckets:
-                bucket.gather()
+        self._pipe.parameters_updated()
         self._copy_ties()
 
     def zero_grad(self) -> None:
         """Forget the gradients of this rank's parameters."""
-        self._pipe.gradients.clear()
+        self._pipe.clear_gradients()
 
     def not_finite(self) -> list[str]:
         """Return the names of tensors whose gradients have NaN or infinity in this rank's shards."""
@@ -227,8 +258,10 @@ class ShardedOptimizer:
         """Return parameters, buffers and the optimizer's state, the live tensors, by names that no layout changes.
 
         A parameter is whole, under its own name. `optim.exp_avg.NAME` and its like are runs of elements of the
-        flattened tensor NAME; `optim.step.NAME` is the number of updates that it has had.
+        flattened tensor NAME; `optim.step.NAME` is the number of updates that it has had. Every rank calls it:
+        parameters are gathered if the last update has left them in parts.
         """
+        self._pipe.gather_parameters()
         state = {view.name: TensorPart.whole(view.of(view.tensor)) for view in self._holdings.views}
         for piece, kind, tensor in self._state():
             name, size = f"{PREFIX}{kind}.{piece.view.name}", piece.view.of(piece.view.tensor).numel()

@@ -1,26 +1,18 @@
-"""How ranks find each other: contacts exchanged once over the given groups, after which no store is needed.
+"""How ranks find each other: contacts exchanged once over the given rings, after which no store is needed.
 
-In each group the ranks form a ring, in the order of the group. A rank has a connection to the rank before and after it
+A rank has a connection to the rank before and after it
 in each ring: four at most on a mesh of two dimensions, whatever its size. Messages go round both ways.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-import torch
-
-from treadle.dist.streams import HOST_MEMORY
-
-_CONTACT = struct.Struct("!I46sHIi16s16s16s")
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Contact:
+class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a rank is reached and identified: `host` is its host and pid namespace, `network` its network namespace."""
 
     rank: int
@@ -37,31 +29,6 @@ class Contact:
         """The mark on its progress page."""
         return int.from_bytes(self.token[:8], "little", signed=True)
 
-    def pack(self) -> bytes:
-        """Returns the contact in a fixed number of bytes, as gathering over a group needs it."""
-        address = self.address.encode()
-        head = (self.rank, address, self.port, self.pid, self.progress_fd)
-        return _CONTACT.pack(*head, self.token, self.host, self.network)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Contact:
-        """Returns the contact that `pack` packed."""
-        rank, address, *rest = _CONTACT.unpack(data)
-        return cls(rank, address.rstrip(b"\0").decode(), *rest)
-
-
-class GatherGroup(Protocol):
-    """A group of ranks that can gather."""
-
-    @property
-    def ranks(self) -> list[int]:
-        """The members' numbers in the world, in the order of the ring."""
-        ...
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every member's tensor, in the order of `ranks`."""
-        ...
-
 
 def beside(ranks: Sequence[int], rank: int) -> set[int]:
     """Returns the ranks before and after `rank` in the ring of `ranks`."""
@@ -69,18 +36,20 @@ def beside(ranks: Sequence[int], rank: int) -> set[int]:
     return {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}
 
 
-def exchange(groups: Sequence[GatherGroup], own: Contact) -> dict[int, Contact]:
-    """Gathers contacts over all groups, and returns those of this rank's neighbours in the rings."""
+def exchange(
+    rings: Sequence[Sequence[int]], own: Contact, gather: Callable[[str, Sequence[int]], Sequence[str]]
+) -> dict[int, Contact]:
+    """Gathers contacts over all rings, and returns those of this rank's neighbours.
+
+    `gather(text, ranks)` returns the texts of `ranks`, all of which call it.
+    """
     neighbours: dict[int, Contact] = {}
-    packed = torch.tensor(list(own.pack()), dtype=torch.uint8, device=HOST_MEMORY)
-    for group in groups:
-        if len(group.ranks) == 1:
-            continue
-        gathered = group.all_gather(packed)
-        for rank in beside(group.ranks, own.rank):
-            other = Contact.unpack(bytes(gathered[group.ranks.index(rank)].tolist()))
-            _refuse_loopback(own, other)
-            neighbours[rank] = other
+    text = msgspec.json.encode(own).decode()
+    for ranks in rings:
+        texts = dict(zip(ranks, gather(text, ranks), strict=True))
+        for rank in beside(ranks, own.rank):
+            neighbours[rank] = msgspec.json.decode(texts[rank], type=Contact)
+            _refuse_loopback(own, neighbours[rank])
     return neighbours
 
 

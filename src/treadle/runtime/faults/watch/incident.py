@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from treadle.runtime.faults.watch.diagnosis import culprit, first
@@ -56,8 +57,6 @@ class _Inquiry:
     request: StateRequest
     began: float
     states: dict[int, Observation] = field(default_factory=dict)
-    spoke: bool = False
-    decided: bool = False
 
 
 class Incident:
@@ -67,7 +66,7 @@ class Incident:
         self.rank, self._surroundings, self._spread = rank, surroundings, spread
         self.reports: list[Lost] = []
         self.first_loss: Lost | None = None
-        self._settle_at = math.inf
+        self._due: list[tuple[float, Callable[[float], None]]] = []
         self._inquiries: dict[tuple[int, int], _Inquiry] = {}
         self._seen: set[tuple[type, int, int]] = set()
         self._seq = 0
@@ -100,10 +99,14 @@ class Incident:
         self._seen.add(key)
         match message:
             case Lost():
+                if not self.reports:
+                    self._due.append((now + SETTLE_S, self._settle))
                 self.reports.append(message)
-                self._settle_at = min(self._settle_at, now + SETTLE_S)
             case StateRequest(origin, seq):
-                self._inquiries.setdefault((origin, seq), _Inquiry(message, now))
+                self._inquiries[origin, seq] = inquiry = _Inquiry(message, now)
+                self._due.append((now + SPEAK_S, partial(self._speak_for_neighbours, inquiry)))
+                if origin == self.rank:
+                    self._due.append((now + DECIDE_S, partial(self._decide, inquiry)))
                 self._tell(StateReply(self.rank, self._next(), (origin, seq), self._surroundings.own()), now)
             case StateReply(request=request, observation=new) if request in self._inquiries:
                 states = self._inquiries[request].states
@@ -113,23 +116,14 @@ class Incident:
 
     def turn(self, now: float) -> None:
         """Does whatever is due now."""
-        for inquiry in list(self._inquiries.values()):
-            if not inquiry.spoke and now >= inquiry.began + SPEAK_S:
-                inquiry.spoke = True
-                self._speak_for_neighbours(inquiry, now)
-            if not inquiry.decided and now >= inquiry.began + DECIDE_S:
-                inquiry.decided = True
-                self._decide(inquiry, now)
-        if self.first_loss is None and now >= self._settle_at:
-            self.first_loss = first(self.reports)
+        due = [each for each in self._due if now >= each[0]]
+        self._due = [each for each in self._due if now < each[0]]
+        for _, do in due:
+            do(now)
 
     def due(self) -> float:
         """Returns the time at which something is due next."""
-        times = [self._settle_at if self.first_loss is None else math.inf]
-        for inquiry in self._inquiries.values():
-            times += [inquiry.began + SPEAK_S] * (not inquiry.spoke)
-            times += [inquiry.began + DECIDE_S] * (not inquiry.decided)
-        return min(times)
+        return min((at for at, _ in self._due), default=math.inf)
 
     def _next(self) -> int:
         self._seq += 1
@@ -145,8 +139,12 @@ class Incident:
             if seen.rank not in inquiry.states or _better(seen, inquiry.states[seen.rank]):
                 self._tell(StateReply(self.rank, self._next(), request, seen), now)
 
+    def _settle(self, now: float) -> None:
+        del now
+        self.first_loss = first(self.reports)
+
     def _decide(self, inquiry: _Inquiry, now: float) -> None:
-        if inquiry.request.origin != self.rank or self.reports:
+        if self.reports:
             return
         found = culprit(self.rank, inquiry.request.cause, inquiry.states)
         if found is not None:

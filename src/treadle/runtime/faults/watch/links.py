@@ -6,7 +6,6 @@ there is one connection between them.
 
 from __future__ import annotations
 
-import hmac
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,6 @@ from treadle.runtime.faults.watch.loss_messages import (
     decode,
     encode,
 )
-from treadle.wire.errors import WireError
 from treadle.wire.frames import FIRST_BYTES, Frames
 from treadle.wire.listeners import Listener
 
@@ -38,11 +36,19 @@ _CHUNK_BYTES = 1 << 16
 
 
 class NeighbourLink:
-    """The connection to one neighbour. `frames` holds bytes that came behind its greeting."""
+    """The connection to one neighbour; before its greeting, a message may have FIRST_BYTES at most.
 
-    def __init__(self, connection: socket.socket, frames: Frames | None = None) -> None:
-        self.socket, self._pending = connection, bytearray()
-        self._frames = frames if frames is not None else Frames()
+    A child that is forked closes its copy: it would keep the connection open beyond this rank's death.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        close_in_children(connection)
+        send_at_once(connection)
+        self.socket, self._pending, self._frames = connection, bytearray(), Frames(FIRST_BYTES)
+
+    def trust(self) -> None:
+        """Allows messages of any kind from now on."""
         self._frames.most_bytes = MOST_MESSAGE_BYTES
 
     @property
@@ -67,20 +73,20 @@ class NeighbourLink:
             except OSError:
                 self._pending.clear()
 
-    def receive(self) -> tuple[list[Message], bool]:
-        """Returns the messages that have come, and whether the connection still stands. Raises WireError."""
+    def read(self) -> bool:
+        """Takes the bytes that have come. Returns whether the connection still stands."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
-            return [], True
+            return True
         except OSError:
-            return [], False
+            return False
         self._frames.feed(data)
-        return self.received(), bool(data)
+        return bool(data)
 
-    def received(self) -> list[Message]:
-        """Returns the messages that are whole. Raises WireError."""
-        return list(map(decode, _bodies(self._frames)))
+    def received(self) -> Iterator[Message]:
+        """Yields the messages that are whole. Raises WireError."""
+        return map(decode, iter(self._frames.next, None))
 
 
 class Neighbour:
@@ -106,44 +112,18 @@ class Neighbour:
         return Observation(self.rank, condition, slots.op, slots.step, still_ms, exact, waits=())
 
 
-class PendingConnection:
-    """An accepted connection whose greeting has not come. It can send no more than FIRST_BYTES."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        _prepare(connection)
-        send_at_once(connection)
-        self.socket, self.frames = connection, Frames(FIRST_BYTES)
-
-    def identify(self, token: bytes) -> tuple[Greeting | None, bool]:
-        """Returns the caller's greeting once it is there, and whether the connection may stay."""
-        try:
-            data = self.socket.recv(FIRST_BYTES)
-            self.frames.feed(data)
-            body = self.frames.next()
-            greeting = decode(body) if body is not None else None
-        except BlockingIOError:
-            return None, True
-        except (OSError, WireError):
-            return None, False
-        if greeting is None:
-            return None, bool(data)
-        if isinstance(greeting, Greeting) and hmac.compare_digest(greeting.token, token):
-            return greeting, True
-        return None, False
-
-
-def open_listener(address: str) -> Listener[PendingConnection]:
+def open_listener(address: str) -> Listener[NeighbourLink]:
     """Returns a non-blocking listener at this address only."""
     try:
-        listener = Listener(listen_at(address), PendingConnection)
+        listener = Listener(listen_at(address), NeighbourLink)
     except OSError as error:
         raise ValueError(f"cannot listen at {address} ({error}); give an address of this host with address=") from error
     listener.server.setblocking(False)
     return listener
 
 
-def call(contact: Contact, rank: int) -> socket.socket:
-    """Returns a non-blocking connection to a rank, which has been sent the greeting of `rank`."""
+def call(contact: Contact, rank: int) -> NeighbourLink:
+    """Returns a connection to a rank, which has been sent the greeting of `rank`."""
     try:
         connection = connect_to(contact.address, contact.port, CONNECT_S)
         connection.sendall(encode(Greeting(contact.token, rank)))
@@ -153,16 +133,4 @@ def call(contact: Contact, rank: int) -> socket.socket:
             f"rank {rank} cannot reach rank {contact.rank} at {where} ({error}); "
             f"does rank {contact.rank} need address=?"
         ) from error
-    _prepare(connection)
-    return connection
-
-
-def _prepare(connection: socket.socket) -> None:
-    """A child that is forked closes its copy: it would keep the connection open beyond this rank's death."""
-    connection.setblocking(False)
-    close_in_children(connection)
-
-
-def _bodies(frames: Frames) -> Iterator[bytes]:
-    while (body := frames.next()) is not None:
-        yield body
+    return NeighbourLink(connection)

@@ -6,6 +6,7 @@ gone. The listener is closed once all expected neighbours have connected.
 
 from __future__ import annotations
 
+import hmac
 import selectors
 import socket
 import threading
@@ -16,8 +17,8 @@ from typing import Protocol
 
 from treadle.host.waker import Waker
 from treadle.runtime.faults.progress.progress_page import Snapshot
-from treadle.runtime.faults.watch.links import Neighbour, NeighbourLink, PendingConnection
-from treadle.runtime.faults.watch.loss_messages import Goodbye, Message, encode
+from treadle.runtime.faults.watch.links import Neighbour, NeighbourLink
+from treadle.runtime.faults.watch.loss_messages import Goodbye, Greeting, Message, encode
 from treadle.wire.errors import WireError
 from treadle.wire.listeners import Listener
 
@@ -42,7 +43,7 @@ class Transport:
         self,
         owner: MessageHandler,
         neighbours: Sequence[Neighbour],
-        listener: Listener[PendingConnection],
+        listener: Listener[NeighbourLink],
         token: bytes,
     ) -> None:
         self._owner, self._token = owner, token
@@ -53,15 +54,15 @@ class Transport:
         self._waker = Waker()
         self._parting = False
 
-    def open(self, called: Mapping[int, socket.socket]) -> None:
+    def open(self, called: Mapping[int, NeighbourLink]) -> None:
         """Starts with the connections to neighbours that this rank called; the other neighbours call this rank."""
         self._selector.register(self._waker, selectors.EVENT_READ, self._waker.clear)
         self._selector.register(self._listener.server, selectors.EVENT_READ, self._accept)
         for neighbour in self.neighbours.values():
             if neighbour.page_reader is not None:
                 self._selector.register(neighbour.page_reader.pidfd, selectors.EVENT_READ, self._ended_of(neighbour))
-        for rank, connection in called.items():
-            self._take(self.neighbours[rank], NeighbourLink(connection))
+        for rank, link in called.items():
+            self._take(self.neighbours[rank], link)
         self._close_listener_if_met()
 
     def missing(self) -> list[int]:
@@ -78,8 +79,8 @@ class Transport:
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int)):
             if key.fd in self._selector.get_map():  # not dropped while another event was handled
                 key.data()
-        for pending, _ in self._listener.overdue():
-            self._refuse(pending)
+        for stranger, _ in self._listener.overdue():
+            self._refuse(stranger)
 
     def spread(self, message: Message, source: Neighbour | None = None) -> None:
         """Sends a message to all neighbours but its source."""
@@ -118,29 +119,37 @@ class Transport:
         return [(each, each.link) for each in self.neighbours.values() if each.link is not None]
 
     def _accept(self) -> None:
-        pending = self._listener.accept()
-        if pending is not None:
-            self._selector.register(pending.socket, selectors.EVENT_READ, lambda: self._identify(pending))
+        link = self._listener.accept()
+        if link is not None:
+            self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._identify(link))
 
-    def _identify(self, pending: PendingConnection) -> None:
-        greeting, stays = pending.identify(self._token)
-        neighbour = self.neighbours.get(greeting.rank) if greeting is not None else None
-        if not stays or (greeting is not None and (neighbour is None or neighbour.link is not None)):
-            self._refuse(pending)
-        elif neighbour is not None:
-            self._selector.unregister(pending.socket)
-            self._listener.discard(pending)
-            link = NeighbourLink(pending.socket, pending.frames)
-            self._take(neighbour, link)
-            self._close_listener_if_met()  # first: a goodbye behind the greeting drops the link
-            self._hand_over(neighbour, lambda: (link.received(), True))
+    def _identify(self, link: NeighbourLink) -> None:
+        try:
+            stands, greeting = link.read(), next(link.received(), None)
+        except WireError:
+            self._refuse(link)
+            return
+        if greeting is None and stands:
+            return
+        neighbour = None
+        if isinstance(greeting, Greeting) and hmac.compare_digest(greeting.token, self._token):
+            neighbour = self.neighbours.get(greeting.rank)
+        if neighbour is None or neighbour.link is not None:
+            self._refuse(link)
+            return
+        self._selector.unregister(link.socket)
+        self._listener.discard(link)
+        self._take(neighbour, link)
+        self._close_listener_if_met()  # first: a goodbye after the greeting drops the link
+        self._hand_over(neighbour, link, stands=stands)
 
-    def _refuse(self, pending: PendingConnection) -> None:
-        self._unregister(pending.socket)
-        self._listener.discard(pending)
-        pending.socket.close()
+    def _refuse(self, link: NeighbourLink) -> None:
+        self._unregister(link.socket)
+        self._listener.discard(link)
+        link.socket.close()
 
     def _take(self, neighbour: Neighbour, link: NeighbourLink) -> None:
+        link.trust()
         neighbour.link, neighbour.heard = link, time.monotonic()
         self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._read(neighbour))
 
@@ -152,16 +161,17 @@ class Transport:
     def _close_listener(self) -> None:
         self._unregister(self._listener.server)
         self._listener.close()
-        for pending in list(self._listener.strangers):
-            self._refuse(pending)
+        for stranger in list(self._listener.strangers):
+            self._refuse(stranger)
 
     def _read(self, neighbour: Neighbour) -> bool:
         """Handles the messages that a neighbour has sent; False once there are no more to come."""
-        return neighbour.link is not None and self._hand_over(neighbour, neighbour.link.receive)
+        link = neighbour.link
+        return link is not None and self._hand_over(neighbour, link, stands=link.read())
 
-    def _hand_over(self, neighbour: Neighbour, receive: Callable[[], tuple[list[Message], bool]]) -> bool:
+    def _hand_over(self, neighbour: Neighbour, link: NeighbourLink, *, stands: bool) -> bool:
         try:
-            messages, stands = receive()
+            messages = list(link.received())
         except WireError:
             self._drop(neighbour)
             self._owner.miss(neighbour, died=False)

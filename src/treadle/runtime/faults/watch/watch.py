@@ -1,6 +1,6 @@
 """The watch as the main thread uses it.
 
-watch = Watch.join([pp, dp], rank=rank, name=name, deadline_s=60.0)
+watch = Watch.join([pp, dp], gather, rank=rank, name=name, deadline_s=60.0)
 watch.on_alarm(sockets.shut)
 slots = watch.slots
 ...
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,9 +27,9 @@ from treadle.dist.errors import OWN_ERRORS
 from treadle.host.processes import ended
 from treadle.runtime.faults.progress.progress_page import PageReader, ProgressPage, namespace_id
 from treadle.runtime.faults.progress.wait_target import NOBODY
-from treadle.runtime.faults.watch.contacts import Contact, GatherGroup, exchange
-from treadle.runtime.faults.watch.links import Neighbour, call, open_listener
-from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, rank_lost, timed_out
+from treadle.runtime.faults.watch.contacts import Contact, exchange
+from treadle.runtime.faults.watch.links import Neighbour, NeighbourLink, call, open_listener
+from treadle.runtime.faults.watch.loss import Naming, RankLostError, from_network, timed_out
 from treadle.runtime.faults.watch.loss_messages import (
     MOST_TEXT,
     TOKEN_BYTES,
@@ -65,8 +64,8 @@ TELL_S = 1.0
 class Watch:
     """One rank's watch over the others."""
 
-    def __init__(self, watchdog: Watchdog, transport: Transport, progress: ProgressPage, describe: _Describe) -> None:
-        self._watchdog, self._transport, self._progress, self._describe = watchdog, transport, progress, describe
+    def __init__(self, watchdog: Watchdog, transport: Transport, progress: ProgressPage) -> None:
+        self._watchdog, self._transport, self._progress = watchdog, transport, progress
         self.slots = progress.slots
         # Also at exit, of a multiprocessing child too, so that a normal end is not taken for a death.
         self._close = Finalize(self, _close, args=(watchdog, progress), exitpriority=100)
@@ -74,7 +73,8 @@ class Watch:
     @classmethod
     def join(
         cls,
-        groups: Sequence[GatherGroup],
+        rings: Sequence[Sequence[int]],
+        gather: Callable[[str, Sequence[int]], Sequence[str]],
         *,
         rank: int,
         name: Naming,
@@ -83,22 +83,23 @@ class Watch:
         waited: Sequence[Sequence[int]] | None = None,
         meeting: Callable[[], None] = lambda: None,
     ) -> Watch:
-        """Connects to the neighbours in the ring of each group; all ranks of a group call it, with groups in one order.
+        """Connects to the neighbours in each ring; all ranks of a ring call it, with rings in one order.
 
+        `gather(text, ranks)` returns what each of `ranks` gave as text, in their order.
         `name(rank, op)` is the text of an op of any rank. A rank that is silent for `deadline_s` is lost. `address` is
         where neighbours can reach this process, for hosts where the address from which the store is reached is not the
-        one. `waited` are the ranks that a collective may wait for, those of each group if not given. `meeting` is
+        one. `waited` are the ranks that a collective may wait for, those of each ring if not given. `meeting` is
         called now and then until all neighbours have connected, and may raise.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         progress = ProgressPage(int.from_bytes(token[:8], "little", signed=True))
         listener = open_listener(address if address is not None else own_address())
-        called: dict[int, socket.socket] = {}
+        called: dict[int, NeighbourLink] = {}
         try:
             host, port = listener.server.getsockname()[:2]
             ids = namespace_id("pid"), namespace_id("net")
             own = Contact(rank, host, port, os.getpid(), progress.fd, token, *ids)
-            contacts = exchange(groups, own)
+            contacts = exchange(rings, own, gather)
             for other in sorted(contacts):
                 try:
                     called |= {other: call(contacts[other], rank)} if other < rank else {}
@@ -108,16 +109,14 @@ class Watch:
         except BaseException:
             progress.close()
             listener.close()
-            for connection in called.values():
-                connection.close()
+            for link in called.values():
+                link.socket.close()
             raise
         neighbours = [Neighbour(other, _page_reader(own, other)) for other in contacts.values()]
-        describe = _Describe(rank, progress, name, deadline_s)
-        waited = waited if waited is not None else [group.ranks for group in groups]
-        watchdog = Watchdog(rank, progress, waited, deadline_s, describe)
-        watch = cls(watchdog, watchdog.start(neighbours, listener, token, called), progress, describe)
-        for neighbour in (other for other in neighbours if _has_ended(own, other.contact)):
-            watchdog.do(partial(watchdog.lose, neighbour))
+        watchdog = Watchdog(rank, progress, waited if waited is not None else rings, deadline_s, name)
+        watch = cls(watchdog, watchdog.start(neighbours, listener, token, called), progress)
+        for ended_before in (other for other in neighbours if _has_ended(own, other.contact)):
+            watchdog.do(partial(watchdog.miss, ended_before, died=True))
         watch._wait_until_met(meeting)
         return watch
 
@@ -137,9 +136,9 @@ class Watch:
     def noticed(self) -> RankLostError:
         """Returns the alarm, to be raised by the main thread, whose process will not be ended from now on."""
         self._watchdog.acknowledged = True
-        assert self.alarm is not None
         lost = self._watchdog.incident.first_loss
-        return self._describe(lost) if lost is not None else self.alarm
+        assert lost is not None
+        return self._watchdog.describe(lost)
 
     def failed(self, error: BaseException, waiting_for: str) -> RankLostError:
         """Finds the rank behind a wait that raised `error`, and returns the error to raise from it.
@@ -151,8 +150,8 @@ class Watch:
             cause = WaitFailure.STUCK
         self._find_out(cause)
         self._watchdog.acknowledged = True
-        lost = self._watchdog.incident.first_loss if self._watchdog.alarm is not None else None
-        return self._describe(lost if lost is not None else self._nobody_told(cause), waiting_for)
+        lost = self._watchdog.incident.first_loss or self._nobody_told(cause)
+        return self._watchdog.describe(lost, waiting_for)
 
     def raised(self, error: BaseException) -> None:
         """Tells every rank that this rank's own work raised `error`.
@@ -167,8 +166,8 @@ class Watch:
             return
         text = f"{type(error).__name__}: {error}"[:MOST_TEXT]
         incident, own = self._watchdog.incident, self._watchdog.own()  # now: the step's end clears the page
-        tell = self._watchdog.do(lambda now: incident.lose(LossKind.RAISED, own, now, text=text, secondhand=secondhand))
-        tell.wait(TELL_S)
+        lose = partial(incident.lose, LossKind.RAISED, own, text=text, secondhand=secondhand)
+        self._watchdog.do(lambda: lose(time.monotonic())).wait(TELL_S)
 
     def await_alarm(self) -> None:
         """Waits until what this rank has reported is settled among all ranks."""
@@ -191,7 +190,7 @@ class Watch:
         if cause is WaitFailure.CLOSED and watchdog.is_alive:
             watchdog.alarmed.wait(REPORT_S)
         while not watchdog.alarmed.is_set() and watchdog.is_alive and time.monotonic() < until:
-            watchdog.do(lambda now: watchdog.incident.ask(cause, now))
+            watchdog.do(lambda: watchdog.incident.ask(cause, time.monotonic()))
             watchdog.alarmed.wait(ANSWER_S)
 
     def _nobody_told(self, cause: WaitFailure) -> Lost:
@@ -225,23 +224,6 @@ class Watch:
         except BaseException:
             self.close()
             raise
-
-
-class _Describe:
-    """Makes this rank's error about a loss, which also says where this rank is."""
-
-    def __init__(self, rank: int, progress: ProgressPage, name: Naming, deadline_s: float) -> None:
-        self._rank, self._progress, self._name, self._deadline_s = rank, progress, name, deadline_s
-
-    def __call__(self, lost: Lost, waiting_for: str | None = None) -> RankLostError:
-        return rank_lost(
-            lost,
-            rank=self._rank,
-            here=self._progress.look(),
-            name=self._name,
-            deadline_s=self._deadline_s,
-            waiting_for=waiting_for,
-        )
 
 
 def _has_ended(own: Contact, other: Contact) -> bool:

@@ -6,7 +6,6 @@ Only this thread touches the connections. The main thread queues errands for it 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,8 +17,8 @@ from typing import NoReturn
 
 from treadle.runtime.faults.progress.progress_page import OUTSIDE, ProgressPage
 from treadle.runtime.faults.watch.incident import Incident
-from treadle.runtime.faults.watch.links import Neighbour, PendingConnection
-from treadle.runtime.faults.watch.loss import EXIT_LOST, RankLostError
+from treadle.runtime.faults.watch.links import Neighbour, NeighbourLink
+from treadle.runtime.faults.watch.loss import EXIT_LOST, Naming, RankLostError, rank_lost
 from treadle.runtime.faults.watch.loss_messages import (
     Condition,
     Flooded,
@@ -54,7 +53,7 @@ A turn counts at most twice its length: on a host that gives this process no cor
 
 
 class Watchdog:
-    """One rank's watch thread. `describe` makes the error of a loss; `groups` are the ranks of each group."""
+    """One rank's watch thread. `groups` are the ranks of each group."""
 
     def __init__(
         self,
@@ -62,9 +61,9 @@ class Watchdog:
         progress: ProgressPage,
         groups: Sequence[Sequence[int]],
         deadline_s: float,
-        describe: Callable[[Lost], RankLostError],
+        name: Naming,
     ) -> None:
-        self.rank, self._progress, self.groups, self._describe = rank, progress, groups, describe
+        self.rank, self._progress, self.groups, self._name = rank, progress, groups, name
         self.deadline_s, self._silence_s = deadline_s, max(deadline_s, LEAST_SILENCE_S)
         self.incident = Incident(rank, self, self._spread)  # this thread's: others reach it by errands
         self.alarm: RankLostError | None = None
@@ -84,9 +83,9 @@ class Watchdog:
     def start(
         self,
         neighbours: Sequence[Neighbour],
-        listener: Listener[PendingConnection],
+        listener: Listener[NeighbourLink],
         token: bytes,
-        called: Mapping[int, socket.socket],
+        called: Mapping[int, NeighbourLink],
     ) -> Transport:
         """Starts the thread."""
         self._transport = Transport(self, neighbours, listener, token)
@@ -94,12 +93,12 @@ class Watchdog:
         self._thread.start()
         return self._transport
 
-    def do(self, errand: Callable[[float], None]) -> threading.Event:
-        """Queues `errand(now)` for the thread. The event is set once it is done."""
+    def do(self, errand: Callable[[], None]) -> threading.Event:
+        """Queues an errand for the thread. The event is set once it is done."""
         done = threading.Event()
 
         def run() -> None:
-            errand(time.monotonic())
+            errand()
             done.set()
 
         self._errands.put(run)
@@ -111,6 +110,13 @@ class Watchdog:
         self._unblocks.append(unblock)
         if self.alarm is not None:
             unblock()
+
+    def describe(self, lost: Lost, waiting_for: str | None = None) -> RankLostError:
+        """Returns this rank's error about a loss, which also says where this rank is."""
+        here, name = self._progress.look(), self._name
+        return rank_lost(
+            lost, rank=self.rank, here=here, name=name, deadline_s=self.deadline_s, waiting_for=waiting_for
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -165,14 +171,7 @@ class Watchdog:
                 if self.incident.hear(message, now):
                     self._transport.spread(message, source=neighbour)
                 if isinstance(message, Lost) and message.silent and message.rank == self.rank:
-                    self._exit(
-                        self._describe(message)
-                    )  # it was stopped, and given up since: it must not write any more
-
-    def lose(self, neighbour: Neighbour, now: float) -> None:
-        """Reports a neighbour that had ended before it could be watched."""
-        del now
-        self.miss(neighbour, died=True)
+                    self._exit(self.describe(message))  # it was stopped, and given up since: it must write no more
 
     def miss(self, neighbour: Neighbour, *, died: bool) -> None:
         """Reports a neighbour that is gone without a goodbye, unless its loss is known or follows from a known one."""
@@ -237,7 +236,7 @@ class Watchdog:
 
     def _raise_alarm(self, lost: Lost) -> None:
         """Tells the main thread, and kills a silent neighbour: a lost rank must not come back and write."""
-        self.alarm = self._describe(lost)
+        self.alarm = self.describe(lost)
         if lost.silent and lost.rank in self._transport.neighbours:
             page_reader = self._transport.neighbours[lost.rank].page_reader
             if page_reader is not None:

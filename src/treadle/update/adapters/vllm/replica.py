@@ -28,6 +28,9 @@ from treadle.update.worker.gate import ClosedError, Gate
 ENGINE_S = 20.0
 """Seconds for a call to vLLM. Update ranks give up earlier where their own deadline is shorter."""
 
+AGAIN_S = 0.05
+"""Seconds after which requests are broken off again while one of them still runs."""
+
 
 @dataclass(frozen=True)
 class Canary:
@@ -210,12 +213,18 @@ class Replica:
         return error
 
     def _hurry(self, over: threading.Event) -> None:
-        """Break requests off once no new ones can come, unless `over` is set before."""
+        """Break requests off once no new ones can come, until `over`.
+
+        More than once: a request that passed the gate before it closed may reach vLLM after the others were broken off,
+        and would be queued there until the next start.
+        """
         while self._gate.version is not None and self._failed is None:
             if over.wait(0.001):
                 return
-        with suppress(Exception):  # requests that are not broken off are waited for
-            self.engine.break_off()
+        while not over.is_set():
+            with suppress(Exception):  # requests that are not broken off are waited for
+                self.engine.break_off()
+            over.wait(AGAIN_S)
 
     # ---- Serve: start and open ---------------------------------------------------------------------------------------
 
