@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from local_ranks import run_ranks
-from treadle.runtime.run import run_cells as walk_module
-from treadle.runtime.run.instructions import Instruction
-from treadle.runtime.run.instructions import walk as noting
+from treadle.runtime.run.lanes import SerialLanes
 
 RANKS, MICROBATCHES, WIDTH, TOKENS, ROUNDS = 2, 16, 512, 128, 15
 
 
-def silent(listed: list[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
-    """The same loop without notes."""
-    for op, run, peer in listed:
-        slots[0] = op
-        slots[1] = peer
-        run()
+num_calls = 0
+
+
+def silent(lanes: SerialLanes, lane: int, op: int, run: Callable[[], None], after: Sequence[int]) -> None:
+    """The same without notes."""
+    global num_calls
+    num_calls += 1
+    lanes.failed = op
+    run()
+    lanes.failed = None
 
 
 def stage() -> nn.Module:
@@ -61,11 +63,12 @@ def rank_main(rank: int, port: int) -> None:
     pipe = treadle.Pipeline({0: stage()}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss)
     x = torch.randn(MICROBATCHES * TOKENS, WIDTH)
     pipe.step(x, x)
+    lanes = pipe._executors.step(reduces=True).lanes
     took: dict[str, list[float]] = {"noting": [], "silent": []}
     for number in range(ROUNDS):
-        ways = [("noting", noting), ("silent", silent)]
+        ways = [("noting", SerialLanes.launch), ("silent", silent)]
         for name, way in ways if number % 2 else ways[::-1]:
-            walk_module.walk = way
+            lanes.launch = partial(way, lanes)
             dist.barrier()
             started = time.perf_counter()
             pipe.step(x, x)
@@ -74,7 +77,7 @@ def rank_main(rank: int, port: int) -> None:
             print(f"with {took['noting'][-1]:.4f} s, without {took['silent'][-1]:.4f} s", flush=True)
     if rank == 0:
         ratios = [a / b - 1 for a, b in zip(took["noting"], took["silent"], strict=True)]
-        step_s, notes = statistics.median(took["silent"]), len(pipe._executors.step(reduces=True).listed) + 1
+        step_s, notes = statistics.median(took["silent"]), num_calls // ROUNDS + 1
         result = {
             "trace_overhead": round(statistics.median(ratios), 4),
             "spread": [round(q, 4) for q in statistics.quantiles(ratios, n=4)[::2]],

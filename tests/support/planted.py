@@ -114,12 +114,12 @@ PLANTS = {
     ),
     "bucket-reduced-early": Plant(
         "a bucket is reduced before its last weight gradient",
-        "treadle.runtime.run.run_layers",
+        "treadle.runtime.run.executor",
         (
             (
-                "self._after = [[place[dep] for dep in program.deps(op.index)] for op in self.own]",
-                "self._after = [[place[dep] for dep in program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER'] "
-                "for op in self.own]",
+                "after=[[place[dep] for dep in part.program.deps(op.index)] for op in own]",
+                "after=[[place[dep] for dep in part.program.deps(op.index) if op.kind.name != 'REDUCE_SCATTER'] "
+                "for op in own]",
             ),
         ),
         "kind=sharded,layered=True,num_layers=2,dropout=False",

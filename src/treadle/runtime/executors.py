@@ -1,26 +1,37 @@
-"""The executors of a rank, each made when a call first needs it, with what their runs have learned of shapes."""
+"""The executors of a rank, one for each kind of step, made when a call first needs it, and the lanes they run on."""
 
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import Literal
 
 from treadle.dist.boundary import Boundary
 from treadle.dist.device import Device, StreamDevice
+from treadle.ir.ops import LaneKind
 from treadle.ir.program import Longs, Op
 from treadle.lowering.running import host_order
 from treadle.runtime.model.chunk import Chunk
 from treadle.runtime.model.input_shapes import InputShapes
 from treadle.runtime.pipeline_options import LanesName
 from treadle.runtime.rank_part import RankPart
+from treadle.runtime.run.executor import Executor
 from treadle.runtime.run.lanes import Lanes, PacedLanes, SerialLanes, StreamLanes, ThreadLanes, VirtualLanes
+from treadle.runtime.run.lanes.paced import Pace
 from treadle.runtime.run.rank_program import RankProgram
-from treadle.runtime.run.run_cells import CellExecutor
-from treadle.runtime.run.run_layers import PACE, LayerExecutor
-from treadle.runtime.run.unequal_shapes import UnequalCells
 from treadle.runtime.step_plan import TimedProgram
 
-Executor: TypeAlias = CellExecutor | LayerExecutor | UnequalCells
+PACE = {
+    LaneKind.COMPUTE: Pace.AFTER,
+    LaneKind.SEND: Pace.BEFORE,
+    LaneKind.RECV: Pace.NONE,
+    LaneKind.EP: Pace.TOGETHER,
+    LaneKind.OUT: Pace.AFTER,
+    LaneKind.IN: Pace.AFTER,
+    LaneKind.DP: Pace.TOGETHER,
+    LaneKind.TIED: Pace.TOGETHER,
+    LaneKind.HOST: Pace.AFTER,
+}
+"""How ops of a lane take their time where they are paced."""
 
 
 class RankExecutors:
@@ -79,30 +90,32 @@ class RankExecutors:
             part.parameters,
             boundaries,
         )
-        on_lanes = partial(self._on_lanes, ranks, planned.ticks)
-        if self._plan.shape is not None:
-            return on_lanes(joined.options.lanes)
-        cells = CellExecutor(ranks, joined.waits, part.handlers)
-        if joined.options.shapes == "same" or isinstance(joined.waits, StreamDevice):
-            return cells
-        return UnequalCells(ranks, cells, partial(on_lanes, "thread"))
-
-    def _on_lanes(self, ranks: RankProgram, ticks: Longs, lanes: LanesName) -> LayerExecutor:
-        joined = self._part.joined
-        by_start = isinstance(joined.waits, StreamDevice)
-        order = host_order(ranks.program, ticks, by_start=by_start)[ranks.pp_rank]
-        make = partial(make_lanes, lanes, joined.waits, ticks, joined.options.deadline_s)
-        return LayerExecutor(ranks, order, make, self._part.handlers)
+        device, lanes = joined.waits, joined.options.lanes
+        on_host, whole = not isinstance(device, StreamDevice), self._plan.shape is not None
+        order = host_order(ranks.program, planned.ticks, by_start=whole and not on_host)[ranks.pp_rank]
+        make = partial(make_lanes, device=device, ticks=planned.ticks, deadline_s=joined.options.deadline_s)
+        if whole:
+            return Executor(ranks, order, partial(make, lanes if on_host else "stream"), part.handlers)
+        unequal = partial(make, "thread") if on_host and joined.options.shapes != "same" else None
+        serial = partial(make, "serial")
+        return Executor(ranks, order, serial, part.handlers, parts=True, early=on_host, make_unequal=unequal)
 
 
 def make_lanes(
-    name: LanesName, device: Device, ticks: Longs, deadline_s: float, lanes: list[str], ops: list[Op]
+    name: LanesName | Literal["stream"],
+    lanes: list[str],
+    ops: list[Op],
+    *,
+    device: Device,
+    ticks: Longs,
+    deadline_s: float,
 ) -> Lanes:
-    """Return what ops of layers run on. `lanes` are their names; the first computes."""
+    """Return what ops run on. `lanes` are the names of lanes; the first computes."""
     num_lanes = len(lanes)
     dur_ns = [int(ticks[op.index]) for op in ops]
-    if isinstance(device, StreamDevice):
-        return StreamLanes(lanes, [str(op) for op in ops], device)
+    if name == "stream":
+        assert isinstance(device, StreamDevice)
+        return StreamLanes(lanes, list(map(str, ops)), device)
     if name == "paced":
         pace, kind = [PACE[op.lane.kind] for op in ops], [op.kind for op in ops]
         return PacedLanes(num_lanes, dur_ns, pace, kind, deadline_s)
@@ -111,5 +124,5 @@ def make_lanes(
     if name == "thread":
         return ThreadLanes(num_lanes, len(ops), deadline_s)
     if name == "serial":
-        return SerialLanes(len(ops))
+        return SerialLanes(ops, device)
     raise ValueError(f"lanes are thread, paced, serial or virtual, got {name!r}")

@@ -24,7 +24,7 @@ from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
 from treadle.runtime.agreement import raise_for_all
-from treadle.runtime.executors import Executor, RankExecutors
+from treadle.runtime.executors import RankExecutors
 from treadle.runtime.feed import feed
 from treadle.runtime.held_parameters import HeldParameter, parameters_held
 from treadle.runtime.model.chunk import Chunk, LossFn
@@ -38,7 +38,8 @@ from treadle.runtime.model.tied import Tie
 from treadle.runtime.norm import counted_here, norm_over, share_of_norm
 from treadle.runtime.pipeline_options import RunOptions, RunOptionsChanges
 from treadle.runtime.rank_part import RankPart, make_rank_part
-from treadle.runtime.run.recorder import merge
+from treadle.runtime.run.executor import Executor
+from treadle.runtime.run.step_trace import merge
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
 from treadle.runtime.step_report import StepReport, report_of
 from treadle.runtime.ties import Tied

@@ -35,12 +35,13 @@ from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import Failure, Outcome, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Op, Program
-from treadle.lowering.running import lower_running
+from treadle.lowering.running import expected, host_order, lower_running
 from treadle.runtime import pipeline as pipeline_module
 from treadle.runtime import rank_part, stage_recipe
 from treadle.runtime.faults.watch import EXIT_LOST
 from treadle.runtime.model.stage import Stage
-from treadle.runtime.run.instructions import instructions
+from treadle.runtime.run.handlers import HANDLERS
+from treadle.runtime.run.instructions import drains, in_parts
 from treadle.runtime.run.rank_program import RankProgram
 from treadle.schedules import SCHEDULES, Size
 
@@ -129,9 +130,9 @@ def places(name: str, pp: int, dp: int, rank: int) -> list[Place]:
     """All that a rank does in a step, in its order."""
     program, anything = program_of(name, pp, dp), mock.MagicMock()
     stages = dict.fromkeys(range(schedule_of(name, pp).vpp), Stage(0, nn.Identity(), None, None, 0))
-    listed = instructions(
-        RankProgram(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
-    )
+    part = RankProgram(program, rank // dp, stages, anything, anything, anything, lambda place: place * dp + rank % dp)
+    own = [program.op(int(index)) for index in host_order(program, expected(program))[rank // dp]]
+    listed = [*in_parts(part, own, [HANDLERS[op.kind](part, op) for op in own]), *drains(part, own)]
     found: list[Place] = []
     times: Counter[int] = Counter()
     for index, instruction in enumerate(listed):

@@ -7,6 +7,7 @@ told to wait for, without processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -14,17 +15,18 @@ from torch import nn
 
 import treadle
 from treadle.costs import UNIT_COSTS, durations
+from treadle.dist.device import Host
 from treadle.ir.ops import OpKind
 from treadle.ir.program import Ints, Op, Program
 from treadle.lowering import LoweringOptions
 from treadle.lowering.running import expected, host_order, lower_running, lower_weaving
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.model.chunk import Chunk
+from treadle.runtime.run.executor import Executor
 from treadle.runtime.run.handlers import HANDLERS, OpCalls, maker_of
 from treadle.runtime.run.lanes import SerialLanes
 from treadle.runtime.run.lanes.lane import Run
 from treadle.runtime.run.rank_program import RankProgram
-from treadle.runtime.run.run_layers import LayerExecutor
 from treadle.schedules import SCHEDULES
 
 SIZES = [(2, 1), (2, 6), (3, 7)]
@@ -39,19 +41,19 @@ class AskedLanes(SerialLanes):
 
     ahead = True
 
-    def __init__(self, num_ops: int) -> None:
+    def __init__(self, ops: Sequence[Op]) -> None:
+        super().__init__(ops, Host(timedelta(seconds=1)))
         self.behind: dict[int, list[int]] = {}
-        self._last: dict[int, int] = {}
-        super().__init__(num_ops)
+        self._before: dict[int, int] = {}
 
     def begin(self) -> None:
         super().begin()
         self.behind.clear()
-        self._last.clear()
+        self._before.clear()
 
     def launch(self, lane: int, op: int, run: Run, after: Sequence[int]) -> None:
-        self.behind[op] = [*after, *(self._last[before] for before in {lane, 0} if before in self._last)]
-        self._last[lane] = op
+        self.behind[op] = [*after, *(self._before[of] for of in {lane, 0} if of in self._before)]
+        self._before[lane] = op
 
     def ended_before(self, op: int) -> set[int]:
         """Return the ops that have ended whenever `op` starts, on threads: the caller's thread is lane 0."""
@@ -73,7 +75,7 @@ def programs(name: str, pp: int, microbatches: int) -> dict[str, Program]:
     return made | {"cells": lower_running(schedule, reduce=True)}
 
 
-def executor_of(program: Program, rank: int, order: Ints) -> tuple[LayerExecutor, AskedLanes]:
+def executor_of(program: Program, rank: int, order: Ints) -> tuple[Executor, AskedLanes]:
     grid = program.layout.placement.stages
     stages = {chunk: Chunk(number, nn.Identity(), None, 0) for chunk, number in enumerate(grid[rank])}
     anything, gradients = mock.MagicMock(), mock.MagicMock(group=None, expert_dp_group=None, tied_groups={})
@@ -81,14 +83,14 @@ def executor_of(program: Program, rank: int, order: Ints) -> tuple[LayerExecutor
     lanes: list[AskedLanes] = []
 
     def make(names: list[str], ops: list[Op]) -> AskedLanes:
-        lanes.append(AskedLanes(len(ops)))
+        lanes.append(AskedLanes(ops))
         return lanes[0]
 
     handlers = dict.fromkeys(HANDLERS, lambda part, op: OpCalls(lambda: None))
-    return LayerExecutor(part, order, make, handlers), lanes[0]
+    return Executor(part, order, make, handlers), lanes[0]
 
 
-def posted_too_early(executor: LayerExecutor, lanes: AskedLanes) -> list[str]:
+def posted_too_early(executor: Executor, lanes: AskedLanes) -> list[str]:
     """Return the receives of gradients that may be posted while no forward of their stage has ended."""
     program, own = executor.program, executor.own
     place = {op.index: at for at, op in enumerate(own)}

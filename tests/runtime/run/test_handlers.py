@@ -1,4 +1,4 @@
-"""Both executors run a rank's ops through one dict of handlers: recorded here, without process groups."""
+"""A rank's ops run through one dict of handlers at both granularities: recorded here, without process groups."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from treadle.lowering.running import expected, host_order, lower_running, lower_
 from treadle.profiles.work_names import CONTINUED, pp_ops
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.model.stage import Stage
+from treadle.runtime.run.executor import Executor
 from treadle.runtime.run.handlers import HANDLERS, Handler, OpCalls
 from treadle.runtime.run.lanes import SerialLanes
 from treadle.runtime.run.rank_program import RankProgram
-from treadle.runtime.run.run_cells import CellExecutor
-from treadle.runtime.run.run_layers import LayerExecutor
 
-Executor = CellExecutor | LayerExecutor
 Log = list[tuple[str, str]]
 
 RANK, PP, MICROBATCHES = 1, 2, 4
@@ -57,8 +55,7 @@ def rank_program(program: Program) -> RankProgram:
 def cells(handlers: dict[OpKind, Handler], name: str = "1f1b") -> tuple[Executor, list[str]]:
     """An executor, and the rank's ops in the order of its plan."""
     program = lower_running(treadle.generate(name, pp=PP, microbatches=MICROBATCHES), reduce=True)
-    executor = CellExecutor(rank_program(program), Host(timedelta(seconds=1)), handlers)
-    return executor, in_order(program, expected(program))
+    return executor_of(program, expected(program), handlers, parts=True), in_order(program, expected(program))
 
 
 def layers(handlers: dict[OpKind, Handler], name: str = "1f1b") -> tuple[Executor, list[str]]:
@@ -66,10 +63,14 @@ def layers(handlers: dict[OpKind, Handler], name: str = "1f1b") -> tuple[Executo
     options = LoweringOptions(layers=(2,) * PP, moe=True, head=True)
     program = lower_weaving(schedule, UNIT_COSTS, options, reduce=True)
     ticks = durations(program, UNIT_COSTS)
-    executor = LayerExecutor(
-        rank_program(program), host_order(program, ticks)[RANK], lambda lanes, ops: SerialLanes(len(ops)), handlers
+    return executor_of(program, ticks, handlers, parts=False), in_order(program, ticks)
+
+
+def executor_of(program: Program, ticks: Longs, handlers: dict[OpKind, Handler], *, parts: bool) -> Executor:
+    order, host = host_order(program, ticks)[RANK], Host(timedelta(seconds=1))
+    return Executor(
+        rank_program(program), order, lambda lanes, ops: SerialLanes(ops, host), handlers, parts=parts, early=parts
     )
-    return executor, in_order(program, ticks)
 
 
 def in_order(program: Program, ticks: Longs) -> list[str]:
@@ -81,7 +82,7 @@ MAKE = {"cells": cells, "layers": layers}
 
 def test_every_kind_of_op_of_a_pipeline_has_a_handler() -> None:
     of_updates = {OpKind.H2D, OpKind.BROADCAST, OpKind.RELOAD}
-    of_the_caller = set(STEP_END)  # the optimizer's
+    of_the_caller = set(STEP_END) - {OpKind.GATHER_PARAMS}  # the optimizer's
     assert set(HANDLERS) == set(OpKind) - of_updates - of_the_caller - set(MEASURED_ONLY)
 
 

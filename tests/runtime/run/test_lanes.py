@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from treadle.dist.device import StreamDevice
+from treadle.dist.device import Host, StreamDevice
 from treadle.dist.streams import Accelerator, Streams
 from treadle.runtime.checker.communicator import CheckedStreams
 from treadle.runtime.checker.log import EventRecord, HostWait
@@ -40,7 +40,7 @@ def stream() -> Lanes:
 BACKENDS: dict[str, Callable[[], Lanes]] = {
     "thread": lambda: ThreadLanes(NUM_LANES, NUM_OPS, DEADLINE_S),
     "paced": lambda: PacedLanes(NUM_LANES, DUR_NS, [Pace.AFTER] * NUM_OPS, [0] * NUM_OPS, DEADLINE_S),
-    "serial": lambda: SerialLanes(NUM_OPS),
+    "serial": lambda: SerialLanes(range(NUM_OPS), Host(timedelta(seconds=DEADLINE_S))),
     "virtual": lambda: VirtualLanes(NUM_LANES, DUR_NS),
     "stream": stream,
     "noted stream": lambda: on_streams(torch.device("cpu"), CheckedStreams()),

@@ -1,6 +1,7 @@
-"""Running a rank's ops: at cell granularity in one thread, at layer granularity on lanes.
+"""Running a rank's ops on lanes: at cell granularity all in one thread, at layer granularity beside each other.
 
-Lanes are threads or streams, and the ops of a lane run one after the other. The compute lane is the caller's thread.
+One executor goes through a rank's list, and launches each op on its lane, which runs it at once, on a thread or on a
+stream. The ops of a lane run one after the other. The compute lane is the caller's thread.
 
     state                                                     owner, or guard
     autograd, gradients, pending wgrads, module state, RNG    compute lane; an exchange must not use parameters
@@ -13,6 +14,6 @@ Lanes are threads or streams, and the ops of a lane run one after the other. The
 
 On a device the host launches in the order of one execution under the costs, at most 64 compute ops ahead, as memory
 that is recorded for a stream is free only when that stream has passed. Events order kernels, not the allocator:
-whatever reads a tensor that another stream may have allocated records it. The trace is one clock reading an
-instruction; starts and ends are computed when somebody asks.
+whatever reads a tensor that another stream may have allocated records it. The trace is one clock reading a call of
+one thread; starts and ends are computed when somebody asks.
 """

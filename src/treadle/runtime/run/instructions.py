@@ -1,20 +1,18 @@
-"""A rank's ops at cell granularity as a list of instructions, and the loop that runs them.
+"""A rank's ops as a list of instructions: what its thread launches, in order.
 
-One thread does everything, in the order that `plan.running.host_order` made: it posts receives, waits for one just
-before its reader, computes, launches sends and reductions. Communication goes on by itself in between. The list is
-made once; a step runs it and notes the time behind each instruction.
+At cell granularity one thread does everything, in the order that `host_order` made: it posts receives, waits for one
+just before its reader, computes, launches sends and reductions. Communication goes on by itself in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from treadle.ir.ops import LaneKind, OpKind
-from treadle.ir.program import Program
-from treadle.lowering.running import expected, host_order
+from treadle.ir.program import Op, Program
 from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
-from treadle.runtime.run.handlers import HANDLERS, Handler
+from treadle.runtime.run.handlers import OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
 _COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED}
@@ -22,40 +20,50 @@ _COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED}
 
 
 class Instruction(NamedTuple):
-    """One call. `op` is the Program's op it belongs to; `peer` the rank it may have to wait for, or NOBODY."""
+    """A call, launched on a lane after other ops.
+
+    `op` is the Program's op it belongs to, `at` that op's place among the rank's; `peer` the rank it may have to wait
+    for, or NOBODY.
+    """
 
     op: int
+    at: int
+    lane: int
     run: Callable[[], None]
+    after: Sequence[int]
     peer: int
 
 
-def instructions(part: RankProgram, handlers: Mapping[OpKind, Handler] = HANDLERS) -> list[Instruction]:
+def in_parts(part: RankProgram, own: Sequence[Op], calls: Sequence[OpCalls]) -> list[Instruction]:
     """Return the rank's calls in the order its thread makes them, with a wait before each first reader."""
-    program = part.program
     made: list[Instruction] = []
     last: list[Instruction] = []
     arrivals: dict[int, Instruction] = {}
-    for index in host_order(program, expected(program))[part.pp_rank]:
-        op = program.op(int(index))
-        calls = handlers[op.kind](part, op)
-        peer = NOBODY
-        if op.kind.is_recv or op.kind.is_send:
-            peer = part.global_rank(op.lane.peer)
-        elif op.lane.kind in _COLLECTIVES:
-            peer = _COLLECTIVES[op.lane.kind]
-        else:
-            made += [arrivals.pop(needed) for needed in program.deps(op.index) if needed in arrivals]
-        if calls.prepare is not None:
-            made.append(Instruction(op.index, calls.prepare, NOBODY))
-        made.append(Instruction(op.index, calls.launch, peer))
-        if calls.finish is not None and (op.kind.is_recv or op.kind is OpKind.GATHER_PARAMS):
-            arrivals[op.index] = Instruction(op.index, calls.finish, peer)
-        elif calls.finish is not None:
-            last.append(Instruction(op.index, calls.finish, peer))
-        if op.kind.is_send and op.index + 1 in program.lane_ptr:  # the last of its channel
-            last.append(Instruction(op.index, part.outgoing[op.lane.peer].drain, peer))
+    for at, (op, (launch, finish, prepare)) in enumerate(zip(own, calls, strict=True)):
+        peer = _peer(part, op)
+        if peer == NOBODY:
+            made += [arrivals.pop(needed) for needed in part.program.deps(op.index) if needed in arrivals]
+        if prepare is not None:
+            made.append(Instruction(op.index, at, 0, prepare, (), NOBODY))
+        made.append(Instruction(op.index, at, 0, launch, (), peer))
+        if finish is not None and (op.kind.is_recv or op.kind is OpKind.GATHER_PARAMS):
+            arrivals[op.index] = Instruction(op.index, at, 0, finish, (), peer)
+        elif finish is not None:
+            last.append(Instruction(op.index, at, 0, finish, (), peer))
     assert not arrivals, "every receive and every gather has a reader"
     return made + last
+
+
+def drains(part: RankProgram, own: Sequence[Op]) -> list[Instruction]:
+    """Return the waits, at the end of a step, for what has not left a channel."""
+    ends = [(at, op) for at, op in enumerate(own) if op.kind.is_send and op.index + 1 in part.program.lane_ptr]
+    return [Instruction(op.index, at, 0, part.outgoing[op.lane.peer].drain, (), _peer(part, op)) for at, op in ends]
+
+
+def _peer(part: RankProgram, op: Op) -> int:
+    if op.kind.is_recv or op.kind.is_send:
+        return part.global_rank(op.lane.peer)
+    return _COLLECTIVES.get(op.lane.kind, NOBODY)
 
 
 def post_early(listed: Sequence[Instruction], program: Program) -> list[Instruction]:
@@ -78,19 +86,3 @@ def post_early(listed: Sequence[Instruction], program: Program) -> list[Instruct
             behind = last[lane] = max([last.get(lane, -1), *(place[dep] for dep in program.deps(index))])
         turn.append((behind, is_post, at))
     return [listed[at] for _, _, at in sorted(turn)]
-
-
-def walk(listed: Sequence[Instruction], slots: memoryview, now: Callable[[], Any], ends: list[Any]) -> None:
-    """Run a step. `slots` shows others where this rank is; `ends` gets the times, as `now` tells them."""
-    note = ends.append
-    note(now())
-    for op, run, peer in listed:
-        slots[0] = op
-        slots[1] = peer
-        run()
-        note(now())
-
-
-def where(listed: Sequence[Instruction], ends: list[Any]) -> Instruction:
-    """Return the instruction at which a step failed; behind the last it is the last."""
-    return listed[min(len(ends), len(listed)) - 1]

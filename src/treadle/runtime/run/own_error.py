@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
-from treadle.ir.program import Program
+from treadle.ir.program import Op
 from treadle.runtime.faults.guard import Guard
 from treadle.runtime.faults.watch import RankLostError
 
@@ -14,28 +13,19 @@ AROUND = 3
 """Ops shown before and after the one that failed."""
 
 
-@dataclass(frozen=True)
-class LaunchRow:
-    """The ops of one rank in the order in which it launches them."""
+def blame(guard: Guard, error: Exception, op: Op, peer: int, own: Sequence[Op], rank: int) -> NoReturn:
+    """Raise what the error of an op comes to, with a note if it is this rank's own. The op waited for `peer`.
 
-    program: Program
-    rank: int
-    ops: Sequence[int]
-
-    def blame(self, guard: Guard, error: Exception, op: int, peer: int) -> NoReturn:
-        """Raise what the error of an op comes to, with a note if it is this rank's own. The op waited for `peer`."""
-        try:
-            guard.blame(error, op, peer)
-        except Exception as raised:
-            if raised is error and not isinstance(error, RankLostError):
-                error.add_note(self.note(op, guard.slots[2]))
-            raise
-
-    def note(self, op: int, step: int) -> str:
-        """Return the op's place in words, and the ops around it with carets beneath it."""
-        at = self.ops.index(op)
-        names = [str(self.program.op(other)) for other in self.ops[max(0, at - AROUND) : at + AROUND + 1]]
-        return pointed(names, min(at, AROUND), f"rank {self.rank}, step {step}, at {self.program.op(op)}")
+    `own` are the rank's ops in the order in which it launches them.
+    """
+    try:
+        guard.blame(error, op.index, peer)
+    except Exception as raised:
+        if raised is error and not isinstance(error, RankLostError):
+            at = own.index(op)
+            names = [str(other) for other in own[max(0, at - AROUND) : at + AROUND + 1]]
+            error.add_note(pointed(names, min(at, AROUND), f"rank {rank}, step {guard.slots[2]}, at {op}"))
+        raise
 
 
 def pointed(names: Sequence[str], at: int, title: str) -> str:

@@ -15,8 +15,7 @@ from torch._C._autograd import _add_metadata_json, _profiler_enabled
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from treadle.ir.program import Program
-from treadle.profiles.work_names import CONTINUED, LANES, pp_name
+from treadle.profiles.work_names import CONTINUED, LANES
 from treadle.runtime.run.instructions import Instruction
 
 
@@ -30,25 +29,26 @@ def sees_this_thread() -> bool:
     return bool(_profiler_enabled())
 
 
-def labelled(listed: Sequence[Instruction], program: Program) -> Sequence[Instruction]:
-    """Return the same list with a range around each call; itself if no profiler runs."""
-    if not is_profiled():
-        return listed
-    placement, begun, made = program.layout.placement, set(), []
+def labelled(listed: Sequence[Instruction], names: Sequence[str], unseen: list[int]) -> list[Instruction]:
+    """Return the same list with a range around each call; places of ops that the profiler does not see go to `unseen`.
+
+    `names` are those of the ops by their places.
+    """
+    begun, made, one_thread = set[int](), [], sees_this_thread()
     for instruction in listed:
-        op = program.op(instruction.op)
-        name = pp_name(op, placement) + (CONTINUED if op.index in begun else "")
-        begun.add(op.index)
-        made.append(instruction._replace(run=in_range(name, instruction.run)))
+        at = instruction.at
+        name = names[at] + (CONTINUED if at in begun else "")
+        begun.add(at)
+        made.append(instruction._replace(run=_in_range(name, instruction.run, at, unseen if one_thread else None)))
     return made
 
 
-def in_range(name: str, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run` inside a profiler range."""
-
+def _in_range(name: str, run: Callable[[], None], at: int, unseen: list[int] | None) -> Callable[[], None]:
     def ranged() -> None:
         with record_function(name):
             run()
+        if unseen is not None and not sees_this_thread():
+            unseen.append(at)
 
     return ranged
 

@@ -4,7 +4,7 @@ The interface is `Lanes`: launch this call on a lane after those ops. Backends:
 
     thread    computation in the calling thread, every other lane in a thread of its own
     paced     as thread, but an op takes the time of its cost, asleep
-    serial    one op after the other in the calling thread: the same step without overlap
+    serial    each call at once in the calling thread: at cell granularity, and the same step without overlap
     virtual   the calling thread, with a clock that only counts; it tests orders and measures nothing
     stream    a device's stream for each lane, events between them
 """

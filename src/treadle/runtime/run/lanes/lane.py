@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+from treadle.dist.device import Device
 
 Run: TypeAlias = Callable[[], None]
+
+NEVER = -1
+"""When something started or ended that did not."""
+
+
+def in_ns(device: Device, noted: Sequence[Any]) -> list[int]:
+    """Return times of a device's clock in nanoseconds, NEVER for None."""
+    known = iter(device.nanoseconds([time for time in noted if time is not None]))
+    return [next(known) if time is not None else NEVER for time in noted]
 
 
 class Lanes(Protocol):
@@ -17,7 +28,7 @@ class Lanes(Protocol):
     """
 
     ahead: bool
-    """May an op be launched before those it waits for."""
+    """May an op be launched before those it waits for: lanes are threads."""
 
     @property
     def failed(self) -> int | None:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from time import perf_counter_ns
 
-from treadle.runtime.run.lanes.lane import Run
-from treadle.runtime.run.lanes.thread import NEVER, LaneStep, QueuedOp, ThreadLanes
+from treadle.runtime.run.lanes.lane import NEVER, Run
+from treadle.runtime.run.lanes.thread import LaneStep, QueuedOp, ThreadLanes
 
 MADE_UP_NS = 1_000_000
 """The most lateness of its lane that an op makes up for."""

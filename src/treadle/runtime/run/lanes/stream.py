@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treadle.dist.device import StreamDevice
 from treadle.dist.streams import DeviceEvent
-from treadle.runtime.run.lanes.lane import Run
+from treadle.runtime.run.lanes.lane import Run, in_ns
 
 RUN_AHEAD = 64
 """Compute ops that may be launched and not run. A recorded block is reused only when its event has passed, so a host
@@ -64,12 +64,7 @@ class StreamLanes:
 
     def times(self) -> tuple[list[int], list[int]]:
         """Returns starts and ends, from the distance of their events to the end of the step."""
-        both = []
-        for events in (self._start, self._end):
-            known = [event for event in events if event is not None]
-            told = iter(self.device.nanoseconds(known))
-            both.append([next(told) if event is not None else -1 for event in events])
-        return both[0], both[1]
+        return in_ns(self.device, self._start), in_ns(self.device, self._end)
 
     def close(self) -> None:
         """Does nothing: torch owns the streams."""

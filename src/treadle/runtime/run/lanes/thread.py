@@ -9,11 +9,9 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from treadle.dist.device import LateError
-from treadle.runtime.run.lanes.lane import Run
+from treadle.runtime.run.lanes.lane import NEVER, Run
 
 OWN_LANE = 0
-NEVER = -1
-"""When something started or ended that did not."""
 
 
 class LaneStep:

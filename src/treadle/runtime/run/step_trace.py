@@ -1,52 +1,17 @@
 """What happened: the times that ranks noted, as one Trace on one clock.
 
-A rank notes the time behind each instruction, nothing else. A computation lasts from the instruction before it to its
-own end. A message moves from when both its ends were launched until its reader found it there, which may be later
-than it came, as gloo does not tell when that was; on a channel messages follow each other.
+A message moves from when both its ends were launched until its reader found it there, which may be later than it came,
+as gloo does not tell when that was; on a channel messages follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
-
 import numpy as np
 
-from treadle.dist.device import Device
 from treadle.ir.execute import leaders
 from treadle.ir.ops import COMMUNICATION, LaneKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
-from treadle.runtime.run.instructions import Instruction
-
-
-class Recorder:
-    """Turns a rank's noted times into starts and ends of its ops."""
-
-    def __init__(self, program: Program, listed: Sequence[Instruction], device: Device) -> None:
-        self.program, self.listed, self.device = program, listed, device
-        self.ends: list[Any] = []
-
-    @cached_property
-    def _places(self) -> tuple[Longs, Longs, Longs]:
-        """The rank's ops, and between which of the noted times each of them lies."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for place, instruction in enumerate(self.listed):
-            first.setdefault(instruction.op, place)
-            last[instruction.op] = place + 1
-        ops = np.array(sorted(first), np.int64)
-        return ops, np.array([first[op] for op in ops]), np.array([last[op] for op in ops])
-
-    def times(self) -> Longs:
-        """`[start or end, op]` of the last step, -1 for the ops of other ranks."""
-        noted = np.array(self.device.nanoseconds(self.ends), np.int64)
-        both = np.full((2, self.program.num_ops), -1, np.int64)
-        if len(noted) == len(self.listed) + 1:
-            ops, first, last = self._places
-            both[0, ops], both[1, ops] = noted[first], noted[last]
-        return both
 
 
 def merge(program: Program, start: Longs, end: Longs, about: str) -> Trace:
