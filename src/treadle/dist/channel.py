@@ -89,11 +89,13 @@ class Channel:
         """Launch a message, and wait for earlier ones so that few stay alive. Errors call the message `told`."""
         if not tensors:
             return
+        sent, works, size_bytes = [], [], 0
         for tensor in tensors:
             keep(tensor)  # its memory may be another stream's
-        sent = [tensor.contiguous() for tensor in tensors]
-        works = [self.communicator.send([tensor], self.peer, 0) for tensor in sent]
-        size_bytes = sum([tensor.nbytes for tensor in sent])
+            whole = tensor.contiguous()
+            sent.append(whole)
+            works.append(self.communicator.send([whole], self.peer, 0))
+            size_bytes += whole.nbytes
         self._leaving.append(_Leaving(told, sent, versions(sent), works, size_bytes))
         self._num_leaving += len(works)
         self._leaving_bytes += size_bytes
@@ -153,7 +155,10 @@ class Channel:
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return autograd's count of writes to each tensor's memory, which views of one storage share."""
-    return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # of a tensor of inference mode, which asking beforehand costs more than all else here
+        return [tensor._version if not tensor.is_inference() else 0 for tensor in tensors]
 
 
 def refuse_reused(tensors: Sequence[Tensor], before: Sequence[int], told: str) -> None:

@@ -4,7 +4,7 @@
     rank_part  making it, to a frozen value; by module_checks, step_plan and stage_recipe
     executors  running it, on the part that was made; with feed and step_report
     model/     a rank's stages as autograd sees them      checker/   streams and an allocator that record
-    run/       the executors and lane backends            faults/    which rank failed first, at which op
+    run/       the executor and lane backends             faults/    which rank failed first, at which op
 
 One list a rank: `lowering/running.py` merges computation and launches of the verified Program, and a communication op
 stands before the computation during which it would start. Whatever a list waits for has ended, in one execution of the
