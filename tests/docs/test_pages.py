@@ -44,6 +44,7 @@ NOT_RUN = {
     ("docs/scale.md", "takes minutes"),
     ("docs/scale.md", "takes minutes and gigabytes"),
     ("docs/synthesize.md", "takes minutes"),
+    ("docs/torchtitan.md", "it is part of a training script"),
     ("docs/torchtitan.md", "needs torchtitan and GPUs"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),

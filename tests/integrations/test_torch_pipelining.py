@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import treadle
 from tests.support.oracle import cut, grads_of, make_batch, make_mesh, make_stages, mean_loss, run_whole, worst
+from tests.support.paths import ROOT
 from tests.support.ranks import check, run_ranks
 from treadle.files.torch_comms import Receives
 from treadle.integrations import torch_pipelining
@@ -132,3 +134,16 @@ def test_torch_makes_the_gradients_of_one_process_of_our_messages(tmp_path: Path
 @pytest.mark.parametrize("world", [4, 8])
 def test_torch_makes_the_gradients_of_one_process_of_every_file(world: int, tmp_path: Path) -> None:
     hold(world, grid(world), tmp_path)
+
+
+def test_a_file_that_is_not_clean_or_of_another_size_is_not_loaded(tmp_path: Path) -> None:
+    runtime: Any = SimpleNamespace(_n_microbatches=8)  # that has nothing else: it is not touched
+    with pytest.raises(ValueError, match=r"(?s)zbv_defer_pp_recv.csv is not clean, so it is not run:\nT204 rank 1"):
+        torch_pipelining.load_schedule(runtime, ROOT / "examples" / "torch" / "zbv_defer_pp_recv.csv")
+    path = tmp_path / "small.csv"
+    path.write_text(treadle.dumps(treadle.generate("1f1b", pp=2, microbatches=4), "torch-comms"))
+    with pytest.raises(ValueError, match="4 micro-batches and the runtime 8; write the file with -m 8, or make the"):
+        torch_pipelining.load_schedule(runtime, path)
+    treadle.save_trace(treadle.simulate(treadle.generate("1f1b", pp=2, microbatches=4), "unit"), tmp_path / "t.json")
+    with pytest.raises(ValueError, match="holds no schedule; torch's runtime loads what"):
+        torch_pipelining.load_schedule(runtime, tmp_path / "t.json")
