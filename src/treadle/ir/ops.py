@@ -271,6 +271,11 @@ STEP_ENDS = (
 """What a step may end with: nothing, or the optimizer and others, in order."""
 MEASURED_ONLY = where(role=OpRole.MEASURED)
 UPDATE = where(role=OpRole.UPDATE)
+BUCKET_MOVES = tuple(kind for kind in UPDATE if kind.lane.communicates)
+"""What moves a bucket between devices."""
+BUCKET_LEAVES = tuple(kind for kind in BUCKET_MOVES if not kind.is_recv)
+BUCKET_COMES = tuple(kind for kind in BUCKET_MOVES if not kind.is_send)
+"""Those of them at the source's end, and at the other."""
 COMMUNICATION = tuple(lane for lane in LaneKind if lane.communicates)
 
 LAYER_PARTS = tuple(part for part in OpPart if set(part.blocks) & set(LAYERS))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.ir.ops import OpKind
+from treadle.ir.ops import BUCKET_COMES, OpKind
 from treadle.ir.program import NEVER, Longs, Program
 from treadle.ir.trace import Trace
 
@@ -39,7 +39,7 @@ def buffer_rows(trace: Trace, ranks: range) -> Iterator[BufferRow]:
     program = trace.program
     num_h2d, num_ipc = num_buffers(program)
     buffer_of = np.full(int(program.cell.max(initial=0)) + 1, NEVER)
-    sent = np.isin(program.kind, (OpKind.BROADCAST, OpKind.RECV_BUCKET))
+    sent = np.isin(program.kind, BUCKET_COMES)
     buffer_of[program.cell[sent]] = program.chunk[sent]
     rank_ptr = np.searchsorted(program.lane_rank, np.arange(program.num_ranks + 1))
     for rank in ranks:
@@ -57,7 +57,7 @@ def buffer_rows(trace: Trace, ranks: range) -> Iterator[BufferRow]:
 
 def num_buffers(program: Program) -> tuple[int, int]:
     """H2D and IPC buffers of a device."""
-    h2d, ipc = program.kind == OpKind.H2D, np.isin(program.kind, (OpKind.BROADCAST, OpKind.RECV_BUCKET))
+    h2d, ipc = program.kind == OpKind.H2D, np.isin(program.kind, BUCKET_COMES)
     return int(program.chunk[h2d].max(initial=NEVER)) + 1, int(program.chunk[ipc].max(initial=NEVER)) + 1
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.ops import UPDATE, LaneKind, OpKind
 from treadle.ir.placement import Placement
 from treadle.ir.program import NEVER, Ints, Layout, Longs, Program
 from treadle.weights.bucket_stream import Stream, matched_steps
+
+_OF_LANE = np.zeros(len(LaneKind), np.int64)
+_OF_LANE[[kind.lane for kind in UPDATE]] = UPDATE
 
 
 def layout_of(stream: Stream) -> Layout:
@@ -31,16 +34,16 @@ def targeted_ops(stream: Stream, dest: Ints) -> Program:
     into[moved] = _nth(dest[moved]) % stream.num_ipc
     none = np.full(len(number), NEVER)
     parts = [
-        (OpKind.H2D, number, source, none, copied_to),
-        (OpKind.SEND_BUCKET, moved, source[moved], dest[moved], copied_to[moved]),
-        (OpKind.RECV_BUCKET, moved, dest[moved], source[moved], into[moved]),
-        (OpKind.RELOAD, number, dest, none, into),
+        (LaneKind.H2D, number, source, none, copied_to),
+        (LaneKind.SEND, moved, source[moved], dest[moved], copied_to[moved]),
+        (LaneKind.RECV, moved, dest[moved], source[moved], into[moved]),
+        (LaneKind.RELOAD, number, dest, none, into),
     ]
-    kind = np.concatenate([np.full(len(part[1]), part[0]) for part in parts])
+    lane_kind = np.concatenate([np.full(len(part[1]), int(part[0])) for part in parts])
     bucket, rank, peer, chunk = (np.concatenate([part[at] for part in parts]) for at in (1, 2, 3, 4))
-    lane_kind = np.array([kind.lane for kind in OpKind])[kind]
     order = np.lexsort((bucket, peer, lane_kind, rank))
-    kind, bucket, rank, peer, chunk, lane_kind = (a[order] for a in (kind, bucket, rank, peer, chunk, lane_kind))
+    bucket, rank, peer, chunk, lane_kind = (a[order] for a in (bucket, rank, peer, chunk, lane_kind))
+    kind = _OF_LANE[lane_kind]
     starts = np.flatnonzero(np.r_[len(kind) > 0, np.any([np.diff(a) != 0 for a in (rank, lane_kind, peer)], axis=0)])
     size = np.where(kind == OpKind.RELOAD, stream.taken_bytes[bucket, 0], stream.size_bytes[bucket])
     return Program(
@@ -84,7 +87,7 @@ def _groups(rank: Longs, lane_kind: Longs, peer: Longs, num_devices: int) -> Int
 def step_turns(stream: Stream, dest: Ints, program: Program) -> tuple[Ints, Ints]:
     """Pairs (op, what it waits for): what a device sends and receives in a step waits for both of its step before."""
     steps = np.array(matched_steps(stream.source.tolist(), dest.tolist()), np.int64)
-    ops = np.flatnonzero(np.isin(program.kind, (OpKind.SEND_BUCKET, OpKind.RECV_BUCKET)))
+    ops = np.flatnonzero(np.isin(program.lane_kind[program.lane_of], (LaneKind.SEND, LaneKind.RECV)))
     rank, step = program.lane_rank[program.lane_of[ops]], steps[program.cell[ops]]
     order = np.lexsort((step, rank))
     ops, rank, step = ops[order], rank[order], step[order]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.execute import Times, execute
-from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.ops import BUCKET_COMES, LaneKind, OpKind
 from treadle.ir.program import NEVER, Ints, Op, Program
 from treadle.ir.show import show_bytes
 from treadle.verifier.finding import MOST, Finding, VerifyReport, worst_first
@@ -140,7 +140,7 @@ def _unmet(program: Program, op: Ints, wanted: Ints) -> Ints:
 def _buffer_bytes(program: Program) -> tuple[int, ...]:
     """Return the bytes of each device's buffers: each is as large as the largest bucket it ever holds."""
     sizes = np.zeros(program.num_ranks, np.int64)
-    for kinds in ((OpKind.H2D,), (OpKind.BROADCAST, OpKind.RECV_BUCKET)):
+    for kinds in ((OpKind.H2D,), BUCKET_COMES):
         ops = np.flatnonzero(np.isin(program.kind, kinds) & (program.chunk >= 0))
         num = int(program.chunk[ops].max(initial=-1)) + 1
         if num:

@@ -52,7 +52,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedPieces:
     """Pieces that these ranks all have."""
 
     ranks: Ranks
@@ -76,7 +76,7 @@ class UpdatePlan(ShownInNotebooks):
     num_ipc: int
     notes: tuple[str, ...] = ()
     num_targets: int = 0
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedPieces, ...] = ()
 
     @property
     def is_targeted(self) -> bool:

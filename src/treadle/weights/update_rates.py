@@ -8,16 +8,12 @@ import numpy as np
 
 from treadle.costs.costs import UNIT
 from treadle.ir.execute import execute
-from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.ops import BUCKET_MOVES, UPDATE, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import MICROSECONDS, Clock, Trace
 
 UNIT_TICKS = {kind: UNIT.ticks * (4 if kind is OpKind.H2D else 1) for kind in UPDATE}
 """As published figures draw it: a bucket of each of four devices takes as long to copy as to broadcast in turn."""
-
-
-MOVING = (OpKind.BROADCAST, OpKind.SEND_BUCKET, OpKind.RECV_BUCKET)
-"""What moves a bucket between devices."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def update_ticks(program: Program, rates: Rates | None) -> tuple[Longs, Clock]:
         table[list(UNIT_TICKS)] = list(UNIT_TICKS.values())
         return table[program.kind], UNIT
     dur = np.zeros(program.num_ops)
-    moving = np.isin(program.kind, MOVING)
+    moving = np.isin(program.kind, BUCKET_MOVES)
     for mine, rate in (
         (program.kind == OpKind.H2D, rates.h2d),
         (moving, rates.broadcast),

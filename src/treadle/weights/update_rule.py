@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.ops import BUCKET_COMES, BUCKET_LEAVES, UPDATE, OpKind
 from treadle.ir.program import NEVER, Bools, Ints, Longs, Program
 from treadle.ir.rule import LANES
 
 _PLACE = np.full(len(OpKind), NEVER, np.int64)
 _PLACE[list(UPDATE)] = np.arange(len(UPDATE))
-_HERE, _THERE = (OpKind.BROADCAST, OpKind.SEND_BUCKET), (OpKind.BROADCAST, OpKind.RECV_BUCKET)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,7 @@ def inputs(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     arrived = _first(
         _mate(program, labels, reload, OpKind.BROADCAST), _mate(program, labels, reload, OpKind.RECV_BUCKET)
     )
-    stays = np.isin(program.cell[reload], program.cell[np.isin(program.kind, _THERE)], invert=True)
+    stays = np.isin(program.cell[reload], program.cell[np.isin(program.kind, BUCKET_COMES)], invert=True)
     copied = np.where(stays, _mate(program, labels, reload, OpKind.H2D), NEVER).astype(np.int32)
     return np.concatenate([reload, sent]), np.concatenate(
         [_first(arrived, copied), _mate(program, labels, sent, OpKind.H2D)]
@@ -138,7 +137,7 @@ def _before(program: Program, ops: Ints, buffer: Ints, place: Ints) -> tuple[Int
 def _ipc_reuses(program: Program, labels: OpIndex) -> list[tuple[Ints, Ints]]:
     """Broadcasts and receives into an IPC buffer, and copies straight into it."""
     pairs = []
-    for kind in _THERE:
+    for kind in BUCKET_COMES:
         filled = _of(program, labels, kind)
         # Receives are on a lane for each peer, so that their order is that of their buckets.
         place = filled if kind is OpKind.BROADCAST else program.cell[filled]
@@ -155,7 +154,7 @@ def _h2d_reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     copy = _of(program, labels, OpKind.H2D)
     copy = copy[program.chunk[copy] != NEVER]
     later, earlier = _before(program, copy, program.chunk[copy].astype(np.int32), copy)
-    sent, send = (_mate(program, labels, earlier, kind) for kind in _HERE)
+    sent, send = (_mate(program, labels, earlier, kind) for kind in BUCKET_LEAVES)
     return later, _first(_first(sent, send), _mate(program, labels, earlier, OpKind.RELOAD))
 
 
@@ -176,11 +175,8 @@ def missing(program: Program, labels: OpIndex) -> tuple[list[tuple[OpKind, int, 
     for kind in (OpKind.BROADCAST, OpKind.RELOAD):
         wanted.append((kind, np.tile(every, len(whole)), np.repeat(whole, len(every))))
     alone, moves = np.flatnonzero(~wide), np.flatnonzero(~wide & (dest != source))
-    wanted += [
-        (OpKind.RELOAD, dest[alone], alone),
-        (OpKind.SEND_BUCKET, source[moves], moves),
-        (OpKind.RECV_BUCKET, dest[moves], moves),
-    ]
+    wanted.append((OpKind.RELOAD, dest[alone], alone))
+    wanted += [(OpKind.SEND_BUCKET, source[moves], moves), (OpKind.RECV_BUCKET, dest[moves], moves)]
     found, expected = [], [np.zeros(0, np.int32)]
     for kind, rank, bucket in wanted:
         there = labels.at(kind, rank, buckets[bucket])
@@ -195,10 +191,9 @@ def missing(program: Program, labels: OpIndex) -> tuple[list[tuple[OpKind, int, 
 def _destinations(program: Program, ops: Longs, num_buckets: int) -> Ints:
     """For each bucket the device that it goes to, by its reload, its receive or, before these, its send."""
     dest = np.zeros(num_buckets, np.int32)
-    for kind in (OpKind.RELOAD, OpKind.RECV_BUCKET, OpKind.SEND_BUCKET):
-        mine = ops[program.kind[ops] == kind]
-        lane = program.lane_of[mine]
-        dest[program.cell[mine]] = (
-            program.lane_rank[lane] if kind is not OpKind.SEND_BUCKET else program.lane_peer[lane]
-        )
+    for kind in (OpKind.RELOAD, OpKind.RECV_BUCKET):
+        there = ops[program.kind[ops] == kind]
+        dest[program.cell[there]] = program.lane_rank[program.lane_of[there]]
+    sent = ops[program.kind[ops] == OpKind.SEND_BUCKET]
+    dest[program.cell[sent]] = program.lane_peer[program.lane_of[sent]]
     return np.clip(dest, 0, None)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.ops import BUCKET_MOVES, UPDATE, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.update.rank.bucket_loop import BucketTimes
 from treadle.weights.bucket_stream import stream_of
 from treadle.weights.update_lowering import lower_update
 from treadle.weights.update_plan import UpdatePlan
-from treadle.weights.update_rates import MOVING
 
 
 def noted(times: BucketTimes, num_buckets: int) -> Longs:
@@ -48,7 +47,7 @@ def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
 
 
 def _begin_together(program: Program, start: Longs, end: Longs) -> None:
-    broadcast = np.flatnonzero(np.isin(program.kind, MOVING))
+    broadcast = np.flatnonzero(np.isin(program.kind, BUCKET_MOVES))
     launched = np.zeros(int(program.cell.max(initial=-1)) + 1, np.int64)
     np.maximum.at(launched, program.cell[broadcast], start[broadcast])
     start[broadcast] = np.minimum(launched[program.cell[broadcast]], end[broadcast])
