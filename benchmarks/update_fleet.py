@@ -1,6 +1,6 @@
 """Updates over slow links, targeted and by broadcasts: `python benchmarks/update_fleet.py [rounds]`.
 
-Four hosts, each a network namespace with a link of 50 Mbit/s out of it (a token bucket), with an update rank and a
+Four hosts, each a network namespace with a link of 25 Mbit/s out of it (a token bucket), with an update rank and a
 worker each. 64 MiB of bf16 go through the whole engine, with digests, rollback="host", the comparison of sources, the
 vote and the log. In each round, in turn, targeted and by broadcasts:
 
@@ -42,7 +42,7 @@ from treadle.weights.layouts import Parallel, sharded
 from treadle.weights.tensor_boxes import Box, Holding, Tensor
 from treadle.weights.update_plan import UpdatePlan
 
-HOSTS, RATE, BYTES_A_S = 4, "50mbit", 50e6 / 8
+HOSTS, RATE, BYTES_A_S = 4, "25mbit", 25e6 / 8
 WAYS = ("targeted", "broadcast")
 MEMORY = Memory(1 << 28, share=1.0, target_bytes=8 << 20, least_bytes=1 << 19)
 
