@@ -175,9 +175,9 @@ def op_of(program: Program, kind: OpKind, nth: int = 0) -> int:
     return int(np.flatnonzero(program.kind == kind)[nth])
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_out_is_found_exactly_if_nothing_else_makes_it_wait() -> None:
     """What buffers ask for is written down from the plan: who fills a buffer waits for who read it last."""
-    plan = plan_targeted(sharded(TENSORS[:4], 2), tensor_parallel(TENSORS[:4], 2, lambda name: 0), SMALL)
     plan = plan_targeted(sharded(TENSORS[:4], 2), replicated(TENSORS[:4], 2), replace(SMALL, target_bytes=1024))
     program = lower_update(stream_of(plan))
     at = {
@@ -242,6 +242,7 @@ def test_a_lane_without_its_other_end_is_found() -> None:
     assert "T202" in {finding.code for finding in verify_update(replace(program, lane_group=group)).findings}
 
 
+@pytest.mark.slow
 def test_files_pictures_and_text_hold_targeted_updates(tmp_path: Path) -> None:
     trace = simulate_update(whole(), Rates(h2d=1e9, broadcast=1e6, reload=1e9))
     npz.save_trace(trace, tmp_path / "update.npz")

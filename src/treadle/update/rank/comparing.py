@@ -19,7 +19,7 @@ source that has another under the second name would lose it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -153,9 +153,12 @@ class TieComparison:
 
 
 def shared_samples(
-    plan: UpdatePlan, source: WeightSource, rank: int, compare: CompareSources, turn: int
+    plan: UpdatePlan, source: WeightSource, rank: int, compare: CompareSources, turn: int, over: Callable[[], bool]
 ) -> tuple[Sample, ...]:
-    """Return digests of what this rank shares with others; of the blocks of this `turn`, the same on all ranks."""
+    """Return digests of what this rank shares with others; of the blocks of this `turn`, the same on all ranks.
+
+    Ends early, with any result, once the attempt is `over`.
+    """
     if compare == "off":
         return ()
     every, made = EVERY if compare == "sample" else 1, []
@@ -163,6 +166,8 @@ def shared_samples(
         if rank in shared.ranks:
             hashed = xxhash.xxh3_128()
             for piece in shared.pieces:
+                if over():
+                    return ()
                 for part in _sampled(source.local(piece), every, turn):
                     hashed.update(digest(part))
             names = list(dict.fromkeys(piece.tensor for piece in shared.pieces))

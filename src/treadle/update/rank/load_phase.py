@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from treadle.update.errors import failure
@@ -71,18 +72,24 @@ class Loading:
             self.context.progress(done, total)
 
         with ThreadPoolExecutor(1, "treadle samples") as beside:
-            samples = beside.submit(self._samples)
-            self.loop.run(self._fill(), loads, progress)
+            over = threading.Event()
+            samples = beside.submit(self._samples, over)
+            try:
+                self.loop.run(self._fill(), loads, progress)
+            except BaseException:
+                over.set()
+                raise
         different = self._comparison.refusal(self.layouts.version) if self._comparison is not None else None
         if different is not None:
             raise failure(self.epoch, different[0], "load", different[1])
         return samples.result()
 
-    def _samples(self) -> tuple[Sample, ...]:
+    def _samples(self, over: threading.Event) -> tuple[Sample, ...]:
         if self.source is None or self.layouts.holds:
             return ()
         context = self.context
-        return shared_samples(self.shares.plan, self.source, context.rank, context.options.compare_sources, self.epoch)
+        how = context.options.compare_sources
+        return shared_samples(self.shares.plan, self.source, context.rank, how, self.epoch, over.is_set)
 
     def _fill(self) -> Fill:
         """Buckets come from workers that hold the version, in a recovery, or from this rank's source."""
