@@ -12,6 +12,7 @@ CALLS = (
     "gather_trace()",
     "the exchange of parameters",
     "the agreement on the next step",
+    "the agreement between steps",
 )
 """What a rank may be in. Calls of one name may meet."""
 
@@ -24,7 +25,7 @@ TOGETHER = (
 )
 """What ranks do together besides ops: calls, and what leads to them."""
 
-_RANK_BITS, _STEP_BITS = 20, 40
+_RANK_BITS, _STEP_BITS = 20, 36
 
 
 class DifferentCallsError(ValueError):
