@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import check, run_ranks
 from treadle.recorder.dump_directory import read_dumps
-from treadle.recorder.dump_file import Message, read_dump
+from treadle.recorder.dump_file import ChannelEnd, read_dump
 from treadle.recorder.plain_pickle import UnreadablePickleError, load_plain
 
 VALUE = {
@@ -122,10 +122,10 @@ def test_messages_are_read_by_ranks_of_their_group(form: str, tmp_path: Path) ->
     path.write_bytes(pickle.dumps(whole, 2) if form == "pickle" else json.dumps(whole).encode())
     read = read_dump(path, 4)
     assert [each.message for each in read.entries] == [
-        Message(True, 0, 1),
-        Message(False, 1, 0),
+        ChannelEnd(True, 0, 1),
+        ChannelEnd(False, 1, 0),
         None,
-        Message(True, 0, 1),
+        ChannelEnd(True, 0, 1),
     ]
     assert [each.state for each in read.entries][:2] == ["completed", "scheduled"]
     assert [each.is_object for each in read.entries] == [False, False, False, True]

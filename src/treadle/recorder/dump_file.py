@@ -25,7 +25,7 @@ _STATES = ("scheduled", "started", "completed")
 _PICKLE, _JSON = b"\x80", b"{"
 
 
-class Message(NamedTuple):
+class ChannelEnd(NamedTuple):
     """A send or a receive, by ranks of its group."""
 
     is_send: bool
@@ -40,7 +40,7 @@ class RecorderEntry:
     record_id: int
     group: GroupName
     name: str
-    message: Message | None
+    message: ChannelEnd | None
     state: State
     p2p_seq_id: int
     op_id: int
@@ -124,11 +124,13 @@ def _number(where: str, entry: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _message(name: str) -> Message | None:
+def _message(name: str) -> ChannelEnd | None:
     match = _MESSAGE.fullmatch(name)
     if match is None:
         return None
-    return Message(True, int(match[1]), int(match[2])) if match[1] else Message(False, int(match[4]), int(match[3]))
+    return (
+        ChannelEnd(True, int(match[1]), int(match[2])) if match[1] else ChannelEnd(False, int(match[4]), int(match[3]))
+    )
 
 
 def _with_batches(entries: Sequence[RecorderEntry]) -> Iterator[RecorderEntry]:

@@ -11,7 +11,7 @@ from treadle.recorder.dump_directory import read_dumps
 from treadle.recorder.dump_file import GroupName, RankDump, RecorderEntry
 from treadle.recorder.hang_cause import HungGroup
 from treadle.recorder.hang_report import HangReport
-from treadle.recorder.placing import PlacedRank, StepPlan, place
+from treadle.recorder.placing import MatchedPlan, PlacedRank, place
 from treadle.verifier.communicator_queues import Communicators
 
 
@@ -47,7 +47,7 @@ def find_hang(
     """
     paths = [Path(dumps)] if isinstance(dumps, str | Path) else [Path(path) for path in dumps]
     read = read_dumps(paths, prefix)
-    plan = StepPlan.of(schedule)
+    plan = MatchedPlan.of(schedule)
     groups, remarks = _groups(read, schedule.pp)
     batched = any(entry.in_batch for dump in read.values() for entry in dump.entries)
     shared: Communicators = communicators or ("group" if batched else "pair")
@@ -103,7 +103,7 @@ def _groups(dumps: Mapping[int, RankDump], pp: int) -> tuple[list[_Group], list[
     return groups, [f"{aside} groups of another size than the pipeline's are set aside"] if aside else []
 
 
-def _placed(plan: StepPlan, group: _Group) -> tuple[dict[int, PlacedRank], list[str]]:
+def _placed(plan: MatchedPlan, group: _Group) -> tuple[dict[int, PlacedRank], list[str]]:
     placed, remarks = {}, []
     for rank, entries in group.entries.items():
         found = place(plan, rank, entries)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from treadle.ir.program import NEVER, Program
-from treadle.recorder.dump_file import Message
+from treadle.recorder.dump_file import ChannelEnd
+from treadle.recorder.hang_graph import Waiting
 from treadle.recorder.hang_report import HungPipeline
 from treadle.recorder.launched_order import HungStep
-from treadle.recorder.placing import PlacedMessage, PlacedRank, StepPlan
-from treadle.recorder.waiting import Waiting
+from treadle.recorder.placing import MatchedPlan, PlacedMessage, PlacedRank
 from treadle.verifier.communicator_checks import SHARED
 from treadle.verifier.communicator_queues import Communicators
 
@@ -20,21 +20,21 @@ from treadle.verifier.communicator_queues import Communicators
 class HungGroup:
     """The pipeline of one process group: what its ranks launched, and which left no dump, or an old one."""
 
-    plan: StepPlan
+    plan: MatchedPlan
     group: str
     ranks: tuple[int, ...]
     placed: Mapping[int, PlacedRank]
     communicators: Communicators
 
     @cached_property
-    def old(self) -> dict[int, tuple[Message, int, int]]:
+    def old(self) -> dict[int, tuple[ChannelEnd, int, int]]:
         """Ranks whose dump is older than another's: the channel, the sends it has, and the receives that have ended."""
         found = {}
         for end in self.plan.channels:
             if not end.is_send or end.src not in self.placed or end.dst not in self.placed:
                 continue
             sent = self.placed[end.src].launched.get(end, 0)
-            received = self.placed[end.dst].completed.get(Message(False, end.src, end.dst), 0)
+            received = self.placed[end.dst].completed.get(ChannelEnd(False, end.src, end.dst), 0)
             if received > sent:
                 found[end.src] = (end, sent, received)
         return found
@@ -90,11 +90,12 @@ class HungGroup:
             planned = [op for op in self.plan.messages(rank) if self.plan.ends[op].is_send]
             turn = {op: place for place, op in enumerate(planned)}
             sent = [message for message in seen if message.op in turn]
-            shown = {message.op for message in sent}
-            due = iter(op for op in planned if op in shown or not self.hung.launched[op])
             launched = [op for batch in _batches(sent) for op in sorted(batch, key=turn.__getitem__)]
-            for op, held in zip(launched, due, strict=False):
-                if op != held and (all_launched or not self.hung.launched[held]):
+            for place, op in enumerate(launched):
+                before = [held for held in planned[: turn[op]] if held not in launched[:place]]
+                held = next((held for held in before if all_launched and held in launched), None)
+                held = next((held for held in before if not self.hung.launched[held]), held)
+                if held is not None:
                     return self._in_another_order(rank, op, held)
         return None
 

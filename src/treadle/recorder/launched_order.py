@@ -10,20 +10,20 @@ import numpy as np
 
 from treadle.ir.program import NEVER, Bools
 from treadle.passes.issue_order import IssueOrder
-from treadle.recorder.dump_file import Message
-from treadle.recorder.placing import PlacedMessage, PlacedRank, StepPlan
+from treadle.recorder.dump_file import ChannelEnd
+from treadle.recorder.placing import MatchedPlan, PlacedMessage, PlacedRank
 
 
 @dataclass(frozen=True, eq=False)
 class HungStep:
     """One step of a run that hangs: what each rank launched of it; ranks that are not in `placed` left no dump."""
 
-    plan: StepPlan
+    plan: MatchedPlan
     number: int
     placed: Mapping[int, PlacedRank]
 
     @classmethod
-    def of(cls, plan: StepPlan, placed: Mapping[int, PlacedRank]) -> HungStep:
+    def of(cls, plan: MatchedPlan, placed: Mapping[int, PlacedRank]) -> HungStep:
         """Return the first step that is not whole on all ranks that left a dump."""
         open_steps = [
             place // len(plan.channels[end]) for rank in placed.values() for end, place in rank.completed.items()
@@ -56,7 +56,7 @@ class HungStep:
         for end, ops in self.plan.channels.items():
             holder, other = (end.src, end.dst) if end.is_send else (end.dst, end.src)
             if holder not in self.placed and other in self.placed:
-                partner = self.plan.channels[Message(not end.is_send, end.src, end.dst)]
+                partner = self.plan.channels[ChannelEnd(not end.is_send, end.src, end.dst)]
                 ended = [op for op, met in zip(ops, partner, strict=False) if found[met]]
                 found[ended] = True
         return found

@@ -18,11 +18,11 @@ from treadle.ir.program import NEVER, Program
 from treadle.ir.schedule import Schedule
 from treadle.passes.cells import lower_cells
 from treadle.passes.issue_order import IssueOrder, issue_order
-from treadle.recorder.dump_file import Message, RecorderEntry, State
+from treadle.recorder.dump_file import ChannelEnd, RecorderEntry, State
 
 
 @dataclass(frozen=True, eq=False)
-class StepPlan:
+class MatchedPlan:
     """The step of a schedule: its Program, the order in which each rank issues it, and the ops of each channel."""
 
     schedule: Schedule
@@ -30,7 +30,7 @@ class StepPlan:
     order: IssueOrder
 
     @classmethod
-    def of(cls, schedule: Schedule) -> StepPlan:
+    def of(cls, schedule: Schedule) -> MatchedPlan:
         """Return the step of a schedule.
 
         Raises:
@@ -46,7 +46,7 @@ class StepPlan:
         return cls(schedule, program, order)
 
     @cached_property
-    def channels(self) -> dict[Message, range]:
+    def channels(self) -> dict[ChannelEnd, range]:
         """The ops of each end of each channel, in order."""
         found = {}
         for index in range(self.program.num_lanes):
@@ -55,11 +55,11 @@ class StepPlan:
                 is_send = lane.kind is LaneKind.SEND
                 src, dst = (lane.rank, lane.peer) if is_send else (lane.peer, lane.rank)
                 ops = range(int(self.program.lane_ptr[index]), int(self.program.lane_ptr[index + 1]))
-                found[Message(is_send, src, dst)] = ops
+                found[ChannelEnd(is_send, src, dst)] = ops
         return found
 
     @cached_property
-    def ends(self) -> dict[int, Message]:
+    def ends(self) -> dict[int, ChannelEnd]:
         """The end of its channel that each message is at."""
         return {op: end for end, ops in self.channels.items() for op in ops}
 
@@ -95,13 +95,13 @@ class PlacedRank:
 
     rank: int
     messages: tuple[PlacedMessage, ...]
-    launched: Mapping[Message, int]
-    completed: Mapping[Message, int]
-    strange: tuple[Message, ...] = ()
+    launched: Mapping[ChannelEnd, int]
+    completed: Mapping[ChannelEnd, int]
+    strange: tuple[ChannelEnd, ...] = ()
     from_start: bool = True
 
 
-def place(step: StepPlan, rank: int, entries: Sequence[RecorderEntry]) -> PlacedRank | None:
+def place(step: MatchedPlan, rank: int, entries: Sequence[RecorderEntry]) -> PlacedRank | None:
     """Place the messages of a rank; None if the buffer begins somewhere in a step and nothing shows where.
 
     Args:
@@ -134,7 +134,7 @@ def place(step: StepPlan, rank: int, entries: Sequence[RecorderEntry]) -> Placed
     return PlacedRank(rank, tuple(messages), next_place, completed, strange, from_start=not before)
 
 
-def _holder(end: Message) -> int:
+def _holder(end: ChannelEnd) -> int:
     return end.src if end.is_send else end.dst
 
 
@@ -147,7 +147,7 @@ def _num_before(entries: Sequence[RecorderEntry]) -> int:
     return max(0, (first.op_id if batched else first.p2p_seq_id) - 1)
 
 
-def _begun(step: StepPlan, rank: int, sent: Sequence[RecorderEntry], before: int) -> dict[Message, int] | None:
+def _begun(step: MatchedPlan, rank: int, sent: Sequence[RecorderEntry], before: int) -> dict[ChannelEnd, int] | None:
     """The places of a buffer's first messages, where `before` others stood before them."""
     seen = [entry.message for entry in sent if entry.message is not None]
     planned = [step.ends[op] for op in step.messages(rank)]
@@ -166,11 +166,11 @@ def _begun(step: StepPlan, rank: int, sent: Sequence[RecorderEntry], before: int
     return {end: whole * len(step.channels[end]) + passed[end] for end in set(planned)}
 
 
-def _fits(planned: Sequence[Message], seen: Sequence[Message], start: int) -> bool:
+def _fits(planned: Sequence[ChannelEnd], seen: Sequence[ChannelEnd], start: int) -> bool:
     return all(planned[(start + place) % len(planned)] == end for place, end in enumerate(seen))
 
 
-def _own_order(seen: Sequence[Message], before: int, num: int) -> list[Message] | None:
+def _own_order(seen: Sequence[ChannelEnd], before: int, num: int) -> list[ChannelEnd] | None:
     """The order of a step as the buffer itself shows it, where it has a whole one and repeats."""
     first = -before % num
     if len(seen) < num or any(seen[place] != seen[place + num] for place in range(len(seen) - num)):
