@@ -156,7 +156,7 @@ class HungGroup:
         else:
             cause = "no-dump"
             sentence = f"rank {rank} left no dump, and the others wait for it: it had all that it needs for {places}"
-        return self._made(cause, sentence, [rank], ops, goals={node for nodes in roots.values() for node in nodes})
+        return self._made(cause, sentence, [rank], ops, goals=set(roots[rank]))
 
     def _waits_instead(self, rank: int, ops: Sequence[int]) -> str:
         """What a rank of another schedule would wait for: a receive that the plan issues after these cells."""
