@@ -52,7 +52,7 @@ def torch_rows(module: Any, schedule: Schedule) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("size", [*SIZES, (8, 16)], ids=str)
 @pytest.mark.parametrize("name", CARRIED)
 def test_early_receives_are_those_that_torch_adds(torch_schedules: Any, name: str, size: tuple[int, int]) -> None:
-    """Entry for entry."""
+    """Entry for entry, among the cells."""
     schedule = made(name, size)
     placement = schedule.placement
     added = torch_schedules._add_send_recv(
@@ -60,28 +60,34 @@ def test_early_receives_are_those_that_torch_adds(torch_schedules: Any, name: st
         stage_to_rank=lambda stage: placement.holder(stage)[0],
         num_stages=placement.num_stages,
     )
-    assert entries(torch_comms.dump(schedule)) == [list(map(str, added[rank])) for rank in sorted(added)]
+    assert list(map(bare, entries(torch_comms.dump(schedule)))) == [
+        list(map(str, added[rank])) for rank in sorted(added)
+    ]
 
 
+def bare(words: list[str]) -> list[str]:
+    return [word for word in words if not word.endswith(MARKS)]
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("vpp", [1, 2, 5], ids=lambda vpp: f"vpp{vpp}")
 @pytest.mark.parametrize("receives", ["early", "late"])
 @pytest.mark.parametrize("name", CARRIED)
-def test_fsdp_entries_stand_where_torch_puts_them(
-    torch_schedules: Any, name: str, receives: Receives, vpp: int
+def test_entries_of_stages_stand_where_torch_puts_them(
+    torch_schedules: Any, name: str, receives: Receives, vpp: int, fsdp: bool
 ) -> None:
     """Around the same cells; of stages that end together, in any order."""
     try:
         schedule = made(name, (4, 8), vpp=vpp)
     except ValueError:
         pytest.skip(f"{name} has no {vpp} stages on a rank")
-    ours = entries(torch_comms.dump(schedule, receives=receives, fsdp=True))
+    ours = entries(torch_comms.dump(schedule, receives=receives, fsdp=fsdp))
     for rank, row in torch_rows(torch_schedules, schedule).items():
-        whole = torch_schedules._add_unshard_reshard(row)
+        whole = torch_schedules._add_unshard_reshard(row) if fsdp else row
         theirs = list(map(str, torch_schedules._add_reduce_grad(whole, schedule.num_microbatches)))
         mine = [word for word in ours[rank] if "SEND" not in word and "RECV" not in word]
         assert list(blocks(mine)) == list(blocks(theirs))
-    without = [[word for word in row if not word.endswith(MARKS)] for row in ours]
-    assert without == entries(torch_comms.dump(schedule, receives=receives))
+    assert list(map(bare, ours)) == list(map(bare, entries(torch_comms.dump(schedule, receives=receives))))
 
 
 def blocks(words: list[str]) -> Iterator[list[str]]:
@@ -157,7 +163,7 @@ def cells_ahead(schedule: Schedule, receives: Any) -> list[int]:
             if "RECV" in word:
                 stage, _, label = word.partition("RECV_")
                 readers = {f"{stage}{kind}{label[1:]}" for kind in ("F" if label[0] == "F" else "BI")}
-                cells = [word for word in row[at:] if "RECV" not in word and "SEND" not in word]
+                cells = [word for word in bare(row[at:]) if "RECV" not in word and "SEND" not in word]
                 found.append(next(n for n, cell in enumerate(cells) if readers & words_of(cell)))
     return found
 

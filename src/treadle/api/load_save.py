@@ -63,8 +63,8 @@ def dumps(schedule: Schedule, format: str = "text", *, receives: Receives | None
         >>> "F0.0" in dumps(treadle.generate("gpipe", pp=2, microbatches=2))
         True
         >>> print(dumps(treadle.generate("1f1b", pp=2, microbatches=1), "torch-comms"), end="")
-        0F0,0SEND_F0,0RECV_B0,0B0
-        1RECV_F0,1F0,1B0,1SEND_B0
+        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+        1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
 
     """
     if format not in FORMATS:

@@ -2,7 +2,8 @@
 
     0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
 
-torch adds nothing to such a file and checks nothing of it: the order of receives is the file's, and stages under FSDP
+torch adds nothing to such a file and checks nothing of it: the order of receives is the file's; gradients are divided
+by the number of micro-batches (`scale_grads`), and reduced, at its REDUCE_GRAD entries only; and stages under FSDP
 compute only between its UNSHARD and RESHARD entries. `treadle.files.torch_csv` reads it.
 """
 
@@ -28,7 +29,7 @@ MOST_UNSHARDED = 3
 
 
 def dump(schedule: Schedule, *, receives: Receives | None = None, fsdp: bool = False) -> str:
-    """Write a line a rank: cells, messages, and with `fsdp` when its stages are whole and their gradients reduced.
+    """Write a line a rank: cells, messages, where gradients are reduced, and with `fsdp` when stages are whole.
 
     Args:
         schedule: one that finishes, with one rank for each stage.
@@ -46,8 +47,7 @@ def dump(schedule: Schedule, *, receives: Receives | None = None, fsdp: bool = F
             schedule = _ordered(schedule, receives)
     lines = []
     for rank, entries in enumerate(issued(schedule)):
-        stages = schedule.placement.stages[rank]
-        words = _sharded(entries, stages, schedule.num_microbatches) if fsdp else [entry.word for entry in entries]
+        words = _words(entries, schedule.placement.stages[rank], schedule.num_microbatches, fsdp=fsdp)
         lines.append(",".join(words) + "\n")
     return "".join(lines)
 
@@ -66,11 +66,11 @@ def _ordered(schedule: Schedule, receives: Receives | None) -> Schedule:
     return replace(schedule, issue=order.turns(program))
 
 
-def _sharded(entries: Sequence[Issued], stages: tuple[int, ...], num_mb: int) -> Iterator[str]:
-    """Yield the entries of a rank whose stages are under FSDP.
+def _words(entries: Sequence[Issued], stages: tuple[int, ...], num_mb: int, *, fsdp: bool) -> Iterator[str]:
+    """Yield the entries of a rank, with those of its stages.
 
-    A stage is whole while it is among the next to compute; its gradients are reduced after its last backward. These
-    entries stand between the sends of a cell and the receives of the next.
+    A stage's gradients are reduced after its last backward; under FSDP it is whole while it is among the next to
+    compute. These entries stand between the sends of a cell and the receives of the next.
     """
     cells = [at for at, entry in enumerate(entries) if entry.cell is not None]
     actions = [cell.actions if (cell := entries[at].cell) is not None else () for at in cells]
@@ -85,7 +85,7 @@ def _sharded(entries: Sequence[Issued], stages: tuple[int, ...], num_mb: int) ->
             left[stages[action.chunk]] -= action.kind in (Kind.B, Kind.W)
             if action.kind in (Kind.B, Kind.W) and not left[stages[action.chunk]]:
                 yield f"{stages[action.chunk]}REDUCE_GRAD"
-        following = _next_stages(computes[place:])
+        following = _next_stages(computes[place:]) if fsdp else []
         yield from (f"{stage}RESHARD" for stage in sorted(whole - set(following)))
         yield from (f"{stage}UNSHARD" for stage in following if stage not in whole)
         whole = set(following)
