@@ -67,7 +67,8 @@ class Shares:
             for taken in distinct:
                 for take in taken[number]:
                     takes.setdefault((take.item, take.box), take)
-            made.append(Table(tuple(takes.values()), -(-bucket.size_bytes // _ALIGN) * _ALIGN))
+            boxes = tuple(takes.values()) if bucket.dest < 0 else bucket.all_of_it
+            made.append(Table(boxes, -(-bucket.size_bytes // _ALIGN) * _ALIGN))
         return tuple(made)
 
     @cached_property
@@ -78,7 +79,8 @@ class Shares:
     def of_worker(self, worker: int, *, exports: bool) -> TakePlan:
         """A worker's part of the plan; `exports`: it is the source of its rank's buckets."""
         shares, named = [], set()
-        for number, takes in enumerate(self.plan.takes[worker]):
+        for number in range(len(self.plan.buckets)):
+            takes = self.plan.taken(worker, number)
             if takes:
                 shares.append(self._share(number, takes))
         given = []
