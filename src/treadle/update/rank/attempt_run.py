@@ -23,7 +23,7 @@ from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import WorkerRefusedError, blame, dismiss
+from treadle.update.rank.worker_client import NO_LAYOUT, WorkerRefusedError, blame, dismiss
 from treadle.update.updated import Updated
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
@@ -48,6 +48,7 @@ class AttemptRun:
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
         self._has = self._wants = _NOTHING
+        self._wants_digest = NO_LAYOUT
         self._entered = False
         """The coordinator may have this rank's entry."""
         self._status: Status | None = None
@@ -148,6 +149,7 @@ class AttemptRun:
             self.worker.connect(self.context.rank, deadline_s)
             self._status = self.worker.settled_in(deadline_s)
             self._wants = self.worker.layout(deadline_s)
+            self._wants_digest = self.worker.layout_digest
         except (UpdateError, WorkerRefusedError, WireError, OSError) as error:
             if self.context.inbox.bad is not None:
                 raise
@@ -156,7 +158,7 @@ class AttemptRun:
             fault = blame(error, 0, self.worker.name, "enter", -1).fault
         asked = self.request
         names = asked.kind, asked.version, asked.base, asked.changed
-        layouts = layout_digest(self._has), layout_digest(self._wants)
+        layouts = layout_digest(self._has), self._wants_digest
         mine = self.worker.can_export, self.context.broadcasts.made
         return Enter(self.context.rank, *names, *layouts, self._status, *mine, fault, asked.takeover, asked.new_set)
 
@@ -187,7 +189,8 @@ class AttemptRun:
         self._ties = self._compare_ties(shares)
         context.buffers.fit(shares)
         exports = context.rank in layouts.holds
-        self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
+        name = shares.name(exports=exports)
+        self.worker.take_plan(name, lambda: shares.of_worker(context.rank, exports=exports), deadline_s)
         self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
@@ -298,7 +301,7 @@ class AttemptRun:
 
     def _faulty_entry(self, fault: Fault) -> Enter:
         """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
-        asked, nobody = self.request, layout_digest(_NOTHING)
+        asked, nobody = self.request, NO_LAYOUT
         names = asked.kind, asked.version, asked.base, None
         return Enter(self.context.rank, *names, nobody, nobody, None, can_export=False, group=0, fault=fault)
 
