@@ -62,7 +62,7 @@ def attempt(path: Path, num: int) -> dict[str, float]:
     ranks = Ranks(path, num)
     try:
         names = [(digests[rank % TP], digests[rank % TP]) for rank in range(num)]
-        enter = [Enter(r, "update", 1, None, None, *names[r], status[r], True, 0) for r in range(num)]
+        enter = [Enter(r, r, "update", 1, None, None, *names[r], status[r], True, 0) for r in range(num)]
         epoch = ranks.say("enter", enter)[0].epoch
         sends = ranks.say("settle", [Settled(epoch, rank, status[rank]) for rank in range(num)])
         both = zip(layouts, sends, strict=True)

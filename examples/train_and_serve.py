@@ -27,7 +27,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_
 import torch
 import torch.distributed as dist
 
-from treadle.update import ClosedError, Endpoint, Plain, Source, UpdateOptions, Updater
+from treadle.update import ClosedError, Endpoint, Source, UpdateOptions, Updater
 
 if TYPE_CHECKING:  # the engine's Python has no trainer
     from treadle.train.run_log import StepFacts
@@ -160,10 +160,9 @@ def train(args: argparse.Namespace, more: list[str]) -> None:
             command = [args.python, __file__, f"--serve={sockets}", f"--engine={args.engine}"]
             engine = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # it ends when the pipe closes
             stack.callback(engine.communicate)
-        else:  # an update rank has a worker beside it; these have no engine, so theirs wants nothing
-            stack.enter_context(Endpoint(Plain({}), sockets, rank))
         options = UpdateOptions(deadline_s=900)  # the engine starts meanwhile
-        updater = stack.enter_context(Updater(sockets, ledger=sockets / "ledger", options=options))
+        worker = 0 if rank == 0 else None  # the other ranks have no engine beside them
+        updater = stack.enter_context(Updater(sockets, ledger=sockets / "ledger", worker=worker, options=options))
         push = Push(trainer, updater, args.every)
         push.start()
         push.wait()

@@ -95,7 +95,7 @@ def test_ranks_of_a_pipeline_in_different_calls_name_both() -> None:
     hold_calls(pp=2, dp=1)
 
 
-calls = st.tuples(st.sampled_from(CALLS), st.integers(0, 2**40 - 1), st.integers(0, 2**20 - 1))
+calls = st.tuples(st.sampled_from(CALLS), st.integers(0, 2**36 - 1), st.integers(0, 2**20 - 1))
 
 
 @given(calls, calls)

@@ -160,7 +160,7 @@ def entered(wants: list[WeightLayout]) -> Attempt:
     for rank, layout in enumerate(wants):
         status = Status(rank, 1, "serving", None, 0, 0)
         digests = layout_digest(WHOLE), layout_digest(layout)
-        attempt.entered[rank] = Enter(rank, "update", 1, None, None, *digests, status, True, 0)
+        attempt.entered[rank] = Enter(rank, rank, "update", 1, None, None, *digests, status, True, 0)
         attempt.settled[rank] = Settled(3, rank, status)
     return attempt
 
@@ -213,7 +213,7 @@ class Ranks:
         """Up to what the coordinator says after all have settled."""
         status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(2)]
         digests = [(layout_digest(WHOLE), layout_digest(wants)) for wants in (LOW, HIGH)]
-        enter = [Enter(r, "update", version, None, None, *digests[r], status[r], True, 0) for r in range(2)]
+        enter = [Enter(r, r, "update", version, None, None, *digests[r], status[r], True, 0) for r in range(2)]
         epoch = self.say(*enter)[0].epoch
         return epoch, self.say(*[Settled(epoch, rank, status[rank]) for rank in range(2)])
 

@@ -25,6 +25,8 @@ SMALL = {
     "one worker": Sizes(ranks=1, workers=1, updates=1, crashes=1, replacements=1),
     "restored": Sizes(updates=2, crashes=0, restores=1),
     "a child": Sizes(updates=1, crashes=0, children=1),
+    "a source without a worker": Sizes(ranks=2, workers=1, sources=1, updates=1, crashes=1),
+    "fewer ranks, one a source": Sizes(ranks=3, workers=2, sources=1, updates=1, crashes=0, mistakes=1),
 }
 
 

@@ -24,7 +24,7 @@ TOGETHER = (
 )
 """What ranks do together besides ops: calls, and what leads to them."""
 
-_RANK_BITS, _STEP_BITS = 20, 40
+_RANK_BITS, _STEP_BITS = 20, 36
 
 
 class DifferentCallsError(ValueError):

@@ -14,9 +14,9 @@
     │  Adapter ── engine           │                          │  Adapter ── engine           │
     └─ inference worker 0 ─────────┘                          └─ inference worker 1 ─────────┘
 
-One update rank runs beside each inference worker, on the same device. Ranks speak for their workers; the coordinator,
-a thread of rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` is an update in
-numbered steps.
+One update rank runs beside each inference worker, on the same device, and speaks for it; ranks that only hold weights
+speak for none. The coordinator, a thread of rank 0, moves all ranks from phase to phase and writes the decision.
+`AttemptRun.run` is an update in numbered steps.
 
     updater.py         Updater: what a user calls         coordinator/  the coordinator and its commit log
     update_options.py  UpdateOptions                      rank/         an update rank

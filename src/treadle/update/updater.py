@@ -3,6 +3,9 @@
     updater = Updater(directory, ledger=state_directory)          # on every rank, beside its worker
     done = updater.update(Source.of(model.state_dict()), version=7)
 
+Ranks that hold weights and ranks that speak for workers may be the same, as here, or two sets of any sizes: a rank
+without a worker makes its updater with `worker=None`, a rank without weights gives no source (`None`).
+
 All ranks call the same methods in the same order. An attempt either commits on all workers or raises UpdateError on
 every rank that lives, and can be tried again unless a rank was lost. `AttemptRun.run` has it step by step.
 """
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,6 +52,7 @@ class Updater:
 
     Args:
         directory: The directory of the workers' sockets on this host, of mode 0700.
+        worker: The number of the worker for which this rank speaks, None for none; by default the rank's own number.
         ledger: A directory that lasts, for the commit log. Used on rank 0, which runs the coordinator.
         key: A file that only its owner can read, the same on all ranks; needed where ranks are on several hosts.
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
@@ -67,6 +72,7 @@ class Updater:
         directory: Path,
         *,
         ledger: Path,
+        worker: int | Literal["rank"] | None = "rank",
         key: Path | None = None,
         address: str | None = None,
         options: UpdateOptions | None = None,
@@ -79,6 +85,7 @@ class Updater:
         options = options if options is not None else UpdateOptions()
         self.device = device = device if device is not None else torch.device("cpu")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        worker = self.rank if worker == "rank" else worker
         self.takeover, self.new_set = takeover, new_set
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
@@ -95,7 +102,7 @@ class Updater:
             device,
             inbox,
             client,
-            WorkerClient(directory, self.rank, inbox, self._worker_lost),
+            WorkerClient(directory, worker, inbox, self._worker_lost) if worker is not None else None,
             Plans(options.memory),
             Broadcasts(rendezvous.name, self.rank, self.world, options.deadline_s, device),
             RankBuffers(device),
@@ -129,12 +136,18 @@ class Updater:
         self.close()
 
     def update(
-        self, source: WeightSource, version: int, *, changed: Collection[str] | None = None, base: int | None = None
+        self,
+        source: WeightSource | None,
+        version: int,
+        *,
+        changed: Collection[str] | None = None,
+        base: int | None = None,
     ) -> Updated:
         """Bring a version to all workers.
 
         Args:
-            source: This rank's part of the weights. Its elements must not change until this returns or raises.
+            source: This rank's part of the weights, None where it has none. Its elements must not change until this
+                returns or raises.
             version: A number from 1 that is above the committed one.
             changed: Names of the tensors that differ from version `base`; only they move, where all workers serve
                 `base` and their engines can load a part. Otherwise all tensors move, and `notes` has the reason.
@@ -225,7 +238,8 @@ class Updater:
 
     def close(self) -> None:
         """Disconnect from the worker, which goes on serving, and from the other ranks. May be called again."""
-        self.context.worker.drop()
+        if self.context.own_worker is not None:
+            self.context.own_worker.drop()
         self.context.coordinator.close()
         self.context.broadcasts.drop()
         if self._trace_group is not None:

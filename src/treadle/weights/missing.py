@@ -14,7 +14,11 @@ _MOST_WORKERS = 8
 def missing_tensors(names: list[str], have: Holding, want: Holding) -> str:
     """Make the error message for tensors that no rank has."""
     wanted = set(names)
-    workers = [w for w, pieces in enumerate(want.pieces) if any(piece.tensor in wanted for piece in pieces)]
+    workers = [
+        want.workers.get(w, w)
+        for w, pieces in enumerate(want.pieces)
+        if any(piece.tensor in wanted for piece in pieces)
+    ]
     unused = have.tensors.keys() - want.tensors.keys()
     named = ", ".join(f"{name!r}{near(name, unused)}" for name in names[:_MOST_NAMED])
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
@@ -38,7 +42,8 @@ def near(name: str, known: Collection[str]) -> str:
 
 def who_wants(want: Holding, name: str, box: Box) -> str:
     """The workers that want this box of a tensor."""
-    return _workers(w for w, pieces in enumerate(want.pieces) if any(p.tensor == name and p.box == box for p in pieces))
+    wants = (w for w, pieces in enumerate(want.pieces) if any(p.tensor == name and p.box == box for p in pieces))
+    return _workers(want.workers.get(w, w) for w in wants)
 
 
 def _workers(workers: Iterable[int]) -> str:

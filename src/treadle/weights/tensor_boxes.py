@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import gt, sub
 
 ITEMSIZE: dict[str, int] = {
@@ -118,11 +118,13 @@ class Piece:
 class Holding:
     """`pieces[rank]`: what each update rank has, or what each inference worker wants.
 
-    Ranks that hold the same may share one tuple; planning is then done once for all of them.
+    Ranks that hold the same may share one tuple; planning is then done once for all of them. `workers` are the numbers
+    that error messages give, where they are not the places in `pieces`.
     """
 
     tensors: dict[str, Tensor]
     pieces: tuple[tuple[Piece, ...], ...]
+    workers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rank, pieces in _distinct(self.pieces):

@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--recoveries", type=int, default=1)
     parser.add_argument("--restores", type=int, default=0, help="backups of the log that are put back")
     parser.add_argument("--children", type=int, default=0, help="workers that end while a child holds their sockets")
+    parser.add_argument("--sources", type=int, default=0, help="ranks, of all, that have no worker")
     parser.add_argument("--without", action="append", default=[], choices=sorted(RULES), help="a rule to leave out")
     args = vars(parser.parse_args())
     sizes = Sizes(rules=RULES - set(args.pop("without")), **args)

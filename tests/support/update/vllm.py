@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
 from tests.support.watching import Watching
-from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
+from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.update_messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffer_sizes import Memory
@@ -218,10 +218,10 @@ def update_from_parts(rank: int, places: tuple[Path, Path], checkpoints: list[Pa
     part = {piece.tensor: weight for piece, weight in whole.held.items() if _is_of_rank(rank, piece.tensor)}
     assert 0 < len(part) < len(whole.held)
     with ExitStack() as stack:
-        if rank:
-            stack.enter_context(Endpoint(Plain({}), places[0], rank))
-        options = UpdateOptions(SMALL)
-        updater = stack.enter_context(Updater(places[0], ledger=places[1], options=options, new_set=True))
+        worker, options = 0 if rank == 0 else None, UpdateOptions(SMALL)
+        updater = stack.enter_context(
+            Updater(places[0], ledger=places[1], worker=worker, options=options, new_set=True)
+        )
         return updater.update(Source.of(part), version).version
 
 

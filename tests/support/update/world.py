@@ -33,6 +33,8 @@ Link: TypeAlias = tuple[int, int]
 class Sizes:
     """Bounds of a world. `crashes` counts faults: processes that end, and ranks that give up waiting.
 
+    `sources` of the ranks, the first ones, have no worker; the others speak for workers 0, 1, ...
+
     `restores`: the log is put back as it was at first. `children`: workers that end while a child holds their sockets.
     """
 
@@ -45,6 +47,7 @@ class Sizes:
     recoveries: int = 1
     restores: int = 0
     children: int = 0
+    sources: int = 0
     rules: frozenset[str] = RULES
 
 
@@ -280,7 +283,7 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
                 world,
                 decided=with_item(world.decided, log, max(world.decided[log], version)),
                 logs=with_item(world.logs, log, record),
-                on=with_item(world.on, log, frozenset(range(run.world)) | world.on[log]),
+                on=with_item(world.on, log, frozenset(run.core.attempt.workers) | world.on[log]),
             )
             if crash == "after":
                 raise Crashed(world)
@@ -304,7 +307,13 @@ def enter(world: World, link: Link, sizes: Sizes) -> World:
     run = world.runs[number]
     me = run.ranks[r]
     assert me is not None
-    there = next((p for p in world.processes if p.slot == r and p.at_path), None)
+    if r < sizes.sources:
+        state = RankState(r, OPTIONS, version=run.asked[1], speaks=False)
+        world = with_run(world, number, down=with_item(run.down, r, ()))
+        world = with_rank(world, link, Rank(state, "coordinator"))
+        return _hear(world, link, Enter(r, None, *run.asked, None, None, *LAYOUT, None, False, 1))
+    worker = r - sizes.sources
+    there = next((p for p in world.processes if p.slot == worker and p.at_path), None)
     found = there.incarnation if there is not None else ""
     kept = find(world, me.link)
     if kept is not None and kept.master == link and ("slots" not in sizes.rules or there is None):
@@ -314,14 +323,14 @@ def enter(world: World, link: Link, sizes: Sizes) -> World:
     if there is None:
         world = with_rank(world, link, Rank(state, "coordinator"))
         fault = Fault(0, "worker", "enter", -1, "")
-        return _hear(world, link, Enter(r, *run.asked, None, None, *LAYOUT, None, True, 1, fault))
+        return _hear(world, link, Enter(r, worker, *run.asked, None, None, *LAYOUT, None, True, 1, fault))
     if there.master != link:
         world = taken(world, there)
         there = find(world, there.incarnation)
         assert there is not None
     there = replace(there, master=link, queue=())  # of an earlier connection nothing is read any more
     world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found))
-    entered = Enter(r, *run.asked, None, None, *LAYOUT, _status(there, sizes), True, 1)
+    entered = Enter(r, worker, *run.asked, None, None, *LAYOUT, _status(there, sizes), True, 1)
     return _hear(world, link, entered)
 
 

@@ -49,8 +49,13 @@ class Attempt:
 
     @property
     def statuses(self) -> dict[int, Status]:
-        """The status of each rank's worker when the rank entered."""
-        return {rank: entry.status for rank, entry in self.entered.items() if entry.status is not None}
+        """The status of each rank's worker when the rank entered, of ranks that have one, in order."""
+        return {rank: entry.status for rank, entry in sorted(self.entered.items()) if entry.status is not None}
+
+    @property
+    def workers(self) -> dict[int, Status]:
+        """The status of each worker when its rank entered."""
+        return {status.worker: status for status in self.statuses.values()}
 
     @property
     def first(self) -> Enter:
@@ -68,7 +73,7 @@ class Attempt:
         for entry in self.entered.values():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
-            if entry.status is None:
+            if (entry.worker is None) != (entry.status is None):
                 raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
@@ -80,6 +85,7 @@ class Attempt:
                 )
             if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
                 raise AttemptRefusedError(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+        self._refuse_speakers()
         self._refuse_logs(record, where)
         self._refuse_set(record)
         record = self.start_from(record)
@@ -99,27 +105,40 @@ class Attempt:
     @property
     def members(self) -> tuple[Member, ...]:
         """The workers of this attempt, as the log records them."""
-        statuses = self.statuses
-        return tuple(member_of(rank, statuses[rank]) for rank in range(self.world))
+        return tuple(member_of(status) for _, status in sorted(self.workers.items()))
 
     def start_from(self, record: Record) -> Record:
         """Return the log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
         if not self.first.takeover:
             return record
-        statuses = self.statuses
-        return taken_over(record, [statuses[rank] for rank in range(self.world)], self.members)
+        return taken_over(record, list(self.statuses.values()), self.members)
+
+    def _refuse_speakers(self) -> None:
+        """Refuse ranks that have no worker among them, or of which two speak for one."""
+        speakers: dict[int, int] = {}
+        for rank, status in self.statuses.items():
+            other = speakers.setdefault(status.worker, rank)
+            if other != rank:
+                raise AttemptRefusedError(
+                    f"update ranks {other} and {rank}",
+                    f"both speak for worker {status.worker}; give each a worker of its own, or none (worker=None)",
+                )
+        if not speakers:
+            raise AttemptRefusedError(
+                "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
+            )
 
     def _refuse_set(self, record: Record) -> None:
         """Refuse workers other than the log's members, unless the caller says that they are a new set."""
-        for rank, status in self.statuses.items():
+        for worker, status in self.workers.items():
             if not status.holds_slot:
                 raise AttemptRefusedError(
-                    f"worker {rank} (process {status.pid})",
-                    f"process {status.before} was worker {rank} before, and has neither ended nor closed; end it",
+                    f"worker {worker} (process {status.pid})",
+                    f"process {status.before} was worker {worker} before, and has neither ended nor closed; end it",
                 )
         if self.first.new_set:
             return
-        missing = missing_members(record, self.entered)
+        missing = missing_members(record, self.workers)
         if missing:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in missing),
@@ -127,7 +146,7 @@ class Attempt:
                 f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
                 "start a rank beside each worker, or declare the set a new one (new_set=True, --new-set)",
             )
-        replaced = replaced_members(record, self.statuses)
+        replaced = replaced_members(record, self.workers)
         if replaced:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),
@@ -137,21 +156,21 @@ class Attempt:
             )
 
     def _refuse_logs(self, record: Record, where: str) -> None:
-        foreign = {r: status for r, status in self.statuses.items() if is_foreign(record, status.log)}
+        foreign = {worker: status for worker, status in self.workers.items() if is_foreign(record, status.log)}
         if foreign and not self.first.takeover:
-            rank, status = next(iter(sorted(foreign.items())))
+            worker, status = next(iter(sorted(foreign.items())))
             raise AttemptRefusedError(
                 f"workers {_listed(sorted(foreign))}",
-                f"worker {rank} belongs to another log: {status.log} committed its version {status.version}, and this "
-                f"one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take the "
-                "workers over (takeover=True, --takeover) if it is lost",
+                f"worker {worker} belongs to another log: {status.log} committed its version {status.version}, and "
+                f"this one is {record.id}{f' in {where}' if where else ''}; use that log (ledger=, --ledger), or take "
+                "the workers over (takeover=True, --takeover) if it is lost",
             )
-        ahead = {r: status for r, status in self.statuses.items() if is_outdated(record, status)}
+        ahead = {worker: status for worker, status in self.workers.items() if is_outdated(record, status)}
         if ahead:  # with takeover, too: versions that were served would be committed a second time
-            rank, status = next(iter(sorted(ahead.items())))
+            worker, status = next(iter(sorted(ahead.items())))
             raise AttemptRefusedError(
                 f"workers {_listed(sorted(ahead))}",
-                f"worker {rank} has version {status.version}, committed by attempt {status.content} of this log, and "
+                f"worker {worker} has version {status.version}, committed by attempt {status.content} of this log, and "
                 f"the log{f' in {where}' if where else ''} ends with attempt {max(record.epochs, default=0)}: it is an "
                 "older copy; use the newest one (ledger=, --ledger), or, if that is lost, take the workers over with "
                 "an empty directory (takeover=True, --takeover)",
@@ -159,20 +178,21 @@ class Attempt:
 
     def leaving(self, record: Record) -> list[Member]:
         """Members of the log that are not in this attempt's set."""
-        return [*missing_members(record, self.entered), *replaced_members(record, self.statuses)]
+        return [*missing_members(record, self.workers), *replaced_members(record, self.workers)]
 
     def refuse_strangers(self) -> None:
         """Raise AttemptRefusedError where a worker that settled is another process than the one at entry."""
         for rank, status in self.statuses.items():
             now = self.settled[rank].status
-            if now.incarnation != status.incarnation:
+            if now is None or now.incarnation != status.incarnation:
                 raise AttemptRefusedError(
-                    f"worker {rank} (process {now.pid})", f"it has taken the place of process {status.pid}"
+                    f"worker {status.worker} (process {now.pid if now is not None else status.pid})",
+                    f"it has taken the place of process {status.pid}",
                 )
 
     def last_epoch(self) -> int:
         """Return the largest attempt number that any worker knows; this attempt's must be above it."""
-        return max(entry.status.epoch for entry in self.entered.values() if entry.status is not None)
+        return max(status.epoch for status in self.statuses.values())
 
     @property
     def digests(self) -> dict[int, tuple[str, str]]:
@@ -209,8 +229,8 @@ class Attempt:
 
     def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
         """What moves to which workers; None where nothing has to."""
-        everyone = tuple(range(self.world))
-        holds = tuple(r for r in everyone if self.settled[r].status.state == "serving")
+        everyone = tuple(self.statuses)
+        holds = tuple(r for r in everyone if self._serves(r))
         first, version = self.first, record.version
         if first.kind == "recover":
             assert version is not None
@@ -220,16 +240,42 @@ class Attempt:
             givers = tuple(r for r in holds if self.entered[r].can_export) if first.version == 0 else ()
             if first.version == 0 and not givers:
                 lost = f"every copy of version {version} is lost; all"
-                mute = f"workers {_listed(holds)} serve version {version} and their engines cannot hand it out; these"
+                mute = (
+                    f"workers {self._listed(holds)} serve version {version} and their engines cannot hand it out; these"
+                )
                 raise AttemptRefusedError(
-                    f"workers {_listed(loads)}",
+                    f"workers {self._listed(loads)}",
                     f"{mute if holds else lost} stay closed until the next update, or until "
                     f"recover(source, version={version}) is called with a source that still has it",
                 )
-            return Layouts(self.epoch, version, loads, givers, None, self._group(), catalogue, self._who_left())
+            return Layouts(
+                self.epoch,
+                version,
+                loads,
+                self._numbers(loads),
+                givers,
+                None,
+                self._group(),
+                catalogue,
+                self._who_left(),
+            )
         only, why = self._only(record, holds)
         whys = "; ".join(filter(None, (why, self._who_left())))
-        return Layouts(self.epoch, first.version, everyone, (), only, self._group(), catalogue, whys)
+        return Layouts(
+            self.epoch, first.version, everyone, self._numbers(everyone), (), only, self._group(), catalogue, whys
+        )
+
+    def _serves(self, rank: int) -> bool:
+        status = self.settled[rank].status
+        return status is not None and status.state == "serving"
+
+    def _numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        statuses = self.statuses
+        return tuple(statuses[rank].worker for rank in ranks)
+
+    def _listed(self, ranks: Iterable[int]) -> str:
+        """Return the numbers of these ranks' workers, for people."""
+        return _listed(self._numbers(ranks))
 
     def _who_left(self) -> str:
         """A note on the members that are out of the set."""
@@ -253,12 +299,12 @@ class Attempt:
             return None, ""
         if first.base is None or first.base != record.version:
             return None, f"all tensors move: the changes are against version {first.base}, {record.version} is served"
-        if len(holds) < self.world:
-            away = _listed(r for r in range(self.world) if r not in holds)
+        if len(holds) < len(self.statuses):
+            away = self._listed(r for r in self.statuses if r not in holds)
             return None, f"all tensors move: workers {away} do not hold version {record.version}"
-        mute = [rank for rank, entry in self.entered.items() if not entry.can_export]
+        mute = [rank for rank in self.statuses if not self.entered[rank].can_export]
         if mute:
-            return None, f"all tensors move: the engines of workers {_listed(sorted(mute))} take all or none"
+            return None, f"all tensors move: the engines of workers {self._listed(mute)} take all or none"
         return first.changed, ""
 
     def disagreement(self) -> str | None:

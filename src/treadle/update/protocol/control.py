@@ -48,12 +48,14 @@ class Fault(Message, frozen=True):
 class Enter(Message, frozen=True):
     """An update rank begins an attempt. `has` and `wants` are digests of its source's and its worker's layout.
 
-    `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process group the
-    rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of it
-    together. `takeover` and `new_set` are what its caller vouches for.
+    `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
+    `fault`. `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process
+    group the rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of
+    it together. `takeover` and `new_set` are what its caller vouches for.
     """
 
     rank: int
+    worker: int | None
     kind: Kind
     version: int
     base: int | None
@@ -69,11 +71,11 @@ class Enter(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """A rank's worker has learnt what is committed. `closed`: workers that left the set and that this rank closed."""
+    """A rank's worker, if it has one, has learnt what is committed. `closed`: workers that left and that it closed."""
 
     epoch: int
     rank: int
-    status: Status
+    status: Status | None
     closed: tuple[int, ...] = ()
 
 
@@ -139,8 +141,9 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layouts(Message, frozen=True):
-    """What moves in this attempt: to the workers `loads`, from sources or, in a recovery, from the workers `holds`.
+    """What moves in this attempt: to workers of ranks `loads`, from sources or, in a recovery, from those of `holds`.
 
+    `workers` are the numbers of the workers of `loads`, for error messages.
     `only`: the tensors that move, None for all. `catalogue` (a packed Catalogue) is None where no layout changed.
     `group` is the attempt that made the process group to use: an earlier one that all ranks still have, or this one.
     `why` goes into the notes of the update.
@@ -149,6 +152,7 @@ class Layouts(Message, frozen=True):
     epoch: int
     version: int
     loads: tuple[int, ...]
+    workers: tuple[int, ...]
     holds: tuple[int, ...]
     only: tuple[str, ...] | None
     group: int

@@ -136,7 +136,7 @@ def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: R
     fault = state.attempt.fault(who, text)
     if state.attempt.phase != "enter":
         return stop(state, fault)
-    return hear(state, rank, Enter(rank, "update", 0, None, None, "", "", None, False, 0, fault), record)
+    return hear(state, rank, Enter(rank, None, "update", 0, None, None, "", "", None, False, 0, fault), record)
 
 
 def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
@@ -153,7 +153,7 @@ def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     """Return the log has numbered the attempt."""
     attempt = state.attempt
-    left = tuple(member.worker for member in attempt.left if member.worker >= state.world)
+    left = tuple(member.worker for member in attempt.left if member.worker not in attempt.workers)
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
     told = record.version, record.epochs, record.id, record.took
     return state, [Tell(Go(epoch, *told, attempt.first.takeover, left))]

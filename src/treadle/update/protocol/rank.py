@@ -75,9 +75,10 @@ Action: TypeAlias = TellCoordinator | AskWorker | Work | AttemptDone
 class RankState:
     """One rank's view of one attempt.
 
-    `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`: the coordinator may know that
-    the worker is prepared; from then on only the coordinator's word counts. `decided`: that word was to commit.
-    `worker_late`: a wait for the worker timed out, so an answer of it may still come. `ending`: see `Ending`.
+    `speaks`: it has a worker. `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`:
+    the coordinator may know that the worker is prepared; from then on only the coordinator's word counts. `decided`:
+    that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may still come.
+    `ending`: see `Ending`.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankState:
     epoch: int = 0
     log: str = ""
     version: int = 0
+    speaks: bool = True
     began: bool = False
     loads: bool = False
     voted: bool = False
@@ -145,8 +147,7 @@ def answered(state: RankState, answer: Any) -> Step:
     """Return the worker has done what it was asked."""
     if state.phase == "settle":
         assert isinstance(answer, Status)
-        settled = Settled(state.epoch, state.rank, answer, state.closed)
-        return replace(state, began=True), TellCoordinator(settled, (Send, Layouts, Proceed))
+        return replace(state, began=True), _settled(state, answer)
     return _vote(state) if state.phase == "finish" else (state, _agreed(state))
 
 
@@ -196,11 +197,18 @@ def is_vague(state: RankState, fault: Fault) -> bool:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def _settle(state: RankState) -> AskWorker:
+def _settle(state: RankState) -> AskWorker | TellCoordinator:
+    """Tell the worker what is committed; a rank without one goes on."""
+    if not state.speaks:
+        return _settled(state, None)
     go, options = state.go, state.options
     assert go is not None
     told = go.epoch, go.committed, go.epochs, options.close, options.drain_s
     return AskWorker(Settle(*told, go.log, go.took, go.takeover))
+
+
+def _settled(state: RankState, status: Status | None) -> TellCoordinator:
+    return TellCoordinator(Settled(state.epoch, state.rank, status, state.closed), (Send, Layouts, Proceed))
 
 
 def _begin(state: RankState) -> Begin:

@@ -43,9 +43,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     took: tuple[str, ...] = ()
 
 
-def member_of(worker: int, status: Status) -> Member:
+def member_of(status: Status) -> Member:
     """A worker as the log records it."""
-    return Member(worker, status.slot, status.incarnation, status.pid, status.host)
+    return Member(status.worker, status.slot, status.incarnation, status.pid, status.host)
 
 
 def committed(record: Record, version: int, epoch: int, members: tuple[Member, ...]) -> Record:
@@ -70,7 +70,7 @@ def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member
 
 
 def missing_members(record: Record, workers: Iterable[int]) -> list[Member]:
-    """Members without an update rank."""
+    """Members for which no update rank speaks."""
     present = set(workers)
     return [member for member in record.members if member.worker not in present]
 

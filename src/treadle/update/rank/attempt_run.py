@@ -23,7 +23,7 @@ from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import NO_LAYOUT, WorkerRefusedError, blame, dismiss
+from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame, dismiss
 from treadle.update.updated import Updated
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
@@ -34,20 +34,20 @@ FAREWELL_S = 3.0
 EXPLAIN_S = 1.5
 """How long a rank whose broadcast broke off waits to be told why."""
 
-_NOTHING = WeightLayout((), ())
-
 
 class AttemptRun:
     """One attempt. `state` is the protocol's; everything else is work at hand and results."""
 
     def __init__(self, context: RankContext, request: UpdateRequest) -> None:
         self.context, self.request = context, request
-        self.options, self.coordinator, self.worker = context.options, context.coordinator, context.worker
-        self.state = RankState(context.rank, context.options, version=request.version)
+        self.options, self.coordinator = context.options, context.coordinator
+        self.state = RankState(
+            context.rank, context.options, version=request.version, speaks=context.own_worker is not None
+        )
         self.coordinator.begin()
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
-        self._has = self._wants = _NOTHING
+        self._has = self._wants = WeightLayout((), ())
         self._wants_digest = NO_LAYOUT
         self._entered = False
         """The coordinator may have this rank's entry."""
@@ -55,6 +55,11 @@ class AttemptRun:
         self._shares: Shares | None = None
         self._ties: TieComparison | None = None
         self._rollback_bytes = 0
+
+    @property
+    def worker(self) -> WorkerClient:
+        """The connection to this rank's worker, for ranks that have one."""
+        return self.context.worker
 
     @property
     def epoch(self) -> int:
@@ -114,10 +119,11 @@ class AttemptRun:
         return self._updated()
 
     def _updated(self) -> Updated:
-        assert self._status is not None
+        rollbacks = self._status.rollbacks if self._status is not None else 0
         if self._shares is None:
-            assert self._status.version is not None
-            return Updated(self._status.version, self.epoch, 0, 0, self._status.rollbacks, self.seconds, ())
+            assert self.state.go is not None
+            assert self.state.go.committed is not None
+            return Updated(self.state.go.committed, self.epoch, 0, 0, rollbacks, self.seconds, ())
         assert self.state.layouts is not None
         assert self.loop is not None
         shares, why = self._shares, self.state.layouts.why
@@ -126,7 +132,7 @@ class AttemptRun:
             self.epoch,
             sum(bucket.size_bytes for bucket in shares.plan.buckets),
             self._rollback_bytes,
-            self._status.rollbacks,
+            rollbacks,
             self.seconds,
             (*shares.plan.notes, *([why] if why else [])),
             shares,
@@ -142,14 +148,13 @@ class AttemptRun:
 
     def _enter(self) -> Enter:
         """Connect to the worker. A rank that cannot still enters, with the fault, so that all ranks hear of it."""
-        deadline_s, fault = self.options.deadline_s, None
+        fault, can_export = None, False
         if self.request.source is not None:
             self._has = self.request.source.has
         try:
-            self.worker.connect(self.context.rank, deadline_s)
-            self._status = self.worker.settled_in(deadline_s)
-            self._wants = self.worker.layout(deadline_s)
-            self._wants_digest = self.worker.layout_digest
+            if self.state.speaks:
+                self._meet_worker()
+                can_export = self.worker.can_export
         except (UpdateError, WorkerRefusedError, WireError, OSError) as error:
             if self.context.inbox.bad is not None:
                 raise
@@ -159,8 +164,22 @@ class AttemptRun:
         asked = self.request
         names = asked.kind, asked.version, asked.base, asked.changed
         layouts = layout_digest(self._has), self._wants_digest
-        mine = self.worker.can_export, self.context.broadcasts.made
-        return Enter(self.context.rank, *names, *layouts, self._status, *mine, fault, asked.takeover, asked.new_set)
+        mine = can_export, self.context.broadcasts.made
+        status = self._status if fault is None else None
+        return Enter(
+            self.context.rank, self._number, *names, *layouts, status, *mine, fault, asked.takeover, asked.new_set
+        )
+
+    def _meet_worker(self) -> None:
+        deadline_s = self.options.deadline_s
+        self.worker.connect(self.context.rank, deadline_s)
+        self._status = self.worker.settled_in(deadline_s)
+        self._wants, self._wants_digest = self.worker.layout(deadline_s), self.worker.layout_digest
+
+    @property
+    def _number(self) -> int | None:
+        """The number of this rank's worker."""
+        return self.worker.worker if self.state.speaks else None
 
     def _dismiss(self, workers: tuple[int, ...]) -> tuple[int, ...]:
         assert self.state.go is not None
@@ -188,10 +207,11 @@ class AttemptRun:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
         self._ties = self._compare_ties(shares)
         context.buffers.fit(shares)
-        exports = context.rank in layouts.holds
-        name = shares.name(exports=exports)
-        self.worker.take_plan(name, lambda: shares.of_worker(context.rank, exports=exports), deadline_s)
-        self.worker.map(context.buffers.all, context.device.type, deadline_s)
+        if self.state.speaks:
+            exports = context.rank in layouts.holds
+            name = shares.name(exports=exports)
+            self.worker.take_plan(name, lambda: shares.of_worker(context.rank, exports=exports), deadline_s)
+            self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
 
@@ -215,7 +235,7 @@ class AttemptRun:
         self._rollback_bytes = begun.rollback_bytes
         if begun.rollback_bytes:
             self.context.say(
-                f"worker {self.context.rank} keeps {begun.rollback_bytes} bytes ({self.options.rollback}) until "
+                f"worker {self.worker.worker} keeps {begun.rollback_bytes} bytes ({self.options.rollback}) until "
                 f"version {message.version} is committed"
             )
         return begun
@@ -254,7 +274,8 @@ class AttemptRun:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def _blame(self, error: Exception) -> UpdateError:
-        made = blame(error, self.epoch, self.worker.name, self.phase, self.bucket)
+        who = self.worker.name if self.state.speaks else f"update rank {self.context.rank}"
+        made = blame(error, self.epoch, who, self.phase, self.bucket)
         if not made.corrupt or self.loop is None:
             return made
         source = self.loop.shares.plan.buckets[self.bucket].source
@@ -276,10 +297,8 @@ class AttemptRun:
             self._bid(rank.farewell(self.state))
         if not self.state.in_doubt:
             return known
-        text = (
-            f"{known.text}; whether version {self.state.version} is committed is not known here, and the worker stays "
-            "closed until the next attempt"
-        )
+        closed = ", and the worker stays closed until the next attempt" if self.state.loads else ""
+        text = f"{known.text}; whether version {self.state.version} is committed is not known here{closed}"
         return failure(self.epoch, known.who, known.phase, text, known.bucket)
 
     def explain(self, error: BaseException) -> UpdateError:
@@ -303,7 +322,9 @@ class AttemptRun:
         """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
         asked, nobody = self.request, NO_LAYOUT
         names = asked.kind, asked.version, asked.base, None
-        return Enter(self.context.rank, *names, nobody, nobody, None, can_export=False, group=0, fault=fault)
+        return Enter(
+            self.context.rank, self._number, *names, nobody, nobody, None, can_export=False, group=0, fault=fault
+        )
 
     def _own_fault(self, error: BaseException) -> Fault:
         if isinstance(error, UpdateError):
@@ -315,6 +336,8 @@ class AttemptRun:
         self.state = rank.ended(self.state, self.coordinator.stop, lost=self.coordinator.lost)
 
     def _bid(self, farewell: Farewell) -> None:
+        if not self.state.speaks:
+            return
         message = farewell.message
         try:
             with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt

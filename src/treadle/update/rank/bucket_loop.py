@@ -67,7 +67,7 @@ class BucketLoop:
         *,
         ipc: Sequence[Buffer],
         h2d: Sequence[Buffer],
-        worker: WorkerClient,
+        worker: WorkerClient | None,
         group: Any,
         wait: Callable[[Any], None],
         deadline_s: float,
@@ -98,8 +98,7 @@ class BucketLoop:
                 self._broadcast((*self.ipc, *self.h2d)[at], number)
                 self.times.broadcast[number] = start, perf_counter_ns()
                 if loads and plan.takes[self.rank][number]:
-                    self.worker.send(Load(self.epoch, number, at))
-                    self._waiting.append(number)
+                    self._load(number, at)
                 elif self._packed is not None:
                     self._packed.done(number)
                 if bucket.source != self.rank:
@@ -166,9 +165,15 @@ class BucketLoop:
         if arrived is not None and self._compare is not None:
             self._compare(*arrived)
 
+    def _load(self, number: int, at: int) -> None:
+        assert self.worker is not None
+        self.worker.send(Load(self.epoch, number, at))
+        self._waiting.append(number)
+
     def _await_loaded(self, last: int) -> None:
         """Wait until the worker has loaded the buckets up to this one."""
         while self._waiting and self._waiting[0] <= last:
+            assert self.worker is not None
             self.where.bucket, self.where.on_worker = self._waiting[0], True
             loaded = self.worker.expect(Loaded, self.deadline_s, self.epoch)
             number = self._waiting.popleft()

@@ -43,8 +43,8 @@ class UpdateRequest:
 class RankContext:
     """One update rank between attempts. `Updater` makes it, `AttemptRun` uses it.
 
-    `directory` has the workers' sockets. `say` is called with a line for people before something costly happens,
-    `progress` with bytes broadcast so far and bytes in all.
+    `directory` has the workers' sockets; `own_worker` is the connection to this rank's, if it has one. `say` is called
+    with a line for people before something costly happens, `progress` with bytes moved so far and bytes in all.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankContext:
     device: torch.device
     inbox: Inbox
     coordinator: CoordinatorClient
-    worker: WorkerClient
+    own_worker: WorkerClient | None
     plans: Plans
     broadcasts: Broadcasts
     buffers: RankBuffers
@@ -62,6 +62,12 @@ class RankContext:
     compare_turn: int | None = None
     """Which blocks the last comparison of sources looked at. Starts at the first attempt's number, so that a restarted
     process goes on with other blocks."""
+
+    @property
+    def worker(self) -> WorkerClient:
+        """The connection to this rank's worker, for ranks that have one."""
+        assert self.own_worker is not None
+        return self.own_worker
 
     @property
     def is_measured(self) -> bool:

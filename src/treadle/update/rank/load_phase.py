@@ -37,7 +37,7 @@ class Loading:
             context.device,
             ipc=context.buffers.ipc,
             h2d=context.buffers.h2d[: shares.plan.num_h2d],
-            worker=context.worker,
+            worker=context.own_worker,
             group=group,
             wait=context.broadcasts.waiter.wait,
             deadline_s=context.options.deadline_s,
@@ -66,10 +66,11 @@ class Loading:
     def _fill(self) -> Fill:
         """Buckets come from workers that hold the version, in a recovery, or from this rank's source."""
         context, checked = self.context, self.context.options.checked
-        if self.layouts.holds:
+        if context.rank in self.layouts.holds:
             deadline_s = context.options.deadline_s
             return exporting(context.worker, self.shares, self.epoch, context.buffers.ipc, deadline_s, checked)
-        assert self.source is not None
+        if self.source is None:  # then no bucket is this rank's
+            return _nothing
         return Packer(self.shares, self.source, checked=checked).fill
 
     def _compare(self) -> SourceComparison | None:
@@ -79,3 +80,7 @@ class Loading:
         source = self.source if not self.layouts.holds else None
         how = context.options.compare_sources
         return comparison(self.shares.plan, source, context.rank, how, context.compare_turn)
+
+
+def _nothing(buffer: Buffer, number: int) -> None:
+    raise AssertionError(f"bucket {number} is to come from a rank without a source")

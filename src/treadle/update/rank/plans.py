@@ -55,7 +55,9 @@ class Plans:
         known = self._known
         everyone, free = range(len(known.has)), known.free_bytes
         have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
-        want = _holding(known.wants, layouts.loads)
+        want = replace(
+            _holding(known.wants, layouts.loads), workers=dict(zip(layouts.loads, layouts.workers, strict=True))
+        )
         if self._memory is not None:
             memory = replace(self._memory, free_bytes=free)
         else:  # all that is free: engines need some of it
