@@ -81,9 +81,7 @@ class Packer:
         return made
 
 
-def _pack(
-    target: torch.Tensor, local: torch.Tensor, box: Box, takes: Sequence[tuple[int, Box]]
-) -> dict[int, bytes]:
+def _pack(target: torch.Tensor, local: torch.Tensor, box: Box, takes: Sequence[tuple[int, Box]]) -> dict[int, bytes]:
     """Copy an item; the digests of its takes."""
     parts = [(check, take.slices(box)) for check, take in takes]
     if _apart(box, [take for _, take in takes]):

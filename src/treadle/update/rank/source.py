@@ -79,59 +79,6 @@ class Source:
 
     @property
     def has(self) -> WeightLayout:
-        """The pieces that this rank has. A tensor without elements is listed without a piece."""
-        ...
-
-    def local(self, piece: Piece) -> torch.Tensor:
-        """Return the elements of a piece that lies within one of `has`, of the piece's shape and the tensor's dtype."""
-        ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """A `WeightSource` of tensors in memory. They must not change until the update returns or raises.
-
-    `tensors` are whole tensors by name, `held` the elements of each piece that this rank has.
-    """
-
-    tensors: Mapping[str, Tensor]
-    held: Mapping[Piece, torch.Tensor]
-
-    def __post_init__(self) -> None:
-        for piece, local in self.held.items():
-            box = piece.box
-            fits = local.shape == (box.shape if any(box.start) else box.stop)
-            if not fits or dtype_name(local) != self.tensors[piece.tensor].dtype:
-                raise ValueError(
-                    f"{piece.tensor} {box} of {self.tensors[piece.tensor].dtype} is held as "
-                    f"{tuple(local.shape)} of {dtype_name(local)}"
-                )
-
-    @classmethod
-    def of(cls, state: Mapping[str, torch.Tensor], holding: Holding | None = None, rank: int = 0) -> Source:
-        """Make a source of a state dict of plain tensors, of DTensors (FSDP2 and other meshes), or of both.
-
-        A plain tensor is whole, or with a `holding` the box that the holding gives this rank. A rank that has several
-        boxes of one tensor makes `Source(tensors, held)` instead.
-        """
-        plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
-        tensors = dict(holding.tensors) if holding is not None else {name: whole(name, t) for name, t in plain.items()}
-        full = {name: value.detach() for name, value in plain.items() if value.numel()}
-        boxes = {name: Box.whole(tuple(value.shape)) for name, value in full.items()}
-        if holding is not None:
-            boxes = _boxes(holding, rank, full)
-        held = {Piece(name, boxes[name]): value for name, value in full.items()}
-        meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                tensors[name] = whole(name, value)
-                meshes.setdefault(value.device_mesh, {})[name] = value
-        for mesh, values in meshes.items():
-            held |= _of_mesh(mesh, values)
-        return cls(tensors, held)
-
-    @property
-    def has(self) -> WeightLayout:
         """The pieces held here, and tensors without elements, which no rank holds."""
         here = {piece.tensor for piece in self.held}
         told = (tensor for tensor in self.tensors.values() if tensor.name in here or not tensor.size_bytes)

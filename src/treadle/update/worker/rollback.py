@@ -83,4 +83,3 @@ class RollbackCopy:
 
 def _room(store: RollbackStore | None, where: Path | None) -> RollbackStore:
     return store if store is not None and store.where == where else RollbackStore(where)
-
