@@ -171,7 +171,7 @@ class SharedDigest:
                 return digest(self.columns.view(raw, self.boxes[0]))
             return _digest_of([self.columns.view(raw, at).cpu() for at in self.boxes])
         low, high = (self._runs[0][0], self._runs[-1][1]) if self._runs else (0, 0)
-        part = memoryview(opaque(raw[low:high] if on_host(raw) else raw[low:high].cpu()))
+        part = opaque(raw[low:high] if on_host(raw) else raw[low:high].cpu()).data
         hashed = xxhash.xxh3_128()
         for start, end in self._runs:
             hashed.update(part[start - low : end - low])
@@ -206,7 +206,7 @@ def _digest_of(views: Iterable[torch.Tensor]) -> bytes:
 def _move_hashed(address: int, memory: Array, start: int, size_bytes: int) -> bytes:
     """Move bytes by address, piece by piece, and hash each while it is in the core's cache."""
     hashed = xxhash.xxh3_128()
-    base, view = memory.ctypes.data, memoryview(memory)
+    base, view = memory.ctypes.data, memory.data
     for at in range(start, start + size_bytes, PIECE_BYTES):
         size = min(PIECE_BYTES, start + size_bytes - at)
         ctypes.memmove(address + at - start, base + at, size)
