@@ -62,7 +62,7 @@ class StagedColumns:
     """Digests of several boxes."""
 
 
-class Arrivals(Sequence[Arrival]):
+class StagedArrivals(Sequence[Arrival]):
     """The arrivals of a bucket, each made when it is asked for. `copy_into` takes all of them at once."""
 
     def __init__(self, columns: StagedColumns, raw: torch.Tensor, expected: Mapping[int, bytes]) -> None:
@@ -132,7 +132,7 @@ def copy_arrivals(
     arrivals: Sequence[Arrival], held: Mapping[str, torch.Tensor], origins: Mapping[str, Box]
 ) -> str | None:
     """Copy arrivals into tensors, of which each is the box that `origins` gives; None, or what is wrong."""
-    if isinstance(arrivals, Arrivals):
+    if isinstance(arrivals, StagedArrivals):
         return arrivals.copy_into(held, origins)
     for arrival in arrivals:
         if arrival.name not in held:

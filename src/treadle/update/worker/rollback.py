@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treadle.update.protocol.update_messages import Begin
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, Arrivals
+from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals
 from treadle.update.worker.rollback_store import RollbackStore
 from treadle.update.worker.worker_plan import WorkerPlan
 
@@ -67,7 +67,7 @@ class RollbackCopy:
         if not self.adapter.can_export and self._new is not None:
             self._new.take(first, arrivals)
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> StagedArrivals:
         """Return the old version, as arrivals to be loaded again."""
         assert self._old is not None
         return self._old.arrivals

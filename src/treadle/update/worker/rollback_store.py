@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from treadle.update.memory.box_columns import BoxColumns
-from treadle.update.worker.arrived_boxes import Arrival, Arrivals, Leaving, StagedColumns
+from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Leaving, StagedColumns
 
 
 class RollbackStore:
@@ -67,15 +67,15 @@ class RollbackStore:
         return Leaving(self.boxes, self._raw)
 
     @property
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> StagedArrivals:
         """All boxes held, to be loaded."""
         assert self.boxes is not None
-        return Arrivals(StagedColumns(self.boxes, {}, {}), self._raw, {})
+        return StagedArrivals(StagedColumns(self.boxes, {}, {}), self._raw, {})
 
     def take(self, first: int, arrivals: Sequence[Arrival]) -> None:
         """Copy arrivals into the boxes from number `first` on."""
         assert self.boxes is not None
-        moved = arrivals.move_to(self.boxes, first, self._raw) if isinstance(arrivals, Arrivals) else ()
+        moved = arrivals.move_to(self.boxes, first, self._raw) if isinstance(arrivals, StagedArrivals) else ()
         for at, arrival in enumerate(arrivals) if len(moved) < len(arrivals) else ():
             if at not in moved:
                 arrival.copy_into(self.boxes.view(self._raw, first + at))

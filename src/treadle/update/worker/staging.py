@@ -8,15 +8,15 @@ from treadle.update.memory.digests import read_digests, write_digests
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Share
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, Arrivals, Assembly, Leaving
+from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Assembly, Leaving
 from treadle.update.worker.worker_plan import WorkerPlan
 from treadle.weights.tensor_boxes import Box
 
 
-def arrivals_of(plan: WorkerPlan, share: Share, buffer: Buffer, *, checked: bool) -> Arrivals:
+def arrivals_of(plan: WorkerPlan, share: Share, buffer: Buffer, *, checked: bool) -> StagedArrivals:
     """Return the boxes that a worker takes of a bucket in a buffer."""
     table = read_digests(buffer.tensor, share.table_bytes, share.checks) if checked else {}
-    return Arrivals(plan.staged(share), buffer.tensor, table)
+    return StagedArrivals(plan.staged(share), buffer.tensor, table)
 
 
 def assembled(assembly: Assembly, parts: Iterable[Arrival], wanted: Mapping[str, Sequence[Box]]) -> list[Arrival]:
@@ -46,6 +46,6 @@ def export_bucket(adapter: Adapter, plan: WorkerPlan, share: Share, buffer: Buff
     items.check_room(buffer.tensor)
     error = adapter.export(Leaving(items, buffer.tensor))
     if error is None and checked:
-        arrived = Arrivals(plan.columns_of(share), buffer.tensor, {})
+        arrived = StagedArrivals(plan.columns_of(share), buffer.tensor, {})
         write_digests(buffer.tensor, share.table_bytes, arrived.digests())
     return error

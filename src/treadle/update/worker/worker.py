@@ -46,7 +46,7 @@ from treadle.update.protocol.update_messages import (
 )
 from treadle.update.protocol.worker_decisions import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, Arrivals, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Assembly
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, export_bucket
 from treadle.update.worker.worker_plan import WorkerPlan, boxes_by_name
@@ -257,7 +257,7 @@ class Worker:
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
-    def _take_in(self, first: int, arrivals: Arrivals) -> str | None:
+    def _take_in(self, first: int, arrivals: StagedArrivals) -> str | None:
         self._rollback.stash(first, arrivals)
         return self._take(arrivals)
 
