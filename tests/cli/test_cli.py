@@ -379,7 +379,10 @@ def test_costs_are_checked_and_shown(tmp_path: Path) -> None:
     assert right.returncode == 0
     told = json.loads(right.stdout)
     assert told["problems"] == []
-    assert [lack["names"] for lack in told["lacks"]] == [["[ends] embed_f", "[ends] head_f"]]
+    assert [lack["names"] for lack in told["lacks"]] == [
+        ["[message] reduce_scatter"],
+        ["[ends] embed_f", "[ends] head_f"],
+    ]
     assert json.loads(run("costs", "schema").stdout)["type"] == "object"
 
 

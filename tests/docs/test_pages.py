@@ -19,6 +19,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/custom_schedule.py": "test_examples.py",
     "torchrun --nproc-per-node 4 examples/moe_layer.py": "test_examples.py",
     "torchrun --nproc-per-node 2 examples/rl_loop.py": "test_rl_loop.py",
+    "torchrun --nproc-per-node 4 defer_pp_recv.py": "test_torch_defer.py",
     "torchrun --nproc-per-node 4 examples/train_and_serve.py": "test_train_and_serve.py",
 }
 """Commands that another test of this folder runs, and looks at more closely."""
@@ -43,6 +44,7 @@ NOT_RUN = {
     ("docs/scale.md", "takes minutes"),
     ("docs/scale.md", "takes minutes and gigabytes"),
     ("docs/synthesize.md", "takes minutes"),
+    ("docs/torchtitan.md", "it is part of a training script"),
     ("docs/torchtitan.md", "needs torchtitan and GPUs"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),

@@ -24,7 +24,7 @@ from treadle.schedules import SCHEDULES
 PARTS = 5
 """Into which the draws are dealt, for workers side by side."""
 
-SEED = 54
+SEED = 28
 """Of a lap that has expert parallelism, recomputation and unequal micro-batches too."""
 
 STEPS = 3

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import treadle
+from tests.support.cases import refusal
 from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import mesh_position
 from treadle.dist.rank_groups import Groups
-from treadle.runtime.agreement import agree_to_start, difference, digest_of, raise_for_all
-from treadle.runtime.handshake import RankStages, digests_of
+from treadle.runtime.agreement import Claim, agree, digest_of
+from treadle.runtime.handshake import Handshake, RankStages
+from treadle.runtime.parameter_claims import digests_of
 
 
 @st.composite
@@ -38,11 +40,15 @@ def test_stages_come_back_whole(stages: RankStages) -> None:
     assert RankStages.decode(stages.encode()) == stages
 
 
-def test_replicas_agree_whether_or_not_they_can_split() -> None:
+def test_replicas_may_differ_in_what_they_can_split_only() -> None:
+    schedule = treadle.generate("1f1b", pp=1, microbatches=2)
     one, other = RankStages([True], [3], [True], ["ttt"], [], []), RankStages([False], [3], [True], ["ttt"], [], [])
-    assert one.agrees_with(other)
-    assert not one.agrees_with(RankStages([True], [4], [True], ["tttt"], [], []))
-    assert not one.agrees_with(RankStages([True], [3], [True], ["ttt"], [], ["positions"]))
+    claims = [claim.facts for claim in one.claims(schedule.placement, 0)]
+    assert claims == [claim.facts for claim in other.claims(schedule.placement, 0)]
+    for odd in (RankStages([True], [4], [True], ["tttt"], [], []), RankStages([True], [3], [True], ["ttt"], [], ["x"])):
+        assert claims != [claim.facts for claim in odd.claims(schedule.placement, 0)]
+    assert Handshake.of([[one, other]], schedule).splits == {(0, 0): False}
+    assert Handshake.of([[one]], schedule).splits == {(0, 0): True}
 
 
 def test_digests_fit_into_a_tensor_and_tell_texts_apart() -> None:
@@ -50,45 +56,40 @@ def test_digests_fit_into_a_tensor_and_tell_texts_apart() -> None:
     assert digest_of(["attn"]) != digest_of(["mlp"])
 
 
-def rejected(rank: int) -> list[str]:
-    """What ranks raise for reasons of two of them, for a fact that one has other, and for a fact of a part of them."""
-    deadline = timedelta(seconds=60)
+def refusals_of_facts(rank: int) -> list[str]:
+    """What ranks raise for problems of two of them, and for facts of the run, of a stage, and of one thing twice."""
     position = mesh_position(init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("pp", "dp")))
-    groups = Groups.make(next_name(position), position, deadline)
-    said = []
-    with pytest.raises(ValueError, match="do not fit") as error:
-        raise_for_all(groups, f"the stages of {rank} do not fit" if rank in (1, 3) else None)
-    said.append(str(error.value))
-    with pytest.raises(ValueError, match="lr") as error:
-        agree_to_start(groups, {"seed": "0", "lr": "0.5" if rank == 2 else "0.25", "long": "x" * 99}, None)
-    said.append(str(error.value))
-    with pytest.raises(ValueError, match="no text") as error:
-        agree_to_start(groups, {"seed": str(rank)}, ValueError("no text") if rank == 0 else None, doing="read")
-    said.append(str(error.value))
-    agree_to_start(groups, {"seed": "0"}, None)
-    over = [group for group in (groups.dp_group, groups.pp_group) if group is not None]
-    said.append(str(difference(groups, over, {0: {"a": "1"}, 1 + rank % 2: {"e": str(rank // 3)}}, num_parts=3)))
-    assert difference(groups, over, {rank: {"a": str(rank)}}, num_parts=4) is None
-    dist.barrier()
+    groups = Groups.make(next_name(position), position, timedelta(seconds=60))
+    run = {"seed": "0", "lr": "0.5" if rank == 2 else "0.25", "long": "x" * 99}
+    stage, tie = f"stage {position.pp_rank}", "{} differ; {}"
+    said = [
+        refusal(partial(agree, groups, [Claim("the run", run)], problem, doing="read"))
+        for problem in (ValueError(f"no text {rank}") if rank in (1, 3) else None, None)
+    ]
+    calls: list[list[Claim]] = [
+        [Claim("the run", {"seed": "0"}), Claim(stage, {"e": str(rank // 3)}, "{}; a stage is the same")],
+        [Claim("tie", {"value": str(rank)}, tie, "weight") for rank in ((0, 0, 1) if rank == 3 else (0,))],
+        [Claim("tie", {"value": "x" * 200 + str(rank // 2)})],
+        [Claim(stage, {"e": stage})],
+    ]
+    said += [refusal(partial(agree, groups, claims)) for claims in calls]
+    told = agree(groups, told=rank // 2)
     groups.close()
-    return said
+    return [*said, repr(told)]
 
 
-def test_ranks_raise_the_reason_of_one_and_name_facts_that_differ() -> None:
-    found = check(run_ranks(4, rejected))
-    reasons, facts, problems, parts = zip(*found, strict=True)
-    quoted = "rank 3 rejected the pipeline: the stages of 3 do not fit"
-    assert reasons == (
-        quoted,
-        "rank 1: the stages of 1 do not fit",
-        quoted,
-        "rank 3: the stages of 3 do not fit",
-    )
-    host = os.uname().nodename
+def test_ranks_raise_the_problem_of_one_and_name_facts_that_differ() -> None:
+    problems, facts, stages, ties, longs, same, told = zip(*check(run_ranks(4, refusals_of_facts)), strict=True)
+    quoted, host = "rank 1 could not read: no text 1", os.uname().nodename
+    assert problems == (quoted, "no text 1", quoted, "no text 3")
     apart = f"rank 0 ({host}, 3 ranks alike) and rank 2 ({host}) differ in lr (0.25 and 0.5)"
-    assert set(facts) == {f"{apart}; these must be the same on all ranks"}
-    assert problems == ("no text", *["rank 0 could not read: no text"] * 3)
-    assert set(parts) == {f"rank 1 ({host}) and rank 3 ({host}) differ in e (0 and 1)"}
+    assert {*facts} == {f"{apart}; these must be the same on all ranks"}
+    assert {*stages} == {f"rank 2 ({host}) and rank 3 ({host}) differ in e (0 and 1); a stage is the same"}
+    two = f"weight on rank 0 ({host}, 4 ranks alike) and weight on rank 3 ({host}) differ in value (0 and 1)"
+    assert {*ties} == {f"{two} differ; {{}}"}
+    assert all(" digest " in said for said in longs)
+    assert {*same} == {"not refused"}
+    assert {*told} == {"[[0], [1]]"}
 
 
 def test_digests_depend_on_bits_and_places() -> None:

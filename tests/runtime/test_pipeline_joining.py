@@ -126,10 +126,10 @@ LOST = 2
 WHERE: dict[str, tuple[object, str]] = {
     "as it has arrived": (Arrivals, "_refuse_given_up"),
     "before the first groups": (Groups, "make"),
-    "at the handshake": (rank_part, "meet"),
+    "at the handshake": (rank_part, "agree"),
     "at the plan": (step_plan, "plan"),
     "before its channels": (Groups, "connect"),
-    "at the check of copies": (rank_part, "check_copies"),
+    "as it compares copies": (rank_part, "claims_of_copies"),
     "as it builds its stages": (StageRecipe, "build"),
 }
 

@@ -38,7 +38,7 @@ import treadle
 import treadle.moe
 import treadle.runtime
 from tests.support.delays import Delays
-from tests.support.experts import named_grads
+from tests.support.experts import named_grads, named_parts
 from tests.support.fuzz_models import (
     BATCHES,
     MOST_DIFFERENCE,
@@ -212,10 +212,14 @@ class Updates:
     """AdamW in one process, with float32 masters of two-byte parameters."""
 
     def __init__(self, model: list[nn.Sequential]) -> None:
-        named = [(f"{at}.{name}", param) for at, stage in enumerate(model) for name, param in stage.named_parameters()]
+        named = [
+            (f"{at}.{name}", param.detach() if part is None else param.detach()[part])
+            for at, stage in enumerate(model)
+            for name, param, part in named_parts(stage)
+        ]
         self._params = dict(named)
         low = (torch.bfloat16,)
-        self._masters = {n: p.detach().float() if p.dtype in low else p.detach().clone() for n, p in named}
+        self._masters = {n: p.float() if p.dtype in low else p.clone() for n, p in named}
         self._adamw = torch.optim.AdamW(
             self._masters.values(), lr=LR, betas=UPDATES.betas, eps=UPDATES.eps, weight_decay=0.0
         )

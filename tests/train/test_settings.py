@@ -19,7 +19,7 @@ from train_runs import losses_of
 from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
-from treadle.runtime.agreement import agree_to_start
+from treadle.runtime.agreement import Claim, agree
 from treadle.runtime.pipeline_options import OF_A_RANK, RunOptions, facts_of
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
 from treadle.train.main import main
@@ -70,7 +70,7 @@ def each_differs(rank: int) -> list[str]:
     for config, fields, facts in WALKS:
         for field in fields:
             try:
-                agree_to_start(groups, facts(with_another(config, field)[0] if rank == 1 else config), None)
+                agree(groups, [Claim("the run", facts(with_another(config, field)[0] if rank == 1 else config))])
                 said.append("")
             except ValueError as error:
                 said.append(str(error))

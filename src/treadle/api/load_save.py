@@ -10,6 +10,7 @@ from treadle.files import FORMATS, parse_any
 from treadle.ir import Schedule
 
 if TYPE_CHECKING:  # schedules are read and written without numpy; what programs and traces need is imported below
+    from treadle.files.torch_comms import Receives
     from treadle.ir.program import Program
     from treadle.ir.steps import Steps
     from treadle.ir.trace import Trace
@@ -42,26 +43,37 @@ def loads(text: str, source: str = "<text>", *, placement: str | None = None) ->
     return parse_any(text, source, placement=placement)
 
 
-def dumps(schedule: Schedule, format: str = "text") -> str:
+def dumps(schedule: Schedule, format: str = "text", *, receives: Receives | None = None, fsdp: bool = False) -> str:
     """Write a schedule as text.
 
     Args:
         schedule: any.
-        format: text, torch-csv or json.
+        format: text, torch-csv, torch-comms or json.
+        receives: for torch-comms: early, where the message is sent, or late, as late as one communicator for each pair
+            of ranks allows; None is the schedule's own order, or early.
+        fsdp: for torch-comms: add the entries without which torch's runtime does not compute stages under FSDP.
 
     Returns:
         Text that `loads` reads back.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: there is no such format, it cannot carry the schedule, or has no such option.
 
     Example:
         >>> "F0.0" in dumps(treadle.generate("gpipe", pp=2, microbatches=2))
         True
+        >>> print(dumps(treadle.generate("1f1b", pp=2, microbatches=1), "torch-comms"), end="")
+        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+        1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
 
     """
     if format not in FORMATS:
         raise ValueError(f"{format!r} is not a form of a schedule; use {', '.join(FORMATS)}")
+    if format == "torch-comms":
+        return FORMATS[format].dump(schedule, receives=receives, fsdp=fsdp)
+    for name, given in (("receives", receives is not None), ("fsdp", fsdp)):
+        if given:
+            raise ValueError(f"`{name}` is for `format='torch-comms'`, got {format!r}")
     return FORMATS[format].dump(schedule)
 
 

@@ -19,6 +19,7 @@ OPTIONS = {
     "fold": "--fold",
     "communicators": "--communicators",
     "format": "--format",
+    "fsdp": "--fsdp",
     "hold": "--hold",
     "layers": "--layers",
     "lazy": "--lazy",

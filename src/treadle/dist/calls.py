@@ -12,6 +12,7 @@ CALLS = (
     "gather_trace()",
     "the exchange of parameters",
     "the agreement on the next step",
+    "the agreement between steps",
 )
 """What a rank may be in. Calls of one name may meet."""
 

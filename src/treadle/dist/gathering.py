@@ -18,4 +18,4 @@ def gather_json(group: Group, value: object) -> list[Any]:
     sizes = [int(each) for each in group.all_gather(size)]
     room = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST_MEMORY)
     room[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(group.all_gather(room), sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(group.all_gather(room), sizes, strict=True)]

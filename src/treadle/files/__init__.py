@@ -14,9 +14,9 @@ class Format(NamedTuple):
 
     module: str
 
-    def dump(self, schedule: Schedule) -> str:
-        """Write a schedule in this form."""
-        written: str = self._functions.dump(schedule)
+    def dump(self, schedule: Schedule, **options: Any) -> str:
+        """Write a schedule in this form. Options are those of the form's function."""
+        written: str = self._functions.dump(schedule, **options)
         return written
 
     def parse(self, content: str, source: str) -> Schedule:
@@ -32,6 +32,7 @@ class Format(NamedTuple):
 FORMATS: dict[str, Format] = {
     "text": Format("treadle.ir.text"),
     "torch-csv": Format("treadle.files.torch_csv"),
+    "torch-comms": Format("treadle.files.torch_comms"),
     "json": Format("treadle.files.json_form"),
 }
 

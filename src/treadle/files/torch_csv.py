@@ -49,16 +49,20 @@ _STEP = {kind: need.step for kind in (Kind.F, Kind.B) for need in RULE[kind] if 
 
 def dump(schedule: Schedule) -> str:
     """A line a rank: the cells, and the messages if their order is given. A ValueError names what cannot be carried."""
-    lost = _lost(schedule)
-    if lost is not None:
-        raise ValueError(f"torch's CSV cannot carry {schedule.name}: {lost}")
     if schedule.issue:
-        return "".join(",".join(words) + "\n" for words in _issued(schedule))
+        return "".join(",".join(entry.word for entry in entries) + "\n" for entries in issued(schedule))
+    _check_carried(schedule)
     lines = (
         ",".join(_entry(schedule.placement.stages[rank], cell) for cell in row)
         for rank, row in enumerate(schedule.rows)
     )
     return "\n".join(lines) + "\n"
+
+
+def _check_carried(schedule: Schedule) -> None:
+    lost = _lost(schedule)
+    if lost is not None:
+        raise ValueError(f"torch's CSV cannot carry {schedule.name}: {lost}")
 
 
 def _lost(schedule: Schedule) -> str | None:
@@ -94,23 +98,32 @@ def _entry(stages: tuple[int, ...], cell: Cell) -> str:
     return words[0] if isinstance(cell, Action) else f"({';'.join(words)})OVERLAP_F_B"
 
 
-def _issued(schedule: Schedule) -> Iterator[list[str]]:
-    """Each rank's entries, in the order in which it issues them."""
+class Issued(NamedTuple):
+    """An entry as it is written; `cell` is None for a message and for the wait for one."""
+
+    word: str
+    cell: Cell | None = None
+
+
+def issued(schedule: Schedule) -> Iterator[list[Issued]]:
+    """Yield each rank's entries in its order of issue. A ValueError names what cannot be carried."""
+    _check_carried(schedule)
     program = lower_cells(schedule)
     order, placement = IssueOrder.given(schedule, program), schedule.placement
     for rank, (start, stop) in enumerate(pairwise(order.ptr.tolist())):
-        words = []
+        entries = []
         for item in range(start, stop):
             op = program.op(int(order.op[item]))
             if op.lane.kind is LaneKind.COMPUTE:
                 if not program.joined[op.index]:
-                    words.append(_entry(placement.stages[rank], schedule.rows[rank][op.cell]))
+                    cell = schedule.rows[rank][op.cell]
+                    entries.append(Issued(_entry(placement.stages[rank], cell), cell))
                 continue
             label = _label(program, op.index)
             channel = (rank, op.lane.peer) if op.kind.is_send else (op.lane.peer, rank)
             verb = "WAIT_SEND" if order.waits[item] else op.kind.name[:4]
-            words.append(_message_word(placement, channel, label, verb))
-        yield words
+            entries.append(Issued(_message_word(placement, channel, label, verb)))
+        yield entries
 
 
 @dataclass(frozen=True)

@@ -57,17 +57,18 @@ class IssueOrder:
         after = np.full(program.num_ops, NEVER, np.int32)
         after[target] = source
         times = execute(program, cells.astype(np.int64), after=after)
-        return cls._sorted(program, times.start, cells, leaders(program)) if times.finished else None
+        return cls.sorted_by(program, times.start, cells, leaders(program)) if times.finished else None
 
     @classmethod
     def at_use(cls, program: Program) -> IssueOrder:
         """Return the order in which each receive is issued just before the cell that reads it, a send after its own."""
         turn = np.select([_IS_RECV[program.kind], _IS_SEND[program.kind]], [0, 2], 1)
         cell = np.where(program.cell == NEVER, np.iinfo(np.int32).max, program.cell)
-        return cls._sorted(program, cell, turn, np.arange(program.num_ops))
+        return cls.sorted_by(program, cell, turn, np.arange(program.num_ops))
 
     @classmethod
-    def _sorted(cls, program: Program, *keys: Ints | Longs | Bools) -> IssueOrder:
+    def sorted_by(cls, program: Program, *keys: Ints | Longs | Bools) -> IssueOrder:
+        """Return the order in which each rank issues its ops by the first key, then by the next."""
         rank = program.lane_rank[program.lane_of]
         order = np.lexsort((*keys[::-1], rank))
         ends = np.cumsum(np.bincount(rank, minlength=program.num_ranks))

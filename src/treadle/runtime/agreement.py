@@ -1,81 +1,64 @@
-"""The agreement of ranks: facts that must be the same on all of them, by name, and reasons of one to reject a pipeline.
+"""The one exchange of ranks before they run: named facts, judged by all ranks alike.
 
-Ranks compare a digest of their facts, in a message of one size whatever the facts are. Where digests differ, two ranks
-that have different ones compare their facts by name through torch's store, and all ranks raise the same error: which
-facts differ, on which rank and host, with both values.
+A rank claims facts about things that other ranks may have too: the run, a stage, a tie. Wherever a thing is claimed its
+facts must be equal. Ranks gather digests of claims, and a line for each rank that cannot take part; where digests of a
+thing differ, they gather the facts of two ranks and name what differs, with both values. Every rank finds the same
+reason, so all refuse at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-from treadle.dist.groups import Group, next_name
+from treadle.dist.gathering import gather_json
+from treadle.dist.groups import next_name
 from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
-from treadle.dist.streams import HOST_MEMORY
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
 
 Facts: TypeAlias = Mapping[str, str]
 """Each fact by its name, as a text."""
 
-_NOBODY = -1
-_UNSET = -(1 << 62)
+_Holders: TypeAlias = dict[str, dict[str, list[int]]]  # for each thing, by digest of its facts: first rank, how many
+
 _MOST_TEXT = 600
 _MOST_FACTS = 6
 _MOST_VALUE = 100
 
 
-class Rejections:
-    """Texts that ranks exchange about a pipeline, in torch's store: the groups' collectives carry numbers only."""
+@dataclass(frozen=True)
+class Claim:
+    """Facts about a thing, equal wherever it is claimed. A rank may claim one thing twice, at two places.
 
-    def __init__(self, name: str) -> None:
-        self._store = PrefixStore(f"treadle/{name}/rejections", _get_default_store())
+    `refusal` is the error where they are not, with `{}` for who differs in what.
+    """
 
-    def write(self, rank: int, reason: str) -> None:
-        """Stores the reason of a rank, before the collective that names the rank."""
-        with suppress(RuntimeError):  # the store is gone; the rank itself still raises its reason
-            self._store.set(str(rank), reason[:_MOST_TEXT].encode(errors="replace").decode())
-
-    def read(self, rank: int) -> str:
-        """Returns the reason of a rank, after a colon, or where else to find it."""
-        with suppress(RuntimeError):
-            if self._store.check([str(rank)]):
-                return f": {self._store.get(str(rank)).decode(errors='replace')}"
-        return "; its own error says why"
-
-    def give(self, key: str, text: str) -> None:
-        """Stores a text of any length."""
-        self._store.set(key, text)
-
-    def take(self, key: str, deadline: timedelta) -> str:
-        """Waits for a text, and returns it."""
-        self._store.wait([key], deadline)
-        return str(self._store.get(key).decode())
-
-
-class _Holder(NamedTuple):
-    """A rank with its facts, and how many ranks have the same ones."""
-
-    rank: int
-    host: str
-    num: int
-    facts: dict[str, str]
+    about: str
+    facts: Facts
+    refusal: str = "{}; these must be the same on all ranks"
+    place: str = ""
 
     @property
-    def where(self) -> str:
-        alike = f", {self.num} ranks alike" if self.num > 1 else ""
-        return f"rank {self.rank} ({self.host}{alike})"
+    def digest(self) -> str:
+        """The same for equal facts only."""
+        return f"{digest_of(sorted(self.facts.items())):014x}"
+
+
+class ExchangedFacts(NamedTuple):
+    """What an exchange found: why all ranks refuse, if they do, and what ranks told.
+
+    `told` has for each rank along pp the different values that it and its replicas told.
+    """
+
+    refusal: str | None
+    told: list[list[Any]]
 
 
 def digest_of(value: object) -> int:
@@ -83,85 +66,56 @@ def digest_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def agree_to_start(
-    groups: Groups, facts: Facts, problem: ValueError | None, *, doing: str = "make its part of the pipeline"
-) -> None:
-    """Raises on all ranks if one has a problem, or other facts. Ranks with a problem raise that.
+def exchange(
+    groups: Groups,
+    claims: Sequence[Claim] = (),
+    problem: str | None = None,
+    *,
+    told: Any = None,
+    doing: str = "make its part of the pipeline",
+) -> ExchangedFacts:
+    """Exchange claims, and what ranks tell each other, over all ranks. All of them call it.
 
-    `doing` is what the rank with the problem could not do.
+    `problem` is why this rank cannot take part in `doing`. The refusal is the problem on its own rank; the others quote
+    the first one.
     """
-    rejections, rank = Rejections(groups.name), groups.position.rank
+    rank, cut = groups.position.rank, problem[:_MOST_TEXT] if problem is not None else None
+    holders: _Holders = {}
+    for claim in claims:
+        holders.setdefault(claim.about, {})[claim.digest] = [rank, 1]
+    problems, rows, told_by = [], [], []
+    for others_problems, others_holders, others_told in _gather(groups, [_listed(rank, cut), holders, told]):
+        problems += others_problems
+        rows.append(others_holders)
+        told_by.append(others_told)
     if problem is not None:
-        rejections.write(rank, str(problem))
-    named = _highest(_before_copies(groups), _NOBODY if problem is None else rank)
-    if problem is not None:
-        raise problem
-    if named != _NOBODY:
-        raise ValueError(f"rank {named} could not {doing}{rejections.read(named)}")
-    reason = difference(groups, _before_copies(groups), {0: facts})
-    if reason is not None:
-        raise ValueError(f"{reason}; these must be the same on all ranks")
+        return ExchangedFacts(problem, told_by)
+    if problems:
+        first, text = min(problems)
+        return ExchangedFacts(f"rank {first} could not {doing}: {text}", told_by)
+    odd = [(about, of) for about, of in _joined(rows).items() if len(of) > 1]
+    return ExchangedFacts(_compared(groups, claims, *odd[0]) if odd else None, told_by)
 
 
-def difference(groups: Groups, over: Sequence[Group], parts: Mapping[int, Facts], num_parts: int = 1) -> str | None:
-    """Returns where facts differ between the ranks that `over` connects, the same text on each of them, or None.
-
-    Facts are in parts 0 to `num_parts` - 1: of each, the ranks that have it must have the same facts.
-    """
-    digests = {part: digest_of(sorted(facts.items())) for part, facts in parts.items()}
-    largest = torch.full((num_parts, 2), _UNSET, dtype=torch.int64, device=HOST_MEMORY)
-    for part, digest in digests.items():
-        largest[part, 0], largest[part, 1] = digest, -digest
-    for group in over:
-        group.all_reduce(largest, largest=True)
-    rows = [(part, high, -low) for part, (high, low) in enumerate(largest.tolist()) if high != _UNSET and high != -low]
-    if not rows:
-        return None
-    part, *both = rows[0]
-    return _compare(groups, over, parts.get(part, {}), digests.get(part), both)
-
-
-def _compare(groups: Groups, over: Sequence[Group], facts: Facts, digest: int | None, both: list[int]) -> str:
-    """Returns how the facts of the ranks with the one digest differ from those of the ranks with the other."""
-    rank, rejections, mine = groups.position.rank, Rejections(groups.name), [each == digest for each in both]
-    first = torch.tensor([-rank if own else _UNSET for own in mine], dtype=torch.int64, device=HOST_MEMORY)
-    num = torch.tensor([int(own) for own in mine], dtype=torch.int64, device=HOST_MEMORY)
-    for group in over:
-        group.all_reduce(first, largest=True)
-        group.all_reduce(num)
-    pair = [-number for number in first.tolist()]
-    name = f"facts of {min(pair)} and {max(pair)}, {both}"
-    if rank in pair:
-        own = _Holder(rank, socket.gethostname(), int(num[pair.index(rank)]), dict(facts))
-        if rank == max(pair):
-            rejections.give(name, json.dumps(own))
-        else:
-            other = _Holder(*json.loads(rejections.take(name, groups.deadline)))
-            rejections.give(f"{name}, compared", _described(own, other))
-    return rejections.take(f"{name}, compared", groups.deadline)
-
-
-def _described(one: _Holder, other: _Holder) -> str:
-    """Returns who differs, in what, with both values."""
-    names = [name for name in {**one.facts, **other.facts} if one.facts.get(name) != other.facts.get(name)]
-    shown = [f"{name} ({_both(one.facts.get(name), other.facts.get(name))})" for name in names[:_MOST_FACTS]]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"{one.where} and {other.where} differ in {', '.join(shown)}{more}"
-
-
-def _both(one: str | None, other: str | None) -> str:
-    """Returns both values, short; long ones that begin alike by their digests."""
-    shown = ["nothing" if value is None else value for value in (one, other)]
-    cut = [value if len(value) <= _MOST_VALUE else f"{value[:_MOST_VALUE]}..." for value in shown]
-    if cut[0] == cut[1]:
-        cut = [f"{value} digest {digest_of(whole):014x}" for value, whole in zip(cut, shown, strict=True)]
-    return " and ".join(cut)
+def agree(
+    groups: Groups,
+    claims: Sequence[Claim] = (),
+    problem: ValueError | None = None,
+    *,
+    told: Any = None,
+    doing: str = "make its part of the pipeline",
+) -> list[list[Any]]:
+    """Raise ValueError on all ranks if one has a problem, or other facts; else return what ranks told (`exchange`)."""
+    agreed = exchange(groups, claims, str(problem) if problem is not None else None, told=told, doing=doing)
+    if agreed.refusal is not None:
+        raise problem if problem is not None else ValueError(agreed.refusal)
+    return agreed.told
 
 
 def agree_over_world(
     rank: int, num_ranks: int, deadline_s: float, facts: Facts, problem: ValueError | None = None
 ) -> None:
-    """Compares facts over all ranks of the world, before there is a mesh of them (`agree_to_start`)."""
+    """Compares facts over all ranks of the world, before there is a mesh of them."""
     position = MeshPosition(0, rank, (tuple(range(num_ranks)),))
     name, guard = next_name(position), Guard()
     arrivals = Arrivals(name, position)
@@ -171,34 +125,74 @@ def agree_over_world(
         groups = guard.unless_lost(partial(Groups.make, name, position, timedelta(seconds=deadline_s)))
         guard.break_off_on_alarm(groups)
         try:
-            agree_to_start(groups, facts, problem, doing="start")
+            agree(groups, [Claim("the run", facts)], problem, doing="start")
         finally:
             groups.close()
     guard.close()
 
 
-def raise_for_all(groups: Groups, reason: str | None) -> None:
-    """Raises on every rank if one has a reason to reject the pipeline; ranks without one quote the highest that has."""
-    rank, rejections = groups.position.rank, Rejections(groups.name)
-    if reason is not None:
-        rejections.write(rank, reason)
-    over = [group for group in (groups.dp_group, groups.copies_group, groups.pp_group) if group is not None]
-    named = _highest(over, _NOBODY if reason is None else rank)
-    if named != _NOBODY:
-        raise ValueError(
-            f"rank {rank}: {reason}"
-            if reason is not None
-            else f"rank {named} rejected the pipeline{rejections.read(named)}"
-        )
+# -- gathering over replicas first, then along pp --------------------------------------------------------------------
 
 
-def _before_copies(groups: Groups) -> list[Group]:
-    """Returns the groups that there are before the Program is known, which together connect all ranks."""
-    return [group for group in (groups.dp_group, groups.pp_group) if group is not None]
+def _gather(groups: Groups, row: list[Any]) -> list[list[Any]]:
+    """Return for each rank along pp (problems, holders, values told) of it and its replicas."""
+    rows = gather_json(groups.dp_group, row) if groups.dp_group is not None else [row]
+    told: list[Any] = []
+    for _, _, value in rows:
+        told += [value] if value not in told else []
+    of_replicas = [[one for problems, _, _ in rows for one in problems], _joined(row[1] for row in rows), told]
+    return gather_json(groups.pp_group, of_replicas)
 
 
-def _highest(over: Sequence[Group], number: int) -> int:
-    told = torch.tensor([number], dtype=torch.int64, device=HOST_MEMORY)
-    for group in over:
-        group.all_reduce(told, largest=True)
-    return int(told)
+def _listed(rank: int, text: str | None) -> list[list[Any]]:
+    return [[rank, text]] if text is not None else []
+
+
+def _joined(rows: Iterable[_Holders]) -> _Holders:
+    """Return the first rank that holds each version of a thing's facts, and how many do, over all rows."""
+    joined: _Holders = {}
+    for about, versions in (item for row in rows for item in row.items()):
+        known = joined.setdefault(about, {})
+        for digest, (rank, num) in versions.items():
+            first, before = known.get(digest, [rank, 0])
+            known[digest] = [min(first, rank), before + num]
+    return joined
+
+
+def _compared(groups: Groups, claims: Sequence[Claim], about: str, versions: dict[str, list[int]]) -> str:
+    """Return how the facts of a thing differ between the first two ranks that hold different ones."""
+    pair = sorted(versions, key=lambda digest: (versions[digest][0], digest))[:2]
+    mine = {
+        claim.digest: [socket.gethostname(), claim.place, dict(claim.facts), claim.refusal]
+        for claim in claims
+        if claim.about == about and versions[claim.digest][0] == groups.position.rank
+    }
+    found: dict[str, Any] = {}
+    for problems_holders_told in _gather(groups, [[], {}, mine]):
+        for value in problems_holders_told[2]:
+            found |= value
+    wheres, facts, refusals = [], [], []
+    for digest in pair:
+        (rank, num), (host, place, its_facts, refusal) = versions[digest], found[digest]
+        alike = f", {num} ranks alike" if num > 1 else ""
+        wheres.append(f"{f'{place} on ' if place else ''}rank {rank} ({host}{alike})")
+        facts.append(its_facts)
+        refusals.append(refusal)
+    return str(refusals[0]).replace("{}", f"{' and '.join(wheres)} differ in {_differing(*facts)}", 1)
+
+
+def _differing(one: Facts, other: Facts) -> str:
+    """Return the names of the facts that differ, with both values."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    shown = [f"{name} ({_both(one.get(name), other.get(name))})" for name in names[:_MOST_FACTS]]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def _both(one: str | None, other: str | None) -> str:
+    """Returns both values, short; long ones that begin alike by their digests."""
+    shown = ["nothing" if value is None else value for value in (one, other)]
+    cut = [value if len(value) <= _MOST_VALUE else f"{value[:_MOST_VALUE]}..." for value in shown]
+    if cut[0] == cut[1]:
+        cut = [f"{value} digest {digest_of(whole):014x}" for value, whole in zip(cut, shown, strict=True)]
+    return " and ".join(cut)

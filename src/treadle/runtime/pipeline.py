@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,13 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from treadle.dist.backends import is_dry
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
-from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.passes.mesh import spread
-from treadle.runtime.agreement import raise_for_all
+from treadle.runtime.agreement import Claim, exchange
 from treadle.runtime.executors import Executor, RankExecutors
 from treadle.runtime.feed import feed
 from treadle.runtime.held_parameters import HeldParameter, parameters_held
@@ -378,18 +377,20 @@ class Pipeline:
         placement, shape = self.schedule.placement, self._part.agreed.plan.shape
         return dict(parameters_held(self._modules, placement, self.position, self.gradients, shape))
 
-    def refuse(self, reason: str | None) -> None:
-        """Raise ValueError on all ranks if one has a reason. All ranks call it."""
-        raise_for_all(self.groups, reason)
+    def agree(self, claims: Sequence[Claim] = (), problem: str | None = None, *, told: Any = None) -> list[list[Any]]:
+        """Raise ValueError on all ranks if one has a problem, or ranks claim different facts of one thing.
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return what each rank of this pipeline gives, in JSON. All ranks call it."""
-        return gather_json(self.groups.pp_group, value)
+        All ranks call it.
 
-    def exchange_with_replicas(self, value: Any) -> dict[int, Any]:
-        """Return what each rank with the same stages gives, in JSON; nothing where there are no others."""
-        group = self.groups.replica_group
-        return dict(zip(group.ranks, gather_json(group, value), strict=True)) if group is not None else {}
+        Returns:
+            For each rank along pp the different values that it and its replicas told, in JSON.
+
+        """
+        with self.together("the agreement between steps"):
+            agreed = exchange(self.groups, claims, problem, told=told, doing="agree")
+        if agreed.refusal is not None:
+            raise ValueError(agreed.refusal)
+        return agreed.told
 
     def divide(self, buckets: DividedBuckets) -> None:
         """Reduce gradients into the shards of these buckets, and gather their parameters after an update.
@@ -398,7 +399,7 @@ class Pipeline:
         """
         part, placement, rank = self._part, self.schedule.placement, self.position.pp_rank
         mine = [[placement.stage(rank, chunk), list(firsts)] for chunk, firsts in buckets.firsts.items()]
-        told = self.exchange([mine, bool(buckets.tied_parameters)])
+        told = [row for of_replicas in self.agree(told=[mine, bool(buckets.tied_parameters)]) for row in of_replicas]
         firsts = {stage: tuple(of_stage) for rows, _ in told for stage, of_stage in rows}
         plan = part.agreed.plan.by_bucket(tuple(firsts[stage] for stage in range(placement.num_stages)))
         self._exchanges_ties = any(ties for _, ties in told)

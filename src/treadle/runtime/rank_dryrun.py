@@ -112,11 +112,13 @@ class RehearsalRecorder:
         self.traffic: dict[tuple[int, int], list[int]] = {}
         self.ops: list[tuple[Op, OpBytes]] = []
         """The memory of each call of an op, in the order in which they ran."""
+        self.store: SavedTensors | None = None
+        """What saved tensors of layers go through, if they do."""
         self.peak_bytes, self.peak_at = 0, ""
 
     def instrument(self, part: RankPart) -> RankPart:
         """Return the same with calls and channels that count."""
-        here = self.pp_rank
+        here, self.store = self.pp_rank, part.recipe.store
         outgoing = {peer: self._channel(channel, (here, peer)) for peer, channel in part.outgoing.items()}
         incoming = {peer: self._channel(channel, (peer, here)) for peer, channel in part.incoming.items()}
         handlers = {kind: partial(self._calls, handler) for kind, handler in part.handlers.items()}

@@ -26,10 +26,10 @@ from treadle.dist.rank_groups import Groups
 from treadle.ir import Kind, Schedule
 from treadle.ir.ops import OpKind
 from treadle.passes.step_end import reduces
-from treadle.runtime.agreement import raise_for_all
+from treadle.runtime.agreement import Claim, agree
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.guard import Guard
-from treadle.runtime.handshake import Handshake, RankStages, check_copies, meet, stages_of
+from treadle.runtime.handshake import Handshake, RankStages, claim_of_run, stages_of
 from treadle.runtime.model import weight_grad as split
 from treadle.runtime.model.chunk import Chunk, LossFn
 from treadle.runtime.model.exchange import EpGroupModule
@@ -40,11 +40,12 @@ from treadle.runtime.model.stage_blocks import is_layered
 from treadle.runtime.model.tied import Tie, stages_of_reductions
 from treadle.runtime.model.weight_grad import WeightGradSplit
 from treadle.runtime.module_checks import check_arguments, check_modules, check_shapes
+from treadle.runtime.parameter_claims import claims_of_copies
 from treadle.runtime.pipeline_options import RunOptions, facts_of
 from treadle.runtime.run.handlers import HANDLERS, Handler
 from treadle.runtime.stage_recipe import StageRecipe
 from treadle.runtime.step_plan import StepPlan
-from treadle.runtime.ties import Tied, agree_on_ties, check_tied
+from treadle.runtime.ties import Tied, TieNames, check_tied, joined_names, rows_of, ties_of
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,8 @@ def make_rank_part(
             agreed = _agree(joined, name, schedule, tied)
         with guard.making():
             _connect(joined, agreed, given_back)
-        with guard.making(all_refuse=True):
             gradients = _make_gradients(joined, agreed)
             given_back.callback(gradients.close)
-            check_copies(agreed.groups, agreed.plan.schedule.placement, joined.modules, gradients)
-        with guard.making():
             recipe = _recipe(joined, agreed, loss_fn)
             for module in joined.modules.values():
                 given_back.callback(split.restore, module)
@@ -159,29 +157,44 @@ def _join(
 
 def _agree(joined: JoinedRank, name: str, schedule: Schedule, tied: Tied | None) -> AgreedPart:
     """Agree with all ranks that their stages are one model, and plan its steps."""
-    groups = joined.guard.unless_lost(partial(Groups.make, name, joined.position, joined.deadline))
+    position, placement = joined.position, schedule.placement
+    groups = joined.guard.unless_lost(partial(Groups.make, name, position, joined.deadline))
     joined.guard.break_off_on_alarm(groups)
-    splits, met = _meet(joined, groups, schedule)
-    ties = agree_on_ties(groups, schedule.placement, joined.modules, tied)
-    reduce = reduces(schedule.placement, joined.position.dp)
-    plan = StepPlan.of(schedule, met, joined.options, reduce=reduce, tied=stages_of_reductions(ties))
-    raise_for_all(groups, None)  # all have come so far: to connect to one that has not would block
+    splits, met, names = _meet(joined, groups, schedule, tied)
+    ties, claims, problem = tuple[Tie, ...](), list[Claim](), None
+    try:
+        ties, claims = ties_of(names, placement, position.pp_rank, joined.modules)
+        plan = StepPlan.of(
+            schedule, met, joined.options, reduce=reduces(placement, position.dp), tied=stages_of_reductions(ties)
+        )
+    except ValueError as error:
+        problem = error
+    # To connect to a rank that has not come so far would block.
+    agree(groups, [*claims, *claims_of_copies(joined.modules, placement, position)], problem)
     return AgreedPart(groups, ties, splits, met.side, plan)
 
 
-def _meet(joined: JoinedRank, groups: Groups, schedule: Schedule) -> tuple[dict[int, WeightGradSplit], Handshake]:
+def _meet(
+    joined: JoinedRank, groups: Groups, schedule: Schedule, tied: Tied | None
+) -> tuple[dict[int, WeightGradSplit], Handshake, TieNames]:
     """Check this rank's modules against the schedule, and exchange what ranks have."""
+    position, claims = joined.position, [claim_of_run(schedule, facts_of(joined.options))]
     splits: dict[int, WeightGradSplit] = {}
+    told: list[Any] = []
     problem: ValueError | None = None
-    stages = RankStages([], [], [], [], [], [])
     try:
         check_shapes(joined.options.shapes)
-        check_modules(joined.modules, schedule, joined.position)
+        check_modules(joined.modules, schedule, position)
         splits = examine(joined.modules, schedule)
-        stages = stages_of(joined.modules, schedule, joined.position.pp_rank, splits)
+        stages = stages_of(joined.modules, schedule, position.pp_rank, splits)
+        claims += stages.claims(schedule.placement, position.pp_rank)
+        told = [stages.encode(), rows_of(tied, schedule.placement.num_stages)]
     except ValueError as error:
         problem = error
-    return splits, meet(groups, schedule, facts_of(joined.options), stages, problem)
+    rows = agree(groups, claims, problem, told=told)
+    names = joined_names(ties for of_replicas in rows for _, ties in of_replicas)
+    met = Handshake.of([[RankStages.decode(stages) for stages, _ in of_replicas] for of_replicas in rows], schedule)
+    return splits, met, names
 
 
 def examine(modules: Mapping[int, nn.Module], schedule: Schedule) -> dict[int, WeightGradSplit]:
@@ -196,7 +209,7 @@ def _connect(joined: JoinedRank, agreed: AgreedPart, given_back: ExitStack) -> N
     joined.guard.program = program
     joined.guard.unless_lost(partial(groups.connect, program, joined.device, joined.waits.wait))
     joined.guard.connected(groups)
-    raise_for_all(groups, None)  # one that goes on could end while another still connects to it
+    agree(groups)  # one that goes on could end while another still connects to it
     given_back.callback(unbind, joined.modules, groups)
     bind(joined.modules, groups, joined.waits)
 

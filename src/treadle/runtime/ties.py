@@ -7,28 +7,24 @@ so ranks may give all of it, or each the names in its own stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from torch import nn
 
-from treadle.dist.gathering import gather_json
-from treadle.dist.rank_groups import Groups
 from treadle.fields.nearest import did_you_mean
 from treadle.host.errors import named
 from treadle.ir.placement import Placement
-from treadle.runtime.agreement import raise_for_all
-from treadle.runtime.handshake import digests_of, form_of
-from treadle.runtime.model.exchange import RankOwned
+from treadle.runtime.agreement import Claim
 from treadle.runtime.model.tied import Tie
+from treadle.runtime.parameter_claims import forms_of, parameters_of_experts
 
 Tied: TypeAlias = Mapping[str, Mapping[int, str]]
 """For each tie, by a name of the user's, the parameter's name in the module of each stage that has it."""
 
-_Names: TypeAlias = dict[tuple[str, int], str]  # (tie, stage): the parameter's name
+TieNames: TypeAlias = dict[tuple[str, int], str]  # (tie, stage): the parameter's name
 _Found: TypeAlias = dict[tuple[str, int], nn.Parameter]
 _Row: TypeAlias = tuple[str, int, str]
-_Description: TypeAlias = tuple[str, int, str, str, str]  # tie, stage, name, form, digest of its values
 
 _EXAMPLE = 'such as {"embedding": {0: "0.weight", -1: "1.weight"}}'
 
@@ -47,33 +43,50 @@ def check_tied(tied: object) -> None:
         raise TypeError(f"tied is {{name: {{stage: the parameter's name in it}}}}, {_EXAMPLE}, got {named(tied)}")
 
 
-def agree_on_ties(
-    groups: Groups, placement: Placement, modules: Mapping[int, nn.Module], tied: Tied | None
-) -> tuple[Tie, ...]:
-    """Return the ties of the pipeline, in one order on all ranks.
+def rows_of(tied: Tied | None, num_stages: int) -> list[_Row]:
+    """Return (tie, stage from 0 on, name) of what this rank names, or raise ValueError."""
+    names: TieNames = {}
+    for tie, said in (tied or {}).items():
+        if not said:
+            raise ValueError(f"the tie {tie!r} names no stage; a tie joins two stages or more, {_EXAMPLE}")
+        for stage, param in said.items():
+            if not -num_stages <= stage < num_stages:
+                allowed = f"0 to {num_stages - 1}, or -1 to -{num_stages} from the end"
+                raise ValueError(f"the tie {tie!r} names stage {stage}; stages are {allowed}")
+            _merge(names, [(tie, stage % num_stages, param)])
+    return [(tie, stage, param) for (tie, stage), param in names.items()]
+
+
+def joined_names(rows: Iterable[Iterable[_Row]]) -> TieNames:
+    """Return the names that all ranks gave, or raise ValueError, on all of them alike."""
+    names: TieNames = {}
+    for of_rank in rows:
+        _merge(names, of_rank)
+    for tie, num in Counter(tie for tie, _ in names).items():
+        if num < 2:
+            stage, param = next((stage, param) for (named, stage), param in names.items() if named == tie)
+            raise ValueError(
+                f"the tie {tie!r} has one stage, {stage} ({param}); a tie joins two stages or more: name it in each of "
+                "them, or leave it out"
+            )
+    return names
+
+
+def ties_of(
+    names: TieNames, placement: Placement, pp_rank: int, modules: Mapping[int, nn.Module]
+) -> tuple[tuple[Tie, ...], list[Claim]]:
+    """Return the ties of the pipeline, in one order on all ranks, and what this rank claims of its parameters.
 
     Raises:
-        ValueError: on all ranks, if one names what is not there, or ranks do not hold the same parameter.
+        ValueError: this rank has no such parameter, or one that cannot be tied.
 
     """
-    names, reason = _numbered(tied or {}, placement.num_stages)
-    for group in (groups.dp_group, groups.pp_group):  # each group passes on what the one before was told
-        for other_reason, rows in gather_json(group, [reason, _rows(names)]) if group is not None else ():
-            reason = reason or other_reason or _merge(names, rows)
-    reason = reason or _too_few(names)
-    if reason is not None:
-        raise ValueError(reason)
-    if not names:
-        return ()
-    held = dict(enumerate(placement.stages[groups.position.pp_rank]))
-    found, reason = _find(names, held, modules)
-    raise_for_all(groups, reason)
-    raise_for_all(groups, _difference(gather_json(groups.pp_group, _described(found, names))))
+    found = _find(names, dict(enumerate(placement.stages[pp_rank])), modules)
     stages = {
         tie: tuple(sorted(at for named, at in names if named == tie)) for tie in sorted({tie for tie, _ in names})
     }
     numbers: dict[tuple[int, ...], int] = {}
-    return tuple(
+    ties = tuple(
         Tie(
             tie,
             of_tie,
@@ -82,50 +95,31 @@ def agree_on_ties(
         )
         for tie, of_tie in stages.items()
     )
+    return ties, list(_claims(found, names))
 
 
-def _numbered(tied: Tied, num_stages: int) -> tuple[_Names, str | None]:
-    """Return the names by stages from 0 on, or what is wrong with them."""
-    names: _Names = {}
-    for tie, said in tied.items():
-        if not said:
-            return names, f"the tie {tie!r} names no stage; a tie joins two stages or more, {_EXAMPLE}"
-        for stage, param in said.items():
-            if not -num_stages <= stage < num_stages:
-                allowed = f"0 to {num_stages - 1}, or -1 to -{num_stages} from the end"
-                return names, f"the tie {tie!r} names stage {stage}; stages are {allowed}"
-            reason = _merge(names, [(tie, stage % num_stages, param)])
-            if reason is not None:
-                return names, reason
-    return names, None
+def _claims(found: _Found, names: TieNames) -> Iterator[Claim]:
+    """Yield the claims of this rank's tied parameters: those of one tie are equal."""
+    for (tie, stage), form in zip(found, forms_of(list(found.values())), strict=True):
+        refusal = (
+            f"the tie {tie!r} joins parameters that start apart: {{}}; they are one parameter: make both from one "
+            "seed, or copy one to the other before making the Pipeline"
+        )
+        yield Claim(f"the tie {tie}", {"its values": form}, refusal, f"{names[tie, stage]} of stage {stage}")
 
 
-def _rows(names: _Names) -> list[_Row]:
-    return [(tie, stage, param) for (tie, stage), param in names.items()]
-
-
-def _merge(names: _Names, rows: Iterable[_Row]) -> str | None:
-    """Add what another rank says to `names`, or return where it contradicts them."""
+def _merge(names: TieNames, rows: Iterable[_Row]) -> None:
+    """Add rows to `names`, or raise ValueError where they contradict them."""
     for tie, stage, param in rows:
         known = names.setdefault((tie, stage), param)
         if known != param:
-            return f"the tie {tie!r} has two names in stage {stage}, {known} and {param}; name one parameter of a stage"
-    return None
-
-
-def _too_few(names: _Names) -> str | None:
-    for tie, num in Counter(tie for tie, _ in names).items():
-        if num < 2:
-            stage, param = next((stage, param) for (named, stage), param in names.items() if named == tie)
-            return (
-                f"the tie {tie!r} has one stage, {stage} ({param}); a tie joins two stages or more: name it in each of "
-                "them, or leave it out"
+            raise ValueError(
+                f"the tie {tie!r} has two names in stage {stage}, {known} and {param}; name one parameter of a stage"
             )
-    return None
 
 
-def _find(names: _Names, held: Mapping[int, int], modules: Mapping[int, nn.Module]) -> tuple[_Found, str | None]:
-    """Return this rank's parameters by tie and stage, or why one cannot be tied. `held[chunk]` is its stage."""
+def _find(names: TieNames, held: Mapping[int, int], modules: Mapping[int, nn.Module]) -> _Found:
+    """Return this rank's parameters by tie and stage. `held[chunk]` is its stage."""
     found: _Found = {}
     chunk_of = {stage: chunk for chunk, stage in held.items()}
     for (tie, stage), name in names.items():
@@ -135,52 +129,27 @@ def _find(names: _Names, held: Mapping[int, int], modules: Mapping[int, nn.Modul
         there = dict(module.named_parameters(remove_duplicate=False))
         if name not in there:
             way_out = did_you_mean(name, there, most=4)
-            return found, f"the tie {tie!r}: stage {stage} has no parameter {name}; {way_out}"
+            raise ValueError(f"the tie {tie!r}: stage {stage} has no parameter {name}; {way_out}")
         found[tie, stage] = there[name]
-        if any(there[name] in set(part.parameters()) for part in module.modules() if isinstance(part, RankOwned)):
-            return found, f"the tie {tie!r}: {name} of stage {stage} is an expert's, which only ranks of one ep share"
-    return found, _shared_besides(found, held, modules)
+        if there[name] in parameters_of_experts(module):
+            raise ValueError(
+                f"the tie {tie!r}: {name} of stage {stage} is an expert's, which only ranks of one ep share"
+            )
+    _refuse_shared_besides(found, held, modules)
+    return found
 
 
-def _shared_besides(found: _Found, held: Mapping[int, int], modules: Mapping[int, nn.Module]) -> str | None:
-    """Return why a parameter of a tie would get gradients that the tie does not know of."""
+def _refuse_shared_besides(found: _Found, held: Mapping[int, int], modules: Mapping[int, nn.Module]) -> None:
+    """Refuse a parameter of a tie that would get gradients that the tie does not know of."""
     ties = {param: tie for (tie, _), param in found.items()}
     for (tie, stage), param in found.items():
         if ties[param] != tie:
-            return f"the ties {tie!r} and {ties[param]!r} have one parameter in stage {stage}; make them one tie"
+            raise ValueError(
+                f"the ties {tie!r} and {ties[param]!r} have one parameter in stage {stage}; make them one tie"
+            )
     for chunk, stage in held.items():
         for name, param in modules[chunk].named_parameters():
             if param in ties and found.get((ties[param], stage)) is not param:
-                return (
+                raise ValueError(
                     f"the tie {ties[param]!r}: stage {stage} shares its parameter as {name}; name it so in that stage"
                 )
-    return None
-
-
-def _described(found: _Found, names: _Names) -> list[_Description]:
-    return [
-        (
-            tie,
-            stage,
-            names[tie, stage],
-            form_of(param),
-            "" if param.is_meta else digests_of([param])[0],
-        )
-        for (tie, stage), param in found.items()
-    ]
-
-
-def _difference(rows: Iterable[Iterable[_Description]]) -> str | None:
-    """Return where stages of a tie have different parameters."""
-    first: dict[str, _Description] = {}
-    for tie, stage, name, form, values in (description for row in rows for description in row):
-        _, other_stage, other_name, other_form, other_values = first.setdefault(tie, (tie, stage, name, form, values))
-        where = f"{name} of stage {stage}", f"{other_name} of stage {other_stage}"
-        if form != other_form:
-            return f"the tie {tie!r} joins {where[1]} ({other_form}) and {where[0]} ({form}); they are one parameter"
-        if values != other_values:
-            return (
-                f"the tie {tie!r}: {where[1]} and {where[0]} start from different values; make both from one seed, or "
-                "copy one to the other before making the Pipeline"
-            )
-    return None

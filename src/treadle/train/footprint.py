@@ -32,7 +32,7 @@ from treadle.models.tensor_names import EMBEDDING as EMBEDDING_NAME
 from treadle.models.tensor_names import HEAD as HEAD_NAME
 from treadle.models.tensor_names import views
 from treadle.runtime.model.exchange import RankOwned
-from treadle.runtime.model.layered import EMBEDDING_LAYER, LayeredStage
+from treadle.runtime.model.layered import EMBEDDING_LAYER
 from treadle.runtime.model.meta_bytes import OpBytes
 from treadle.runtime.pipeline_options import RunOptions
 from treadle.runtime.rank_dryrun import rehearsing
@@ -120,20 +120,18 @@ def model_footprint(
         batch = torch.empty(2 * size, seq_len, dtype=torch.long, device="meta")
         with FlashAttention(), pipe.no_sync():
             pipe.step(batch, batch, side={"positions": batch, "documents": batch})
-        stage = pipe.stages[0]
-    assert isinstance(stage, LayeredStage)
-    assert stage.store is not None
+    assert recorder.store is not None, "it counts"
     ops = {(op.kind, op.layer, op.mb): counted for op, counted in recorder.ops}
     layers = [letter for letter in row if letter in LAYERS]
     blocks = {}
     for letter, block in zip(row, module, strict=True):
         at = layers.index(letter) if letter in LAYERS else 0
         kinds = [kind for kind, layer, mb in ops if letter in kind.blocks and (layer, mb) == (at, 0)]
-        key = stage.number, 0, {"E": EMBEDDING_LAYER, "L": len(layers), "m": len(layers) + 1}.get(letter, at)
+        key = 0, 0, {"E": EMBEDDING_LAYER, "L": len(layers), "m": len(layers) + 1}.get(letter, at)
         blocks[letter] = BlockFootprint(
             letter=letter,
             parameters=tuple(_shapes(block)),
-            saved={part: num for (saved_by, part), num in stage.store.sizes.items() if saved_by == key},
+            saved={part: num for (saved_by, part), num in recorder.store.sizes.items() if saved_by == key},
             ops={kind: ops[kind, at, 1] for kind in kinds},
         )
     return ModelFootprint(blocks, size * seq_len * config.hidden_size * dtype.itemsize)

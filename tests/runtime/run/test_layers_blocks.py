@@ -358,14 +358,7 @@ def test_blocks_that_are_no_model_are_refused(rows: list[str], said: str) -> Non
     ranks = [RankStages([True], [1], [bool(set(row) & {*"dtm"})], [row], [], []) for row in rows]
     schedule = treadle.generate("1f1b", pp=3, microbatches=3)
     with pytest.raises(ValueError, match=said):
-        _refuse_mixed(ranks, [0, 1, 2], schedule)
-
-
-def test_copies_of_a_stage_have_the_same_blocks() -> None:
-    schedule = treadle.generate("dualpipe", pp=2, microbatches=4)
-    ranks = [RankStages([True] * 2, [1, 1], [True] * 2, blocks, [], []) for blocks in (["t", "tL"], ["tL", "tt"])]
-    with pytest.raises(ValueError, match="copies of stage 0 have the blocks 't' and, on rank 1, 'tt'"):
-        _refuse_mixed(ranks, [0, 1], schedule)
+        _refuse_mixed(ranks, schedule.placement)
 
 
 @pytest.mark.parametrize("given", [("attn", "attn"), ("dispatch",), "attn"])

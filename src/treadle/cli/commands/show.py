@@ -28,10 +28,18 @@ class FormatName(StrEnum):
 
     TEXT = "text"
     TORCH_CSV = "torch-csv"
+    TORCH_COMMS = "torch-comms"
     JSON = "json"
 
 
 assert {f.value for f in FormatName} == set(FORMATS)
+
+
+class WhenPosted(StrEnum):
+    """Where a rank posts its receives."""
+
+    EARLY = "early"
+    LATE = "late"
 
 
 @spread_options
@@ -42,6 +50,13 @@ def show(
     format: Annotated[
         FormatName | None, typer.Option(help="The form to write; else by the ending of -o, or text.")
     ] = None,
+    receives: Annotated[
+        WhenPosted | None,
+        typer.Option(
+            help="With torch-comms: post receives where messages are sent, or as late as a communicator a pair allows."
+        ),
+    ] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="With torch-comms: for stages under FSDP2.")] = False,
     as_json: Json = False,
     lower: Annotated[bool, typer.Option("--lower", help="What a rank's lanes do, cell by cell.")] = False,
     rank: Annotated[int, typer.Option("--rank", help="The rank that --lower shows.")] = 0,
@@ -57,6 +72,8 @@ def show(
     Of a weight update: a row a buffer, with when its ops start and end.
     """
     form = FormatName.JSON if as_json else format or FormatName(form_of(output) if output is not None else "text")
+    if form is not FormatName.TORCH_COMMS and (receives is not None or fsdp):
+        raise ValueError(f"--receives and --fsdp are for --format torch-comms, got {form.value}")
     loaded = target.load()
     if not isinstance(loaded, Schedule) and flags.step(loaded).is_update:
         _show_update(flags.step(loaded).trace, form, rows, output)
@@ -68,7 +85,10 @@ def show(
         raise ValueError(f"--lower prints text, got --format {form.value}; -o program.npz writes the program")
     schedule = target.checked_schedule(loaded)
     if not lower:
-        _put(text.dump(schedule, header=False) if rows else load_save.dumps(schedule, form.value), output)
+        shown = load_save.dumps(
+            schedule, form.value, receives=receives.value if receives is not None else None, fsdp=fsdp
+        )
+        _put(text.dump(schedule, header=False) if rows else shown, output)
         suggest(f"treadle verify {target if output is None else shlex.quote(str(output))}")
         return
     from treadle.files import npz
@@ -102,7 +122,7 @@ def _show_update(trace: Trace, form: FormatName, rows: bool, output: Path | None
     from treadle.files import npz
     from treadle.view.update_rows import update_object, update_text
 
-    if form is FormatName.TORCH_CSV:
+    if form in (FormatName.TORCH_CSV, FormatName.TORCH_COMMS):
         raise ValueError("torch's CSV is for schedules; a weight update is shown as text or json")
     if output is not None:
         npz.save_program(trace.program, output)

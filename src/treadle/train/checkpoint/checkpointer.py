@@ -259,7 +259,16 @@ class Checkpointer:
         reasons = [each for each in self._gathered(reason) if each is not None]
         if not reasons:
             self._intact.add(step)
+            self._note_missing_digests(manifest)
         return next(iter(reasons), None)
+
+    def _note_missing_digests(self, manifest: Manifest) -> None:
+        if not manifest.has_digests:
+            self._say(
+                f"the checkpoint of step {manifest.step} in {self.directory} has no digests, as an earlier version of "
+                "Treadle wrote it: its files have the sizes that were written, and damage within them is not noticed; "
+                "the next save has digests"
+            )
 
     def _from_first(self, value: Any) -> Any:
         told = [value]

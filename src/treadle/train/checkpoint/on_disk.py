@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PARTIAL, REMOVED, ASIDE = ".partial", ".removed", ".aside"
 FORM = 2
-"""Of the manifest. A manifest of form 1 had no digests."""
+"""Of the manifest. One of form 1 has the sizes of files, no digests, and neither its step nor its form."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class FileFacts:
     """What a file of a checkpoint has to be."""
 
     size_bytes: int
-    xxh3_128: str
+    xxh3_128: str | None
+    """None where the manifest has no digests."""
 
     @classmethod
     def of(cls, path: Path) -> FileFacts:
@@ -53,6 +54,11 @@ class Manifest:
     step: int
     files: Mapping[str, FileFacts]
     extra: dict[str, Any]
+
+    @property
+    def has_digests(self) -> bool:
+        """False of a checkpoint of form 1, of which only sizes can be compared."""
+        return all(facts.xxh3_128 is not None for facts in self.files.values())
 
     def to_bytes(self) -> bytes:
         """Return the file's content: JSON that has its own digest."""
@@ -109,7 +115,7 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     """
     path = directory_of(directory, step)
     try:
-        manifest = _parse((path / MANIFEST).read_bytes())
+        manifest = _parse((path / MANIFEST).read_bytes(), step)
     except OSError as error:
         raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
     if manifest.step != step:
@@ -124,14 +130,17 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     return manifest
 
 
-def _parse(text: bytes) -> Manifest:
+def _parse(text: bytes, step: int) -> Manifest:
+    """Return what a manifest says; one of form 1 is taken to be of this step."""
     try:
         content = json.loads(text)
         digest = content.pop("xxh3_128", None)
     except (ValueError, AttributeError, TypeError):
         raise DamagedError(f"{MANIFEST} is damaged: it is no JSON object") from None
-    if digest is None and "form" not in content:
-        raise DamagedError(f"{MANIFEST} has no digests: an earlier version of Treadle wrote it")
+    if digest is None and _is_form_1(content):
+        return Manifest(
+            step, {name: FileFacts(size, None) for name, size in content["files"].items()}, content["extra"]
+        )
     if digest != _digest(content):
         raise DamagedError(f"{MANIFEST} is damaged: its digest is another")
     if content["form"] != FORM:
@@ -140,14 +149,26 @@ def _parse(text: bytes) -> Manifest:
     return Manifest(content["step"], files, content["extra"])
 
 
+def _is_form_1(content: Mapping[str, Any]) -> bool:
+    """Whether this is what the first form had, and nothing else: so a later form is not taken for it by damage."""
+    files = content.get("files")
+    return (
+        content.keys() == {"files", "extra"}
+        and isinstance(content["extra"], dict)
+        and isinstance(files, dict)
+        and METADATA in files
+        and all(type(size) is int for size in files.values())
+    )
+
+
 def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Read some files of a checkpoint.
+    """Read some files of a checkpoint, if there are digests to hold them to.
 
     Raises:
         DamagedError: One has other bytes than were written, or cannot be read.
 
     """
-    for name in names:
+    for name in names if manifest.has_digests else ():
         try:
             facts = FileFacts.of(directory_of(directory, manifest.step) / name)
         except OSError as error:

@@ -6,10 +6,8 @@ dualpipe's pipes, too), for experts the ranks with the same experts, for a tied 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -20,9 +18,11 @@ from torch import Tensor, nn
 from treadle.dist.groups import Group
 from treadle.models.views import NamedView
 from treadle.runtime import Pipeline
+from treadle.runtime.agreement import Claim
 
 _TIED = -1
 _Views: TypeAlias = dict[Tensor, list[NamedView]]
+_TieNames: TypeAlias = dict[str, tuple[int, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,13 @@ class Holdings:
 
         """
         named, reason = _by_tensor(views), _foreign(pipe, views)
-        pipe.refuse(reason)
-        copies = _name_ties(pipe, named)
+        told = pipe.agree(problem=reason, told=_names_of_ties(pipe, named) if reason is None else None)
+        copies = _name_ties(pipe, named, [names for of_replicas in told for names in of_replicas])
         found = tuple(view for of_tensor in named.values() for view in of_tensor)
-        pipe.refuse(_twice(found) or _uncovered(pipe, named, {copy for _, copy in copies}))
-        families = tuple(_families(pipe, named, {copy for _, copy in copies}))
-        pipe.refuse(_difference(pipe, families))
+        others = {copy for _, copy in copies}
+        problem = _twice(found) or _uncovered(pipe, named, others)
+        families = tuple(_families(pipe, named, others)) if problem is None else ()
+        pipe.agree(list(_claims(families)), problem)
         return cls(found, families, tuple(copies))
 
 
@@ -125,22 +126,23 @@ def _foreign(pipe: Pipeline, views: Iterable[NamedView]) -> str | None:
     return None
 
 
-def _name_ties(pipe: Pipeline, named: _Views) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give each tied parameter its name in the lowest stage that names it; return (one object of it, another)."""
-    ties, stages = pipe.ties, {param: stage for stage, _, param in reversed(list(_own(pipe)))}
-    if not ties:
-        return []
-    mine = {
-        tie.name: min([stages[param], [view.name for view in named[param]]] for param in tie.params if param in named)
-        for tie in ties
+def _names_of_ties(pipe: Pipeline, named: _Views) -> _TieNames:
+    """Return for each tied parameter of this rank its lowest stage, and its names there."""
+    stages = {param: stage for stage, _, param in reversed(list(_own(pipe)))} if pipe.ties else {}
+    return {
+        tie.name: min((stages[param], [view.name for view in named[param]]) for param in tie.params if param in named)
+        for tie in pipe.ties
         if any(param in named for param in tie.params)
     }
+
+
+def _name_ties(pipe: Pipeline, named: _Views, told: Iterable[_TieNames]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give each tied parameter its name in the lowest stage that names it; return (one object of it, another)."""
     known: dict[str, list[tuple[int, list[str]]]] = {}
-    for told in pipe.exchange(mine):
-        for name, (stage, names) in told.items():
-            known.setdefault(name, []).append((stage, names))
+    for name, (stage, names) in (item for row in told for item in row.items()):
+        known.setdefault(name, []).append((stage, names))
     copies: list[tuple[nn.Parameter, nn.Parameter]] = []
-    for tie in ties:
+    for tie in pipe.ties:
         if tie.name in known and tie.params:
             first, *others = tie.params
             _rename(named, first, others, min(known[tie.name])[1])
@@ -208,21 +210,13 @@ def _families(pipe: Pipeline, named: _Views, copies: set[nn.Parameter]) -> Itera
         )
 
 
-def _difference(pipe: Pipeline, families: Sequence[TensorFamily]) -> str | None:
-    """Return a reason if a rank that holds the same tensors has other names or sizes for them."""
-    rank = pipe.position.rank
-    mine = {family.kind: _digest(family.views) for family in families if family.group is not None}
-    told: Mapping[int, Mapping[str, str]] = pipe.exchange_with_replicas(mine)
+def _claims(families: Iterable[TensorFamily]) -> Iterator[Claim]:
+    """Yield what ranks that divide a family must have the same: its tensors' names and shapes, in their order."""
     for family in families:
-        for other in family.group.ranks if family.group is not None else ():
-            if other in told and told[other].get(family.kind) != mine[family.kind]:
-                return (
-                    f"ranks {min(rank, other)} and {max(rank, other)} hold the same {len(family.views)} tensors "
-                    f"({family.views[0].name}, ...), but their views name or cut them differently; give the same views"
-                )
-    return None
-
-
-def _digest(views: Iterable[NamedView]) -> str:
-    text = json.dumps([(view.name, tuple(view.of(view.tensor).shape)) for view in views])
-    return hashlib.sha256(text.encode()).hexdigest()
+        if family.group is not None:
+            views = [f"{view.name} {tuple(view.of(view.tensor).shape)}" for view in family.views]
+            yield Claim(
+                f"{family.kind} of {family.group.ranks}",
+                {"the names and shapes of tensors that they divide": ", ".join(views)},
+                "{}; give views that name and cut parameters alike",
+            )
