@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from treadle.update.memory.box_columns import BoxColumns
-from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Leaving, StagedColumns
+from treadle.update.worker.arrived_boxes import Arrival, Leaving, StagedArrivals, StagedColumns
 
 
 class RollbackStore:

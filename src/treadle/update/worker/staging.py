@@ -8,7 +8,7 @@ from treadle.update.memory.digests import read_digests, write_digests
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Share
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Assembly, Leaving
+from treadle.update.worker.arrived_boxes import Arrival, Assembly, Leaving, StagedArrivals
 from treadle.update.worker.worker_plan import WorkerPlan
 from treadle.weights.tensor_boxes import Box
 

@@ -46,7 +46,7 @@ from treadle.update.protocol.update_messages import (
 )
 from treadle.update.protocol.worker_decisions import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, StagedArrivals, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, Assembly, StagedArrivals
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, export_bucket
 from treadle.update.worker.worker_plan import WorkerPlan, boxes_by_name
