@@ -196,6 +196,10 @@ def put(column: str, op: int, value: int) -> Change:
     return change
 
 
+def both(one: Change, other: Change) -> Change:
+    return lambda program: other(one(program))
+
+
 def swap(one: int, other: int) -> Change:
     """Two ops of one lane change places; what waits for a place waits for whatever is there then."""
 
@@ -267,7 +271,16 @@ BROKEN: dict[str, tuple[Change, set[str], str]] = {
         "but h2d 0.1, which it reads, of 7",
     ),
     "more reloaded than came": (put("size_bytes", at(RELOAD, 1, 1), 2), {"T205"}, "reload 0.1 is of 2 bytes, but"),
-    "a bucket twice": (put("layer", at(BROADCAST, 0, 1), 0), {"T102", "T101"}, "broadcast 0.0 runs more than once"),
+    "a bucket twice": (
+        both(put("layer", at(BROADCAST, 0, 1), 0), put("cell", at(BROADCAST, 0, 1), 0)),
+        {"T102", "T101"},
+        "broadcast 0.0 runs more than once",
+    ),
+    "another source than on the other devices": (
+        put("layer", at(BROADCAST, 0, 1), 0),
+        {"T105", "T101"},
+        "has no place in this update",
+    ),
     "a round that is not there": (put("mb", at(RELOAD, 0, 7), 2), {"T105", "T101"}, "has no place in this update"),
     "a copy for another device": (put("layer", at(H2D, 0, 0), 1), {"T105", "T101"}, "copies for device 1"),
     "a reload on the lane of broadcasts": (put("kind", at(BROADCAST, 0, 0), RELOAD), {"T105"}, "stands on a lane for"),

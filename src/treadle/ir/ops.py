@@ -69,7 +69,7 @@ class OpRole(StrEnum):
     REDUCTION = "reduction of gradients"
     STEP_END = "end of the step, after all gradients: one on each rank, micro-batch -1, chunk and layer 0"
     MEASURED = "in measured steps only: no pass makes it, and costs have no time for it"
-    UPDATE = "weight update: a bucket to its source's device, to all devices, into the served model"
+    UPDATE = "weight update: a bucket to its source's device, to all devices or one, into the served model"
 
 
 class OpPhase(StrEnum):
@@ -178,6 +178,8 @@ class OpKind(IntEnum):
     GC = 40, _COMPUTE, _MEASURED, None, None, "", "X", "gc", "garbage collection"
     REDUCE_LAYERNORM = 41, LaneKind.TP, _MEASURED, None, None, "", "R", "layernorm", "sum of layer norms' gradients"
     REDUCE_SCATTER = 42, _DP, _REDUCTION, None, None, "message", "R", "reduce", "reduce-scatter of gradients by bucket"
+    SEND_BUCKET = 43, _SEND, _UPDATE, None, None, "", ">", "send", "a bucket to the one device that takes it"
+    RECV_BUCKET = 44, _RECV, _UPDATE, None, None, "", "<", "recv", "a bucket from its source"
     # fmt: on
 
     @property
@@ -269,6 +271,11 @@ STEP_ENDS = (
 """What a step may end with: nothing, or the optimizer and others, in order."""
 MEASURED_ONLY = where(role=OpRole.MEASURED)
 UPDATE = where(role=OpRole.UPDATE)
+BUCKET_MOVES = tuple(kind for kind in UPDATE if kind.lane.communicates)
+"""What moves a bucket between devices."""
+BUCKET_LEAVES = tuple(kind for kind in BUCKET_MOVES if not kind.is_recv)
+BUCKET_COMES = tuple(kind for kind in BUCKET_MOVES if not kind.is_send)
+"""Those of them at the source's end, and at the other."""
 COMMUNICATION = tuple(lane for lane in LaneKind if lane.communicates)
 
 LAYER_PARTS = tuple(part for part in OpPart if set(part.blocks) & set(LAYERS))

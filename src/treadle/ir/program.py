@@ -77,7 +77,7 @@ class Op:
         if kind.role in (OpRole.ACTION, OpRole.MESSAGE):
             return f"{kind.name[-1]}{self.mb}.{self.chunk}"
         if kind.role is OpRole.UPDATE:
-            return f"{name} {self.mb}.{self.layer}"
+            return f"{'bucket' if kind.is_send or kind.is_recv else name} {self.mb}.{self.layer}"
         if self.by_bucket and kind in BUCKET_OPS:
             return f"{name} .{self.chunk} b{self.layer}"
         if kind.role in (OpRole.STEP_END, OpRole.MEASURED):
@@ -121,7 +121,7 @@ class Layout:
 
     A weight update has neither forward nor backward: `dp` are its devices, `num_mb` its rounds. Of its ops `mb` is the
     round, `layer` the source, `chunk` the buffer that the op fills or reads (-1: an H2D straight into an IPC buffer)
-    and `cell` the bucket's place in the order of broadcast.
+    and `cell` the bucket's number, its place in the order in which buckets move.
     """
 
     placement: Placement

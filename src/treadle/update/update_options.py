@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from treadle.update.protocol.update_messages import Close, Rollback
 from treadle.weights.buffer_sizes import Memory
+from treadle.weights.chosen_plan import Transfer
 
 CompareSources: TypeAlias = Literal["sample", "all", "off"]
 
@@ -54,7 +55,16 @@ class UpdateOptions:
     of one in sixteen. `all` costs processor time on every rank.
     """
 
+    transfer: Transfer = "broadcast"
+    """How buckets move: each to all devices (`broadcast`), or each to the one device that takes it (`targeted`).
+
+    `auto` takes what the simulator finds faster. In targeted updates ranks that have the same pieces compare digests of
+    them, so that an error names the ranks, and the tensors among which the difference is.
+    """
+
     def __post_init__(self) -> None:
+        if self.transfer not in ("auto", "broadcast", "targeted"):
+            raise ValueError(f"transfer is auto, broadcast or targeted, got {self.transfer!r}")
         if self.rollback not in ("host", "disk", "none"):
             raise ValueError(f"rollback is host, disk or none, got {self.rollback!r}")
         if self.close not in ("drain", "abort"):

@@ -18,6 +18,7 @@ _SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 _RECV_F, _RECV_B = int(OpKind.RECV_F), int(OpKind.RECV_B)
 _ACROSS: Bools = column(lambda kind: kind.lane is LaneKind.TIED or kind.role is OpRole.STEP_END, np.bool_)
 """`[kind]`: do ranks of different stages meet in it."""
+_SEND_BUCKET, _RECV_BUCKET = int(OpKind.SEND_BUCKET), int(OpKind.RECV_BUCKET)
 _SURPLUS, _UNLIKE, _CROSSED = 0, 1, 2
 
 
@@ -109,7 +110,8 @@ def _check(meeting: _Meeting, lane_ptr: Longs, groups: GroupTable, most: int) ->
                 _note(found, count, _SURPLUS, op, shortest)
         for lane in lanes[1:]:
             first = lanes[0]
-            channel = meeting.lane_kind[first] == _SEND and meeting.lane_kind[lane] == _RECV
+            ends = meeting.lane_kind[first], meeting.lane_kind[lane]
+            channel = ends in ((_SEND, _RECV), (_RECV, _SEND))
             for place in range(shortest):
                 a, b = lane_ptr[first] + place, lane_ptr[lane] + place
                 if _are_unlike(meeting, a, b, channel):
@@ -143,12 +145,17 @@ def _are_unlike(meeting: _Meeting, a: int, b: int, channel: bool) -> bool:
     """True if the two ops differ in size or kind; on a channel a send and a receive are alike."""
     one, two = meeting.kind[a], meeting.kind[b]
     message = channel and one in (_SEND_F, _SEND_B) and two in (_RECV_F, _RECV_B)
+    bucket = one in (_SEND_BUCKET, _RECV_BUCKET) and two in (_SEND_BUCKET, _RECV_BUCKET)
+    message = message or (channel and bucket)
     return meeting.size_bytes[a] != meeting.size_bytes[b] or (one != two and not message)
 
 
 @inlined
 def _carry_different(meeting: _Meeting, a: int, b: int) -> bool:
-    """True if a send and its receive name different messages."""
+    """True if a send and its receive name different messages. Of a bucket they name different buffers."""
+    if meeting.kind[a] in (_SEND_BUCKET, _RECV_BUCKET) and meeting.kind[b] in (_SEND_BUCKET, _RECV_BUCKET):
+        differ: bool = meeting.mb[a] != meeting.mb[b] or meeting.layer[a] != meeting.layer[b]
+        return differ
     one, two = _message(meeting.kind[a]), _message(meeting.kind[b])
     return meeting.mb[a] != meeting.mb[b] or meeting.chunk[a] != meeting.chunk[b] or one != two
 

@@ -64,6 +64,8 @@ def _role(kind: OpKind) -> Role:
     """Colours go by lane; those of the compute lane by phase, but for blocks that are no layers."""
     if kind.role is OpRole.STEP_END:
         return Role.STEP
+    if kind.role is OpRole.UPDATE and (kind.is_send or kind.is_recv):
+        return Role.SOURCE if kind.is_send else Role.BROADCAST
     if kind.lane is not LaneKind.COMPUTE:
         return _BY_LANE[kind.lane]
     if kind.phase is None:

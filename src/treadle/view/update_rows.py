@@ -4,7 +4,8 @@
     0/A: src0.0@4-5 reload0.0@5-6 dst0.2@6-7 ...
     0/B: dst0.1@5-6 reload0.1@6-7 ...
 
-A broadcast is `src` on the device whose bucket it is, `dst` on the others; numbers are round and source.
+A broadcast is `src` on the device whose bucket it is, `dst` on the others; so are the send and the receive of a bucket
+that goes to one device. Numbers are round and source.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.ir.ops import OpKind
+from treadle.ir.ops import BUCKET_COMES, OpKind
 from treadle.ir.program import NEVER, Longs, Program
 from treadle.ir.trace import Trace
 
@@ -38,13 +39,14 @@ def buffer_rows(trace: Trace, ranks: range) -> Iterator[BufferRow]:
     program = trace.program
     num_h2d, num_ipc = num_buffers(program)
     buffer_of = np.full(int(program.cell.max(initial=0)) + 1, NEVER)
-    sent = program.kind == OpKind.BROADCAST
+    sent = np.isin(program.kind, BUCKET_COMES)
     buffer_of[program.cell[sent]] = program.chunk[sent]
     rank_ptr = np.searchsorted(program.lane_rank, np.arange(program.num_ranks + 1))
     for rank in ranks:
         lanes = program.lane_ptr[rank_ptr[rank] : rank_ptr[rank + 1] + 1]
         ops = np.arange(lanes[0], lanes[-1]) if len(lanes) else np.zeros(0, np.int64)
         copies = (program.kind[ops] == OpKind.H2D) & (program.chunk[ops] != NEVER)
+        copies |= (program.kind[ops] == OpKind.SEND_BUCKET) | (buffer_of[program.cell[ops]] == NEVER)
         for buffer in range(num_h2d):
             name = "H2D" if num_h2d == 1 else f"H2D {letter(buffer)}"
             yield BufferRow(rank, name, False, _by_start(trace, ops[copies & (program.chunk[ops] == buffer)]))
@@ -55,7 +57,7 @@ def buffer_rows(trace: Trace, ranks: range) -> Iterator[BufferRow]:
 
 def num_buffers(program: Program) -> tuple[int, int]:
     """H2D and IPC buffers of a device."""
-    h2d, ipc = program.kind == OpKind.H2D, program.kind == OpKind.BROADCAST
+    h2d, ipc = program.kind == OpKind.H2D, np.isin(program.kind, BUCKET_COMES)
     return int(program.chunk[h2d].max(initial=NEVER)) + 1, int(program.chunk[ipc].max(initial=NEVER)) + 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +14,10 @@ from treadle.weights.update_plan import Take, UpdatePlan
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Columns over buckets, in the order of broadcast; `taken_bytes[bucket, device]`, of one column if all are alike.
+    """Columns over buckets, in the order in which they move; `taken_bytes[bucket, device]`, of one column if all alike.
 
-    Bucket i goes into IPC buffer i % num_ipc. A source's k-th bucket goes into H2D buffer k % num_h2d.
+    Bucket i goes into IPC buffer i % num_ipc. A source's k-th bucket goes into H2D buffer k % num_h2d. With `dest`,
+    each bucket goes to that device alone, and the k-th that a device receives into IPC buffer k % num_ipc.
     """
 
     num_devices: int
@@ -25,6 +27,7 @@ class Stream:
     round: Ints
     size_bytes: Longs
     taken_bytes: Longs
+    dest: Ints | None = None
 
     def __post_init__(self) -> None:
         if self.num_h2d not in (0, 1, 2) or self.num_ipc not in (1, 2):
@@ -48,6 +51,8 @@ class Stream:
 def stream_of(plan: UpdatePlan) -> Stream:
     """The stream of a plan; worker w's device is update rank w."""
     num_devices = max(len(plan.takes), 1 + max((bucket.source for bucket in plan.buckets), default=0))
+    if plan.is_targeted:
+        return _targeted(plan, max(num_devices, plan.num_targets))
     taken = np.zeros((len(plan.buckets), num_devices), np.int64)
     columns: dict[int, Longs] = {}
     for worker, row in enumerate(plan.takes):
@@ -63,6 +68,33 @@ def stream_of(plan: UpdatePlan) -> Stream:
         np.array([bucket.size_bytes for bucket in plan.buckets], np.int64),
         taken,
     )
+
+
+def _targeted(plan: UpdatePlan, num_devices: int) -> Stream:
+    taken = [_taken(plan, number, bucket.all_of_it) for number, bucket in enumerate(plan.buckets)]
+    return Stream(
+        num_devices,
+        plan.num_h2d,
+        plan.num_ipc,
+        np.array([bucket.source for bucket in plan.buckets], np.int32),
+        np.array([bucket.round for bucket in plan.buckets], np.int32),
+        np.array([bucket.size_bytes for bucket in plan.buckets], np.int64),
+        np.array(taken, np.int64).reshape(-1, 1),
+        np.array([bucket.dest for bucket in plan.buckets], np.int32),
+    )
+
+
+def matched_steps(source: Sequence[int], dest: Sequence[int]) -> list[int]:
+    """The step in which each bucket moves: in one step a device sends one at most and receives one at most.
+
+    Buckets keep their order on each device. One that stays on its device moves before the step with its number.
+    """
+    sends, receives, steps = dict[int, int](), dict[int, int](), []
+    for one, other in zip(source, dest, strict=True):
+        step = max(sends.get(one, 0), receives.get(other, 0))
+        steps.append(step)
+        sends[one] = receives[other] = step + (one != other)
+    return steps
 
 
 def _taken(plan: UpdatePlan, bucket: int, takes: tuple[Take, ...]) -> int:

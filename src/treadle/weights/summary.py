@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.ir.ops import LaneKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Longs
 from treadle.ir.trace import Clock, Trace
 
@@ -38,7 +38,7 @@ class DeviceMetrics:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """An update in numbers; `moved_bytes` are broadcast once each."""
+    """An update in numbers; `moved_bytes` are those sent by sources, a broadcast once."""
 
     makespan: int
     num_ops: int
@@ -67,31 +67,35 @@ class UpdateMetrics:
 def measure_update(trace: Trace) -> UpdateMetrics:
     """The numbers of an update, predicted or measured."""
     program = trace.program
-    lanes: dict[tuple[int, int], int] = {}
+    lanes: dict[tuple[int, int], list[int]] = {}
     for lane in range(program.num_lanes):
-        lanes[int(program.lane_rank[lane]), int(program.lane_kind[lane])] = lane
+        lanes.setdefault((int(program.lane_rank[lane]), int(program.lane_kind[lane])), []).append(lane)
     devices = []
     for rank in range(program.num_ranks):
-        h2d, sent, reload = (
-            _spans(trace, lanes.get((rank, kind))) for kind in (LaneKind.H2D, LaneKind.BROADCAST, LaneKind.RELOAD)
-        )
+        h2d, reload = (_spans(trace, lanes.get((rank, kind), [])) for kind in (LaneKind.H2D, LaneKind.RELOAD))
+        sent = _spans(trace, [lane for kind in _MOVING for lane in lanes.get((rank, kind), [])])
         busy = (_total(h2d), _total(sent), _total(reload))
         devices.append(DeviceMetrics(*busy, _common(h2d, sent), _common(reload, sent)))
-    first = lanes.get((0, LaneKind.BROADCAST))
-    span = program.lane_ptr[first : first + 2] if first is not None else np.zeros(2, np.int64)
-    moved = int(program.size_bytes[span[0] : span[1]].sum())
+    device = program.lane_rank[program.lane_of]
+    counted = (program.kind == OpKind.RECV_BUCKET) | ((program.kind == OpKind.BROADCAST) & (device == 0))
+    moved = int(program.size_bytes[counted].sum())
     return UpdateMetrics(trace.makespan, program.num_ops, trace.clock, moved, tuple(devices))
 
 
 _Spans = tuple[Longs, Longs]
+_MOVING = (LaneKind.BROADCAST, LaneKind.SEND, LaneKind.RECV)
 
 
-def _spans(trace: Trace, lane: int | None) -> _Spans:
-    """Starts and ends of a lane's ops."""
-    if lane is None:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    first, last = trace.program.lane_ptr[lane], trace.program.lane_ptr[lane + 1]
-    return trace.start[first:last], trace.end[first:last]
+def _spans(trace: Trace, lanes: list[int]) -> _Spans:
+    """Starts and ends of the ops of lanes; ops of several lanes that overlap count once."""
+    ptr = trace.program.lane_ptr
+    ops = np.concatenate([np.zeros(0, np.int64), *(np.arange(ptr[lane], ptr[lane + 1]) for lane in lanes)])
+    start, end = trace.start[ops], trace.end[ops]
+    if len(lanes) > 1:
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], np.maximum.accumulate(end[order])
+        start = np.maximum(start, np.r_[start[:1], end[:-1]])
+    return start, end
 
 
 def _total(spans: _Spans) -> int:

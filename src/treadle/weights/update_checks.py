@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.execute import Times, execute
-from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.ops import BUCKET_COMES, LaneKind, OpKind
 from treadle.ir.program import NEVER, Ints, Op, Program
 from treadle.ir.show import show_bytes
 from treadle.verifier.finding import MOST, Finding, VerifyReport, worst_first
@@ -52,15 +52,19 @@ def verify_update(program: Program, *, memory_limit: int | None = None) -> Verif
 
 
 def _check_labels(program: Program, labels: OpIndex) -> Iterator[Finding]:
-    """T101, T102, T105: a bucket is copied once, and broadcast and reloaded once on every device."""
+    """T101, T102, T105: a bucket is copied once; broadcast and reloaded once on every device, or sent to one."""
     for index in np.flatnonzero(~labels.known)[:MOST]:
         yield _unknown(program.op(int(index)))
-    for kind, rank, turn, source in np.argwhere(labels.count > 1)[:MOST]:
-        op = program.op(int(labels.first[kind, rank, turn, source]))
+    for index in labels.first[labels.count > 1][:MOST]:
+        op = program.op(int(index))
         yield Finding.at("T102", op, f"{op} runs more than once")
-    for kind, rank, turn, source in list(zip(*missing(program, labels), strict=True))[:MOST]:
-        name = OpKind(int(kind) + OpKind.H2D).name.lower()
-        yield Finding("T101", int(rank), None, f"{name} {turn}.{source} is missing")
+    absent, strays = missing(program, labels)
+    for kind, rank, turn, source in absent[:MOST]:
+        name = kind.name.lower().replace("_", " ")
+        yield Finding("T101", rank, None, f"{name} {turn}.{source} is missing")
+    for index in strays[:MOST]:
+        op = program.op(int(index))
+        yield Finding.at("T105", op, f"{op} stands on device {op.lane.rank}, which has no part in its bucket")
 
 
 def _unknown(op: Op) -> Finding:
@@ -76,7 +80,12 @@ def _name(op: Op) -> str:
 
 
 def _check_lanes(program: Program) -> Iterator[Finding]:
-    """T202: a broadcast reaches a device only if the device's lane is in the group."""
+    """T202: a bucket reaches a device only if the device's lane is in the group."""
+    used = np.diff(program.lane_ptr) > 0
+    alone = used & np.isin(program.lane_kind, (LaneKind.SEND, LaneKind.RECV)) & (program.lane_group == NEVER)
+    for lane in np.flatnonzero(alone)[:MOST]:
+        op = program.op(int(program.lane_ptr[lane]))
+        yield Finding.at("T202", op, f"{op}: its lane is in no group with that of the other device")
     lanes = np.flatnonzero(program.lane_kind == LaneKind.BROADCAST)
     lanes = lanes[np.diff(program.lane_ptr)[lanes] > 0]
     if not len(lanes):
@@ -89,7 +98,7 @@ def _check_lanes(program: Program) -> Iterator[Finding]:
 
 
 def _check_sizes(program: Program, op: Ints, made: Ints) -> Iterator[Finding]:
-    """T205: a source copies what it broadcasts, all of it; a device takes no more of a bucket than there is."""
+    """T205: a source copies what it sends, all of it; a device takes no more of a bucket than there is."""
     size = program.size_bytes
     wrong = np.where(program.kind[op] == OpKind.RELOAD, size[op] > size[made], size[op] != size[made])
     for place in np.flatnonzero(wrong & (made != NEVER))[:MOST]:
@@ -131,8 +140,8 @@ def _unmet(program: Program, op: Ints, wanted: Ints) -> Ints:
 def _buffer_bytes(program: Program) -> tuple[int, ...]:
     """Return the bytes of each device's buffers: each is as large as the largest bucket it ever holds."""
     sizes = np.zeros(program.num_ranks, np.int64)
-    for kind in (OpKind.H2D, OpKind.BROADCAST):
-        ops = np.flatnonzero((program.kind == kind) & (program.chunk >= 0))
+    for kinds in ((OpKind.H2D,), BUCKET_COMES):
+        ops = np.flatnonzero(np.isin(program.kind, kinds) & (program.chunk >= 0))
         num = int(program.chunk[ops].max(initial=-1)) + 1
         if num:
             largest = np.zeros((program.num_ranks, num), np.int64)

@@ -1,5 +1,8 @@
 """A stream as a Program: three lanes a device, all broadcasts one communicator.
 
+A stream with destinations has lanes to and from each peer in place of the broadcasts; a device's k-th step waits for
+its step before.
+
     device 0  h2d        h2d 0.0 ................... h2d 1.0
               broadcast          0.0 0.1 0.2 0.3             1.0 1.1 ...
               reload                 0.0 0.1 0.2 0.3             1.0 ...
@@ -16,9 +19,9 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.ir.ops import LaneKind, OpKind
-from treadle.ir.placement import Placement
-from treadle.ir.program import NEVER, Ints, Layout, Longs, Program
+from treadle.ir.program import NEVER, Ints, Longs, Program
 from treadle.weights.bucket_stream import Stream
+from treadle.weights.targeted_lowering import layout_of, step_turns, targeted_ops
 from treadle.weights.update_rule import OpIndex, inputs, reuses
 
 MOST_DEVICES = int(np.iinfo(np.int16).max)
@@ -29,9 +32,14 @@ def lower_update(stream: Stream) -> Program:
     """The Program of an update: every op waits for what the rule says, copies besides for their turn."""
     if stream.num_devices > MOST_DEVICES:
         raise ValueError(f"an update has at most {MOST_DEVICES} devices, got {stream.num_devices}")
-    program = _without_waits(stream)
+    if stream.dest is None:
+        program = _without_waits(stream)
+        turns = _turns(stream, program)
+    else:
+        program = targeted_ops(stream, stream.dest)
+        turns = step_turns(stream, stream.dest, program)
     labels = OpIndex.of(program)
-    waits = (inputs(program, labels), reuses(program, labels), _turns(stream, program))
+    waits = (inputs(program, labels), reuses(program, labels), turns)
     op, wanted = (np.concatenate([pair[side] for pair in waits]) for side in (0, 1))
     order = np.argsort(op, kind="stable")
     dep_ptr = np.zeros(program.num_ops + 1, np.int64)
@@ -55,15 +63,7 @@ def _without_waits(stream: Stream) -> Program:
     size = np.where(kind == LaneKind.RELOAD, _taken(stream, bucket, lane // 3), stream.size_bytes[bucket])
     group = np.tile(np.array([NEVER, 0, NEVER], np.int32), stream.num_devices)
     return Program(
-        layout=Layout(
-            Placement.loop(1),
-            max(1, stream.num_rounds),
-            ("",),
-            forward=(),
-            backward=(),
-            weights=(),
-            dp=stream.num_devices,
-        ),
+        layout=layout_of(stream),
         kind=(kind - LaneKind.H2D + OpKind.H2D).astype(np.uint8),
         mb=stream.round[bucket].astype(np.int32),
         chunk=np.where(h2d, copied_to[bucket], bucket % stream.num_ipc).astype(np.int16),

@@ -1,10 +1,11 @@
-"""The plan of a weight update: buckets in the order in which they are broadcast, and what each worker takes."""
+"""The plan of a weight update: buckets in the order in which they move, and what each worker takes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from treadle.ir.notebook_forms import ShownInNotebooks
@@ -28,12 +29,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The pieces that one source copies to its device and broadcasts at once."""
+    """The pieces that one source copies to its device and sends at once: to all devices, or to `dest` alone."""
 
     source: int
     round: int
     items: tuple[Item, ...]
     size_bytes: int
+    dest: int = -1
+
+    @cached_property
+    def all_of_it(self) -> tuple[Take, ...]:
+        """All items, as what one worker takes."""
+        return tuple(Take(at, item.piece.box) for at, item in enumerate(self.items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,20 @@ class Take:
 
 
 @dataclass(frozen=True)
+class SharedPieces:
+    """Pieces that these ranks all have."""
+
+    ranks: Ranks
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class UpdatePlan(ShownInNotebooks):
     """Bucket i is broadcast i-th and goes into IPC buffer i % num_ipc; worker w takes `takes[w][i]` from it.
 
-    `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from.
+    `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from. A targeted plan
+    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. No other device sees it, so `shared`
+    are the pieces that several ranks have, to be compared by themselves.
     """
 
     tensors: dict[str, Tensor]
@@ -58,6 +75,20 @@ class UpdatePlan(ShownInNotebooks):
     num_h2d: int
     num_ipc: int
     notes: tuple[str, ...] = ()
+    num_targets: int = 0
+    shared: tuple[SharedPieces, ...] = ()
+
+    @property
+    def is_targeted(self) -> bool:
+        """True where each bucket goes to one device, False where all are broadcast."""
+        return self.num_targets > 0
+
+    def taken(self, worker: int, bucket: int) -> tuple[Take, ...]:
+        """Return what a worker takes of a bucket."""
+        if not self.is_targeted:
+            return self.takes[worker][bucket]
+        moved = self.buckets[bucket]
+        return moved.all_of_it if moved.dest == worker else ()
 
     def digest(self) -> str:
         """The same in any process that holds the same plan; notes are for people and not part of it."""
@@ -67,7 +98,7 @@ class UpdatePlan(ShownInNotebooks):
             tensor = self.tensors[name]
             hashed.update(f"{name!r} {tensor.shape} {tensor.dtype} {tensor.family!r}\n".encode())
         for bucket in self.buckets:
-            hashed.update(f"{bucket.source} {bucket.round} {bucket.size_bytes}\n".encode())
+            hashed.update(f"{bucket.source} {bucket.round} {bucket.dest} {bucket.size_bytes}\n".encode())
             for item in bucket.items:
                 hashed.update(f"{item.piece.tensor!r} {item.piece.box} {item.offset_bytes}\n".encode())
         texts: dict[int, str] = {}  # by identity, as workers share tuples, and tuples takes
@@ -93,9 +124,9 @@ def plan_update(have: Holding, want: Holding, memory: Memory, only: Collection[s
 
 
 def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None) -> UpdatePlan:
-    tensors, matcher = _moved(have, want, only), Matcher()
-    wanted, wanting = _by_tensor(want, tensors, matcher)
-    units = _units(have, want, tensors, wanted, matcher)
+    tensors, matcher = moved(have, want, only), Matcher()
+    wanted, wanting = by_tensor(want, tensors, matcher)
+    units = units_of(have, want, tensors, wanted, matcher)
     num_ranks = len(have.pieces)
     total_bytes = sum(size_in_bucket(unit.tensor, unit.part.box) for unit in units)
     rough = choose_buffers(memory, total_bytes)
@@ -117,7 +148,7 @@ def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | 
     )
 
 
-def _moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[str, Tensor]:
+def moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[str, Tensor]:
     """The tensors to move, in the order in which they are wanted, as the source describes them."""
     chosen = set(want.tensors if only is None else only)
     unknown = sorted(chosen - want.tensors.keys() - have.tensors.keys())
@@ -149,7 +180,7 @@ _Held: TypeAlias = dict[str, dict[int, list[int]]]
 """For each tensor its boxes, by number, and for each box the classes that hold it."""
 
 
-def _by_tensor(holding: Holding, tensors: Collection[str], matcher: Matcher) -> tuple[_Held, list[list[int]]]:
+def by_tensor(holding: Holding, tensors: Collection[str], matcher: Matcher) -> tuple[_Held, list[list[int]]]:
     """Who holds which boxes, and the ranks of each class: those that share their pieces."""
     classes: dict[int, list[int]] = {}
     for rank, pieces in enumerate(holding.pieces):
@@ -176,8 +207,9 @@ def _apart(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     )
 
 
-def _units(have: Holding, want: Holding, tensors: dict[str, Tensor], wanted: _Held, matcher: Matcher) -> list[Unit]:
-    had, having = _by_tensor(have, tensors, matcher)
+def units_of(have: Holding, want: Holding, tensors: dict[str, Tensor], wanted: _Held, matcher: Matcher) -> list[Unit]:
+    """Return what moves, in parts apart from each other; a wanted byte that no rank has is a ValueError."""
+    had, having = by_tensor(have, tensors, matcher)
     units = []
     ranks_of: dict[tuple[int, ...], Ranks] = {}
     for name, tensor in tensors.items():

@@ -8,7 +8,7 @@ import numpy as np
 
 from treadle.costs.costs import UNIT
 from treadle.ir.execute import execute
-from treadle.ir.ops import UPDATE, LaneKind, OpKind
+from treadle.ir.ops import BUCKET_MOVES, UPDATE, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import MICROSECONDS, Clock, Trace
 
@@ -18,7 +18,10 @@ UNIT_TICKS = {kind: UNIT.ticks * (4 if kind is OpKind.H2D else 1) for kind in UP
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second by kind of op (None: takes no time); seconds that each broadcast takes besides, and the first."""
+    """Bytes a second by kind of op (None: takes no time); seconds that each broadcast takes besides, and the first.
+
+    A bucket that goes to one device takes what a broadcast of it takes.
+    """
 
     h2d: float | None = None
     broadcast: float | None = None
@@ -49,13 +52,16 @@ def update_ticks(program: Program, rates: Rates | None) -> tuple[Longs, Clock]:
         table[list(UNIT_TICKS)] = list(UNIT_TICKS.values())
         return table[program.kind], UNIT
     dur = np.zeros(program.num_ops)
-    for kind, rate in zip(UPDATE, (rates.h2d, rates.broadcast, rates.reload), strict=True):
+    moving = np.isin(program.kind, BUCKET_MOVES)
+    for mine, rate in (
+        (program.kind == OpKind.H2D, rates.h2d),
+        (moving, rates.broadcast),
+        (program.kind == OpKind.RELOAD, rates.reload),
+    ):
         if rate is not None:
-            mine = program.kind == kind
             dur[mine] = program.size_bytes[mine] / rate
-    dur[program.kind == OpKind.BROADCAST] += rates.latency_s
-    lanes = np.flatnonzero((program.lane_kind == LaneKind.BROADCAST) & (np.diff(program.lane_ptr) > 0))
-    dur[program.lane_ptr[lanes]] += rates.start_s
+    dur[moving] += rates.latency_s
+    dur[moving & (program.cell == program.cell[moving].min(initial=np.iinfo(np.int32).max))] += rates.start_s
     return np.rint(dur * 1e6 * MICROSECONDS.ticks).astype(np.int64), MICROSECONDS
 
 

@@ -1,11 +1,13 @@
 """The dependency rule of weight updates: what each op waits for on its device. Lowering and the verifier use it.
 
-    h2d        the broadcast of what was in its H2D buffer before;
-               straight into an IPC buffer: the reload of what was in that one
-    broadcast  on its source its h2d; on every device the reload of what was in the IPC buffer before
-    reload     its broadcast
+    h2d          what last read its H2D buffer: a broadcast, a send, or the reload of a bucket that stays on its device;
+                 straight into an IPC buffer: the reload of what was in that one
+    broadcast    on its source its h2d; on every device the reload of what was in the IPC buffer before
+    send         its h2d
+    receive      the reload of what was in its IPC buffer before
+    reload       its broadcast or receive; of a bucket that stays on its device, its h2d
 
-"Before" is by the order of broadcasts. An op is named by kind, round and source on its device.
+"Before" is by the order in which buckets move. An op is named by its kind and its bucket's number, on its device.
 """
 
 from __future__ import annotations
@@ -14,50 +16,87 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.ops import BUCKET_COMES, BUCKET_LEAVES, UPDATE, OpKind
 from treadle.ir.program import NEVER, Bools, Ints, Longs, Program
 from treadle.ir.rule import LANES
+
+_PLACE = np.full(len(OpKind), NEVER, np.int64)
+_PLACE[list(UPDATE)] = np.arange(len(UPDATE))
 
 
 @dataclass(frozen=True, eq=False)
 class OpIndex:
-    """The place of each op of an update: `first[kind - H2D, rank, round, source]`, or NEVER; `count` says how often."""
+    """The place of each op of an update: of those with a key of kind, rank and bucket the first, and how many."""
 
     known: Bools
+    keys: Longs
     first: Ints
     count: Ints
+    num_ranks: int
+    num_buckets: int
 
     @classmethod
     def of(cls, program: Program) -> OpIndex:
-        """Ops on a lane that is not theirs, or of a round or a source that does not exist, are not known."""
+        """Ops on a lane that is not theirs, or of a round, source or bucket that does not exist, are not known.
+
+        Nor are those whose round or source is not that of most ops of their bucket.
+        """
         num_ranks, num_rounds = program.layout.num_ranks, program.layout.num_mb
         lane = program.lane_of
         rank, source, turn = program.lane_rank[lane], program.layer, program.mb
         known = np.isin(program.kind, UPDATE) & (program.lane_kind[lane] == LANES[program.kind])
-        known &= (turn >= 0) & (turn < num_rounds) & (source >= 0) & (source < num_ranks)
+        known &= (turn >= 0) & (turn < num_rounds) & (source >= 0) & (source < num_ranks) & (program.cell >= 0)
         known &= (program.kind != OpKind.H2D) | (source == rank)
         known &= (program.chunk >= 0) | ((program.chunk == NEVER) & (program.kind == OpKind.H2D))
-        shape = (len(UPDATE), num_ranks, num_rounds, num_ranks)
+        known &= ~_stray(program.cell, turn.astype(np.int64) * num_ranks + source, known)
         ops = np.flatnonzero(known)
-        kind = program.kind[ops].astype(np.int64) - OpKind.H2D
-        key = np.ravel_multi_index((kind, rank[ops], turn[ops], source[ops].astype(np.int64)), shape)
-        first = np.full(int(np.prod(shape)), NEVER, np.int32)
-        first[key[::-1]] = ops[::-1]
-        return cls(known, first.reshape(shape), np.bincount(key, minlength=len(first)).astype(np.int32).reshape(shape))
+        num_buckets = int(program.cell.max(initial=-1)) + 1
+        key = (_PLACE[program.kind[ops]] * num_ranks + rank[ops]) * num_buckets + program.cell[ops]
+        order = np.argsort(key, kind="stable")
+        keys, first, count = np.unique(key[order], return_index=True, return_counts=True)
+        return cls(known, keys, ops[order][first].astype(np.int32), count.astype(np.int32), num_ranks, num_buckets)
 
-    def at(self, kind: OpKind, rank: Ints, turn: Ints, source: Ints) -> Ints:
-        """The ops with these labels."""
-        found: Ints = self.first[kind - OpKind.H2D, rank, turn, source]
+    def at(self, kind: OpKind, rank: Ints, bucket: Ints) -> Ints:
+        """The ops with these labels, NEVER where there is none."""
+        key = (_PLACE[kind] * self.num_ranks + rank.astype(np.int64)) * self.num_buckets + bucket
+        place = np.minimum(np.searchsorted(self.keys, key), max(0, len(self.keys) - 1))
+        if not len(self.keys):
+            return np.full(len(key), NEVER, np.int32)
+        found: Ints = np.where(self.keys[place] == key, self.first[place], NEVER).astype(np.int32)
         return found
+
+
+def _stray(bucket: Ints, label: Longs, known: Bools) -> Bools:
+    """Ops whose label is not that of most ops of their bucket."""
+    stray = np.zeros(len(bucket), bool)
+    ops = np.flatnonzero(known)
+    if not len(ops):
+        return stray
+    low = np.full(int(bucket[ops].max()) + 1, np.iinfo(np.int64).max)
+    high = np.full(len(low), -1, np.int64)
+    np.minimum.at(low, bucket[ops], label[ops])
+    np.maximum.at(high, bucket[ops], label[ops])
+    for number in np.flatnonzero((low < high) & (high >= 0)):
+        mine = ops[bucket[ops] == number]
+        labels, count = np.unique(label[mine], return_counts=True)
+        stray[mine[label[mine] != labels[count.argmax()]]] = True
+    return stray
 
 
 def inputs(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     """Pairs (op, what makes the bytes that it reads); NEVER where nothing does."""
     reload = _of(program, labels, OpKind.RELOAD)
     broadcast = _of(program, labels, OpKind.BROADCAST)
-    sent = broadcast[program.layer[broadcast] == _rank(program, broadcast)]
-    read = (_mate(program, labels, reload, OpKind.BROADCAST), _mate(program, labels, sent, OpKind.H2D))
-    return np.concatenate([reload, sent]), np.concatenate(read)
+    own = broadcast[program.layer[broadcast] == _rank(program, broadcast)]
+    sent = np.concatenate([own, _of(program, labels, OpKind.SEND_BUCKET)])
+    arrived = _first(
+        _mate(program, labels, reload, OpKind.BROADCAST), _mate(program, labels, reload, OpKind.RECV_BUCKET)
+    )
+    stays = np.isin(program.cell[reload], program.cell[np.isin(program.kind, BUCKET_COMES)], invert=True)
+    copied = np.where(stays, _mate(program, labels, reload, OpKind.H2D), NEVER).astype(np.int32)
+    return np.concatenate([reload, sent]), np.concatenate(
+        [_first(arrived, copied), _mate(program, labels, sent, OpKind.H2D)]
+    )
 
 
 def reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
@@ -67,8 +106,14 @@ def reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     return op[reader != NEVER], reader[reader != NEVER]
 
 
-def _of(program: Program, labels: OpIndex, kind: OpKind) -> Ints:
-    return np.flatnonzero(labels.known & (program.kind == kind)).astype(np.int32)
+def _of(program: Program, labels: OpIndex, *kinds: OpKind) -> Ints:
+    return np.flatnonzero(labels.known & np.isin(program.kind, kinds)).astype(np.int32)
+
+
+def _first(one: Ints, other: Ints) -> Ints:
+    """The one where there is one, else the other."""
+    found: Ints = np.where(one != NEVER, one, other)
+    return found
 
 
 def _rank(program: Program, ops: Ints) -> Ints:
@@ -77,41 +122,78 @@ def _rank(program: Program, ops: Ints) -> Ints:
 
 
 def _mate(program: Program, labels: OpIndex, ops: Ints, kind: OpKind) -> Ints:
-    """The op of another kind with the same round and source on the same device."""
-    return labels.at(kind, _rank(program, ops), program.mb[ops], program.layer[ops].astype(np.int32))
+    """The op of another kind for the same bucket on the same device."""
+    return labels.at(kind, _rank(program, ops), program.cell[ops])
 
 
-def _before(program: Program, ops: Ints, buffer: Ints) -> tuple[Ints, Ints]:
-    """Of ops in the order of their lane, those with another one before them in their device's buffer, and that one."""
-    order = np.lexsort((ops, buffer, _rank(program, ops)))
+def _before(program: Program, ops: Ints, buffer: Ints, place: Ints) -> tuple[Ints, Ints]:
+    """Of ops in the order of `place`, those with another one before them in their device's buffer, and that one."""
+    order = np.lexsort((place, buffer, _rank(program, ops)))
     rank, buffer, ops = _rank(program, ops)[order], buffer[order], ops[order]
     same = (rank[1:] == rank[:-1]) & (buffer[1:] == buffer[:-1])
     return ops[1:][same], ops[:-1][same]
 
 
 def _ipc_reuses(program: Program, labels: OpIndex) -> list[tuple[Ints, Ints]]:
-    """Broadcasts into an IPC buffer, and copies straight into it."""
-    broadcast = _of(program, labels, OpKind.BROADCAST)
-    later, earlier = _before(program, broadcast, program.chunk[broadcast].astype(np.int32))
-    freed = _mate(program, labels, earlier, OpKind.RELOAD)
-    copy = _mate(program, labels, later, OpKind.H2D)
-    straight = (copy != NEVER) & (program.chunk[copy] == NEVER)
-    return [(later, freed), (copy[straight], freed[straight])]
+    """Broadcasts and receives into an IPC buffer, and copies straight into it."""
+    pairs = []
+    for kind in BUCKET_COMES:
+        filled = _of(program, labels, kind)
+        # Receives are on a lane for each peer, so that their order is that of their buckets.
+        place = filled if kind is OpKind.BROADCAST else program.cell[filled]
+        later, earlier = _before(program, filled, program.chunk[filled].astype(np.int32), place)
+        freed = _mate(program, labels, earlier, OpKind.RELOAD)
+        copy = _mate(program, labels, later, OpKind.H2D)
+        straight = (copy != NEVER) & (program.chunk[copy] == NEVER)
+        pairs += [(later, freed), (copy[straight], freed[straight])]
+    return pairs
 
 
 def _h2d_reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     """Copies into an H2D buffer."""
     copy = _of(program, labels, OpKind.H2D)
     copy = copy[program.chunk[copy] != NEVER]
-    later, earlier = _before(program, copy, program.chunk[copy].astype(np.int32))
-    return later, _mate(program, labels, earlier, OpKind.BROADCAST)
+    later, earlier = _before(program, copy, program.chunk[copy].astype(np.int32), copy)
+    sent, send = (_mate(program, labels, earlier, kind) for kind in BUCKET_LEAVES)
+    return later, _first(_first(sent, send), _mate(program, labels, earlier, OpKind.RELOAD))
 
 
-def missing(program: Program, labels: OpIndex) -> tuple[Longs, ...]:
-    """(kind - H2D, rank, round, source) of ops that are not there though their bucket is: it has one op on any lane."""
-    there = labels.count.any(axis=(0, 1))
-    wanted = np.zeros(labels.count.shape, bool)
-    wanted[1:] = there
-    own = np.arange(labels.count.shape[1])
-    wanted[0, own, :, own] = there.T
-    return np.nonzero(wanted & (labels.count == 0))
+def missing(program: Program, labels: OpIndex) -> tuple[list[tuple[OpKind, int, int, int]], Ints]:
+    """(kind, rank, round, source) of ops that are not there though their bucket is; and ops on a device without a part.
+
+    A bucket is there if it has one op on any lane. If none of them is a broadcast, it goes to one device: the one that
+    it is sent to, else the one that receives or reloads it.
+    """
+    ops = np.flatnonzero(labels.known)
+    buckets, at = np.unique(program.cell[ops], return_index=True)
+    source, turn = program.layer[ops[at]].astype(np.int32), program.mb[ops[at]]
+    every = np.arange(labels.num_ranks, dtype=np.int32)
+    wide = np.isin(buckets, program.cell[ops[program.kind[ops] == OpKind.BROADCAST]])
+    dest = _destinations(program, ops, labels.num_buckets)[buckets]
+    wanted: list[tuple[OpKind, Ints, Longs]] = [(OpKind.H2D, source, np.arange(len(buckets)))]
+    whole = np.flatnonzero(wide)
+    for kind in (OpKind.BROADCAST, OpKind.RELOAD):
+        wanted.append((kind, np.tile(every, len(whole)), np.repeat(whole, len(every))))
+    alone, moves = np.flatnonzero(~wide), np.flatnonzero(~wide & (dest != source))
+    wanted.append((OpKind.RELOAD, dest[alone], alone))
+    wanted += [(OpKind.SEND_BUCKET, source[moves], moves), (OpKind.RECV_BUCKET, dest[moves], moves)]
+    found, expected = [], [np.zeros(0, np.int32)]
+    for kind, rank, bucket in wanted:
+        there = labels.at(kind, rank, buckets[bucket])
+        expected.append(there)
+        found += [
+            (kind, int(rank[i]), int(turn[bucket[i]]), int(source[bucket[i]])) for i in np.flatnonzero(there == NEVER)
+        ]
+    strays = np.setdiff1d(labels.first, np.concatenate(expected))
+    return found, strays.astype(np.int32)
+
+
+def _destinations(program: Program, ops: Longs, num_buckets: int) -> Ints:
+    """For each bucket the device that it goes to, by its reload, its receive or, before these, its send."""
+    dest = np.zeros(num_buckets, np.int32)
+    for kind in (OpKind.RELOAD, OpKind.RECV_BUCKET):
+        there = ops[program.kind[ops] == kind]
+        dest[program.cell[there]] = program.lane_rank[program.lane_of[there]]
+    sent = ops[program.kind[ops] == OpKind.SEND_BUCKET]
+    dest[program.cell[sent]] = program.lane_peer[program.lane_of[sent]]
+    return np.clip(dest, 0, None)

@@ -131,7 +131,14 @@ def _options(case: Case) -> UpdateOptions:
     from tests.support.update.models import SMALL
 
     rollback = random.Random(-case.number).choice(("host", "host", "disk", "none"))
-    return UpdateOptions(memory=SMALL, rollback=rollback, deadline_s=case.deadline_s, drain_s=0.2)  # type: ignore[arg-type]
+    transfer = random.Random(case.number).choice(("broadcast", "targeted"))
+    return UpdateOptions(
+        memory=SMALL,
+        rollback=rollback,  # type: ignore[arg-type]
+        deadline_s=case.deadline_s,
+        drain_s=0.2,
+        transfer=transfer,  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,29 @@ class Attempt:
             return f"ranks made different plans ({told}); do all run the same code on the same layouts"
         return None
 
+    def refuse_differing_weights(self) -> None:
+        """Raise AttemptRefusedError where ranks that have the same pieces digested different elements."""
+        told: dict[int, dict[str, list[int]]] = {}
+        about: dict[int, str] = {}
+        for rank, agreed in sorted(self.agreed.items()):
+            for sample in agreed.samples:
+                told.setdefault(sample.number, {}).setdefault(sample.digest, []).append(rank)
+                about[sample.number] = sample.about
+        for number, by_digest in sorted(told.items()):
+            if len(by_digest) < 2:
+                continue
+            groups = sorted(by_digest.values(), key=len)
+            most = groups.pop() if len(groups[-1]) > len(groups[-2]) else []
+            odd = sorted(rank for ranks in groups for rank in ranks)
+            agree = f"; update ranks {_listed(most)} have the same" if most else ""
+            raise AttemptRefusedError(
+                f"update ranks {_listed(odd)}",
+                f"they hold different weights, all as version {self.first.version}, in one or more of {about[number]}"
+                f"{agree}; give all ranks the same weights (do they load one checkpoint, and take every step "
+                "together?), or say of each piece on one rank only that it is there; compare_sources='all' finds every "
+                "difference, and transfer='broadcast' names the tensors",
+            )
+
     def fault(self, who: str, text: str) -> Fault:
         """A fault in the present phase."""
         return Fault(self.epoch, who, self.phase, -1, text)

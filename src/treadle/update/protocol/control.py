@@ -89,13 +89,25 @@ class Sides(Message, frozen=True):
     wants: WeightLayout | None
 
 
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The digest of a sample of the plan's `shared` pieces with this number, and some of their names for people."""
+
+    number: Number
+    digest: str
+    about: str
+
+
 class Agreed(Message, frozen=True):
-    """A phase is done on this rank; for `finish` this is its vote. `value` must be the same on all ranks."""
+    """A phase is done on this rank; for `finish` this is its vote. `value` must be the same on all ranks.
+
+    So must be the digests of `samples` on the ranks that have these pieces.
+    """
 
     epoch: int
     rank: int
     phase: Phase
     value: str = ""
+    samples: tuple[Sample, ...] = ()
 
 
 ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault

@@ -222,6 +222,7 @@ def _agree(state: CoordinatorState, record: Record) -> Step:
     different = attempt.disagreement()
     if different is not None:
         raise AttemptRefusedError("the update ranks", different)
+    attempt.refuse_differing_weights()
     if attempt.phase == "plan":
         state = replace(state, known=attempt.digests)
     if attempt.phase == "finish":

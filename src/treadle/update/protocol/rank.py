@@ -28,6 +28,7 @@ from treadle.update.protocol.control import (
     Layouts,
     Phase,
     Proceed,
+    Sample,
     Send,
     Settled,
     Stop,
@@ -98,6 +99,7 @@ class RankState:
     layouts: Layouts | None = None
     closed: tuple[int, ...] = ()
     plan: str = ""
+    samples: tuple[Sample, ...] = ()
 
     @property
     def in_doubt(self) -> bool:
@@ -139,7 +141,7 @@ def worked(state: RankState, value: Any = None) -> Step:
     if state.phase == "plan":
         state = replace(state, plan=value)
         return state, _agreed(state)
-    state = replace(state, phase="finish")
+    state = replace(state, phase="finish", samples=value if value is not None else ())
     return (state, AskWorker(Finish(state.epoch))) if state.loads else _vote(state)
 
 
@@ -224,4 +226,4 @@ def _agreed(state: RankState) -> TellCoordinator:
 
 def _vote(state: RankState) -> Step:
     state = replace(state, voted=True)
-    return state, _agreed(state)
+    return state, TellCoordinator(Agreed(state.epoch, state.rank, "finish", "", state.samples))

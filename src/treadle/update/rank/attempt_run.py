@@ -13,7 +13,7 @@ from treadle.update.coordinator.late_ranks import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Send, Sides
+from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Send, Sides
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
 from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
@@ -105,8 +105,7 @@ class AttemptRun:
                         self.state, action = rank.answered(self.state, self._begin(message))
                     # 6. Load: bucket by bucket: pack, broadcast, load into the engine, compare sources.
                     case Work("load"):
-                        self._load()
-                        self.state, action = rank.worked(self.state)
+                        self.state, action = rank.worked(self.state, self._load())
                     # 7. Finish: the worker makes its model whole and stays closed. This rank's report is its vote.
                     case AskWorker(Finish() as message):
                         self.state, action = rank.answered(self.state, self._finish(message))
@@ -200,7 +199,7 @@ class AttemptRun:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
         context, layouts, deadline_s = self.context, self._layouts, self.options.deadline_s
         try:
-            shares = context.plans.of(layouts)
+            shares = context.plans.of(layouts, self.options.transfer)
         except WireError as error:
             raise failure(self.epoch, self.coordinator.name, "plan", str(error)) from error
         except UnplannableError as error:
@@ -240,13 +239,14 @@ class AttemptRun:
             )
         return begun
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[Sample, ...]:
         assert self._shares is not None
         loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch, self._ties)
         self.loop = loading.loop
-        loading.run(loads=self.state.loads)
+        samples = loading.run(loads=self.state.loads)
         if self._ties is not None:
             self._refuse_ties(self._ties, "load")
+        return samples
 
     def _finish(self, message: Finish) -> Prepared:
         return self.worker.ask(message, Prepared, self.options.deadline_s)

@@ -45,6 +45,8 @@ class BucketTimes:
     h2d: dict[int, tuple[int, int]] = field(default_factory=dict)
     broadcast: dict[int, tuple[int, int]] = field(default_factory=dict)
     reload: dict[int, tuple[int, int]] = field(default_factory=dict)
+    send: dict[int, tuple[int, int]] = field(default_factory=dict)
+    recv: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,7 +91,8 @@ class BucketLoop:
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
         """Move all buckets, until the worker has loaded its part; `loads`: it has one."""
         plan = self.shares.plan
-        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device) if self.h2d and self.own else None
+        if self.h2d and self.own:
+            self._pack_ahead(fill, alone=len(self.h2d) == 1)
         try:
             for number, bucket in enumerate(plan.buckets):
                 self._await_loaded(number - plan.num_ipc)
@@ -97,7 +100,7 @@ class BucketLoop:
                 start, at = self._place(number, fill)
                 self._broadcast((*self.ipc, *self.h2d)[at], number)
                 self.times.broadcast[number] = start, perf_counter_ns()
-                if loads and plan.takes[self.rank][number]:
+                if loads and plan.taken(self.rank, number):
                     self._load(number, at)
                 elif self._packed is not None:
                     self._packed.done(number)
@@ -112,6 +115,9 @@ class BucketLoop:
         finally:
             if self._packed is not None:
                 self._packed.stop()
+
+    def _pack_ahead(self, fill: Fill, *, alone: bool) -> None:
+        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device, alone=alone)
 
     def _place(self, number: int, fill: Fill) -> tuple[int, int]:
         """When the broadcast begins, and the index of its buffer, counted over IPC and then H2D buffers.
@@ -148,13 +154,16 @@ class BucketLoop:
             self.times.h2d[number] = start, end
 
     def _broadcast(self, buffer: Buffer, number: int) -> None:
-        table = self.shares.tables[number]
-        size = table.end_bytes if self.checked else self.shares.plan.buckets[number].size_bytes
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.shares.plan.buckets[number].source, 0
-        work = self.group.broadcast([buffer.tensor[:size]], options)
+        work = self.group.broadcast([buffer.tensor[: self._size(number)]], options)
         self._look()
         self.wait(work)
+
+    def _size(self, number: int) -> int:
+        """Bytes of a bucket, with its digests if they are checked."""
+        table = self.shares.tables[number]
+        return table.end_bytes if self.checked else self.shares.plan.buckets[number].size_bytes
 
     def _look(self) -> None:
         """Compare the bucket before with this rank's own weights, while the next one is broadcast.
@@ -192,13 +201,15 @@ def _compare_bucket(answer: Loaded | Exported, number: int) -> None:
 class _Packed:
     """Packs a rank's buckets in turn into its H2D buffers, in a thread, ahead of their broadcasts.
 
-    A lone buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links. One
-    of two is filled again as soon as its bucket was broadcast and loaded. On a device the thread has a stream, which
+    An `alone` buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links.
+    Another is filled again as soon as its bucket was broadcast and loaded. On a device the thread has a stream, which
     begins after what the calling thread's stream was told so far: that may still write the source's weights.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, device: torch.device) -> None:
-        self._buffers, self._alone, self._round = buffers, len(buffers) == 1, 0
+    def __init__(
+        self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, device: torch.device, *, alone: bool
+    ) -> None:
+        self._buffers, self._alone, self._round = buffers, alone, 0
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[int, Any] | Exception] = queue.SimpleQueue()
         self._used: dict[int, int] = {}
@@ -230,6 +241,11 @@ class _Packed:
     def last(self) -> int:
         """The last bucket whose buffer is in use, -1 if none is."""
         return max(self._used, default=-1)
+
+    @property
+    def oldest(self) -> int:
+        """The first bucket whose buffer is in use, -1 while another buffer is free."""
+        return min(self._used) if len(self._used) == len(self._buffers) else -1
 
     def next(self, number: int, deadline_s: float) -> int:
         """Wait for this bucket's turn to be packed, on a device in the current stream; the index of its buffer."""
@@ -268,12 +284,12 @@ class _Packed:
 
 
 def exporting(
-    worker: WorkerClient, shares: Shares, epoch: int, ipc: Sequence[Buffer], deadline_s: float, checked: bool
+    worker: WorkerClient, shares: Shares, epoch: int, buffers: Sequence[Buffer], deadline_s: float, checked: bool
 ) -> Fill:
     """A `Fill` that has the worker export its own weights into the buffer."""
 
     def fill(buffer: Buffer, number: int) -> None:
-        at = next(i for i, own in enumerate(ipc) if own is buffer)
+        at = next(i for i, own in enumerate(buffers) if own is buffer)
         asked = Export(epoch, shares.name(exports=True), number, at, checked)
         _compare_bucket(worker.ask(asked, Exported, deadline_s), number)
 

@@ -9,6 +9,9 @@ before the vote, and workers go back.
     all      every byte
     off      nothing
 
+Where buckets go to one device each, no rank sees another's. Each then makes a digest of what it shares with others, of
+the same blocks as they, and sends it with its vote: the coordinator compares.
+
 Names that an engine has tied are compared too, always and in all bytes: the engine takes one of the tensors, and a
 source that has another under the second name would lose it.
 """
@@ -16,15 +19,17 @@ source that has another under the second name would lose it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import xxhash
 
 from treadle.update.memory.copying import boxed, digest
 from treadle.update.memory.copying import same as same_bits
 from treadle.update.memory.ipc_buffers import Buffer
+from treadle.update.protocol.control import Sample
 from treadle.update.rank.source import Source, WeightSource
 from treadle.update.update_options import CompareSources
 from treadle.weights.tensor_boxes import Box, Piece
@@ -145,6 +150,43 @@ class TieComparison:
             f"differ, in {piece.box}: version {version} would be served without its {piece.tensor!r}; use engines that "
             "do not tie them (tie_word_embeddings=False), or a source in which they are the same"
         )
+
+
+def shared_samples(
+    plan: UpdatePlan, source: WeightSource, rank: int, compare: CompareSources, turn: int, over: Callable[[], bool]
+) -> tuple[Sample, ...]:
+    """Return digests of what this rank shares with others; of the blocks of this `turn`, the same on all ranks.
+
+    Ends early, with any result, once the attempt is `over`.
+    """
+    if compare == "off":
+        return ()
+    every, made = EVERY if compare == "sample" else 1, []
+    for number, shared in enumerate(plan.shared):
+        if rank in shared.ranks:
+            hashed = xxhash.xxh3_128()
+            for piece in shared.pieces:
+                if over():
+                    return ()
+                for part in _sampled(source.local(piece), every, turn):
+                    hashed.update(digest(part))
+            names = list(dict.fromkeys(piece.tensor for piece in shared.pieces))
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            made.append(Sample(number, hashed.hexdigest(), ", ".join(names[:_MOST_NAMED]) + more))
+    return tuple(made)
+
+
+def _sampled(tensor: torch.Tensor, every: int, turn: int) -> Iterator[torch.Tensor]:
+    """Yield all of a tensor, or the blocks of this turn. Which these are depends on its shape alone."""
+    if every == 1 or not tensor.dim() or not tensor.numel():
+        yield tensor
+        return
+    axis, rows = _blocks(tuple(tensor.shape), tensor.element_size(), every)
+    tensor = tensor.movedim(axis, 0)
+    whole = len(tensor) // rows
+    yield tensor[whole * rows :]
+    for block in range(turn % min(every, whole) if whole else 0, whole, every):
+        yield tensor[block * rows : (block + 1) * rows]
 
 
 def _boxes_of(source: WeightSource) -> dict[str, list[Box]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 from treadle.update.errors import failure
 from treadle.update.memory.ipc_buffers import Buffer
-from treadle.update.protocol.control import Layouts
+from treadle.update.protocol.control import Layouts, Sample
 from treadle.update.rank.bucket_loop import BucketLoop, Fill, exporting
 from treadle.update.rank.bucket_packing import Packer
-from treadle.update.rank.comparing import SourceComparison, TieComparison, comparison
+from treadle.update.rank.comparing import SourceComparison, TieComparison, comparison, shared_samples
 from treadle.update.rank.context import RankContext
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.source import WeightSource
+from treadle.update.rank.targeted_loop import TargetedLoop
 
 
 class Loading:
@@ -30,7 +34,8 @@ class Loading:
         self._comparison = self._compare()
         self._looks = [comparing.look for comparing in (self._comparison, ties) if comparing is not None]
         assert context.broadcasts.waiter is not None
-        self.loop = BucketLoop(
+        kind = TargetedLoop if shares.plan.is_targeted else BucketLoop
+        self.loop = kind(
             shares,
             context.rank,
             epoch,
@@ -45,30 +50,53 @@ class Loading:
             compare=self._look if self._looks else None,
         )
 
+        if isinstance(self.loop, TargetedLoop):
+            self.loop.ahead = context.rank not in layouts.holds  # a worker that exports is asked from one thread
+
     def _look(self, buffer: Buffer, number: int) -> None:
         for look in self._looks:
             look(buffer, number)
 
-    def run(self, *, loads: bool) -> None:
-        """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ."""
-        total, done = sum(bucket.size_bytes for bucket in self.shares.plan.buckets), 0
+    def run(self, *, loads: bool) -> tuple[Sample, ...]:
+        """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ.
+
+        Return digests of the pieces that this rank shares with others, where the plan is targeted.
+        """
+        plan, rank = self.shares.plan, self.context.rank
+        seen = plan.buckets if not plan.is_targeted else [b for b in plan.buckets if rank in (b.source, b.dest)]
+        total, done = sum(bucket.size_bytes for bucket in seen), 0
 
         def progress(size_bytes: int) -> None:
             nonlocal done
             done += size_bytes
             self.context.progress(done, total)
 
-        self.loop.run(self._fill(), loads, progress)
+        with ThreadPoolExecutor(1, "treadle samples") as beside:
+            over = threading.Event()
+            samples = beside.submit(self._samples, over)
+            try:
+                self.loop.run(self._fill(), loads, progress)
+            except BaseException:
+                over.set()
+                raise
         different = self._comparison.refusal(self.layouts.version) if self._comparison is not None else None
         if different is not None:
             raise failure(self.epoch, different[0], "load", different[1])
+        return samples.result()
+
+    def _samples(self, over: threading.Event) -> tuple[Sample, ...]:
+        if self.source is None or self.layouts.holds:
+            return ()
+        context = self.context
+        how = context.options.compare_sources
+        return shared_samples(self.shares.plan, self.source, context.rank, how, self.epoch, over.is_set)
 
     def _fill(self) -> Fill:
         """Buckets come from workers that hold the version, in a recovery, or from this rank's source."""
         context, checked = self.context, self.context.options.checked
         if context.rank in self.layouts.holds:
             deadline_s = context.options.deadline_s
-            return exporting(context.worker, self.shares, self.epoch, context.buffers.ipc, deadline_s, checked)
+            return exporting(context.worker, self.shares, self.epoch, context.buffers.all, deadline_s, checked)
         if self.source is None:  # then no bucket is this rank's
             return _nothing
         return Packer(self.shares, self.source, checked=checked).fill
@@ -77,7 +105,7 @@ class Loading:
         """A comparison with this rank's own weights. Workers that export all hold one committed version: none."""
         context = self.context
         context.compare_turn = context.compare_turn + 1 if context.compare_turn is not None else self.epoch
-        source = self.source if not self.layouts.holds else None
+        source = self.source if not self.layouts.holds and not self.shares.plan.is_targeted else None
         how = context.options.compare_sources
         return comparison(self.shares.plan, source, context.rank, how, context.compare_turn)
 

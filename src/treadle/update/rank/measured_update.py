@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.ops import UPDATE, OpKind
+from treadle.ir.ops import BUCKET_MOVES, UPDATE, OpKind
 from treadle.ir.program import Longs, Program
 from treadle.ir.trace import Trace
 from treadle.update.rank.bucket_loop import BucketTimes
@@ -18,7 +18,7 @@ from treadle.weights.update_plan import UpdatePlan
 def noted(times: BucketTimes, num_buckets: int) -> Longs:
     """One rank's times as an array `[kind, bucket, start or end]`, -1 for ops it did not run."""
     both = np.full((len(UPDATE), num_buckets, 2), -1, np.int64)
-    for kind, by_bucket in enumerate((times.h2d, times.broadcast, times.reload)):
+    for kind, by_bucket in enumerate((times.h2d, times.broadcast, times.reload, times.send, times.recv)):
         for bucket, (start, end) in by_bucket.items():
             both[kind, bucket] = start, end
     return both
@@ -27,12 +27,12 @@ def noted(times: BucketTimes, num_buckets: int) -> Longs:
 def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
     """Return the Trace of all ranks' times, which are on one clock.
 
-    A broadcast starts when the last rank has come to it, and ends on each rank by itself. A device whose worker takes
-    nothing of a bucket has a reload of length 0 after its broadcast.
+    A broadcast starts when the last rank has come to it, and ends on each rank by itself; so do a send and its receive.
+    A device whose worker takes nothing of a bucket has a reload of length 0 after its broadcast.
     """
     program = lower_update(stream_of(plan))
     device, bucket = program.lane_rank[program.lane_of], program.cell
-    kind = program.kind.astype(np.int64) - OpKind.H2D
+    kind = np.searchsorted(UPDATE, program.kind)
     times = np.stack(list(ranks))[device, kind, bucket]
     start, end = times[:, 0].copy(), times[:, 1].copy()
     _begin_together(program, start, end)
@@ -47,7 +47,7 @@ def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
 
 
 def _begin_together(program: Program, start: Longs, end: Longs) -> None:
-    broadcast = np.flatnonzero(program.kind == OpKind.BROADCAST)
+    broadcast = np.flatnonzero(np.isin(program.kind, BUCKET_MOVES))
     launched = np.zeros(int(program.cell.max(initial=-1)) + 1, np.int64)
     np.maximum.at(launched, program.cell[broadcast], start[broadcast])
     start[broadcast] = np.minimum(launched[program.cell[broadcast]], end[broadcast])

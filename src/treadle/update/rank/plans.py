@@ -11,9 +11,9 @@ from treadle.update.protocol.control import Layouts
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.rank.shares import Shares
 from treadle.weights.buffer_sizes import Memory
+from treadle.weights.chosen_plan import Transfer, plan_transfer
 from treadle.weights.missing import near, unwanted_tensors
 from treadle.weights.tensor_boxes import Holding, Tensor
-from treadle.weights.update_plan import plan_update
 
 MOST_PLANS = 4
 
@@ -34,16 +34,16 @@ class Plans:
         self._known = Known((), (), ())
         self._made: dict[tuple[object, ...], Shares] = {}
 
-    def of(self, layouts: Layouts) -> Shares:
+    def of(self, layouts: Layouts, transfer: Transfer) -> Shares:
         """Return the plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue."""
         if layouts.catalogue is not None:
             self._known = read_layouts(layouts.catalogue)
             self._made.clear()
-        key = layouts.loads, layouts.holds, layouts.only
+        key = layouts.loads, layouts.holds, layouts.only, transfer
         if key not in self._made:
             while len(self._made) >= MOST_PLANS:
                 del self._made[next(iter(self._made))]
-            self._made[key] = self._make(layouts)
+            self._made[key] = self._make(layouts, transfer)
         return self._made[key]
 
     def tied(self, layouts: Layouts) -> list[tuple[str, str]]:
@@ -51,7 +51,7 @@ class Plans:
         sides = {id(side): side for side in (self._known.wants[rank] for rank in layouts.loads)}
         return sorted({pair for side in sides.values() for pair in side.tied})
 
-    def _make(self, layouts: Layouts) -> Shares:
+    def _make(self, layouts: Layouts, transfer: Transfer) -> Shares:
         known = self._known
         everyone, free = range(len(known.has)), known.free_bytes
         have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
@@ -66,13 +66,16 @@ class Plans:
         _check_changed(layouts.only, have, want)
         _check_tied(tied, have)
         try:
-            plan = plan_update(have, want, memory, layouts.only)
+            if any(name in have.tensors for name, _ in tied):  # compared by ranks that see every bucket
+                transfer = "broadcast"
+            plan = plan_transfer(have, want, memory, layouts.only, transfer=transfer)
         except ValueError as error:
             raise UnplannableError("the update ranks", f"{error}{_instead(layouts)}") from error
         if layouts.only is None and not layouts.holds:
             left = sorted(have.tensors.keys() - want.tensors.keys() - {name for name, _ in tied})
             plan = replace(plan, notes=(*plan.notes, *([unwanted_tensors(left)] if left else [])))
-        return Shares(replace(plan, num_h2d=0) if layouts.holds else plan)  # a worker exports into the IPC buffer
+        straight = layouts.holds and not plan.is_targeted  # a worker exports into the IPC buffer
+        return Shares(replace(plan, num_h2d=0) if straight else plan)
 
 
 def _check_changed(changed: Collection[str] | None, have: Holding, want: Holding) -> None:

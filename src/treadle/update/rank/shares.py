@@ -75,6 +75,8 @@ class Shares:
             for place, taken in enumerate(distinct):
                 for take in taken[number]:
                     takers[take] = takers.get(take, 0) | 1 << place
+            if bucket.dest >= 0:
+                takers = dict.fromkeys(bucket.all_of_it, 1)
             sizes = [self._item_bytes(item) for item in bucket.items]
             made.append(Table(tuple(takers), _grouped(takers, sizes), -(-bucket.size_bytes // _ALIGN) * _ALIGN))
         return tuple(made)
@@ -90,7 +92,8 @@ class Shares:
     def of_worker(self, worker: int, *, exports: bool) -> TakePlan:
         """A worker's part of the plan; `exports`: it is the source of its rank's buckets."""
         shares, named = [], set()
-        for number, takes in enumerate(self.plan.takes[worker]):
+        for number in range(len(self.plan.buckets)):
+            takes = self.plan.taken(worker, number)
             if takes:
                 shares.append(self._share(number, takes))
         given = []
