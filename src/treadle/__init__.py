@@ -98,6 +98,7 @@ _PACKAGES = (
     "passes",
     "planner",
     "profiles",
+    "recorder",
     "runtime",
     "schedules",
     "simulator",

@@ -15,15 +15,16 @@ from treadle.host.extras import brought_by
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.lowering.options import LoweringOptions
-from treadle.step import Step, Target, steps_of
+from treadle.step import SharedHang, Step, Target, steps_of
 from treadle.verifier import Finding
+from treadle.verifier.communicator_checks import SHARED
 from treadle.view.described import described
 from treadle.view.hang import Hang
 from treadle.view.style import SUFFIXES, FigureStyle, checked_path
 
 if TYPE_CHECKING:
     from treadle.view.figure import FigureContent
-    from treadle.view.sheet import Sheet
+    from treadle.view.sheet import FigureSize, Sheet
 
 PAGE = ".html"
 
@@ -159,6 +160,16 @@ def draw(
         return Picture(_svg(sheet))
     sheet.save(target)
     return target
+
+
+def draw_circle(hang: SharedHang, path: Path) -> FigureSize:
+    """Draw the ops that wait for each other on shared communicators, with what their ranks issue around them."""
+    target = checked_path(path, SUFFIXES)
+    require_matplotlib()
+    from treadle.view.circle_figure import circle_sheet
+
+    shared = SHARED[hang.judgement.communicators]
+    return circle_sheet(hang.program, hang.issued, hang.judgement, f"Hangs with {shared}").save(target)
 
 
 def require_matplotlib() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from treadle.costs import UNIT_COSTS, Costs, durations, missing
@@ -18,15 +19,18 @@ from treadle.folding.folding import Folded, fold, num_simulated
 from treadle.folding.step_tail import why_not
 from treadle.ir import Schedule
 from treadle.ir.ops import MEASURED_ONLY, OpKind
-from treadle.ir.program import Layout, Program
+from treadle.ir.program import Ints, Layout, Program
 from treadle.ir.trace import Trace
 from treadle.lowering.lower import lower
 from treadle.lowering.options import WHOLE_CELLS, LoweringOptions
 from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.cut import common_layers
+from treadle.passes.issue_order import issue_order
 from treadle.simulator import Metrics, PathSummary, critical_path, measure, simulate, summarize_path
 from treadle.simulator.slowness import Factors, Stragglers, slow_factors
 from treadle.verifier import Communicators, Finding, VerifyReport, verify_program, verify_schedule
+from treadle.verifier.communicator_checks import judge_in_turn
+from treadle.verifier.communicator_queues import Judgement, out_of_turn
 from treadle.view.hang import Hang, run_to_hang
 from treadle.weights.bucket_stream import stream_of
 from treadle.weights.summary import UpdateMetrics, measure_update
@@ -52,6 +56,14 @@ class Hanging(NamedTuple):
     trace: Trace
     hang: Hang
     finding: Finding
+
+
+class SharedHang(NamedTuple):
+    """How a schedule hangs on shared communicators: its ops, those that each rank issues, in order, and the verdict."""
+
+    program: Program
+    issued: tuple[Ints, ...]
+    judgement: Judgement
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +169,20 @@ class Step:
             )
         shared = communicators or ("pair" if lazy else None)
         return Verdict(self._verify_program(ring, memory_limit, shared, lazy=lazy), program)
+
+    def shared_hang(
+        self, *, receives: ReceiveOrder = "sender", communicators: Communicators | None = None, lazy: bool = False
+    ) -> SharedHang | None:
+        """Return how a Schedule hangs on shared communicators, as `verify` judges it; None if it does not."""
+        if not isinstance(self.target, Schedule):
+            return None
+        program = lower_cells(self.target, receives=receives)
+        order = issue_order(self.target, program, receives=receives)
+        if order is None or out_of_turn(program, order):
+            return None
+        judgement, _ = judge_in_turn(program, order, communicators or "pair", lazy=lazy)
+        issued = tuple(order.op[start:stop] for start, stop in pairwise(order.ptr.tolist()))
+        return SharedHang(program, issued, judgement) if judgement.circle else None
 
     def _verify_schedule(
         self,

@@ -25,6 +25,7 @@ SIZE = ("--pp", "2", "-m", "4")
 LAYERS = ("--layers", "1", "--moe", "--costs", "deepseek-v3-h800")
 
 PLAN = ("plan", "--model", "llama3-8b", "--cluster", "h100:16", "--schedule", "1f1b", "--tp", "2")
+DUMPS = ROOT / "examples" / "dumps"
 OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a schedule": ("schedule", ("show", "interleaved-overlap", *SIZE), 0),
     "a schedule with receives": ("schedule", ("show", "received.txt"), 0),
@@ -57,6 +58,8 @@ OUTPUTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "a profile": ("import", ("import", str(ROOT / "tests" / "data" / "primus" / "pp8")), 0),
     "a run and why it is slow": ("why", ("why", "timeline.json.gz"), 0),
     "a step and why it is slow": ("why", ("why", "slow.npz"), 0),
+    "a hang": ("hang", ("hang", str(DUMPS / "stalled"), "--schedule", "1f1b", "--pp", "4", "-m", "4"), 0),
+    "a circle": ("hang", ("hang", str(DUMPS / "circle"), "--schedule", "1f1b", *SIZE), 0),
     "cuts": ("balance", ("balance", "--pp", "4", "--costs", "deepseek-v3-model"), 0),
     "cuts with steps": (
         "balance",

@@ -80,6 +80,8 @@ treadle why 'my run.json.gz'
 treadle why 'my run.json.gz' -o why.html
 treadle why 'my v.json'
 treadle why 'my layers.npz'
+treadle hang 'my dumps/circle' --schedule 1f1b --pp 2 -m 4
+treadle hang 'my dumps/stalled' --schedule gpipe --pp 4 -m 4
 treadle balance --pp 4 --model-layers 16 --costs 'my costs.toml'
 treadle balance --pp 2 --vpp 2 --model config.json --cluster h100:64 --ep 8
 treadle balance --pp 4 --placement v --model-layers 16 --costs 'my costs.toml' --dense 1
@@ -131,6 +133,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / name).write_text(text)
     (made / "my profile").symlink_to(PROFILES / "megatron")
     (made / "torch").symlink_to(PROFILES / "torch")
+    (made / "my dumps").symlink_to(ROOT / "examples" / "dumps")
+    (made / "dumps").symlink_to(ROOT / "examples" / "dumps" / "stalled")
     (made / "littered").mkdir()
     (made / "littered" / "timeline.json.gz").symlink_to(PROFILES / "megatron" / "timeline.json.gz")
     for number in range(8):

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests.support.update.engines import Noting, served
+from treadle.update.memory.box_columns import BoxColumns, PlacedBox
 from treadle.update.memory.copying import copy_hashed, digest
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.update_messages import Begin, Refused
 from treadle.update.worker.rollback_store import RollbackStore, left_in_group
 from treadle.weights.tensor_boxes import Box
 
-BOXES = [("w", Box((0,), (1 << 16,)), "float32")]
+ALL = Box((0,), (1 << 16,))
+BOXES = BoxColumns([PlacedBox("w", ALL, "float32", 0, ALL)])
 
 
 def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,8 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
     store = RollbackStore(tmp_path)
     assert store.reserve(BOXES) is None
     assert blocks[0] * 512 >= 1 << 18  # no holes
-    store.tensor("w", BOXES[0][1])[:] = 1
+    ((_, kept),) = store.leaving
+    kept[:] = 1
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

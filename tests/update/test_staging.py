@@ -15,7 +15,8 @@ from treadle.update import Plain, Source
 from treadle.update.adapters.transformers import named_weights
 from treadle.update.rank.shares import Shares
 from treadle.update.worker.arrived_boxes import Arrival, Assembly
-from treadle.update.worker.staging import assembled, shortfall
+from treadle.update.worker.staging import assembled
+from treadle.update.worker.worker_plan import boxes_by_name, shortfall
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 from treadle.weights.update_plan import plan_update
 
@@ -53,14 +54,14 @@ def test_what_is_wanted_twice_comes_once() -> None:
         for share in plan.shares
         for take in share.takes
     ]
-    made = assembled(Assembly(), parts, pieces)
+    made = assembled(Assembly(), parts, boxes_by_name(pieces))
     assert {str(arrival.box): arrival.tensor.tolist() for arrival in made} == {
         "[0:4]": [0, 1, 2, 3],
         "[2:6]": [2, 3, 4, 5],
     }
     assert len(made) == 2
     with pytest.raises(ValueError, match=r"w \[4:6\] was never wanted"):
-        assembled(Assembly(), parts, pieces[:1])
+        assembled(Assembly(), parts, boxes_by_name(pieces[:1]))
 
 
 class Tied(nn.Module):

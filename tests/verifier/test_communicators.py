@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import treadle
+from treadle.drawing import draw_circle
 from treadle.files import torch_csv
 from treadle.ir import Schedule, text
 from treadle.passes.cells import lower_cells
 from treadle.passes.issue_order import IssueOrder
 from treadle.schedules import SCHEDULES, generate
+from treadle.step import Step
 from treadle.verifier.communicator_queues import COMMUNICATORS, Communicators, judge
 
 DEFERRED = torch_csv.parse(
@@ -105,7 +109,7 @@ def test_the_report_has_layout_when_and_circle() -> None:
     (finding,) = treadle.verify(DEFERRED).findings
     assert str(finding) == (
         "T207 rank 0: hangs with a communicator for each pair of ranks, when messages are larger than the backend's "
-        "buffer: 4 ops wait for each other in a circle"
+        "buffer: 4 ops wait for each other in a circle; it ends with a communicator for each direction of the pipe"
     )
     assert set(finding.steps) == {
         "rank 0: receive B0.0 from rank 1 is behind send F1.0 to rank 1",
@@ -115,6 +119,14 @@ def test_the_report_has_layout_when_and_circle() -> None:
     }
     assert treadle.verify(DEFERRED, communicators="channel").clean
     assert not treadle.verify(generate("1f1b", pp=2, microbatches=4), communicators="pair", receives="use").clean
+
+
+def test_the_circle_is_drawn_with_its_ranks_and_waits(tmp_path: Path) -> None:
+    hang = Step(DEFERRED).shared_hang()
+    assert hang is not None
+    draw_circle(hang, tmp_path / "circle.svg")
+    assert (tmp_path / "circle.svg").read_text().count("stroke: #c81e1e") >= 8  # four boxes, four arrows
+    assert Step(DEFERRED).shared_hang(communicators="channel") is None
 
 
 def test_an_op_that_is_issued_before_what_it_needs_is_named() -> None:

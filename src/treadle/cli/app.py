@@ -60,6 +60,11 @@ COMMANDS = {
         "Examples: treadle why trace.json.gz   |   treadle why profile/ -o why.html   |   "
         "treadle why timeline.json.gz --steps 16-39,403- --json",
     ),
+    "hang": CommandHelp(
+        "Finds why a run hangs, in its Flight Recorder dumps: which rank stopped at which op, who waits for whom.",
+        "Examples: treadle hang dumps/ --schedule 1f1b --pp 4 -m 4   |   "
+        "treadle hang dumps/ --schedule 1f1b --pp 4 -m 4 --communicators group --json",
+    ),
     "balance": CommandHelp(
         "Cuts a model into stages so that the slowest stage is the fastest possible, and weighs other cuts beside it.",
         "Examples: treadle balance --model qwen3-30b-a3b --cluster h100:64 --pp 4 --vpp 2 --ep 8   |   "

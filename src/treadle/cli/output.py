@@ -56,6 +56,7 @@ KINDS = {
     ),
     "import": OutputKind(1, "A profile as it was read", "treadle import --json.", "treadle.cli.printed:ImportJson"),
     "why": OutputKind(1, "Why a run is slow", "treadle why --json.", "treadle.diagnosis.printed_why:WhyJson"),
+    "hang": OutputKind(1, "Why a run hangs", "treadle hang --json.", "treadle.recorder.printed_hang:HangJson"),
     "balance": OutputKind(
         1, "Cuts of a model into stages", "treadle balance --json.", "treadle.cli.printed:BalanceJson"
     ),

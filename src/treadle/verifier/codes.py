@@ -106,8 +106,10 @@ CODES: dict[str, Explanation] = {
         "messages are large or always, as the finding says.",
         "rank 0: 0SEND_F1,0RECV_B0     (the send waits for 1RECV_F1 ...)\n"
         "rank 1: 1SEND_B0,1RECV_F1     (... which is behind 1SEND_B0, which waits for 0RECV_B0, behind the first)",
-        "Issue the receive of the circle earlier (torch: without `defer_pp_recv`), so that both ranks issue the two "
-        "messages in one order, or give each channel a communicator of its own.",
+        "Issue a receive of the circle earlier, so that both ranks issue the two messages in one order (torch: without "
+        "`defer_pp_recv`; `--receives sender` for files of cells). Or put the messages of the circle into one batch "
+        "(`batch_isend_irecv`), or give each direction of the pipe a process group of its own; the finding names a "
+        "layout that ends. `treadle verify FILE -o circle.svg` draws the circle.",
     ),
     "T301": Explanation(
         "more activations alive than the limit",

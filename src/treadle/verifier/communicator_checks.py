@@ -33,21 +33,43 @@ def check_queues(
         yield Finding.at("T103", reader, f"{reader} is issued before {maker}, which it needs")
     if late:
         return
-    verdict = judge(program, order, communicators)
+    verdict, found = judge_in_turn(program, order, communicators, lazy=lazy)
     yield from _crossings(program, verdict)
+    if verdict.hangs != "never":
+        where = f"{SHARED[communicators]}{_CREATED[found]}"
+        yield _hang(program, verdict, where, _way_out(program, order, verdict, found))
+
+
+def judge_in_turn(
+    program: Program, order: IssueOrder, communicators: Communicators, *, lazy: bool
+) -> tuple[Judgement, Creation]:
+    """Judge with communicators that are made before the step, then lazily; return the first hang, else the last."""
     found: Creation = "before"
+    verdict = judge(program, order, communicators)
     for creation in ("lazy", "lazy-device") if lazy else ():
         if verdict.hangs == "never":
             found, verdict = creation, judge(program, order, communicators, creation=creation)
-    if verdict.hangs != "never":
-        yield _hang(program, verdict, f"{SHARED[communicators]}{_CREATED[found]}")
+    return verdict, found
 
 
-def _hang(program: Program, verdict: Judgement, where: str) -> Finding:
+def _hang(program: Program, verdict: Judgement, where: str, way_out: str) -> Finding:
     steps = tuple(wait.words for wait in verdict.circle)
     circle = f"{len(steps)} ops wait for each other in a circle" if len(steps) > 1 else "an op has no partner"
     shown = program.op(verdict.circle[0].waiting)
-    return Finding.at("T207", shown, f"hangs with {where}, {_WHEN[verdict.hangs]}: {circle}", steps)
+    return Finding.at("T207", shown, f"hangs with {where}, {_WHEN[verdict.hangs]}: {circle}{way_out}", steps)
+
+
+def _way_out(program: Program, order: IssueOrder, verdict: Judgement, found: Creation) -> str:
+    """What else this order ends with."""
+    if len(verdict.unmatched):
+        return ""
+    if found != "before":
+        return f"; it ends with {SHARED[verdict.communicators]} that is made before the step"
+    layouts: tuple[Communicators, ...] = ("direction", "channel")
+    for layout in layouts:
+        if layout != verdict.communicators and judge(program, order, layout).ends:
+            return f"; it ends with {SHARED[layout]}"
+    return ""
 
 
 def _crossings(program: Program, verdict: Judgement) -> Iterator[Finding]:

@@ -319,14 +319,15 @@ class Queues:
     def _words(self, graph: Graph, stuck: Bools) -> Iterator[CircleStep]:
         for edge in graph.cycle(stuck):
             why = Why(int(graph.kind[edge]))
-            waiting, wanted = int(graph.target[edge]), int(graph.source[edge])
-            if why is Why.OWN:
-                continue
-            if waiting == wanted:
-                yield CircleStep(self._op(waiting), why, NEVER, f"{self._name(waiting)} has no partner")
-            else:
-                words = f"{self._name(waiting)} {_WORDS[why]} {self._name(wanted, seen_from=waiting)}"
-                yield CircleStep(self._op(waiting), why, self._op(wanted), words)
+            if why is not Why.OWN:
+                yield self.step(int(graph.target[edge]), why, int(graph.source[edge]))
+
+    def step(self, waiting: int, why: Why, wanted: int) -> CircleStep:
+        """Return one edge between two places in words."""
+        if waiting == wanted:
+            return CircleStep(self._op(waiting), why, NEVER, f"{self._name(waiting)} has no partner")
+        words = f"{self._name(waiting)} {_WORDS[why]} {self._name(wanted, seen_from=waiting)}"
+        return CircleStep(self._op(waiting), why, self._op(wanted), words)
 
     def _op(self, place: int) -> int:
         if place < 2 * self.num:

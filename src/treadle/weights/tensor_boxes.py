@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import gt, sub
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -45,11 +46,11 @@ class Tensor:
     family: str = ""
 
     def __post_init__(self) -> None:
-        if not (is_text(self.name) and is_text(self.family)):
+        if not ((self.name + self.family).isascii() or (is_text(self.name) and is_text(self.family))):
             raise ValueError(f"a tensor's name is text without surrogates, got {self.name!r}; rename it")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"tensor {self.name} has dtype {self.dtype!r}; known are {', '.join(ITEMSIZE)}")
-        if any(length < 0 for length in self.shape):
+        if min(self.shape, default=0) < 0:
             raise ValueError(f"tensor {self.name} has shape {self.shape}; lengths are 0 or more")
 
     @property
@@ -71,7 +72,7 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if len(self.start) != len(self.stop) or min(self.start, default=0) < 0 or any(map(gt, self.start, self.stop)):
             raise ValueError(f"a box goes from 0 <= start to stop >= start in each dimension, got {self}")
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of its sides."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def num_elements(self) -> int:

@@ -16,6 +16,7 @@ from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
 from treadle.update.protocol.update_messages import Begin, Commit, Finish, Load, Map, TakePlan
 from treadle.update.rank.shares import Shares
+from treadle.update.worker.arrived_boxes import Leaving
 from treadle.update.worker.worker import Worker
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
@@ -51,9 +52,9 @@ class Noting(Plain):
         self.closes.append((how, deadline_s))
         return super().close(how, deadline_s)
 
-    def export(self, piece: Piece, out: Any) -> str | None:
+    def export(self, leaving: Leaving) -> str | None:
         self.given.append(self.gate.version is not None)
-        return super().export(piece, out)
+        return super().export(leaving)
 
     def open(self, version: int) -> str | None:
         super().open(version)

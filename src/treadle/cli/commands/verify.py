@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +13,10 @@ from treadle.cli.findings import print_report
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags
 from treadle.cli.target import Target
-from treadle.cli.terminal import suggest, working
+from treadle.cli.terminal import suggest, working, wrote
+from treadle.drawing import draw_circle
 from treadle.ir import Schedule
+from treadle.verifier import Communicators
 
 
 class Receives(StrEnum):
@@ -47,19 +50,23 @@ def verify(
         typer.Option(help="Communicators that channels share: pair for files with messages, else each by itself."),
     ] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Communicators are made at their first message.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw the circle of T207 (.svg, .png, .pdf).")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every finding.")] = False,
     as_json: Json = False,
 ) -> None:
     """Checks that a schedule or program finishes, with the right data, within limits. Exits with 0 if so, 1 if not."""
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
     step = flags.step(target.load(), target.plan)
+    shared: Communicators | None = communicators.value if communicators is not None else None
     with working("verifying"):
         report, program = step.verify(
             receives=receives.value,
             ring=ring,
             max_activations=max_activations,
             memory_limit=limit,
-            communicators=communicators.value if communicators is not None else None,
+            communicators=shared,
             lazy=lazy,
         )
     if as_json:
@@ -68,5 +75,13 @@ def verify(
         schedule = step.target if isinstance(step.target, Schedule) else None
         print_report(report, schedule, program, everything=everything)
         simulate = f"treadle simulate {target} {flags}".rstrip()
+        if output is not None:
+            hang = step.shared_hang(receives=receives.value, communicators=shared, lazy=lazy)
+            if hang is None:
+                raise ValueError(
+                    f"{target} has no circle on shared communicators; 'treadle draw {target} -o {output}' draws the "
+                    "step, up to where it hangs if it does"
+                )
+            wrote(output, str(draw_circle(hang, output)))
         suggest(f"treadle explain {report.findings[0].code}" if report.findings else simulate)
     raise typer.Exit(0 if report.clean else 1)

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager
 import torch
 import xxhash
 
-from treadle.update.memory.copying import copy, digest
+from treadle.update.memory.copying import digest
 from treadle.update.memory.sharing import memory_fault
 from treadle.update.protocol.update_messages import WeightLayout
-from treadle.update.worker.arrived_boxes import Arrival
+from treadle.update.worker.arrived_boxes import Arrival, Leaving, copy_arrivals
 from treadle.update.worker.gate import Gate
 from treadle.weights.tensor_boxes import Box, Piece, Tensor
 
@@ -65,6 +65,8 @@ class Plain:
                 raise ValueError(
                     f"tied names tensors that are not held, and of each the one that is; got {name}: {taken}"
                 )
+        named = tuple(Piece(name, box) for name, box in self._boxes.items())
+        self._layout = WeightLayout(tuple(self._tensors.values()), named, tied=self._tied)
         fault = memory_fault(self.held)
         if fault is not None:
             raise ValueError(fault)
@@ -75,8 +77,7 @@ class Plain:
 
     def layout(self) -> WeightLayout:
         """Return the boxes held."""
-        named = tuple(Piece(name, box) for name, box in self._boxes.items())
-        return WeightLayout(tuple(self._tensors.values()), named, tied=self._tied)
+        return self._layout
 
     def close(self, how: str, deadline_s: float) -> str | None:
         """Close the gate and wait for the requests inside."""
@@ -88,12 +89,7 @@ class Plain:
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
         """Copy into the tensors, in place."""
-        for arrival in arrivals:
-            held = self.held.get(arrival.name)
-            if held is None:
-                return f"{arrival.name} was never wanted"
-            arrival.copy_into(held[arrival.box.slices(self._boxes[arrival.name])])
-        return None
+        return copy_arrivals(arrivals, self.held, self._boxes)
 
     def finish(self) -> str | None:
         """Do nothing: tensors are whole when they are loaded."""
@@ -116,13 +112,6 @@ class Plain:
         """Do nothing: only the tensors may be torn."""
         return None
 
-    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
-        """Copy from the tensor held."""
-        held = self.held.get(piece.tensor)
-        if held is None:
-            return f"{piece.tensor} is not held"
-        mine = self._boxes[piece.tensor]
-        if mine.meet(piece.box) != piece.box:
-            return f"{piece.tensor} {piece.box} is not within {mine}, which is held"
-        copy(out, held[piece.box.slices(mine)])
-        return None
+    def export(self, leaving: Leaving) -> str | None:
+        """Copy from the tensors held."""
+        return leaving.copy_from(self.held, self._boxes)

@@ -17,7 +17,7 @@ def read_digests(raw: torch.Tensor, offset_bytes: int, checks: Sequence[int]) ->
     if end > len(raw):
         raise ValueError(f"a table of digests up to byte {end} is outside of a buffer of {len(raw)}")
     table = raw[offset_bytes:end].cpu().numpy().tobytes()
-    return {check: table[DIGEST_BYTES * check : DIGEST_BYTES * (check + 1)] for check in checks}
+    return {check: table[DIGEST_BYTES * check : DIGEST_BYTES * (check + 1)] for check in set(checks)}
 
 
 def write_digests(raw: torch.Tensor, offset_bytes: int, digests: Mapping[int, bytes]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""

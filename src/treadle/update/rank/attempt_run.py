@@ -23,7 +23,7 @@ from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import WorkerClient, WorkerRefusedError, blame, dismiss
+from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame, dismiss
 from treadle.update.updated import Updated
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
@@ -33,8 +33,6 @@ FAREWELL_S = 3.0
 
 EXPLAIN_S = 1.5
 """How long a rank whose broadcast broke off waits to be told why."""
-
-_NOTHING = WeightLayout((), ())
 
 
 class AttemptRun:
@@ -49,7 +47,8 @@ class AttemptRun:
         self.coordinator.begin()
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
-        self._has = self._wants = _NOTHING
+        self._has = self._wants = WeightLayout((), ())
+        self._wants_digest = NO_LAYOUT
         self._entered = False
         """The coordinator may have this rank's entry."""
         self._status: Status | None = None
@@ -163,7 +162,7 @@ class AttemptRun:
             fault = blame(error, 0, self.worker.name, "enter", -1).fault
         asked = self.request
         names = asked.kind, asked.version, asked.base, asked.changed
-        layouts = layout_digest(self._has), layout_digest(self._wants)
+        layouts = layout_digest(self._has), self._wants_digest
         mine = can_export, self.context.broadcasts.made
         status = self._status if fault is None else None
         return Enter(
@@ -174,7 +173,7 @@ class AttemptRun:
         deadline_s = self.options.deadline_s
         self.worker.connect(self.context.rank, deadline_s)
         self._status = self.worker.settled_in(deadline_s)
-        self._wants = self.worker.layout(deadline_s)
+        self._wants, self._wants_digest = self.worker.layout(deadline_s), self.worker.layout_digest
 
     @property
     def _number(self) -> int | None:
@@ -209,7 +208,8 @@ class AttemptRun:
         context.buffers.fit(shares)
         if self.state.speaks:
             exports = context.rank in layouts.holds
-            self.worker.take_plan(shares.of_worker(context.rank, exports=exports), deadline_s)
+            name = shares.name(exports=exports)
+            self.worker.take_plan(name, lambda: shares.of_worker(context.rank, exports=exports), deadline_s)
             self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
@@ -320,7 +320,7 @@ class AttemptRun:
 
     def _faulty_entry(self, fault: Fault) -> Enter:
         """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
-        asked, nobody = self.request, layout_digest(_NOTHING)
+        asked, nobody = self.request, NO_LAYOUT
         names = asked.kind, asked.version, asked.base, None
         return Enter(
             self.context.rank, self._number, *names, nobody, nobody, None, can_export=False, group=0, fault=fault

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from collections.abc import Sequence
 
-from treadle.update.memory.copying import boxed, copy, copy_hashed, digest
+import torch
+
+from treadle.update.memory.box_columns import BoxColumns, PlacedBox, SharedDigest
+from treadle.update.memory.copying import copy, copy_hashed, digest, on_host
 from treadle.update.memory.digests import write_digests
 from treadle.update.memory.ipc_buffers import Buffer
-from treadle.update.rank.shares import Shares
+from treadle.update.rank.shares import SMALL_BYTES, Shares
 from treadle.update.rank.source import WeightSource
 from treadle.weights.tensor_boxes import Box
-from treadle.weights.update_plan import Item, Take
+from treadle.weights.update_plan import Take, UpdatePlan
 
 _MOST_APART = 64
+
+
+class BucketColumns:
+    """The items of a bucket, the takes of large ones, and digests of small ones by the item that completes them."""
+
+    def __init__(self, shares: Shares, number: int) -> None:
+        plan, table = shares.plan, shares.tables[number]
+        items = plan.buckets[number].items
+        self.pieces = [item.piece for item in items]
+        self.items = BoxColumns(_placed(plan, number, Take(at, piece.box)) for at, piece in enumerate(self.pieces))
+        self.takes: dict[int, list[tuple[int, Box]]] = {}
+        self.digests: dict[int, list[tuple[int, SharedDigest]]] = {}
+        sharing: dict[int, list[int]] = {}
+        for at, (take, check) in enumerate(zip(table.takes, table.checks, strict=True)):
+            if self.items.size_bytes[take.item] > SMALL_BYTES:
+                self.takes.setdefault(take.item, []).append((check, take.box))
+            else:
+                sharing.setdefault(check, []).append(at)
+        columns = BoxColumns(_placed(plan, number, take) for take in table.takes)
+        for check, ats in sharing.items():
+            last = max(table.takes[at].item for at in ats)
+            self.digests.setdefault(last, []).append((check, SharedDigest(columns, ats)))
+
+
+def _placed(plan: UpdatePlan, number: int, take: Take) -> PlacedBox:
+    item = plan.buckets[number].items[take.item]
+    name = item.piece.tensor
+    return PlacedBox(name, take.box, plan.tensors[name].dtype, item.offset_bytes, item.piece.box)
 
 
 class Packer:
@@ -23,22 +56,38 @@ class Packer:
 
     def fill(self, buffer: Buffer, number: int) -> None:
         """Put bucket `number` and its table of digests into the buffer; on a device, on the current stream."""
-        bucket, table = self.shares.plan.buckets[number], self.shares.tables[number]
-        digests: dict[int, bytes] = {}
-        for at, item in enumerate(bucket.items):
-            digests |= self._pack(buffer, item, table.of_item.get(at, ()) if self.checked else ())
-        write_digests(buffer.tensor, table.offset_bytes, digests)
+        columns = self._columns(number)
+        raw, items, digests = buffer.tensor, columns.items, dict[int, bytes]()
+        items.check_room(raw)
+        base = raw.data_ptr() if on_host(raw) else 0
+        for at, piece in enumerate(columns.pieces):
+            local, size_bytes = self.source.local(piece), items.size_bytes[at]
+            takes = columns.takes.get(at, ()) if self.checked else ()
+            if takes:
+                digests |= _pack(items.view(raw, at), local, piece.box, takes)
+            elif base and local.is_cpu and local.is_contiguous() and local.nbytes == size_bytes:
+                ctypes.memmove(base + items.start[at], local.data_ptr(), size_bytes)
+            else:
+                copy(items.view(raw, at), local)
+            for check, shared in columns.digests.get(at, ()) if self.checked else ():
+                digests[check] = shared.of(raw)
+        write_digests(raw, self.shares.tables[number].offset_bytes, digests)
 
-    def _pack(self, buffer: Buffer, item: Item, takes: tuple[tuple[int, Take], ...]) -> dict[int, bytes]:
-        """Copy an item; the digests of these takes."""
-        piece = item.piece
-        local = self.source.local(piece)
-        target = boxed(buffer.tensor, item.offset_bytes, piece.box.shape, self.shares.plan.tensors[piece.tensor].dtype)
-        parts = [(check, take.box.slices(piece.box)) for check, take in takes]
-        if takes and _apart(piece.box, [take.box for _, take in takes]):
-            return {check: copy_hashed(target[part], local[part]) for check, part in parts}
-        copy(target, local)
-        return {check: digest(local[part]) for check, part in parts}
+    def _columns(self, number: int) -> BucketColumns:
+        made = self.shares.columns.get(number)
+        if made is None:
+            made = self.shares.columns[number] = BucketColumns(self.shares, number)
+        assert isinstance(made, BucketColumns)
+        return made
+
+
+def _pack(target: torch.Tensor, local: torch.Tensor, box: Box, takes: Sequence[tuple[int, Box]]) -> dict[int, bytes]:
+    """Copy an item; the digests of its takes."""
+    parts = [(check, take.slices(box)) for check, take in takes]
+    if _apart(box, [take for _, take in takes]):
+        return {check: copy_hashed(target[part], local[part]) for check, part in parts}
+    copy(target, local)
+    return {check: digest(local[part]) for check, part in parts}
 
 
 def _apart(box: Box, parts: list[Box]) -> bool:

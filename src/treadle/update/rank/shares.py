@@ -1,13 +1,16 @@
 """Each worker's part of a plan, and the table of digests after each bucket.
 
-A bucket is followed by one digest for each box that a worker takes of it, in the order in which workers and their takes
-first name the boxes. Replicas that take the same box share a digest.
+A bucket is followed by digests of the boxes that workers take of it. A box of a large item has its own. Boxes of small
+items that the same workers take share one: a digest costs as much as a tensor of some kilobytes. Replicas that take the
+same box share its digest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from treadle.update.memory.copying import DIGEST_BYTES
 from treadle.update.protocol.update_messages import Share, TakePlan
@@ -16,31 +19,34 @@ from treadle.weights.update_plan import Item, Take, UpdatePlan
 
 _ALIGN = 64
 
+SMALL_BYTES = 64 << 10
+"""Items up to this size are small."""
+GROUP_BYTES = 256 << 10
+"""Bytes that share a digest: they are in a core's cache when it is made."""
+
 
 @dataclass(frozen=True)
 class Table:
-    """The digests of one bucket: of which boxes, and at which offset."""
+    """The digests of one bucket: take t is in digest `checks[t]`, and they begin at an offset."""
 
     takes: tuple[Take, ...]
+    checks: tuple[int, ...]
     offset_bytes: int
 
     @property
     def end_bytes(self) -> int:
         """Bytes of the bucket with its table."""
-        return self.offset_bytes + DIGEST_BYTES * len(self.takes)
+        return self.offset_bytes + DIGEST_BYTES * self.num_checks
 
     @cached_property
-    def of_item(self) -> dict[int, tuple[tuple[int, Take], ...]]:
-        """The takes of each item, with their indices in the table."""
-        made: dict[int, list[tuple[int, Take]]] = {}
-        for at, take in enumerate(self.takes):
-            made.setdefault(take.item, []).append((at, take))
-        return {item: tuple(takes) for item, takes in made.items()}
+    def num_checks(self) -> int:
+        """How many digests there are."""
+        return max(self.checks, default=-1) + 1
 
     @cached_property
     def index(self) -> dict[tuple[int, Box], int]:
-        """The index of each (item, box) in the table."""
-        return {(take.item, take.box): at for at, take in enumerate(self.takes)}
+        """The digest of each (item, box)."""
+        return {(take.item, take.box): check for take, check in zip(self.takes, self.checks, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Shares:
     """A plan with its tables of digests. The same plan makes the same tables on all ranks."""
 
     plan: UpdatePlan
+    columns: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a packer has made of buckets, by number: kept with the plan for the next update."""
 
     @cached_property
     def digest(self) -> str:
@@ -63,13 +71,18 @@ class Shares:
         """The table of each bucket."""
         made, distinct = [], list({id(taken): taken for taken in self.plan.takes}.values())
         for number, bucket in enumerate(self.plan.buckets):
-            takes: dict[tuple[int, Box], Take] = {}
-            for taken in distinct:
+            takers: dict[Take, int] = {}
+            for place, taken in enumerate(distinct):
                 for take in taken[number]:
-                    takes.setdefault((take.item, take.box), take)
-            boxes = tuple(takes.values()) if bucket.dest < 0 else bucket.all_of_it
-            made.append(Table(boxes, -(-bucket.size_bytes // _ALIGN) * _ALIGN))
+                    takers[take] = takers.get(take, 0) | 1 << place
+            if bucket.dest >= 0:
+                takers = dict.fromkeys(bucket.all_of_it, 1)
+            sizes = [self._item_bytes(item) for item in bucket.items]
+            made.append(Table(tuple(takers), _grouped(takers, sizes), -(-bucket.size_bytes // _ALIGN) * _ALIGN))
         return tuple(made)
+
+    def _item_bytes(self, item: Item) -> int:
+        return self.plan.tensors[item.piece.tensor].itemsize * item.piece.box.num_elements
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -100,3 +113,19 @@ class Shares:
         renumbered = tuple(Take(place[take.item], take.box) for take in takes)
         checks = tuple(table.index[take.item, take.box] for take in takes)
         return Share(number, items, renumbered, checks, table.offset_bytes)
+
+
+def _grouped(takers: Mapping[Take, int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The digest of each take: a new one, or one that it shares. `takers` has a bit for each class of workers."""
+    checks: list[int] = []
+    open_groups: dict[int, tuple[int, int]] = {}  # by takers: the digest, and the bytes in it
+    num = 0
+    for take, who in takers.items():
+        size = sizes[take.item]
+        check, held = open_groups.get(who, (-1, GROUP_BYTES))
+        if check < 0 or size > SMALL_BYTES or held + size > GROUP_BYTES:
+            check, held, num = num, 0, num + 1
+        if size <= SMALL_BYTES:
+            open_groups[who] = check, held + size
+        checks.append(check)
+    return tuple(checks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.weights import layouts
+from treadle.weights.collecting import uncollected
 from treadle.weights.layouts import from_mesh
-from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.weights.tensor_boxes import ITEMSIZE, Box, Holding, Piece, Tensor
 
 
 class WeightSource(Protocol):
@@ -58,9 +59,11 @@ class Source:
 
     def __post_init__(self) -> None:
         for piece, local in self.held.items():
-            if tuple(local.shape) != piece.box.shape or dtype_name(local) != self.tensors[piece.tensor].dtype:
+            box = piece.box
+            fits = local.shape == (box.shape if any(box.start) else box.stop)
+            if not fits or dtype_name(local) != self.tensors[piece.tensor].dtype:
                 raise ValueError(
-                    f"{piece.tensor} {piece.box} of {self.tensors[piece.tensor].dtype} is held as "
+                    f"{piece.tensor} {box} of {self.tensors[piece.tensor].dtype} is held as "
                     f"{tuple(local.shape)} of {dtype_name(local)}"
                 )
 
@@ -71,21 +74,8 @@ class Source:
         A plain tensor is whole, or with a `holding` the box that the holding gives this rank. A rank that has several
         boxes of one tensor makes `Source(tensors, held)` instead.
         """
-        plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
-        tensors = dict(holding.tensors) if holding is not None else {name: whole(name, t) for name, t in plain.items()}
-        full = {name: value.detach() for name, value in plain.items() if value.numel()}
-        boxes = {name: Box.whole(tuple(value.shape)) for name, value in full.items()}
-        if holding is not None:
-            boxes = _boxes(holding, rank, full)
-        held = {Piece(name, boxes[name]): value for name, value in full.items()}
-        meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                tensors[name] = whole(name, value)
-                meshes.setdefault(value.device_mesh, {})[name] = value
-        for mesh, values in meshes.items():
-            held |= _of_mesh(mesh, values)
-        return cls(tensors, held)
+        with uncollected():
+            return cls(*_described(state, holding, rank))
 
     @property
     def has(self) -> WeightLayout:
@@ -97,16 +87,54 @@ class Source:
     @cached_property
     def _by_name(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
         named: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for piece, tensor in self.held.items():
-            named.setdefault(piece.tensor, []).append((piece.box, tensor))
+        with uncollected():
+            for piece, tensor in self.held.items():
+                named.setdefault(piece.tensor, []).append((piece.box, tensor))
         return named
 
     def local(self, piece: Piece) -> torch.Tensor:
         """A view of the elements of a piece that lies within one of this rank's."""
         for box, tensor in self._by_name.get(piece.tensor, ()):
+            if box == piece.box:
+                return tensor
             if box.meet(piece.box) == piece.box:
                 return tensor[piece.box.slices(box)]
         raise ValueError(f"{piece.tensor} {piece.box} is not held here")
+
+
+def _described(
+    state: Mapping[str, torch.Tensor], holding: Holding | None, rank: int
+) -> tuple[dict[str, Tensor], dict[Piece, torch.Tensor]]:
+    """The whole tensors of a state dict, and the pieces of them that it has."""
+    tensors = dict(holding.tensors) if holding is not None else {}
+    full: dict[str, torch.Tensor] = {}
+    held: dict[Piece, torch.Tensor] = {}
+    meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            meshes.setdefault(value.device_mesh, {})[name] = value
+            tensors[name] = whole(name, value)
+            continue
+        plain = value.detach() if value.requires_grad else value
+        if holding is None:
+            tensors[name], piece = _whole(name, value.shape, dtype_name(value))
+            if value.numel():
+                held[piece] = plain
+        elif value.numel():
+            full[name] = plain
+    if holding is not None:
+        boxes = _boxes(holding, rank, full)
+        held = {Piece(name, boxes[name]): value for name, value in full.items()}
+    for mesh, values in meshes.items():
+        held |= _of_mesh(mesh, values)
+    return tensors, held
+
+
+@lru_cache(maxsize=1 << 18)
+def _whole(name: str, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Piece]:
+    """A tensor, and all of it as a piece. Kept: a trainer's next update describes the same ones."""
+    shape = tuple(shape)
+    return Tensor(name, shape, dtype), Piece(name, Box.whole(shape))
 
 
 def _boxes(holding: Holding, rank: int, names: Collection[str]) -> dict[str, Box]:
@@ -132,7 +160,11 @@ def whole(name: str, tensor: torch.Tensor) -> Tensor:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """A tensor's dtype by torch's name, without `torch.`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    name = _NAMES.get(tensor.dtype)
+    return name if name is not None else str(tensor.dtype).removeprefix("torch.")
+
+
+_NAMES = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 
 
 def _of_mesh(mesh: DeviceMesh, values: Mapping[str, DTensor]) -> dict[Piece, torch.Tensor]:

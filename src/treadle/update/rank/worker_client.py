@@ -13,7 +13,7 @@ from treadle.host.errors import TreadleError
 from treadle.host.sockets import connect, place_of
 from treadle.update.errors import UpdateError, failure
 from treadle.update.memory.ipc_buffers import Buffer
-from treadle.update.protocol.catalogue import check_layout
+from treadle.update.protocol.catalogue import check_layout, layout_digest
 from treadle.update.protocol.control import Fault, Go, Phase
 from treadle.update.protocol.update_messages import (
     MOST_PLANS,
@@ -41,6 +41,9 @@ from treadle.wire.listeners import PAUSE_S, call_path
 
 M = TypeVar("M", bound=FromWorker)
 
+NO_LAYOUT = layout_digest(WeightLayout((), ()))
+"""The digest of a layout without tensors."""
+
 
 class WorkerClient:
     """Sends messages to one worker, and reconnects where the connection was lost.
@@ -60,6 +63,7 @@ class WorkerClient:
         self._plans: list[str] = []
         self._mapped: tuple[Buffer, ...] = ()
         self._layout: WeightLayout | None = None
+        self._layout_digest = NO_LAYOUT
 
     @property
     def name(self) -> str:
@@ -88,7 +92,7 @@ class WorkerClient:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
                 time.sleep(PAUSE_S)
         self._link, self.can_export, self._plans = link, welcome.can_export, list(welcome.plans)
-        self._mapped, self._layout, self._owed = (), None, 0
+        self._mapped, self._layout, self._layout_digest, self._owed = (), None, NO_LAYOUT, 0
         read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
     def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
@@ -186,8 +190,13 @@ class WorkerClient:
         if self._layout is None:
             wants = self.ask(GetLayout(), WeightLayout, deadline_s)
             check_layout(wants)
-            self._layout = wants
+            self._layout, self._layout_digest = wants, layout_digest(wants)
         return self._layout
+
+    @property
+    def layout_digest(self) -> str:
+        """The digest of that layout; of an empty one before it was asked."""
+        return self._layout_digest
 
     def map(self, buffers: Sequence[Buffer], device_type: str, deadline_s: float) -> None:
         """Send the buffers, unless the worker has mapped these already. Each mapping gets handles of its own."""
@@ -201,11 +210,11 @@ class WorkerClient:
         self.expect(Mapped, deadline_s)
         self._mapped = tuple(buffers)
 
-    def take_plan(self, plan: TakePlan, deadline_s: float) -> None:
-        """Send a plan, unless the worker has it. Both ends forget the oldest of MOST_PLANS."""
-        if plan.digest not in self._plans:
-            self.ask(plan, Planned, deadline_s)
-            self._plans = [*self._plans, plan.digest][-MOST_PLANS:]
+    def take_plan(self, name: str, make: Callable[[], TakePlan], deadline_s: float) -> None:
+        """Make and send the plan of that name, unless the worker has it. Both ends forget the oldest of MOST_PLANS."""
+        if name not in self._plans:
+            self.ask(make(), Planned, deadline_s)
+            self._plans = [*self._plans, name][-MOST_PLANS:]
 
 
 def _compare(answer: Any, epoch: int) -> None:

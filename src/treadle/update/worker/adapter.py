@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from treadle.update.protocol.update_messages import WeightLayout
-from treadle.update.worker.arrived_boxes import Arrival
-from treadle.weights.tensor_boxes import Piece
+from treadle.update.worker.arrived_boxes import Arrival, Leaving
 
 
 class Adapter(Protocol):
@@ -46,8 +43,9 @@ class Adapter(Protocol):
         ...
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
-        """Copy these pieces into the model. Their memory is reused when the current stream has done what this queued.
+        """Copy these pieces into the model, each with `copy_into` or all with `copy_arrivals`.
 
+        Their memory is reused when the current stream has done what this queued.
         An engine that copies on other streams waits for these before it returns.
         """
         ...
@@ -72,6 +70,9 @@ class Adapter(Protocol):
         """Leave a load that will not be finished. The weights may be torn; they are loaded over, or never served."""
         ...
 
-    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
-        """Copy the elements of a piece, bit by bit, to `out`, on the host or on a device, while serving goes on."""
+    def export(self, leaving: Leaving) -> str | None:
+        """Copy the elements of pieces, bit by bit, to their tensors, on the host or on a device, while serving goes on.
+
+        `leaving` has each piece with the tensor it goes to; `leaving.copy_from` copies all of an engine that is a dict.
+        """
         ...

@@ -1,13 +1,16 @@
-"""A box of a tensor that has reached a worker: staged in a buffer, with the digest that its source made."""
+"""Boxes of tensors that have reached a worker: staged in a buffer, with the digests that their source made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 
+from treadle.update.memory.box_columns import BoxColumns, SharedDigest
 from treadle.update.memory.copying import copy, copy_hashed, digest
-from treadle.weights.tensor_boxes import Box
+from treadle.weights.tensor_boxes import Box, Piece
 
 
 @dataclass
@@ -46,6 +49,128 @@ class Arrival:
         if self.found is None:
             self.found = digest(self.tensor)
         return self.found != self.expected
+
+
+@dataclass(frozen=True)
+class StagedColumns:
+    """The boxes that a worker takes of a bucket, and their digests by their number in the bucket's table."""
+
+    boxes: BoxColumns
+    alone: Mapping[int, int]
+    """By box: the digest that only this box is in."""
+    shared: Mapping[int, SharedDigest]
+    """Digests of several boxes."""
+
+
+class StagedArrivals(Sequence[Arrival]):
+    """The arrivals of a bucket, each made when it is asked for. `copy_into` takes all of them at once."""
+
+    def __init__(self, columns: StagedColumns, raw: torch.Tensor, expected: Mapping[int, bytes]) -> None:
+        self.columns, self.raw, self.expected = columns, raw, expected
+        self._made: dict[int, Arrival] = {}
+        self._found: dict[int, bytes] = {}
+        columns.boxes.check_room(raw)
+
+    def __len__(self) -> int:
+        return len(self.columns.boxes)
+
+    @overload
+    def __getitem__(self, at: int) -> Arrival: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Arrival]: ...
+
+    def __getitem__(self, at: int | slice) -> Arrival | list[Arrival]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        made = self._made.get(at)
+        if made is None:
+            boxes = self.columns.boxes
+            one, check = boxes.placed[at], self.columns.alone.get(at)
+            expected = self.expected.get(check) if check is not None else None
+            made = self._made[at] = Arrival(one.name, one.box, boxes.view(self.raw, at), expected)
+        return made
+
+    def copy_into(self, held: Mapping[str, torch.Tensor], origins: Mapping[str, Box]) -> str | None:
+        """Copy all to their places in tensors, of which each is the box that `origins` gives; None, or what is wrong.
+
+        Bit by bit, as `Arrival.copy_into` does, and with the digests of boxes that have one of their own.
+        """
+        boxes = self.columns.boxes
+        fault = boxes.misplaced(origins)
+        if fault is not None:
+            return fault
+        alone = self.columns.alone if self.expected else {}
+        self._found |= boxes.copy_to(self.raw, held, origins, lambda at: at in alone and at not in self._found)
+        return None
+
+    def move_to(self, boxes: BoxColumns, first: int, raw: torch.Tensor) -> set[int]:
+        """Move what lies in C order on the host to boxes from number `first` on, without digests; which were moved."""
+        return self.columns.boxes.move_to(self.raw, boxes, first, raw)
+
+    def digests(self) -> dict[int, bytes]:
+        """Return all digests of what is in the buffer, by their number in its table."""
+        alone = {check: digest(self[at].tensor) for at, check in self.columns.alone.items()}
+        return alone | {check: shared.of(self.raw) for check, shared in self.columns.shared.items()}
+
+    def wrong(self) -> str | None:
+        """Which bytes differ from their source's; None where none do. Makes the digests that are not made yet."""
+        if not self.expected:
+            return None
+        for at, check in self.columns.alone.items():
+            found = self._found.get(at)
+            if self[at].wrong if found is None else found != self.expected[check]:
+                return f"{self.columns.boxes.names[at]} {self.columns.boxes.placed[at].box}"
+        for check, shared in self.columns.shared.items():
+            if shared.of(self.raw) != self.expected[check]:
+                names = sorted({self.columns.boxes.names[at] for at in shared.boxes})
+                return f"{names[0]} and {len(names) - 1} more tensors up to {names[-1]}"
+        return None
+
+
+def copy_arrivals(
+    arrivals: Sequence[Arrival], held: Mapping[str, torch.Tensor], origins: Mapping[str, Box]
+) -> str | None:
+    """Copy arrivals into tensors, of which each is the box that `origins` gives; None, or what is wrong."""
+    if isinstance(arrivals, StagedArrivals):
+        return arrivals.copy_into(held, origins)
+    for arrival in arrivals:
+        if arrival.name not in held:
+            return f"{arrival.name} is not held"
+        arrival.copy_into(held[arrival.name][arrival.box.slices(origins[arrival.name])])
+    return None
+
+
+class Leaving(Sequence[tuple[Piece, torch.Tensor]]):
+    """Pieces that an engine exports, each with the tensor that it goes into. `copy_from` takes all of them at once."""
+
+    def __init__(self, boxes: BoxColumns, raw: torch.Tensor) -> None:
+        self.boxes, self.raw = boxes, raw
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Piece, torch.Tensor]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[Piece, torch.Tensor]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[Piece, torch.Tensor] | list[tuple[Piece, torch.Tensor]]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        one = self.boxes.placed[at]
+        return Piece(one.name, one.box), self.boxes.view(self.raw, at)
+
+    def copy_from(self, held: Mapping[str, torch.Tensor], origins: Mapping[str, Box]) -> str | None:
+        """Copy all from their places in tensors, of which each is the box that `origins` gives; None, or what is wrong.
+
+        Bit by bit.
+        """
+        fault = self.boxes.misplaced(origins)
+        if fault is None:
+            self.boxes.copy_from(self.raw, held, origins)
+        return fault
 
 
 class Assembly:

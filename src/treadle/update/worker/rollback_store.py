@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from treadle.update.memory.copying import boxed
-from treadle.weights.tensor_boxes import ITEMSIZE, Box
-
-_ALIGN = 64
+from treadle.update.memory.box_columns import BoxColumns
+from treadle.update.worker.arrived_boxes import Arrival, Leaving, StagedArrivals, StagedColumns
 
 
 class RollbackStore:
@@ -23,27 +20,20 @@ class RollbackStore:
 
     def __init__(self, where: Path | None) -> None:
         self.where = where
+        self.boxes: BoxColumns | None = None
+        """What is held, None where nothing is."""
         self._raw = _in_memory(0)
-        self._places: dict[tuple[str, Box], tuple[int, str]] = {}
 
-    def needs(self, boxes: Sequence[tuple[str, Box, str]]) -> int:
-        """Bytes that these boxes take, given as (name, box, dtype)."""
-        return sum(_padded(box, dtype) for _, box, dtype in boxes)
+    def reserve(self, boxes: BoxColumns) -> str | None:
+        """Make room for exactly these boxes, dropping what was held; None, or why there is no room.
 
-    def refusal(self, need_bytes: int) -> str | None:
-        """None, or why there is no room for so many bytes. The present allocation is used again."""
-        more = need_bytes - len(self._raw)
-        if more <= 0:
-            return None
-        free, what = (free_host_bytes(), "host memory") if self.where is None else self._free_disk()
-        if more > free:
-            return f"the old version needs {more} more bytes of {what} until commit, {free} are free; {self._instead}"
-        return None
-
-    def reserve(self, boxes: Sequence[tuple[str, Box, str]]) -> str | None:
-        """Make room for exactly these boxes, dropping what was held; None, or why there is no room."""
-        need, self._places, at = self.needs(boxes), {}, 0
+        The present allocation is used again where it suffices.
+        """
+        self.boxes, need = None, boxes.end_bytes
         if need > len(self._raw):
+            refusal = self._refusal(need - len(self._raw))
+            if refusal is not None:
+                return refusal
             self._raw = _in_memory(0)
             try:
                 self._raw = _in_memory(need) if self.where is None else _on_disk(self.where, need)
@@ -51,29 +41,44 @@ class RollbackStore:
                 what = "host memory" if self.where is None else f"disk in {self.where}"
                 why = error.strerror if isinstance(error, OSError) else "out of memory"
                 return f"the old version needs {need} bytes of {what} until commit: {why}; {self._instead}"
-        for name, box, dtype in boxes:
-            self._places[name, box] = at, dtype
-            at += _padded(box, dtype)
+        self.boxes = boxes
+        return None
+
+    def _refusal(self, more: int) -> str | None:
+        """None, or why there is no room for so many more bytes."""
+        free, what = (free_host_bytes(), "host memory") if self.where is None else self._free_disk()
+        if more > free:
+            return f"the old version needs {more} more bytes of {what} until commit, {free} are free; {self._instead}"
         return None
 
     def forget(self) -> None:
         """Drop what is held; the memory stays allocated."""
-        self._places = {}
+        self.boxes = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the boxes held now."""
-        return sum(_padded(box, dtype) for (_, box), (_, dtype) in self._places.items())
+        return self.boxes.end_bytes if self.boxes is not None else 0
 
-    def tensor(self, name: str, box: Box) -> torch.Tensor:
-        """A box's elements."""
-        at, dtype = self._places[name, box]
-        return boxed(self._raw, at, box.shape, dtype)
+    @property
+    def leaving(self) -> Leaving:
+        """All boxes held, each to be written."""
+        assert self.boxes is not None
+        return Leaving(self.boxes, self._raw)
 
-    def items(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """All boxes held, as (name, box, elements)."""
-        for name, box in self._places:
-            yield name, box, self.tensor(name, box)
+    @property
+    def arrivals(self) -> StagedArrivals:
+        """All boxes held, to be loaded."""
+        assert self.boxes is not None
+        return StagedArrivals(StagedColumns(self.boxes, {}, {}), self._raw, {})
+
+    def take(self, first: int, arrivals: Sequence[Arrival]) -> None:
+        """Copy arrivals into the boxes from number `first` on."""
+        assert self.boxes is not None
+        moved = arrivals.move_to(self.boxes, first, self._raw) if isinstance(arrivals, StagedArrivals) else ()
+        for at, arrival in enumerate(arrivals) if len(moved) < len(arrivals) else ():
+            if at not in moved:
+                arrival.copy_into(self.boxes.view(self._raw, first + at))
 
     @property
     def _instead(self) -> str:
@@ -84,10 +89,6 @@ class RollbackStore:
     def _free_disk(self) -> tuple[int, str]:
         assert self.where is not None
         return shutil.disk_usage(self.where).free, f"disk in {self.where}"
-
-
-def _padded(box: Box, dtype: str) -> int:
-    return -(-math.prod(box.shape) * ITEMSIZE[dtype] // _ALIGN) * _ALIGN
 
 
 def _in_memory(size_bytes: int) -> torch.Tensor:

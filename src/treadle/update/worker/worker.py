@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +46,11 @@ from treadle.update.protocol.update_messages import (
 )
 from treadle.update.protocol.worker_decisions import Act, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
-from treadle.update.worker.arrived_boxes import Arrival, Assembly
+from treadle.update.worker.arrived_boxes import Arrival, Assembly, StagedArrivals
 from treadle.update.worker.rollback import RollbackCopy
-from treadle.update.worker.staging import arrivals_of, assembled, check_plan, export_bucket, shortfall
+from treadle.update.worker.staging import arrivals_of, assembled, export_bucket
+from treadle.update.worker.worker_plan import WorkerPlan, boxes_by_name
+from treadle.weights.tensor_boxes import Box
 from treadle.wire.codec import sendable
 
 BUSY_S = 2.0
@@ -65,10 +67,12 @@ class Worker:
         self.before: Callable[[], int] = lambda: 0
         """The pid of the process that holds the slot, where this one does not."""
         self.rollbacks = 0
-        self.plans: dict[str, TakePlan] = {}
+        self.plans: dict[str, WorkerPlan] = {}
         self._held = ""
         self._loaded: set[int] = set()
         self._assembly = Assembly()
+        self._wanted: dict[str, list[Box]] = {}
+        """By tensor the boxes that an engine needs whole."""
         self._rollback = RollbackCopy(adapter, spill)
         self._buffers: list[Buffer] = []
         self._one = threading.Lock()
@@ -209,9 +213,9 @@ class Worker:
         self._buffers = []
 
     def _take_plan(self, message: TakePlan) -> FromWorker:
-        check_plan(message)
+        plan = WorkerPlan(message)
         self.plans.pop(message.digest, None)
-        self.plans[message.digest] = message
+        self.plans[message.digest] = plan
         while len(self.plans) > MOST_PLANS:
             del self.plans[next(iter(self.plans))]
         return Planned(message.digest)
@@ -220,7 +224,8 @@ class Worker:
         moves, loading = deciding.begin(self.now, message)
         if moves:
             plan = self._plan(message.plan)
-            wrong = [] if message.partial else shortfall(plan, self.adapter.layout().pieces)
+            layout = self.adapter.layout()
+            wrong = [] if message.partial else plan.shortfall(layout)
             if wrong:
                 raise MessageRefusedError(
                     "order", f"the plan does not bring what worker {self.worker} wants of {', '.join(wrong[:8])}"
@@ -229,6 +234,7 @@ class Worker:
             if refusal is not None:
                 raise MessageRefusedError("memory", refusal)
             self._loaded, self._assembly = set(), Assembly()
+            self._wanted = boxes_by_name(layout.pieces) if self.adapter.whole else {}
             # The engine serves until here: closing comes last.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
         return Begun(message.epoch, self._rollback.size_bytes)
@@ -240,26 +246,24 @@ class Worker:
         assert begun is not None
         if message.bucket not in self._loaded:
             plan = self.plans[begun.plan]
-            share = self._share(plan.shares, message.bucket)
+            share = self._share(plan.share(message.bucket), message.bucket)
             buffer = self._buffer(message.buffer)
             arrivals = arrivals_of(plan, share, buffer, checked=begun.checked)
-            self._make(moves, load=lambda: self._take_in(arrivals))
+            self._make(moves, load=lambda: self._take_in(plan.first_kept[share.bucket], arrivals))
             finish_copies(buffer.tensor.device)
-            for arrival in arrivals:
-                if arrival.wrong:
-                    raise MessageRefusedError(
-                        "corrupt", f"bytes of {arrival.name} {arrival.box} differ from their source's"
-                    )
+            wrong = arrivals.wrong()
+            if wrong is not None:
+                raise MessageRefusedError("corrupt", f"bytes of {wrong} differ from their source's")
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
-    def _take_in(self, arrivals: list[Arrival]) -> str | None:
-        self._rollback.stash(arrivals)
+    def _take_in(self, first: int, arrivals: StagedArrivals) -> str | None:
+        self._rollback.stash(first, arrivals)
         return self._take(arrivals)
 
-    def _take(self, parts: list[Arrival]) -> str | None:
+    def _take(self, parts: Sequence[Arrival]) -> str | None:
         if self.adapter.whole:
-            parts = assembled(self._assembly, parts, self.adapter.layout().pieces)
+            parts = assembled(self._assembly, parts, self._wanted)
         return self.adapter.load(parts) if parts else None
 
     def _export(self, message: Export) -> FromWorker:
@@ -270,7 +274,7 @@ class Worker:
         if self.state != "serving":
             raise MessageRefusedError("order", f"worker {self.worker} is {self.state}, it has nothing to give")
         plan = self._plan(message.plan)
-        share, buffer = self._share(plan.exports, message.bucket), self._buffer(message.buffer)
+        share, buffer = self._share(plan.export(message.bucket), message.bucket), self._buffer(message.buffer)
         self._do(export_bucket(self.adapter, plan, share, buffer, checked=message.checked))
         finish_copies(buffer.tensor.device)
         return Exported(message.epoch, message.bucket)
@@ -280,7 +284,7 @@ class Worker:
         begun = self.now.begun
         assert begun is not None
         if moves:
-            missing = {share.bucket for share in self.plans[begun.plan].shares} - self._loaded
+            missing = self.plans[begun.plan].buckets - self._loaded
             if missing or self._assembly.missing:
                 raise MessageRefusedError(
                     "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
@@ -340,17 +344,16 @@ class Worker:
         if error is not None:
             raise MessageRefusedError("failed", sendable(error))
 
-    def _plan(self, digest: str) -> TakePlan:
+    def _plan(self, digest: str) -> WorkerPlan:
         plan = self.plans.get(digest)
         if plan is None:
             raise MessageRefusedError("order", f"worker {self.worker} does not have plan {digest}")
         return plan
 
-    def _share(self, shares: tuple[Share, ...], bucket: int) -> Share:
-        for share in shares:
-            if share.bucket == bucket:
-                return share
-        raise MessageRefusedError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
+    def _share(self, share: Share | None, bucket: int) -> Share:
+        if share is None:
+            raise MessageRefusedError("order", f"bucket {bucket} is not in the plan of worker {self.worker}")
+        return share
 
     def _buffer(self, buffer: int) -> Buffer:
         if not 0 <= buffer < len(self._buffers):

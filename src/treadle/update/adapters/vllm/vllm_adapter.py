@@ -17,7 +17,7 @@ from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.engine_messages import Forget, Serve, Shut
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.protocol.update_messages import WeightLayout
-from treadle.update.worker.arrived_boxes import Arrival
+from treadle.update.worker.arrived_boxes import Arrival, Leaving
 from treadle.weights.tensor_boxes import Box, Piece, Tensor
 
 ANSWER_S = 30.0
@@ -103,9 +103,9 @@ class Vllm:
             self._finalize()
         return None
 
-    def export(self, piece: Piece, out: torch.Tensor) -> str | None:
+    def export(self, leaving: Leaving) -> str | None:
         """Fail: weights were packed for kernels and cannot be copied out."""
-        return f"vLLM cannot hand out {piece.tensor}; give the source that has this version to recover()"
+        return f"vLLM cannot hand out {leaving.boxes.names[0]}; give the source that has this version to recover()"
 
     def _finalize(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

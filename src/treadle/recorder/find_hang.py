@@ -1,0 +1,119 @@
+"""From the dumps of a run and its schedule to the cause of its hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from treadle.ir.schedule import Schedule
+from treadle.recorder.dump_directory import read_dumps
+from treadle.recorder.dump_file import GroupName, RankDump, RecorderEntry
+from treadle.recorder.hang_cause import HungGroup
+from treadle.recorder.hang_report import HangReport
+from treadle.recorder.placing import MatchedPlan, PlacedRank, place
+from treadle.verifier.communicator_queues import Communicators
+
+
+def find_hang(
+    dumps: str | Path | Sequence[str | Path],
+    schedule: Schedule,
+    *,
+    communicators: Communicators | None = None,
+    prefix: str | None = None,
+) -> HangReport:
+    """Find which rank of a run that hangs stopped at which op, and who waits for whom, or the circle.
+
+    Args:
+        dumps: a directory with a dump of Flight Recorder a rank, or the files.
+        schedule: the one that the run was given.
+        communicators: which channels share a communicator. By default each pair of ranks has one, as unbatched
+            messages of torch do, and all ranks have one where the dumps show batches.
+        prefix: what stands before the rank in the names of files, where a directory has others too.
+
+    Returns:
+        A cause for each pipeline of the run, with the chain from each rank to it.
+
+    Raises:
+        ValueError: a file is no dump, or the dumps are of a pipeline of another size than the schedule's.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> from treadle import generate
+        >>> report = find_hang("examples/dumps/stalled", generate("1f1b", pp=4, microbatches=4))  # doctest: +SKIP
+        >>> report.sentence  # doctest: +SKIP
+        'rank 2 stopped at B1.0: it had all that it needs, and launched nothing after it'
+
+    """
+    paths = [Path(dumps)] if isinstance(dumps, str | Path) else [Path(path) for path in dumps]
+    read = read_dumps(paths, prefix)
+    plan = MatchedPlan.of(schedule)
+    groups, remarks = _groups(read, schedule.pp)
+    batched = any(entry.in_batch for dump in read.values() for entry in dump.entries)
+    shared: Communicators = communicators or ("group" if batched else "pair")
+    pipelines, used = [], set[int]()
+    for group in groups:
+        placed, more = _placed(plan, group)
+        remarks += more
+        used |= {group.ranks[rank] for rank in placed}
+        name = ": ".join(part for part in group.name if part)
+        pipelines.append(HungGroup(plan, name, group.ranks, placed, shared).diagnosed())
+    pipelines.sort(key=lambda pipeline: (pipeline.cause == "outside", pipeline.cause == "no-dump"))
+    return HangReport(schedule.name, shared, tuple(sorted(used)), tuple(pipelines), tuple(remarks))
+
+
+class _Group(NamedTuple):
+    """A process group that sends messages: its ranks in the run, and the entries of those that left a dump."""
+
+    name: GroupName
+    ranks: tuple[int, ...]
+    entries: Mapping[int, Sequence[RecorderEntry]]
+
+
+def _groups(dumps: Mapping[int, RankDump], pp: int) -> tuple[list[_Group], list[str]]:
+    """The pipelines: process groups of as many ranks as the schedule has, with messages between them."""
+    members: dict[tuple[GroupName, tuple[int, ...]], dict[int, RankDump]] = {}
+    for rank, dump in dumps.items():
+        for name in dict.fromkeys(entry.group for entry in dump.entries if entry.message is not None):
+            ranks = dump.groups.get(name) or tuple(range(pp))
+            members.setdefault((name, ranks), {})[rank] = dump
+    if not members:
+        raise ValueError(
+            "the dumps have no sends and receives; gloo's recorder writes none, and NCCL's writes them with "
+            "TORCH_FR_BUFFER_SIZE above 0"
+        )
+    sizes = sorted({len(ranks) for _, ranks in members})
+    fitting = {key: found for key, found in members.items() if len(key[1]) == pp}
+    if not fitting:
+        raise ValueError(
+            f"the dumps have messages in groups of {' and '.join(map(str, sizes))} ranks, and the schedule has {pp}; "
+            "name the schedule that ran, with --pp of that size"
+        )
+    groups = []
+    for (name, ranks), found in sorted(fitting.items(), key=lambda item: item[0][1]):
+        entries = {
+            ranks.index(rank): [entry for entry in dump.entries if entry.group == name]
+            for rank, dump in found.items()
+            if rank in ranks
+        }
+        for rank in set(ranks) & set(dumps) - set(found):  # it left a dump, without a message of this group
+            entries[ranks.index(rank)] = []
+        groups.append(_Group(name, ranks, dict(sorted(entries.items()))))
+    aside = sum(len(ranks) != pp for _, ranks in members)
+    return groups, [f"{aside} groups of another size than the pipeline's are set aside"] if aside else []
+
+
+def _placed(plan: MatchedPlan, group: _Group) -> tuple[dict[int, PlacedRank], list[str]]:
+    placed, remarks = {}, []
+    for rank, entries in group.entries.items():
+        found = place(plan, rank, entries)
+        if found is None:
+            remarks.append(
+                f"rank {rank}: its buffer begins within a step, and nothing in it shows where; it counts as a rank "
+                "without a dump; a larger TORCH_FR_BUFFER_SIZE keeps more"
+            )
+        else:
+            placed[rank] = found
+    absent = [rank for rank in range(len(group.ranks)) if rank not in group.entries]
+    remarks += [f"rank {rank}: no dump" for rank in absent]
+    return placed, remarks
