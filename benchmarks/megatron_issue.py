@@ -11,8 +11,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from treadle.ir import Action, Kind, Placement, Schedule
 from treadle.ir.turn import CELL, Turn, parse_turn
@@ -121,15 +123,11 @@ def record(rank: int, pp: int, vpp: int, num_mb: int) -> list[str]:
     )
     model = [Chunk(chunk * pp + rank, chunk) for chunk in range(vpp)]
     batches = [iter([torch.randn(length, samples, width) for _ in range(num_mb)]) for _ in model]
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda *_: None
-    schedules.forward_step = forward
-    schedules.backward_step = backward
-    dist.batch_isend_irecv = batch_isend_irecv
-    if vpp > 1:
-        dist.isend = isend
-        dist.irecv = irecv
-    with OnCpu():
+    cuda = patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), synchronize=lambda *_: None)
+    cells = patch.multiple(schedules, forward_step=forward, backward_step=backward)
+    batched = patch.object(dist, "batch_isend_irecv", batch_isend_irecv)
+    single = patch.multiple(dist, isend=isend, irecv=irecv) if vpp > 1 else nullcontext()
+    with cuda, cells, batched, single, OnCpu():
         schedules.get_forward_backward_func()(
             forward_step_func=lambda batch, chunk: (chunk(next(batch)), lambda out: (out.square().mean(), {})),
             data_iterator=batches if vpp > 1 else batches[0],
@@ -139,10 +137,6 @@ def record(rank: int, pp: int, vpp: int, num_mb: int) -> list[str]:
             micro_batch_size=samples,
             forward_only=False,
         )
-    schedules.forward_step = theirs.forward
-    schedules.backward_step = theirs.backward
-    dist.isend = theirs.isend
-    dist.irecv = theirs.irecv
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return issued
