@@ -5,18 +5,19 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
 
-def own_address() -> str:
+def own_address(store: Any = None) -> str:
     """Return the address at which other ranks reach this process.
 
-    It is the address from which this process reaches torch's store, as the other ranks reach the store too. Without a
+    It is the address from which this process reaches the store, torch's if not given, as the others do. Without a
     TCP store it is the address of the host's name, or that of the default route if the name stands for a loopback.
     """
     with suppress(Exception):  # private names of torch: after any failure the ways below are tried
-        store = dist.distributed_c10d._get_default_store()
+        store = store if store is not None else dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return _address_towards(str(getattr(store, "host")))  # noqa: B009

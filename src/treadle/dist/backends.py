@@ -50,7 +50,9 @@ def default_backend(device: torch.device) -> str:
 
 
 def _world() -> dict[str, str]:
-    """Return the backend of each type of device, as the world has them."""
+    """Return the backend of each type of device, as the world has them; none where there is no world of torch's."""
+    if not dist.is_initialized():
+        return {}
     pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
     return {device: backend.lower() for device, backend in pairs}
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from treadle.dist.backends import CPU, FAKE, GLOO, NCCL, backend_of
 from treadle.dist.nccl_settings import refuse_wrong_settings
@@ -100,13 +100,15 @@ def make_communicator(
     *,
     traffic: Traffic = REDUCTION,
     backend: str | None = None,
+    store: Store | None = None,
 ) -> Communicator:
     """Make a communicator of `ranks` for tensors of `device`, and connect it. All of them make it under one name.
 
-    Without a device it is for control messages, from CPU to CPU. `backend` is that of the world for the device if not
-    given.
+    Without a device it is for control messages, from CPU to CPU. `backend` is that of the world for the device, and
+    `store` the world's, if not given.
     """
-    store, at = PrefixStore(f"treadle/{name}", _get_default_store()), ranks.index(rank)
+    whole = store if store is not None else _get_default_store()
+    store, at = PrefixStore(f"treadle/{name}", whole), ranks.index(rank)
     backend = backend if backend is not None else backend_of(device if device is not None else CPU)
     if backend == FAKE:
         fake: Communicator = dist.new_group(ranks, timeout=deadline, use_local_synchronization=True)

@@ -46,9 +46,12 @@ class Group:
         *,
         traffic: Traffic = REDUCTION,
         backend: str | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self.ranks, self.group_rank, self.wait = ranks, ranks.index(rank), wait
-        self.communicator = make_communicator(name, ranks, rank, deadline, device, traffic=traffic, backend=backend)
+        self.communicator = make_communicator(
+            name, ranks, rank, deadline, device, traffic=traffic, backend=backend, store=store
+        )
         self._announced: tuple[Tensor, dist.Work] | None = None
 
     def announce(self, call: int) -> None:

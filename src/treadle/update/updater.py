@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from treadle.dist.clock import clock_offset
+from treadle.dist.world import World
 from treadle.host.errors import named
 from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
@@ -62,6 +62,8 @@ class Updater:
             they all serve, and they go on serving it.
         new_set: The workers are a new set. Members of the log without a rank are closed where they can be reached.
             The caller vouches that the others have ended: if they live they serve an old version.
+        world: The update ranks; by default those of torch's process group. A trainer's group has no ranks for engines:
+            then all meet in a `treadle.dist.world.World` of their own.
         say: Called with a line for people before something costly happens.
         progress: Called with bytes broadcast so far and bytes in all.
 
@@ -79,18 +81,20 @@ class Updater:
         device: torch.device | None = None,
         takeover: bool = False,
         new_set: bool = False,
+        world: World | None = None,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         options = options if options is not None else UpdateOptions()
         self.device = device = device if device is not None else torch.device("cpu")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        world = world if world is not None else World.of_torch()
+        self.rank, self.world = world.rank, world.size
         worker = self.rank if worker == "rank" else worker
         self.takeover, self.new_set = takeover, new_set
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
-        rendezvous, inbox = Rendezvous(directory, address), Inbox()
+        rendezvous, inbox = Rendezvous(directory, address, world), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
             self.coordinator = self._host(rendezvous, ledger, options.phase_s)
@@ -104,7 +108,7 @@ class Updater:
             client,
             WorkerClient(directory, worker, inbox, self._worker_lost) if worker is not None else None,
             Plans(options.memory),
-            Broadcasts(rendezvous.name, self.rank, self.world, options.deadline_s, device),
+            Broadcasts(rendezvous.name, world, options.deadline_s, device),
             RankBuffers(device),
             say,
             progress,

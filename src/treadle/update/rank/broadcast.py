@@ -15,6 +15,7 @@ from treadle.dist.communicators import JointAbort
 from treadle.dist.device import device_of
 from treadle.dist.groups import Group
 from treadle.dist.native_sockets import Sockets
+from treadle.dist.world import World
 from treadle.host.errors import TreadleError
 from treadle.update.rank.inbox import Inbox
 
@@ -29,9 +30,10 @@ class BroadcastError(TreadleError, RuntimeError):
 class Buckets(Group):
     """The group of all update ranks, over torch's own backend for the device, whatever backend the world has."""
 
-    def __init__(self, name: str, rank: int, world: int, device: torch.device, deadline: timedelta) -> None:
+    def __init__(self, name: str, world: World, device: torch.device, deadline: timedelta) -> None:
         wait, backend = device_of(device, deadline).wait, default_backend(device)
-        super().__init__(f"update/{name}", list(range(world)), rank, deadline, wait, device, backend=backend)
+        ranks, rank, store = list(range(world.size)), world.rank, world.store
+        super().__init__(f"update/{name}", ranks, rank, deadline, wait, device, backend=backend, store=store)
 
 
 class Waiter:
@@ -86,8 +88,8 @@ class Broadcasts:
     `name` is the updater's; `made` is the attempt that made the group, 0 where there is none that can be used.
     """
 
-    def __init__(self, name: str, rank: int, world: int, deadline_s: float, device: torch.device) -> None:
-        self.name, self.rank, self.world, self.deadline = name, rank, world, timedelta(seconds=deadline_s)
+    def __init__(self, name: str, world: World, deadline_s: float, device: torch.device) -> None:
+        self.name, self.world, self.deadline = name, world, timedelta(seconds=deadline_s)
         self.device = device
         self.made = 0
         self.waiter: Waiter | None = None
@@ -118,7 +120,7 @@ class Broadcasts:
     def make(self, what: str, device: torch.device | None = None) -> Buckets:
         """Make another group, of the updater's device if not given; all ranks make it under the same name."""
         device = device if device is not None else self.device
-        return Buckets(f"{self.name}/{what}", self.rank, self.world, device, self.deadline)
+        return Buckets(f"{self.name}/{what}", self.world, device, self.deadline)
 
     def make_control(self, what: str) -> Buckets:
         """Make another group for control messages, which are on the CPU whatever the buckets are on."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from treadle.dist.addresses import own_address
 from treadle.dist.clock import host_number
+from treadle.dist.world import World
 from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator, ToCoordinator
 from treadle.wire.link import Link
@@ -50,11 +50,11 @@ class Rendezvous:
     older than the group, and have made updaters in another.
     """
 
-    def __init__(self, directory: Path, address: str | None) -> None:
-        self.path, self.address = directory / "coordinator.sock", address
+    def __init__(self, directory: Path, address: str | None, world: World) -> None:
+        self.path, self.address, self.world = directory / "coordinator.sock", address, world
         self.key: bytes | None = None
-        self._store = PrefixStore("treadle/update/coordinator", _get_default_store())
-        self.name = str(self._store.add(f"made by rank {dist.get_rank()}", 1))
+        self._store = PrefixStore("treadle/update/coordinator", world.store)
+        self.name = str(self._store.add(f"made by rank {world.rank}", 1))
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            failed = StartFailure(dist.get_rank(), f"{type(error).__name__}: {error}")
+            failed = StartFailure(self.world.rank, f"{type(error).__name__}: {error}")
             self._store.set(f"{self.name} failed", msgspec.json.encode(failed).decode())
             if failed.rank == 0:
                 self._publish(CoordinatorContact(error=failed.text))
@@ -106,11 +106,11 @@ class Rendezvous:
 
     def _listener(self) -> tuple[str, Listener[Link[Any]]]:
         """Return the listener and its address, empty for a Unix socket. All ranks may call at once."""
-        world = dist.get_world_size()
+        size = self.world.size
         if self.key is None:
-            return "", listen_at_path(self.path, ToCoordinator, expected=world)
-        address = self.address if self.address is not None else own_address()
-        return address, listen_at_port(address, self.key, ToCoordinator, expected=world)
+            return "", listen_at_path(self.path, ToCoordinator, expected=size)
+        address = self.address if self.address is not None else own_address(self.world.store)
+        return address, listen_at_port(address, self.key, ToCoordinator, expected=size)
 
     def _publish(self, contact: CoordinatorContact) -> None:
         self._store.set(self.name, msgspec.json.encode(contact).decode())

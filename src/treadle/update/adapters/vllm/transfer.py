@@ -4,18 +4,24 @@
 
 vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Update ranks begin and end updates
 over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its `update_weights` only checks
-that a worker serves a version.
+that a worker serves a version. A trainer that sends through vLLM's interface (`trainer.py`) has each worker start an
+update rank beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import subprocess
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.extension import open_endpoint
+from treadle.update.beside import Seat, start_beside, stop_beside
+from treadle.update.memory.ipc_buffers import MEMORIES
 from treadle.update.worker.endpoint import Endpoint
 
 BACKEND = "treadle"
@@ -23,11 +29,13 @@ BACKEND = "treadle"
 
 @dataclass
 class TreadleInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """The arguments of `open_endpoint`, which `Replica` sends to its workers."""
+    """The arguments of `open_endpoint`, which `Replica` sends to its workers; or `seat`, which a trainer sends."""
 
-    directory: str
+    directory: str = ""
     first: int = 0
     checkpoint: str | None = None
+    seat: dict[str, Any] | None = None
+    """Of the ranks beside workers, the seat of the one beside worker 0."""
 
 
 @dataclass
@@ -44,11 +52,30 @@ class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: 
     update_info_cls = TreadleUpdate
     supports_draft_weight_update = False
     endpoint: Endpoint | None = None
+    beside: subprocess.Popen[bytes] | None = None
 
     def init_transfer_engine(self, init_info: TreadleInit) -> None:
-        """Open the endpoint, once. The replica of this engine listens already."""
+        """Open the endpoint, once: the replica of this engine listens already. Start a rank beside it for a trainer."""
         if self.endpoint is None:
-            self.endpoint = open_endpoint(self.model, self.vllm_config, **asdict(init_info))
+            if not init_info.directory:
+                raise ValueError("this worker has no endpoint yet; make Replica(..., transfer=True) before the trainer")
+            place = init_info.directory, init_info.first, init_info.checkpoint
+            self.endpoint = open_endpoint(self.model, self.vllm_config, *place)
+        if init_info.seat is not None:
+            self._sit(self.endpoint, msgspec.convert(init_info.seat, Seat))
+
+    def _sit(self, endpoint: Endpoint, first: Seat) -> None:
+        """Start this worker's rank, in place of an earlier trainer's."""
+        self._leave()
+        worker = endpoint.worker.worker
+        seat = msgspec.structs.replace(first, rank=first.rank + worker)
+        device = self.device if self.device.type in MEMORIES and streams_of(self.device) is not None else None
+        self.beside = start_beside(seat, endpoint.path.parent, worker, device)
+
+    def _leave(self) -> None:
+        if self.beside is not None:
+            stop_beside(self.beside)
+            self.beside = None
 
     def start_weight_update(self) -> None:
         """Do nothing: update ranks begin and end updates."""
@@ -68,6 +95,7 @@ class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: 
 
     def shutdown(self) -> None:
         """Close the endpoint; the engine keeps its weights."""
+        self._leave()
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
