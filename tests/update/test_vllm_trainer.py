@@ -1,6 +1,6 @@
 """vLLM's trainer interface: FSDP2 ranks send to a running engine of two workers, through its own calls.
 
-`.ci/vllm` runs these with a vLLM in an environment of its own, which is the engine. Trainer ranks import it, too, or the
+`.ci/vllm` runs these with a vLLM in an environment of its own, which is the engine. Trainer ranks import it, or the
 Python modules of a later one, which `TREADLE_VLLM_MODULES` names: the trainer's side of weight transfer needs no more.
 """
 
@@ -85,6 +85,8 @@ class Trainer:
                     command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
                 )
             self.ranks.append(process)
+        for process in self.ranks:
+            assert self._answer(process) == {"up": True}
 
     def send(self, checkpoint: Path) -> list[dict[str, Any]]:
         """What each rank says of an update with these weights."""

@@ -85,6 +85,7 @@ def main() -> None:
         rank=rank,
     )
     trainer = WeightTransferTrainerFactory.trainer_init(init, client=Client(), source=ModuleSource(model))
+    say({"up": True})
     for line in iter(sys.stdin.readline, ""):
         load(model, json.loads(line))
         try:
