@@ -1,7 +1,7 @@
 """A stand-in for an SGLang server of two ranks, on the CPU: python -m tests.support.update.sglang PORT_FILE
 
-Written from reading SGLang 0.5.23 and checkpoint-engine 0.4.2: the HTTP calls of an update, and what ranks say over their
-sockets. It is not SGLang: it holds the rows r, r + 2, ... of each tensor on rank r, and generates nothing.
+Written from reading SGLang 0.5.23 and checkpoint-engine 0.4.2: the HTTP calls of an update, and what ranks say over
+their sockets. It is not SGLang: it holds the rows r, r + 2, ... of each tensor on rank r, and generates nothing.
 Two calls are for tests: /look says what it holds, /trouble makes a rank fail once.
 """
 
