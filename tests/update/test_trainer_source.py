@@ -1,4 +1,4 @@
-"""Sources of trainers that draw or yield their weights: which pieces ranks send, and that together they have them all."""
+"""Sources of trainers that draw or yield weights: which pieces ranks send, and that together they have them all."""
 
 from __future__ import annotations
 
