@@ -45,10 +45,8 @@ class Actor(Worker):  # type: ignore[misc]
         initialize_global_process_group_ray(timeout_second=None, backend="cpu:gloo")
         self.fail, rank = fail, int(os.environ["RANK"])
         import_external_libs(config.custom_backend_module)
-        kwargs = config.engine_kwargs[config.backend]
-        self.checkpoint_engine = CheckpointEngineRegistry.new(
-            config.backend, is_master=rank == 0, bucket_size=1 << 16, **kwargs
-        )
+        kwargs = {"bucket_size": config.update_weights_bucket_megabytes << 20, **config.engine_kwargs[config.backend]}
+        self.checkpoint_engine = CheckpointEngineRegistry.new(config.backend, is_master=rank == 0, **kwargs)
         self.is_last = rank == 1
 
     def weights(self, step: int) -> Any:
