@@ -13,9 +13,9 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Trouble, Workers
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.update import UpdateError, UpdateOptions, Updater
-from treadle.update.beside import Orders, Seat, Setup, start_beside, stop_beside
+from treadle.update.beside import Orders, Seat, UpdateSetup, start_beside, stop_beside
 from treadle.weights.layouts import Parallel, spread
 
 pytestmark = pytest.mark.slow
@@ -28,15 +28,15 @@ def train(rank: int, sockets: Path, ledger: Path) -> list[str]:
     """Update three times, of which the first fails; the errors, and sums over the trainer's own group in between."""
     size, told = TRAINERS + WORKERS, []
     beside: list[subprocess.Popen[bytes]] = []
-    world = World.host(size) if rank == 0 else None
+    world = RankWorld.host(size) if rank == 0 else None
     port = [world.port if world is not None else 0]
     dist.broadcast_object_list(port)
     if world is not None:
-        Orders(world).set_up(Setup(OPTIONS))
+        Orders(world).set_up(UpdateSetup(OPTIONS))
         seats = [Seat("127.0.0.1", port[0], TRAINERS + worker, size) for worker in range(WORKERS)]
         beside = [start_beside(seat, sockets, worker, None) for worker, seat in enumerate(seats)]
     else:
-        world = World.join("127.0.0.1", port[0], rank, size)
+        world = RankWorld.join("127.0.0.1", port[0], rank, size)
     orders = Orders(world)
     have = spread(model(1, 32), TRAINERS)
     with Updater(sockets, ledger=ledger, worker=None, options=OPTIONS, world=world) as updater:
@@ -71,4 +71,4 @@ def test_a_trainer_keeps_its_group_and_a_failure_is_not_the_end() -> None:
 
 def test_no_store_is_named() -> None:
     with pytest.raises(ConnectionError, match=r"rank 1 of 2 has not reached rank 0.s store at 127\.0\.0\.1:9"):
-        World.join("127.0.0.1", 9, 1, 2, deadline_s=1)
+        RankWorld.join("127.0.0.1", 9, 1, 2, deadline_s=1)

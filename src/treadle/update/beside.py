@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.distributed import PrefixStore
 
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.update.errors import UpdateError
 from treadle.update.update_options import UpdateOptions
 from treadle.update.updater import Updater
@@ -43,7 +43,7 @@ class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str | None = None
 
 
-class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UpdateSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How updates are done, the same on all ranks."""
 
     options: UpdateOptions
@@ -54,17 +54,17 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Orders:
     """Set-up and versions in the store of a world; rank 0 writes them, all others read them in the same order."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankWorld) -> None:
         self._store = PrefixStore(_PREFIX, world.store)
         self._number = 0
 
-    def set_up(self, setup: Setup) -> None:
+    def set_up(self, setup: UpdateSetup) -> None:
         """Write the set-up, once."""
         self._store.set(_SETUP, msgspec.json.encode(setup).decode())
 
-    def read_setup(self) -> Setup:
+    def read_setup(self) -> UpdateSetup:
         """Wait for the set-up."""
-        return msgspec.json.decode(self._store.get(_SETUP), type=Setup)
+        return msgspec.json.decode(self._store.get(_SETUP), type=UpdateSetup)
 
     def announce(self, version: int) -> None:
         """Order the next update."""
@@ -103,7 +103,7 @@ def main() -> int:
     seat, (directory, worker, device) = msgspec.json.decode(sys.argv[1], type=Seat), sys.argv[2:]
     threading.Thread(target=_end_with_parent, name="treadle parent", daemon=True).start()
     torch.set_num_threads(1)
-    world = World.join(seat.address, seat.port, seat.rank, seat.size)
+    world = RankWorld.join(seat.address, seat.port, seat.rank, seat.size)
     orders = Orders(world)
     setup = orders.read_setup()
     with Updater(

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from treadle.dist.clock import clock_offset
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.host.errors import named
 from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
@@ -63,7 +63,7 @@ class Updater:
         new_set: The workers are a new set. Members of the log without a rank are closed where they can be reached.
             The caller vouches that the others have ended: if they live they serve an old version.
         world: The update ranks; by default those of torch's process group. A trainer's group has no ranks for engines:
-            then all meet in a `treadle.dist.world.World` of their own.
+            then all meet in a `treadle.dist.rank_world.RankWorld` of their own.
         say: Called with a line for people before something costly happens.
         progress: Called with bytes broadcast so far and bytes in all.
 
@@ -81,13 +81,13 @@ class Updater:
         device: torch.device | None = None,
         takeover: bool = False,
         new_set: bool = False,
-        world: World | None = None,
+        world: RankWorld | None = None,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         options = options if options is not None else UpdateOptions()
         self.device = device = device if device is not None else torch.device("cpu")
-        world = world if world is not None else World.of_torch()
+        world = world if world is not None else RankWorld.of_torch()
         self.rank, self.world = world.rank, world.size
         worker = self.rank if worker == "rank" else worker
         self.takeover, self.new_set = takeover, new_set

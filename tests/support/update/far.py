@@ -23,8 +23,8 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from treadle.dist.rank_world import RankWorld
 from treadle.dist.streams import replace_streams
-from treadle.dist.world import World
 from treadle.update.memory import ipc_buffers
 from treadle.update.memory.host import HostBuffer
 from treadle.update.rank import broadcast
@@ -282,7 +282,7 @@ class FarMemory:
 class FarBuckets(broadcast.Buckets):
     """A group whose collectives begin after the launching thread's current stream, as NCCL's do."""
 
-    def __init__(self, name: str, world: World, device: torch.device, deadline: timedelta) -> None:
+    def __init__(self, name: str, world: RankWorld, device: torch.device, deadline: timedelta) -> None:
         super().__init__(name, world, torch.device("cpu"), deadline)
         events.append("group")
         if device.type == TYPE:

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 
 from tests.support.update.vllm import SMALL
 from treadle.update import UpdateError, UpdateOptions
-from treadle.update.adapters.vllm.trainer import TreadleTrainerInit, register
+from treadle.update.adapters.vllm.vllm_trainer import TreadleTrainerInit, register
 
 
 def say(line: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import PrefixStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.host.sockets import own_directory
 from treadle.update.adapters.plain import Plain
 from treadle.update.beside import Orders
@@ -90,7 +90,7 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.endpoint: Endpoint | None = None
         self.updater: Updater | None = None
         self._orders: Orders | None = None
-        self._store: World | None = None
+        self._store: RankWorld | None = None
         self._num_actors = 0
         self._round: str | None = None
         self._finalized = False
@@ -100,7 +100,7 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._finalized:
             self._leave()
         if self.is_master and self._store is None:
-            self._store = World.host(0, self.address)
+            self._store = RankWorld.host(0, self.address)
         port = self._store.port if self._store is not None else 0
         return {"address": self.address, "port": port, "round": self._round}
 
@@ -132,8 +132,8 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._round == number:
             return
         self._leave()
-        raw = self._store if self._store is not None else World.join(address, port, rank, size)
-        world = World(PrefixStore(number, raw.store), rank, size)
+        raw = self._store if self._store is not None else RankWorld.join(address, port, rank, size)
+        world = RankWorld(PrefixStore(number, raw.store), rank, size)
         own_directory(self.directory, "others could connect to the rollouts in it")
         worker = rank - num_actors if rank >= num_actors else None
         if worker is not None:

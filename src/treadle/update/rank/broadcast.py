@@ -15,7 +15,7 @@ from treadle.dist.communicators import JointAbort
 from treadle.dist.device import device_of
 from treadle.dist.groups import Group
 from treadle.dist.native_sockets import Sockets
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.host.errors import TreadleError
 from treadle.update.rank.inbox import Inbox
 
@@ -30,7 +30,7 @@ class BroadcastError(TreadleError, RuntimeError):
 class Buckets(Group):
     """The group of all update ranks, over torch's own backend for the device, whatever backend the world has."""
 
-    def __init__(self, name: str, world: World, device: torch.device, deadline: timedelta) -> None:
+    def __init__(self, name: str, world: RankWorld, device: torch.device, deadline: timedelta) -> None:
         wait, backend = device_of(device, deadline).wait, default_backend(device)
         ranks, rank, store = list(range(world.size)), world.rank, world.store
         super().__init__(f"update/{name}", ranks, rank, deadline, wait, device, backend=backend, store=store)
@@ -88,7 +88,7 @@ class Broadcasts:
     `name` is the updater's; `made` is the attempt that made the group, 0 where there is none that can be used.
     """
 
-    def __init__(self, name: str, world: World, deadline_s: float, device: torch.device) -> None:
+    def __init__(self, name: str, world: RankWorld, deadline_s: float, device: torch.device) -> None:
         self.name, self.world, self.deadline = name, world, timedelta(seconds=deadline_s)
         self.device = device
         self.made = 0

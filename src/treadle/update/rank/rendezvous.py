@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from treadle.dist.addresses import own_address
 from treadle.dist.clock import host_number
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator, ToCoordinator
 from treadle.wire.link import Link
@@ -50,7 +50,7 @@ class Rendezvous:
     older than the group, and have made updaters in another.
     """
 
-    def __init__(self, directory: Path, address: str | None, world: World) -> None:
+    def __init__(self, directory: Path, address: str | None, world: RankWorld) -> None:
         self.path, self.address, self.world = directory / "coordinator.sock", address, world
         self.key: bytes | None = None
         self._store = PrefixStore("treadle/update/coordinator", world.store)

@@ -4,8 +4,8 @@
 
 vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Update ranks begin and end updates
 over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its `update_weights` only checks
-that a worker serves a version. A trainer that sends through vLLM's interface (`trainer.py`) has each worker start an
-update rank beside it.
+that a worker serves a version. A trainer that sends through vLLM's interface (`vllm_trainer.py`) has each worker start
+an update rank beside it.
 """
 
 from __future__ import annotations

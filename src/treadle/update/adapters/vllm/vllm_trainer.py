@@ -21,9 +21,9 @@ import msgspec
 from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from treadle.dist.world import World
+from treadle.dist.rank_world import RankWorld
 from treadle.update.adapters.vllm.trainer_source import source_of
-from treadle.update.beside import Orders, Seat, Setup
+from treadle.update.beside import Orders, Seat, UpdateSetup
 from treadle.update.coordinator.commit_log import peek
 from treadle.update.update_options import UpdateOptions
 from treadle.update.updated import Updated
@@ -86,13 +86,13 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
             )
         size = init_info.num_trainers + init_info.num_workers
         if init_info.rank == 0:
-            world = World.host(size, init_info.address, init_info.port)
+            world = RankWorld.host(size, init_info.address, init_info.port)
             orders = Orders(world)
-            orders.set_up(Setup(init_info.options, init_info.takeover, init_info.new_set))
+            orders.set_up(UpdateSetup(init_info.options, init_info.takeover, init_info.new_set))
             seat = Seat(init_info.address, world.port, init_info.num_trainers, size, init_info.key)
             client.init_weight_transfer_engine({"seat": msgspec.to_builtins(seat)})
         else:
-            world = World.join(init_info.address, init_info.port, init_info.rank, size)
+            world = RankWorld.join(init_info.address, init_info.port, init_info.rank, size)
             orders = Orders(world)
         updater = Updater(
             Path(init_info.directory),

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 @dataclass(frozen=True)
-class World:
+class RankWorld:
     """A rank among `size`, which all reach `store`. A process may be a rank of several worlds."""
 
     store: Store
@@ -19,12 +19,12 @@ class World:
     size: int
 
     @classmethod
-    def of_torch(cls) -> World:
+    def of_torch(cls) -> RankWorld:
         """Return the world of torch's default process group."""
         return cls(_get_default_store(), dist.get_rank(), dist.get_world_size())
 
     @classmethod
-    def host(cls, size: int, address: str = "127.0.0.1", port: int = 0, deadline_s: float = 300.0) -> World:
+    def host(cls, size: int, address: str = "127.0.0.1", port: int = 0, deadline_s: float = 300.0) -> RankWorld:
         """Open a store and be rank 0. It is there as long as this world is held.
 
         Args:
@@ -38,7 +38,7 @@ class World:
         return cls(store, 0, size)
 
     @classmethod
-    def join(cls, host: str, port: int, rank: int, size: int, deadline_s: float = 300.0) -> World:
+    def join(cls, host: str, port: int, rank: int, size: int, deadline_s: float = 300.0) -> RankWorld:
         """Be a rank of the world whose rank 0 has its store there; waits for it.
 
         Raises:
