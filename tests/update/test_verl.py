@@ -33,7 +33,8 @@ class Replica:
     """A replica of one rollout. It notes the manager's calls."""
 
     def __init__(self, worker: Any) -> None:
-        self.workers, self.calls = [worker], []
+        self.workers = [worker]
+        self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         async def call(**kwargs: Any) -> None:

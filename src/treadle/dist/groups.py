@@ -9,7 +9,7 @@ from operator import methodcaller
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from treadle.dist.backends import is_dry
 from treadle.dist.calls import DifferentCallsError, contradiction
@@ -47,7 +47,7 @@ class Group:
         *,
         traffic: Traffic = REDUCTION,
         backend: str | None = None,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
         self.ranks, self.group_rank, self.wait = ranks, ranks.index(rank), wait
         self.communicator = make_communicator(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from treadle.dist.rank_world import RankWorld
 from treadle.update.errors import UpdateError

@@ -21,7 +21,8 @@ def make_model(seed: int) -> Any:
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=64, num_key_value_heads=2, head_dim=16, initializer_range=0.2, **SHAPE)
     config.tie_word_embeddings = False
-    return Qwen3ForCausalLM(config).eval()
+    model: Any = Qwen3ForCausalLM(config)
+    return model.eval()
 
 
 def tokens_of(model: Any) -> list[int]:
@@ -55,11 +56,11 @@ class Actor(Worker):  # type: ignore[misc]
                 raise RuntimeError("trouble in the actor")
             yield name, tensor
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int = 0, mode: str = "auto") -> Any:
         return await self.checkpoint_engine.send_weights(self.weights(global_steps), global_steps=global_steps)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)  # type: ignore[untyped-decorator]
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
 
@@ -83,7 +84,7 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
     def __init__(self, rollout_config: Any) -> None:
         super().__init__(rollout_config, None, Engine())
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def look(self) -> tuple[list[int], int]:
         """The tokens that the engine makes, and how often it was loaded."""
         return tokens_of(self.server_adapter.model), self.server_adapter.loads

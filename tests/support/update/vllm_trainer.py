@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -68,12 +70,12 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     rank, world = task["rank"], task["world"]
     torch.set_num_threads(1)
-    store = dist.FileStore(task["store"], world)
+    store = FileStore(task["store"], world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (world,)))
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world,)))
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     register()
     init = TreadleTrainerInit(
         task["directory"],

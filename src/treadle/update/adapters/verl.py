@@ -20,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from treadle.dist.rank_world import RankWorld

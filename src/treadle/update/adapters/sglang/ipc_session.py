@@ -48,9 +48,10 @@ def gpu_buffers(devices: Iterable[int], size_bytes: int) -> dict[str, EngineBuff
     from torch.multiprocessing.reductions import reduce_tensor
 
     made = {}
+    handle_of: Callable[[torch.Tensor], Any] = reduce_tensor
     for device in devices:
         tensor = torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
-        made[f"GPU-{torch.cuda.get_device_properties(device).uuid}"] = EngineBuffer(tensor, reduce_tensor(tensor))
+        made[f"GPU-{torch.cuda.get_device_properties(device).uuid}"] = EngineBuffer(tensor, handle_of(tensor))
     return made
 
 

@@ -73,7 +73,8 @@ def _tensor(meta: Any) -> Tensor:
 def _piece(meta: Any, rank: int) -> Piece | None:
     """The piece that a rank has of a tensor; None where an uneven shard has no elements here."""
     tensor = _tensor(meta)
-    at, shape, rules = rank, (rank + 1,), (REPLICATE,)
+    at, shape = rank, (rank + 1,)
+    rules: tuple[Any, ...] = (REPLICATE,)
     if meta.owners is not None:
         if rank not in meta.owners:
             raise ValueError(f"the source yields {meta.name} on rank {rank}, and its owners are {meta.owners}")
