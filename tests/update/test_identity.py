@@ -23,13 +23,11 @@ from tests.support.update.workers import Asker, Workers
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.update_messages import (
-    Abort,
     Answer,
     Begin,
-    Commit,
+    Grant,
     Finish,
     Refused,
-    Settle,
     Status,
     TakePlan,
 )
@@ -386,16 +384,16 @@ def lone() -> tuple[Worker, Plain]:
     plain = Plain({"w": torch.zeros(0)})
     made = Worker(plain, 0)
     made.handle(TakePlan("p", (), ()))
-    made.handle(Settle(1, None, (), log="A"))
+    made.handle(Grant(1, None, (), log="A"))
     made.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
     made.handle(Finish(1))
-    assert isinstance(made.handle(Commit(1, 1)), Status)
+    assert isinstance(made.handle(Grant(1, 1, (1,), log="A")), Status)
     return made, plain
 
 
 def test_a_worker_refuses_another_log_and_names_both() -> None:
     made, plain = lone()
-    told = made.handle(Settle(9, 1, (1,), log="B"))
+    told = made.handle(Grant(9, 1, (1,), log="B"))
     assert isinstance(told, Refused)
     assert (told.code, plain.gate.version) == ("foreign", 1)
     assert all(part in told.text for part in ("another log, A", "this one is B", "takeover=True"))
@@ -404,10 +402,10 @@ def test_a_worker_refuses_another_log_and_names_both() -> None:
 
 def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
     made, _ = lone()
-    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
     made.handle(Begin(2, 5, "p", "none", "drain", 1.0, checked=True, partial=False, log="B"))
     made.handle(Finish(2))
-    told = made.handle(Settle(3, 1, (1,), log="A"))
+    told = made.handle(Grant(3, 1, (1,), log="A"))
     assert isinstance(told, Refused)
     assert told.code == "foreign"
     assert made.status.log == "B"
@@ -415,21 +413,21 @@ def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
 
 def test_a_closed_worker_keeps_what_it_has_for_its_own_log_only() -> None:
     made, plain = lone()
-    closed = made.handle(Settle(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
+    closed = made.handle(Grant(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
     assert isinstance(closed, Status)
-    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("closed", 1, "A", None)
-    opened = made.handle(Settle(3, 1, (1,), log="A"))
+    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("lapsed", 1, "A", None)
+    opened = made.handle(Grant(3, 1, (1,), log="A"))
     assert isinstance(opened, Status)
     assert (opened.state, plain.gate.version) == ("serving", 1)
 
 
 def test_a_closed_worker_does_not_open_when_an_attempt_fails() -> None:
     made, plain = lone()
-    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
     made.handle(Begin(2, 5, "p", "host", "drain", 1.0, checked=True, partial=False, log="B"))
-    made.handle(Abort(2))
-    assert (made.state, plain.gate.version) == ("closed", None)
-    made.handle(Settle(3, 1, (1,), log="A"))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
+    assert (made.state, plain.gate.version) == ("lapsed", None)
+    made.handle(Grant(3, 1, (1,), log="A"))
     assert plain.gate.version == 1
 
 

@@ -75,7 +75,7 @@ def goes_back_though_it_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     release = worker_decisions.release
 
     def eager(state: WorkerState, *, can_restore: bool) -> worker_decisions.Moves:
-        voted = state.state == "prepared"
+        voted = state.state == "staged"
         return release(replace(state, state="loading") if voted else state, can_restore=can_restore)
 
     monkeypatch.setattr(worker_decisions, "release", eager)

@@ -14,7 +14,7 @@ from treadle.update.protocol.control import Enter, Fault, Kind, Stop
 from treadle.update.protocol.coordinator_decisions import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed
-from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Status
 from treadle.update.protocol.worker_decisions import Content, WorkerState
 from treadle.update.update_options import UpdateOptions
 
@@ -483,18 +483,14 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
 
 def _decide(process: Process, message: Any) -> worker_decisions.Moves:
     state, can_restore = process.state, process.before is not None
-    if isinstance(message, Settle):
-        return worker_decisions.settle(state, message, can_restore=can_restore)
+    if isinstance(message, Grant):
+        return worker_decisions.grant(state, message, can_restore=can_restore)
     if isinstance(message, Begin):
         return worker_decisions.begin(state, message)
     if isinstance(message, Load):
         return worker_decisions.load(state, message.epoch)
     if isinstance(message, Finish):
         return worker_decisions.finish(state, message)
-    if isinstance(message, Commit):
-        return worker_decisions.commit(state, message)
-    if isinstance(message, Abort):
-        return worker_decisions.abort(state, message, can_restore=can_restore)
     return worker_decisions.release(state, can_restore=can_restore)
 
 
@@ -516,9 +512,9 @@ def engine(p: Process, act: worker_decisions.Act, link: Link | None, message: An
 
 def _answer(world: World, link: Link, asked: Any, done: Process | None, sizes: Sizes, crash: str) -> World:
     me = world.runs[link[0]].ranks[link[1]] if link[0] < len(world.runs) else None
-    if me is None or me.waits != "worker" or me.state is None or isinstance(asked, Abort) or asked == "end":
+    if me is None or me.waits != "worker" or me.state is None or asked == "end":
         return world
-    if getattr(asked, "epoch", 0) != me.state.epoch or (isinstance(asked, Commit) and me.state.phase != "open"):
+    if getattr(asked, "epoch", 0) != me.state.epoch:
         return world
     if done is None:
         return fail(world, link)

@@ -9,8 +9,8 @@ A rank does one thing at a time, and each action has a function that takes its a
 
 The messages of an attempt, in order:
 
-    Go ── Settle ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
-       ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Commit ── Agreed ─> Proceed
+    Go ── Grant ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
+       ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Grant ── Agreed ─> Proceed
 
 An attempt that ends early goes through `ended` and `farewell` instead.
 """
@@ -33,7 +33,7 @@ from treadle.update.protocol.control import (
     Settled,
     Stop,
 )
-from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Settle, Status
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Status
 from treadle.update.update_options import UpdateOptions
 
 Ending: TypeAlias = Literal["unknown", "lost", "stopped", "committed"]
@@ -53,7 +53,7 @@ class TellCoordinator:
 class AskWorker:
     """Send `message` to the worker and wait for its answer."""
 
-    message: Settle | Begin | Finish | Commit
+    message: Grant | Begin | Finish
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RankState:
     """One rank's view of one attempt.
 
     `speaks`: it has a worker. `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`:
-    the coordinator may know that the worker is prepared; from then on only the coordinator's word counts. `decided`:
+    the coordinator may know that the worker has staged; from then on only the coordinator's word counts. `decided`:
     that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may still come.
     `ending`: see `Ending`.
     """
@@ -128,7 +128,7 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     if message.phase == "begin":
         return replace(state, phase="load"), Work("load")
     state = replace(state, phase="open", decided=True)
-    return state, AskWorker(Commit(state.epoch, state.version)) if state.loads else _agreed(state)
+    return state, AskWorker(_grant(state, new=True)) if state.loads else _agreed(state)
 
 
 def worked(state: RankState, value: Any = None) -> Step:
@@ -160,7 +160,7 @@ def answered(state: RankState, answer: Any) -> Step:
 class Farewell:
     """The last message to a worker, if any; whether to wait for its Status; whether to close the connection then."""
 
-    message: Commit | Abort | None
+    message: Grant | None
     waits: bool
     drops: bool
 
@@ -184,9 +184,9 @@ def farewell(state: RankState) -> Farewell:
     """
     late = state.worker_late
     if state.loads and (state.decided or state.ending == "committed"):
-        return Farewell(Commit(state.epoch, state.version), waits=True, drops=late)
+        return Farewell(_grant(state, new=True), waits=True, drops=late)
     if state.began and not state.in_doubt:
-        return Farewell(Abort(state.epoch), waits=not late, drops=late)
+        return Farewell(_grant(state, new=False), waits=not late, drops=late)
     return Farewell(None, waits=False, drops=late)
 
 
@@ -201,12 +201,15 @@ def is_vague(state: RankState, fault: Fault) -> bool:
 
 def _settle(state: RankState) -> AskWorker | TellCoordinator:
     """Tell the worker what is committed; a rank without one goes on."""
-    if not state.speaks:
-        return _settled(state, None)
+    return AskWorker(_grant(state, new=False)) if state.speaks else _settled(state, None)
+
+
+def _grant(state: RankState, *, new: bool) -> Grant:
+    """Return what is committed: the attempt's own version, where it is decided, or what was before."""
     go, options = state.go, state.options
     assert go is not None
-    told = go.epoch, go.committed, go.epochs, options.close, options.drain_s
-    return AskWorker(Settle(*told, go.log, go.took, go.takeover))
+    version, epochs = (state.version, (*go.epochs, state.epoch)) if new else (go.committed, go.epochs)
+    return Grant(state.epoch, version, epochs, options.close, options.drain_s, go.log, go.took, go.takeover)
 
 
 def _settled(state: RankState, status: Status | None) -> TellCoordinator:

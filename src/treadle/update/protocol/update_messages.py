@@ -1,6 +1,6 @@
 """The messages between update ranks and workers. Those of an attempt carry its number (`epoch`).
 
-update rank -> worker       Hello, GetLayout, Settle, Map, TakePlan, Begin, Load, Finish, Commit, Abort, Export
+update rank -> worker       Hello, GetStatus, GetLayout, Grant, Map, TakePlan, Begin, Load, Finish, Export
 any process of the user -> worker  Hello, GetStatus, Ask
 worker -> update rank       Welcome, Status, WeightLayout, Mapped, Planned, Begun, Loaded, Prepared, Exported, Refused
 worker -> who asked         Welcome, Status, Answer, Refused
@@ -17,12 +17,12 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
 
-State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
+State: TypeAlias = Literal["serving", "lapsed", "loading", "staged"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
 Reason: TypeAlias = Literal["order", "stale", "busy", "taken", "closed", "failed", "corrupt", "memory", "foreign"]
@@ -51,12 +51,14 @@ class GetLayout(Message, frozen=True):
     """Asks which pieces the worker wants; answered by WeightLayout."""
 
 
-class Settle(Message, frozen=True):
-    """Tells a worker what is committed: `version` (None: nothing yet), by any of the attempts `epochs`.
+class Grant(Message, frozen=True):
+    """Says what is committed: `version` (None: nothing yet), by any of the attempts `epochs` of `log`.
 
-    A prepared worker opens its version if that is the one, else it goes back. A worker that serves another version
-    closes (`close`, within `drain_s` seconds) and keeps its weights. `log` is the id of the log that says so. A worker
-    that belongs to another log refuses, unless that log is among `took`, or `takeover` is set.
+    Attempts before `epoch` are over, and so is `epoch` unless it begins with this grant. A worker that holds that
+    version, or has it staged, serves it; another one goes back from a load, closes (`close`, within `drain_s` seconds)
+    and keeps its weights. A worker that belongs to another log refuses, unless that is among `took`, or `takeover` is
+    set. `term` numbers the coordinators of a log: a worker refuses one before the last that it knows.
+    `lease_ns`: the worker serves until that long after `stamp_ns`, the time of one of its reports; None: without end.
     """
 
     epoch: int
@@ -67,6 +69,9 @@ class Settle(Message, frozen=True):
     log: str = ""
     took: tuple[str, ...] = ()
     takeover: bool = False
+    term: int = 0
+    stamp_ns: int = 0
+    lease_ns: int | None = None
 
 
 class Map(Message, frozen=True):
@@ -137,19 +142,6 @@ class Finish(Message, frozen=True):
     epoch: int
 
 
-class Commit(Message, frozen=True):
-    """The decision was to commit: serve this version."""
-
-    epoch: int
-    version: int
-
-
-class Abort(Message, frozen=True):
-    """The attempt is over: go back to the version before it."""
-
-    epoch: int
-
-
 class Ask(Message, frozen=True):
     """A request to the engine; the Answer carries the version that answered."""
 
@@ -157,7 +149,7 @@ class Ask(Message, frozen=True):
 
 
 ToWorker: TypeAlias = (
-    Hello | GetStatus | GetLayout | Settle | Map | TakePlan | Begin | Load | Export | Finish | Commit | Abort | Ask
+    Hello | GetStatus | GetLayout | Grant | Map | TakePlan | Begin | Load | Export | Finish | Ask
 )
 
 

@@ -15,7 +15,7 @@ from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Send, Sides
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
-from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
+from treadle.update.protocol.update_messages import Begin, Begun, Finish, Grant, Prepared, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.update.rank.comparing import TieComparison
@@ -92,8 +92,9 @@ class AttemptRun:
                     # 2. Settle: close workers that left the set; tell this rank's worker which version is committed.
                     case Work("dismiss", workers):
                         self.state, action = rank.worked(self.state, self._dismiss(workers))
-                    case AskWorker(Settle() as message):
-                        self.state, action = rank.answered(self.state, self._settle(message))
+                    # 8. Open: once the decision is on disk, the worker resets its caches and serves the new version.
+                    case AskWorker(Grant() as message):
+                        self.state, action = rank.answered(self.state, self._grant(message))
                     # 3. Layout: where layouts changed, one rank of those that are alike tells them to the coordinator.
                     case Work("describe", asked):
                         self.state, action = rank.worked(self.state, self._describe(asked))
@@ -110,9 +111,6 @@ class AttemptRun:
                     case AskWorker(Finish() as message):
                         self.state, action = rank.answered(self.state, self._finish(message))
                     # -------- POINT OF NO RETURN: with all votes in, the coordinator writes the decision to its log.
-                    # 8. Open: the worker resets its caches and serves the new version.
-                    case AskWorker(Commit() as message):
-                        self.state, action = rank.answered(self.state, self._commit(message))
                     case TellCoordinator():
                         self.state, action = rank.heard(self.state, self._tell(action))
         return self._updated()
@@ -184,7 +182,7 @@ class AttemptRun:
         assert self.state.go is not None
         return dismiss(self.context.directory, workers, self.state.go, self.options)
 
-    def _settle(self, message: Settle) -> Status:
+    def _grant(self, message: Grant) -> Status:
         self._status = self.worker.ask(message, Status, self.options.phase_s)
         return self._status
 
@@ -250,10 +248,6 @@ class AttemptRun:
 
     def _finish(self, message: Finish) -> Prepared:
         return self.worker.ask(message, Prepared, self.options.deadline_s)
-
-    def _commit(self, message: Commit) -> Status:
-        self._status = self.worker.ask(message, Status, self.options.deadline_s)
-        return self._status
 
     @property
     def _layouts(self) -> Layouts:
@@ -341,9 +335,7 @@ class AttemptRun:
         message = farewell.message
         try:
             with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
-                if isinstance(message, Commit):
-                    self.worker.ask(message, Status, FAREWELL_S, heed=False)
-                elif message is not None:
+                if message is not None:
                     self.worker.send(message)
                     if farewell.waits:
                         self.worker.await_status(FAREWELL_S)

@@ -21,12 +21,12 @@ from treadle.update.protocol.update_messages import (
     FromWorker,
     GetLayout,
     GetStatus,
+    Grant,
     Hello,
     Map,
     Mapped,
     Planned,
     Refused,
-    Settle,
     Status,
     TakePlan,
     WeightLayout,
@@ -239,11 +239,11 @@ class WorkerRefusedError(TreadleError):
 
 def dismiss(directory: Path, workers: Sequence[int], go: Go, options: UpdateOptions) -> tuple[int, ...]:
     """Close workers that left the set, as far as they listen in this directory; those that are closed now."""
-    settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
+    settle = Grant(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
     return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
 
 
-def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
+def _close(path: Path, settle: Grant, deadline_s: float) -> bool:
     try:
         link: Link[FromWorker] = Link(connect(path), FromWorker)
     except OSError:
@@ -255,7 +255,7 @@ def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
             return False
         link.send(settle)
         answer = link.receive(deadline_s)
-        return isinstance(answer, Status) and answer.state == "closed"
+        return isinstance(answer, Status) and answer.state == "lapsed"
     except (OSError, WireError):
         return False
     finally:

@@ -1,6 +1,6 @@
 """A worker's side of an update: it takes messages, and has its engine do what `protocol/worker.py` decides.
 
-Until it has voted (`prepared`), a worker may go back to the old version by itself: no version is committed without the
+Until it has voted (`staged`), a worker may go back to the old version by itself: no version is committed without the
 vote of every worker. From then on it stays closed until it learns the decision.
 """
 
@@ -22,15 +22,14 @@ from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.protocol import worker_decisions as deciding
 from treadle.update.protocol.update_messages import (
     MOST_PLANS,
-    Abort,
     Begin,
     Begun,
-    Commit,
     Export,
     Exported,
     Finish,
     FromWorker,
     GetLayout,
+    Grant,
     Load,
     Loaded,
     Map,
@@ -38,7 +37,6 @@ from treadle.update.protocol.update_messages import (
     Planned,
     Prepared,
     Refused,
-    Settle,
     Share,
     State,
     Status,
@@ -88,19 +86,17 @@ class Worker:
         }
         self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
             GetLayout: lambda _: self.adapter.layout(),
-            Settle: self._settle,
+            Grant: self._grant,
             TakePlan: self._take_plan,
             Begin: self._begin,
             Load: self._load,
             Export: self._export,
             Finish: self._finish,
-            Commit: self._commit,
-            Abort: self._abort,
         }
 
     @property
     def state(self) -> State:
-        """One of closed, loading, prepared and serving."""
+        """One of lapsed, loading, staged and serving."""
         return self.now.state
 
     @property
@@ -197,8 +193,8 @@ class Worker:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _settle(self, message: Settle) -> FromWorker:
-        moves = deciding.settle(self.now, message, can_restore=self._rollback.can_restore)
+    def _grant(self, message: Grant) -> FromWorker:
+        moves = deciding.grant(self.now, message, can_restore=self._rollback.can_restore)
         self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
         return self.status
 
@@ -280,7 +276,7 @@ class Worker:
         return Exported(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
-        moves, prepared = deciding.finish(self.now, message)
+        moves, staged = deciding.finish(self.now, message)
         begun = self.now.begun
         assert begun is not None
         if moves:
@@ -291,16 +287,8 @@ class Worker:
                 )
             self._do(self.adapter.finish())
             self._held = self.adapter.digest() if begun.checked else ""
-            self.now = prepared
+            self.now = staged
         return Prepared(message.epoch, begun.version, self._held)
-
-    def _commit(self, message: Commit) -> FromWorker:
-        self._make(deciding.commit(self.now, message))
-        return self.status
-
-    def _abort(self, message: Abort) -> FromWorker:
-        self._make(deciding.abort(self.now, message, can_restore=self._rollback.can_restore))
-        return self.status
 
     # ---- moves of the engine -----------------------------------------------------------------------------------------
 
