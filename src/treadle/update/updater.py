@@ -35,6 +35,7 @@ from treadle.update.rank.broadcast import Broadcasts, Buckets
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
+from treadle.update.rank.lease_keeper import LeaseKeeper
 from treadle.update.rank.measured_update import noted, trace_of
 from treadle.update.rank.plans import Plans
 from treadle.update.rank.rank_buffers import RankBuffers
@@ -93,7 +94,7 @@ class Updater:
         rendezvous, inbox = Rendezvous(directory, address), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
-            self.coordinator = self._host(rendezvous, ledger, options.phase_s)
+            self.coordinator = self._host(rendezvous, ledger, options)
             client = CoordinatorClient(rendezvous, self.rank, self.world, inbox, options)
         self.context = RankContext(
             self.rank,
@@ -110,22 +111,27 @@ class Updater:
             progress,
         )
         inbox.on_bad = self._break_off
+        if worker is not None and options.lease_s is not None:
+            keeper = LeaseKeeper(directory, worker, self.rank, options.lease_s, client.report_status)
+            self.context.keeper, client.granted = keeper, keeper.take
 
     @property
     def options(self) -> UpdateOptions:
-        """How the next attempt is done; assign the same on all ranks. The coordinator's deadline stays as it was."""
+        """How the next attempt is done; assign the same on all ranks. The coordinator's deadline and leases stay."""
         return self.context.options
 
     @options.setter
     def options(self, options: UpdateOptions) -> None:
         self.context.options = options
 
-    def _host(self, rendezvous: Rendezvous, ledger: Path, deadline_s: float) -> Coordinator | None:
+    def _host(self, rendezvous: Rendezvous, ledger: Path, options: UpdateOptions) -> Coordinator | None:
         """On rank 0, start the coordinator."""
         if self.rank != 0:
             return None
         made: Coordinator = rendezvous.host(
-            lambda listener: Coordinator(listener, CommitLog(ledger), self.world, deadline_s)
+            lambda listener: Coordinator(
+                listener, CommitLog(ledger), self.world, options.phase_s, options.lease_ns, options.least
+            )
         )
         return made
 
@@ -232,12 +238,14 @@ class Updater:
     def _worker_lost(self, name: str, text: str) -> None:
         """Report a lost worker at once, from the thread that reads from it: the updating thread may wait elsewhere."""
         attempt = self.attempt
-        if attempt is not None and attempt.epoch:
+        if attempt is not None and attempt.epoch and attempt.state.speaks:
             fault = failure(attempt.epoch, name, attempt.phase, f"lost: {text}", attempt.bucket).fault
             self.context.coordinator.report(fault)
 
     def close(self) -> None:
         """Disconnect from the worker, which goes on serving, and from the other ranks. May be called again."""
+        if self.context.keeper is not None:
+            self.context.keeper.close()
         if self.context.own_worker is not None:
             self.context.own_worker.drop()
         self.context.coordinator.close()

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import (
     Member,
     Record,
@@ -21,6 +24,7 @@ from treadle.update.protocol.record import (
     member_of,
     missing_members,
     replaced_members,
+    replica_of,
     taken_over,
 )
 from treadle.update.protocol.update_messages import Status, WeightLayout
@@ -67,13 +71,13 @@ class Attempt:
         by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
         return by_phase.get(self.phase, self.agreed)
 
-    def refuse_entries(self, record: Record, where: str = "") -> None:
+    def refuse_entries(self, record: Record, leases: Leases, where: str = "") -> None:
         """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
         first = self.first
         for entry in self.entered.values():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
-            if (entry.worker is None) != (entry.status is None):
+            if not entry.away and (entry.worker is None) != (entry.status is None):
                 raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
@@ -87,7 +91,7 @@ class Attempt:
                 raise AttemptRefusedError(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
         self._refuse_speakers()
         self._refuse_logs(record, where)
-        self._refuse_set(record)
+        self._refuse_set(record, leases)
         record = self.start_from(record)
         if first.kind == "update" and record.version is not None and first.version <= record.version:
             raise AttemptRefusedError(
@@ -106,6 +110,34 @@ class Attempt:
     def members(self) -> tuple[Member, ...]:
         """The workers of this attempt, as the log records them."""
         return tuple(member_of(status) for _, status in sorted(self.workers.items()))
+
+    @property
+    def incarnations(self) -> set[str]:
+        """The workers of this attempt."""
+        return {status.incarnation for status in self.statuses.values()}
+
+    def ended(self, record: Record) -> set[str]:
+        """Return members in whose slot another process is now: they have closed or ended."""
+        now = {status.slot: status.incarnation for status in self.statuses.values() if status.slot}
+        return {m.incarnation for m in record.members if now.get(m.slot, m.incarnation) != m.incarnation}
+
+    def members_after(self, record: Record, leases: Leases) -> tuple[Member, ...]:
+        """Return the members of the log if this attempt commits.
+
+        An update leaves out who was away, unless others of its replica are in. After a recovery the ones that were away
+        may still have a lease on the same version.
+        """
+        if leases.lease_ns is None or self.first.new_set:
+            return self.members
+        present, replicas = self.incarnations, {replica_of(status) for status in self.statuses.values()}
+        recovers = self.first.kind == "recover"
+        kept = [
+            member
+            for member in record.members
+            if member.incarnation not in present
+            and (recovers or (member.worker not in self.workers and replica_of(member) in replicas))
+        ]
+        return (*self.members, *kept)
 
     def start_from(self, record: Record) -> Record:
         """Return the log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
@@ -128,8 +160,11 @@ class Attempt:
                 "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
             )
 
-    def _refuse_set(self, record: Record) -> None:
-        """Refuse workers other than the log's members, unless the caller says that they are a new set."""
+    def _refuse_set(self, record: Record, leases: Leases) -> None:
+        """Refuse too few replicas, and a set without a worker whose lease has no end.
+
+        The caller may say that this is a new set: then nobody serves who is not in it.
+        """
         for worker, status in self.workers.items():
             if not status.holds_slot:
                 raise AttemptRefusedError(
@@ -138,6 +173,10 @@ class Attempt:
                 )
         if self.first.new_set:
             return
+        if leases.least is not None:
+            self._refuse_few(record, leases.least)
+            endless = tuple(member for member in record.members if leases.is_endless(member.incarnation))
+            record = msgspec.structs.replace(record, members=endless)
         missing = missing_members(record, self.workers)
         if missing:
             raise AttemptRefusedError(
@@ -154,6 +193,19 @@ class Attempt:
                 f"known there; it may still serve version {record.version}; end it and declare the set a new "
                 "one (new_set=True, --new-set)",
             )
+
+    def _refuse_few(self, record: Record, least: int) -> None:
+        """Refuse fewer replicas than the policy asks for. A replica counts where all of its workers take part."""
+        lacking = {replica_of(member) for member in record.members if member.worker not in self.workers}
+        whole = {replica_of(status) for status in self.statuses.values()} - lacking
+        if len(whole) >= least:
+            return
+        away = "".join(f"; worker {e.worker}: {e.away}" for _, e in sorted(self.entered.items()) if e.away)
+        raise AttemptRefusedError(
+            "the update ranks",
+            f"an update needs {least} whole replicas (policy={least}), {len(whole)} can take part{away}; start the "
+            "others, or allow fewer (policy=, --policy)",
+        )
 
     def _refuse_logs(self, record: Record, where: str) -> None:
         foreign = {worker: status for worker, status in self.workers.items() if is_foreign(record, status.log)}
@@ -285,6 +337,8 @@ class Attempt:
             + ("is closed" if member.worker in closed else "was not reached: end it, if it lives it serves what it has")
             for member in self.left
         ]
+        away = [entry for _, entry in sorted(self.entered.items()) if entry.away]
+        parts += [f"worker {entry.worker} is left out, and its lease is over: {entry.away}" for entry in away]
         return "; ".join(parts)
 
     def _group(self) -> int:

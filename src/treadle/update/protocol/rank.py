@@ -209,7 +209,9 @@ def _grant(state: RankState, *, new: bool) -> Grant:
     go, options = state.go, state.options
     assert go is not None
     version, epochs = (state.version, (*go.epochs, state.epoch)) if new else (go.committed, go.epochs)
-    return Grant(state.epoch, version, epochs, options.close, options.drain_s, go.log, go.took, go.takeover)
+    lease_ns = 0 if options.lease_s is not None else None  # leases with an end come by Report and Grant only
+    how = options.close, options.drain_s
+    return Grant(state.epoch, version, epochs, *how, go.log, go.took, go.takeover, go.term, lease_ns=lease_ns)
 
 
 def _settled(state: RankState, status: Status | None) -> TellCoordinator:

@@ -1,6 +1,7 @@
 """The messages between update ranks and workers. Those of an attempt carry its number (`epoch`).
 
 update rank -> worker       Hello, GetStatus, GetLayout, Grant, Map, TakePlan, Begin, Load, Finish, Export
+its thread that keeps a lease -> worker  Hello, GetStatus, Grant
 any process of the user -> worker  Hello, GetStatus, Ask
 worker -> update rank       Welcome, Status, WeightLayout, Mapped, Planned, Begun, Loaded, Prepared, Exported, Refused
 worker -> who asked         Welcome, Status, Answer, Refused
@@ -36,10 +37,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.l
 
 
 class Hello(Message, frozen=True):
-    """Opens a connection, as the update rank of this worker or as a process that asks."""
+    """Opens a connection: of the update rank of this worker, of the same for its lease, or of a process that asks."""
 
     protocol: int
-    role: Literal["update", "ask"]
+    role: Literal["update", "lease", "ask"]
     rank: int = -1
 
 
@@ -148,9 +149,7 @@ class Ask(Message, frozen=True):
     body: bytes
 
 
-ToWorker: TypeAlias = (
-    Hello | GetStatus | GetLayout | Grant | Map | TakePlan | Begin | Load | Export | Finish | Ask
-)
+ToWorker: TypeAlias = Hello | GetStatus | GetLayout | Grant | Map | TakePlan | Begin | Load | Export | Finish | Ask
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------
@@ -162,6 +161,8 @@ class Status(Message, frozen=True):
     `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
     version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
     process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
+    `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
+    `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
     """
 
     worker: int
@@ -178,6 +179,10 @@ class Status(Message, frozen=True):
     holds_slot: bool = True
     before: int = 0
     host: str = ""
+    replica: int = -1
+    staged: int = 0
+    stamp_ns: int = 0
+    term: int = 0
 
 
 class Welcome(Message, frozen=True):
