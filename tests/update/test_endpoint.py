@@ -26,10 +26,10 @@ from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
 from treadle.update.protocol.update_messages import (
     PROTOCOL,
-    Grant,
     Finish,
     FromWorker,
     GetStatus,
+    Grant,
     Hello,
     Prepared,
     Refused,

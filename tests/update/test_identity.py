@@ -25,8 +25,8 @@ from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.update_messages import (
     Answer,
     Begin,
-    Grant,
     Finish,
+    Grant,
     Refused,
     Status,
     TakePlan,

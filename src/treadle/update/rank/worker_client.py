@@ -239,7 +239,8 @@ class WorkerRefusedError(TreadleError):
 
 def dismiss(directory: Path, workers: Sequence[int], go: Go, options: UpdateOptions) -> tuple[int, ...]:
     """Close workers that left the set, as far as they listen in this directory; those that are closed now."""
-    settle = Grant(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
+    named = go.log, go.took, go.takeover, go.term
+    settle = Grant(go.epoch, None, (), options.close, options.drain_s, *named)
     return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
 
 
