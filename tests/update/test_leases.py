@@ -120,7 +120,7 @@ def test_a_later_coordinator_of_a_log_keeps_the_earlier_one_from_writing(tmp_pat
 def test_a_policy_takes_leases_that_end() -> None:
     for given in ({"policy": 2}, {"policy": 0, "lease_s": 3.0}):
         with pytest.raises(ValueError, match="leaves replicas out, which takes leases that end"):
-            UpdateOptions(**given)  # type: ignore[arg-type]
+            UpdateOptions(**given)
     with pytest.raises(ValueError, match="policy is 'all' or a number of replicas, got 'most'"):
         UpdateOptions(policy="most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lease_s is above 0"):

@@ -181,8 +181,8 @@ def start(sizes: Sizes) -> World:
     logs = first_logs(sizes)
     on = frozenset(range(sizes.workers)), frozenset[int]()
     troubles = sizes.crashes, sizes.replacements, sizes.mistakes
-    left = sizes.updates, *troubles, sizes.recoveries, sizes.restores, sizes.children
-    left += sizes.ticks, sizes.reports, sizes.cuts, sizes.doubles
+    beside = sizes.ticks, sizes.reports, sizes.cuts, sizes.doubles
+    left = sizes.updates, *troubles, sizes.recoveries, sizes.restores, sizes.children, *beside
     world = World(logs, (1, 1), on, processes, (), 1, left, ((), ()))
     return started(world, 0, sizes.ranks, sizes)
 

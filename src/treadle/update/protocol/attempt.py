@@ -204,7 +204,7 @@ class Attempt:
         raise AttemptRefusedError(
             "the update ranks",
             f"an update needs {least} whole replicas (policy={least}), {len(whole)} can take part{away}; start the "
-            "others, or allow fewer (policy=, --policy)",
+            "others, or allow fewer (policy=)",
         )
 
     def _refuse_logs(self, record: Record, where: str) -> None:
