@@ -46,6 +46,7 @@ NOT_RUN = {
     ("docs/synthesize.md", "takes minutes"),
     ("docs/torchtitan.md", "it is part of a training script"),
     ("docs/torchtitan.md", "needs torchtitan and GPUs"),
+    ("docs/weights.md", "tests/update/test_leases.py has a fleet of six"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),
     ("docs/weights.md", "examples/rl_loop.py, above, is the whole of it"),

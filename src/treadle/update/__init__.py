@@ -28,9 +28,9 @@ All workers have voted before the decision is written to disk, and it is on disk
 that has voted stays closed until it learns the decision, however late; one that has not voted may roll back by itself.
 Attempts are numbered, and messages of an older attempt are refused.
 
-A worker serves while it has a lease on what it holds. By default a lease has no end, and every worker has to vote. Where
-leases end, a thread of each rank renews its worker's, and the coordinator waits until those of absent workers are over:
-an update then needs as many replicas as the policy asks for.
+A worker serves while it has a lease on what it holds. By default a lease has no end, and every worker has to vote.
+Where leases end, a thread of each rank renews its worker's, and the coordinator waits until those of absent workers are
+over: an update then needs as many replicas as the policy asks for.
 
 Every party has an identity. A log has a random id, which a worker that votes belongs to from then on. An endpoint has
 an incarnation, new with each start, and a slot: a lock beside its socket that one process at a time holds, so two

@@ -2,7 +2,7 @@
 
 Workers ask over a socket of their own: let nobody in (Shut), reset caches (Forget), open (Serve). The first Shut drains
 requests for all workers; the last Serve opens the gate (`gate_phases.py`), which serves while the leases of all workers
-last (Hold). A worker that ends takes the engine with it, and the gate is closed from that moment, long before vLLM
+last (LeaseEnd). A worker that ends takes the engine with it, and the gate is closed from that moment, long before vLLM
 would notice.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from treadle.update.adapters.vllm.engine_messages import Attach, Forget, FromVllm, Hold, Serve, Shut
+from treadle.update.adapters.vllm.engine_messages import Attach, Forget, FromVllm, LeaseEnd, Serve, Shut
 from treadle.update.adapters.vllm.engines import Engine, within
 from treadle.update.adapters.vllm.gate_phases import GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.leftovers import Leftovers
@@ -149,7 +149,7 @@ class Replica:
                 return self._shut(worker, message)
             elif isinstance(message, Forget):
                 within(ENGINE_S, "reset its caches", self.engine.forget)
-            elif isinstance(message, Hold):
+            elif isinstance(message, LeaseEnd):
                 self._hold(worker, message)
             else:
                 self._serve(worker, message)
@@ -157,7 +157,7 @@ class Replica:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _hold(self, worker: int, message: Hold) -> None:
+    def _hold(self, worker: int, message: LeaseEnd) -> None:
         """Keep the gate to the first end of its workers' leases."""
         with self._changed:
             self._leases[worker] = message.until_ns

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from treadle.dist.streams import streams_of
-from treadle.update.adapters.vllm.engine_messages import Forget, Hold, Serve, Shut
+from treadle.update.adapters.vllm.engine_messages import Forget, LeaseEnd, Serve, Shut
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.worker.arrived_boxes import Arrival, Leaving
@@ -100,7 +100,7 @@ class Vllm:
             if until_ns is None:
                 return None
             self._lease_line = Line(self.line.path, self.line.worker)
-        return self._lease_line.ask(Hold(until_ns), ANSWER_S)
+        return self._lease_line.ask(LeaseEnd(until_ns), ANSWER_S)
 
     def open(self, version: int) -> str | None:
         """Tell the replica that this worker is ready; its gate opens with the last worker."""
