@@ -111,29 +111,19 @@ def test_fewer_ranks_than_workers_are_refused_and_the_missing_worker_is_named() 
         assert run(workers, 3, first) == [""] * 3
         for told in run(workers, 2, second):
             assert f"worker 2 (process {workers.processes[2].pid}" in told, told
-            assert "new_set" in told
+            assert "takeover=True" in told
         assert served(workers) == [1, 1, 1]
 
 
-def second_with_notes(updater: Updater, rank: int, have: Holding) -> tuple[str, ...]:
-    return updater.update(source_of(have, rank, 2), 2).notes
-
-
-def test_a_set_that_shrank_is_updated_where_that_is_said_and_who_left_is_closed() -> None:
+def test_a_set_that_shrank_is_taken_over_once_the_others_have_ended() -> None:
     with Workers(whole(3)) as workers:
         run(workers, 3, first)
-        for notes in run(workers, 2, second_with_notes, new_set=True):
-            assert any("worker 2 " in note and "closed" in note for note in notes), notes
-        assert served(workers) == [2, 2, None]
+        workers.kill(2)
+        assert run(workers, 2, second, takeover=True) == ["", ""]
         assert run(workers, 2, recovers) == [("", 0)] * 2, "the smaller set is the log's from then on"
-
-
-def test_who_left_a_set_and_cannot_be_reached_is_said() -> None:
-    with Workers(whole(3)) as workers:
-        run(workers, 3, first)
-        worker_path(workers.sockets, 2).unlink()
-        for notes in run(workers, 2, second_with_notes, new_set=True):
-            assert any("worker 2 (process" in note and "not reached" in note for note in notes), notes
+        workers.start(2)
+        workers.await_up(2)
+        assert served(workers) == [2, 2, None]
 
 
 # ---- incarnations ----------------------------------------------------------------------------------------------------
@@ -324,8 +314,7 @@ def test_a_log_that_took_over_in_vain_leaves_what_its_own_log_opens_again() -> N
     """It has a version of its own, so the workers were closed for it; they kept what they had."""
     with Workers(whole(2)) as workers, Workers(whole(2)) as other:
         assert run(workers, 2, first) == run(other, 2, first_of_another) == [""] * 2
-        wrong = {"takeover": True, "new_set": True}
-        assert all("no rank has" in told for told in run(workers, 2, nothing_to_send, other.ledger, **wrong))
+        assert all("no rank has" in told for told in run(workers, 2, nothing_to_send, other.ledger, takeover=True))
         assert served(workers) == [None, None]
         assert run(workers, 2, recovers) == [("", 0)] * 2, "with the right log nothing has to move"
         assert served(workers) == [1, 1]

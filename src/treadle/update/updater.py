@@ -59,10 +59,9 @@ class Updater:
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
         options: How updates are done, the same on all ranks.
         device: The device of the buffers; the CPU by default.
-        takeover: Take workers over that belong to another log, which is lost. A new log commits to the version that
-            they all serve, and they go on serving it.
-        new_set: The workers are a new set. Members of the log without a rank are closed where they can be reached.
-            The caller vouches that the others have ended: if they live they serve an old version.
+        takeover: Take the workers over that ranks speak for: they are the set. They may belong to another log, which is
+            lost; a new log commits to the version that they all serve, and they go on serving it. The caller vouches
+            that other members of the log have ended: if they live, they serve an old version.
         say: Called with a line for people before something costly happens.
         progress: Called with bytes broadcast so far and bytes in all.
 
@@ -79,7 +78,6 @@ class Updater:
         options: UpdateOptions | None = None,
         device: torch.device | None = None,
         takeover: bool = False,
-        new_set: bool = False,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -87,7 +85,7 @@ class Updater:
         self.device = device = device if device is not None else torch.device("cpu")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         worker = self.rank if worker == "rank" else worker
-        self.takeover, self.new_set = takeover, new_set
+        self.takeover = takeover
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
@@ -165,7 +163,7 @@ class Updater:
         """
         number, before = _version("version", version), _version("base", base) if base is not None else None
         names = _names(changed) if changed is not None else None
-        return self._run(UpdateRequest("update", number, source, names, before, self.takeover, self.new_set))
+        return self._run(UpdateRequest("update", number, source, names, before, self.takeover))
 
     def recover(self, source: WeightSource | None = None, version: int = 0) -> Updated:
         """Bring the committed version to workers that do not serve it, from peers, which go on serving.
@@ -179,7 +177,7 @@ class Updater:
                 f"recover() takes the version from workers that serve it, recover(source, version=7) from a source "
                 f"that has it; got {given}"
             )
-        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover, new_set=self.new_set))
+        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover))
 
     def _run(self, request: UpdateRequest) -> Updated:
         if not self._running.acquire(blocking=False):

@@ -159,7 +159,7 @@ def _core_key(core: CoordinatorState | None) -> Any:
     a = core.attempt
     said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.agreed))
     out = tuple(sorted(core.leases.out.items(), key=str)) if core.leases.lease_ns is not None else ()
-    return a.epoch, a.phase, a.committed, a.left, said, tuple(sorted(core.lost)), out, core.last if out else 0
+    return a.epoch, a.phase, a.committed, said, tuple(sorted(core.lost)), out, core.last if out else 0
 
 
 def start(sizes: Sizes) -> World:
@@ -507,7 +507,7 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
         if action.what == "load" and state.loads:
             world = with_rank(world, link, replace(me, state=state, waits="worker"))
             return _asked(world, link, Load(state.epoch, 0, 0))
-        state, action = rank.worked(state, {"plan": "p", "dismiss": ()}.get(action.what))
+        state, action = rank.worked(state, "p" if action.what == "plan" else None)
 
 
 def _asked(world: World, link: Link, message: Any) -> World:

@@ -40,7 +40,7 @@ class AttemptRefusedError(TreadleError, ValueError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The reports so far, by rank. `left`: members of the log that are out of the set from this attempt on."""
+    """The reports so far, by rank."""
 
     world: int
     epoch: int = 0
@@ -49,7 +49,6 @@ class Attempt:
     entered: dict[int, Enter] = field(default_factory=dict)
     settled: dict[int, Settled] = field(default_factory=dict)
     agreed: dict[int, Agreed] = field(default_factory=dict)
-    left: tuple[Member, ...] = ()
 
     @property
     def statuses(self) -> dict[int, Status]:
@@ -87,8 +86,8 @@ class Attempt:
                     f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
                     f"{first.kind} of version {first.version}; all ranks must ask for the same",
                 )
-            if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
-                raise AttemptRefusedError(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+            if first.takeover != entry.takeover:
+                raise AttemptRefusedError(f"update rank {rank}", "takeover must be the same on all ranks")
         self._refuse_speakers()
         self._refuse_logs(record, where)
         self._refuse_set(record, leases)
@@ -127,7 +126,7 @@ class Attempt:
         An update leaves out who was away, unless others of its replica are in. After a recovery the ones that were away
         may still have a lease on the same version.
         """
-        if leases.lease_ns is None or self.first.new_set:
+        if leases.lease_ns is None or self.first.takeover:
             return self.members
         present, replicas = self.incarnations, {replica_of(status) for status in self.statuses.values()}
         recovers = self.first.kind == "recover"
@@ -163,7 +162,7 @@ class Attempt:
     def _refuse_set(self, record: Record, leases: Leases) -> None:
         """Refuse too few replicas, and a set without a worker whose lease has no end.
 
-        The caller may say that this is a new set: then nobody serves who is not in it.
+        With `takeover` the caller says that nobody else serves.
         """
         for worker, status in self.workers.items():
             if not status.holds_slot:
@@ -171,7 +170,7 @@ class Attempt:
                     f"worker {worker} (process {status.pid})",
                     f"process {status.before} was worker {worker} before, and has neither ended nor closed; end it",
                 )
-        if self.first.new_set:
+        if self.first.takeover:
             return
         if leases.least is not None:
             self._refuse_few(record, leases.least)
@@ -183,15 +182,16 @@ class Attempt:
                 ", ".join(member.name for member in missing),
                 f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
                 f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
-                "start a rank beside each worker, or declare the set a new one (new_set=True, --new-set)",
+                "start a rank beside each worker, or, once the others have ended, take over those that are left "
+                "(takeover=True, --takeover)",
             )
         replaced = replaced_members(record, self.workers)
         if replaced:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),
                 "another worker is in its place, at another path or host, and whether this one has ended cannot be "
-                f"known there; it may still serve version {record.version}; end it and declare the set a new "
-                "one (new_set=True, --new-set)",
+                f"known there; it may still serve version {record.version}; end it and take the set over "
+                "(takeover=True, --takeover)",
             )
 
     def _refuse_few(self, record: Record, least: int) -> None:
@@ -227,10 +227,6 @@ class Attempt:
                 "older copy; use the newest one (ledger=, --ledger), or, if that is lost, take the workers over with "
                 "an empty directory (takeover=True, --takeover)",
             )
-
-    def leaving(self, record: Record) -> list[Member]:
-        """Members of the log that are not in this attempt's set."""
-        return [*missing_members(record, self.workers), *replaced_members(record, self.workers)]
 
     def refuse_strangers(self) -> None:
         """Raise AttemptRefusedError where a worker that settled is another process than the one at entry."""
@@ -309,10 +305,10 @@ class Attempt:
                 None,
                 self._group(),
                 catalogue,
-                self._who_left(),
+                self._who_is_away(),
             )
         only, why = self._only(record, holds)
-        whys = "; ".join(filter(None, (why, self._who_left())))
+        whys = "; ".join(filter(None, (why, self._who_is_away())))
         return Layouts(
             self.epoch, first.version, everyone, self._numbers(everyone), (), only, self._group(), catalogue, whys
         )
@@ -329,17 +325,10 @@ class Attempt:
         """Return the numbers of these ranks' workers, for people."""
         return _listed(self._numbers(ranks))
 
-    def _who_left(self) -> str:
-        """A note on the members that are out of the set."""
-        closed = {worker for settled in self.settled.values() for worker in settled.closed}
-        parts = [
-            f"{member.name} left the set and "
-            + ("is closed" if member.worker in closed else "was not reached: end it, if it lives it serves what it has")
-            for member in self.left
-        ]
+    def _who_is_away(self) -> str:
+        """A note on the workers without which ranks go on."""
         away = [entry for _, entry in sorted(self.entered.items()) if entry.away]
-        parts += [f"worker {entry.worker} is left out, and its lease is over: {entry.away}" for entry in away]
-        return "; ".join(parts)
+        return "; ".join(f"worker {entry.worker} is left out, and its lease is over: {entry.away}" for entry in away)
 
     def _group(self) -> int:
         """Return the attempt whose process group all ranks still have, or this one, which makes a new group."""

@@ -51,7 +51,7 @@ class Enter(Message, frozen=True):
     `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
     `fault`. `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process
     group the rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of
-    it together. `takeover` and `new_set` are what its caller vouches for.
+    it together. `takeover` is what its caller vouches for.
     `away`: why its worker takes no part, where the rank goes on without it.
     """
 
@@ -68,7 +68,6 @@ class Enter(Message, frozen=True):
     group: int
     fault: Fault | None = None
     takeover: bool = False
-    new_set: bool = False
     away: str = ""
 
 
@@ -80,12 +79,11 @@ class Report(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """A rank's worker, if it has one, has learnt what is committed. `closed`: workers that left and that it closed."""
+    """A rank's worker, if it has one, has learnt what is committed."""
 
     epoch: int
     rank: int
     status: Status | None
-    closed: tuple[int, ...] = ()
 
 
 class Sides(Message, frozen=True):
@@ -130,7 +128,7 @@ class Joined(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Numbers the attempt, and says what is committed, by which log. `left`: workers that are out of the set now."""
+    """Numbers the attempt, and says what is committed, by which log."""
 
     epoch: int
     committed: int | None
@@ -138,7 +136,6 @@ class Go(Message, frozen=True):
     log: str = ""
     took: tuple[str, ...] = ()
     takeover: bool = False
-    left: tuple[int, ...] = ()
     term: int = 0
 
 

@@ -200,10 +200,9 @@ def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     """Return the log has numbered the attempt."""
     attempt = state.attempt
-    left = tuple(member.worker for member in attempt.left if member.worker not in attempt.workers)
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
     told = record.version, record.epochs, record.id, record.took
-    return state, [Tell(Go(epoch, *told, attempt.first.takeover, left, record.term))]
+    return state, [Tell(Go(epoch, *told, attempt.first.takeover, record.term))]
 
 
 def decided(state: CoordinatorState) -> Step:
@@ -258,8 +257,6 @@ def _advance(state: CoordinatorState, record: Record, now_ns: int) -> Step:
     attempt = state.attempt
     if attempt.phase == "enter":
         attempt.refuse_entries(record, state.leases, state.where)
-        left = tuple(attempt.leaving(record)) if attempt.first.new_set else ()
-        state = replace(state, attempt=replace(attempt, left=left))
         return _open(state, record)
     if attempt.phase == "settle":
         attempt.refuse_strangers()
@@ -280,11 +277,9 @@ def _open(state: CoordinatorState, record: Record) -> Step:
     start = attempt.start_from(record)
     gone = {name for name, until in leases.out.items() if until is None} - attempt.incarnations
     gone |= attempt.ended(record)
-    if attempt.first.new_set:
-        gone |= leases.out.keys() - attempt.incarnations
     leases = leases.without(gone)
-    if attempt.first.takeover:
-        leases = replace(leases, out={**leases.out, **dict.fromkeys(attempt.incarnations)})
+    if attempt.first.takeover:  # of other leases than those of the workers here the caller says that they are over
+        leases = replace(leases, out=dict.fromkeys(attempt.incarnations))
     known = [status.term for status in attempt.statuses.values() if status.log == record.id]
     term = max(record.term, *(term + 1 for term in known if term > record.term), 0)
     start = msgspec.structs.replace(start, term=term)

@@ -58,9 +58,9 @@ class AskWorker:
 
 @dataclass(frozen=True)
 class Work:
-    """Do something alone: close workers that left the set, describe layouts, make the plan, move the buckets."""
+    """Do something alone: describe layouts, make the plan, move the buckets."""
 
-    what: Literal["dismiss", "describe", "plan", "load"]
+    what: Literal["describe", "plan", "load"]
     about: Any = None
 
 
@@ -97,7 +97,6 @@ class RankState:
     ending: Ending = "unknown"
     go: Go | None = None
     layouts: Layouts | None = None
-    closed: tuple[int, ...] = ()
     plan: str = ""
     samples: tuple[Sample, ...] = ()
 
@@ -114,7 +113,7 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     """Return the coordinator has answered."""
     if isinstance(message, Go):
         state = replace(state, phase="settle", epoch=message.epoch, log=message.log, go=message)
-        return (state, Work("dismiss", message.left)) if message.left else (state, _settle(state))
+        return state, _settle(state)
     if isinstance(message, Send):
         return replace(state, phase="layout"), Work("describe", message)
     if isinstance(message, Layouts):
@@ -133,9 +132,6 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
 
 def worked(state: RankState, value: Any = None) -> Step:
     """Return the rank has done its own work; `value` is the result."""
-    if state.phase == "settle":
-        state = replace(state, closed=value)
-        return state, _settle(state)
     if state.phase == "layout":
         return state, TellCoordinator(value, (Layouts, Proceed))
     if state.phase == "plan":
@@ -215,7 +211,7 @@ def _grant(state: RankState, *, new: bool) -> Grant:
 
 
 def _settled(state: RankState, status: Status | None) -> TellCoordinator:
-    return TellCoordinator(Settled(state.epoch, state.rank, status, state.closed), (Send, Layouts, Proceed))
+    return TellCoordinator(Settled(state.epoch, state.rank, status), (Send, Layouts, Proceed))
 
 
 def _begin(state: RankState) -> Begin:

@@ -34,7 +34,7 @@ from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame, dismiss
+from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame
 from treadle.update.updated import Updated
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
@@ -101,9 +101,7 @@ class AttemptRun:
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
                 match action:
-                    # 2. Settle: close workers that left the set; tell this rank's worker which version is committed.
-                    case Work("dismiss", workers):
-                        self.state, action = rank.worked(self.state, self._dismiss(workers))
+                    # 2. Settle: tell this rank's worker which version is committed.
                     # 8. Open: once the decision is on disk, the worker resets its caches and serves the new version.
                     case AskWorker(Grant() as message):
                         self.state, action = rank.answered(self.state, self._grant(message))
@@ -179,8 +177,7 @@ class AttemptRun:
         layouts = layout_digest(self._has), self._wants_digest
         mine = can_export, self.context.broadcasts.made
         status = self._status if fault is None and not away else None
-        vouched = asked.takeover, asked.new_set
-        return Enter(self.context.rank, self._number, *names, *layouts, status, *mine, fault, *vouched, away)
+        return Enter(self.context.rank, self._number, *names, *layouts, status, *mine, fault, asked.takeover, away)
 
     def _leave_out(self, why: str) -> str:
         """Go on without the worker, whose lease then ends; why."""
@@ -195,16 +192,15 @@ class AttemptRun:
             raise WorkerRefusedError(Refused("failed", f"an attempt failed by it: {self.context.why_sick}"))
         self.worker.connect(self.context.rank, deadline_s)
         self._status = self.worker.settled_in(deadline_s)
+        if not self._status.holds_slot and self.options.least is not None:
+            text = f"process {self._status.before} was this worker before, and has neither ended nor closed"
+            raise WorkerRefusedError(Refused("taken", text))
         self._wants, self._wants_digest = self.worker.layout(deadline_s), self.worker.layout_digest
 
     @property
     def _number(self) -> int | None:
         """The number of this rank's worker."""
         return self.context.own_worker.worker if self.context.own_worker is not None else None
-
-    def _dismiss(self, workers: tuple[int, ...]) -> tuple[int, ...]:
-        assert self.state.go is not None
-        return dismiss(self.context.directory, workers, self.state.go, self.options)
 
     def _grant(self, message: Grant) -> Status:
         self._status = self.worker.ask(message, Status, self.options.phase_s)

@@ -27,8 +27,8 @@ HOST_BYTES = 1 << 30
 class UpdateRequest:
     """What a caller asks of one attempt; all ranks must ask for the same.
 
-    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` and
-    `new_set` are what the caller vouches for: see `Updater`.
+    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` is
+    what the caller vouches for: see `Updater`.
     """
 
     kind: Kind
@@ -37,7 +37,6 @@ class UpdateRequest:
     changed: tuple[str, ...] | None = None
     base: int | None = None
     takeover: bool = False
-    new_set: bool = False
 
 
 @dataclass
